@@ -1,0 +1,52 @@
+"""Write down once which numbers live in which format; that is what runs, or the run refuses and says why."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_mp.errors import LossScaleError, MissingExtraError, NonFiniteError, PlanError
+    from lightning_mp.loss_scaling import LossScaling
+    from lightning_mp.policy import Checkpointing, NonFinite, Pin, PrecisionPolicy
+    from lightning_mp.precision import MixedPrecisionPlan
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpointing": "policy",
+    "LossScaleError": "errors",
+    "LossScaling": "loss_scaling",
+    "MissingExtraError": "errors",
+    "MixedPrecisionPlan": "precision",
+    "NonFinite": "policy",
+    "NonFiniteError": "errors",
+    "Pin": "policy",
+    "PlanError": "errors",
+    "PrecisionPolicy": "policy",
+}
+
+__all__ = [
+    "Checkpointing",
+    "LossScaleError",
+    "LossScaling",
+    "MissingExtraError",
+    "MixedPrecisionPlan",
+    "NonFinite",
+    "NonFiniteError",
+    "Pin",
+    "PlanError",
+    "PrecisionPolicy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use: ``import lightning_mp`` alone imports neither torch nor Lightning."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

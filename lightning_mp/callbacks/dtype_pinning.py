@@ -1,0 +1,55 @@
+"""Module-level dtypes for a project on stock plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lightning_mp.callbacks.acting import ActingCallback
+from lightning_mp.errors import Faults
+from lightning_mp.numerics import pins
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.policy import PinsLike, PrecisionPolicy
+
+
+class DtypePinning(ActingCallback):
+    """Stores and runs chosen modules in a dtype of their own, whatever the stock plugin does to the rest.
+
+    ``pins`` are those of :class:`~lightning_mp.MixedPrecisionPlan`, ``{"*norm*": "fp32"}``. After the run every module
+    has its own forward and its own dtypes back; going back to a narrower dtype rounds.
+
+    Raises:
+        PlanError: a pattern that matches nothing, contradicting pins on tied weights, or a MixedPrecisionPlan beside it
+            (use its ``pins=``).
+    """
+
+    plan_field = "pins"
+
+    def __init__(self, pins: PinsLike) -> None:
+        super().__init__()
+        self.pins = PrecisionPolicy(precision="32-true", pins=pins).pins  # pyright: ignore[reportArgumentType]
+
+    def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
+        """Pin the matching modules."""
+        pin_map = pins.resolve(pl_module, self.pins, faults)
+        faults.raise_if_any()
+        tensors = [
+            (tensor, tensor.dtype)
+            for member in pin_map.members
+            for tensor in (*member.module.parameters(recurse=False), *member.module.buffers(recurse=False))
+        ]
+        precision = str(trainer.precision)
+        compute = {"bf16-true": "bf16", "16-true": "fp16", "bf16-mixed": "bf16", "16-mixed": "fp16"}.get(precision, "fp32")
+        device_type = trainer.strategy.root_device.type
+        mixed = not precision.endswith("-true") or precision == "32-true"
+        pins.apply(pin_map, mixed=mixed, compute_dtype=to_torch(compute), device_type=device_type)
+
+        def give_back(modules: list[nn.Module]) -> None:
+            pins.remove(modules)
+            for tensor, dtype in tensors:
+                tensor.data = tensor.data.to(dtype)
+
+        return partial(give_back, [member.module for member in pin_map.members])

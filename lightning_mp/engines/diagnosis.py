@@ -1,0 +1,78 @@
+"""The error a run stops with: which rank, step, module and parameter the first non-finite value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mp.errors import LossScaleError, NonFiniteError
+from lightning_mp.numerics import nonfinite
+from lightning_mp.numerics.nonfinite import Origin
+
+Found = tuple[Origin | None, bool]
+
+
+def error(
+    module: nn.Module,
+    replay: Callable[[], Tensor | None] | None,
+    *,
+    what: str,
+    step: int,
+    loss: Tensor | None,
+    scale: float | None,
+    at_min: bool,
+    distributed: bool,
+) -> NonFiniteError:
+    """Build the error, the same on every rank; it names the rank whose *own* loss or gradients were bad.
+
+    ``replay`` runs the last batch forward and backward without summing gradients over ranks; ``step`` is the number of
+    optimizer steps attempted so far.
+    """
+    bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
+    origin = nonfinite.locate(module, replay) if replay is not None else None
+    # Nothing to replay, or random layers drew other numbers: the gradients at hand still say something.
+    origin = origin or nonfinite.from_gradients(module)
+    rank, (origin, bad_loss) = _first_bad_rank((origin, bad_loss), distributed)
+    if origin is None:
+        place = "no module could be named: the batch is gone or did not reproduce it"
+    else:
+        place = f"first seen in {origin}"
+    state = "the loss was non-finite already before it was scaled" if bad_loss else "the loss was finite"
+    scaled = "" if scale is None else f", loss scale {scale:g}"
+    message = (
+        f"given rank {rank}, step {step}: {what}; {place}; {state}{scaled}; "
+        "allowed: finite losses and gradients, or skips within the budget of nonfinite=NonFinite(max_consecutive=...); "
+        f"do: {_advice(bad_loss, scale)}"
+    )
+    kind = LossScaleError if at_min else NonFiniteError
+    return kind(
+        message,
+        rank=rank,
+        step=step,
+        module=None if origin is None else origin.module,
+        parameter=None if origin is None else origin.parameter,
+    )
+
+
+def _first_bad_rank(mine: Found, distributed: bool) -> tuple[int, Found]:
+    if not distributed:
+        return 0, mine
+    everyone: list[Found | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    known = [(rank, found) for rank, found in enumerate(everyone) if found is not None]
+    # A non-finite loss is a rank's own fault; a gradient seen without a replay may have come from a sum over ranks.
+    for rank, found in sorted(known, key=lambda item: not item[1][1]):
+        if found[0] is not None or found[1]:
+            return rank, found
+    return dist.get_rank(), mine
+
+
+def _advice(bad_loss: bool, scale: float | None) -> str:
+    if bad_loss:
+        return "look at that module's input and weights, and at the batch; a loss scale cannot mend a non-finite loss"
+    if scale is not None:
+        return "pin that module to fp32 (pins={...: 'fp32'}), lower the learning rate, or use 'bf16-mixed'"
+    return "pin that module to fp32, lower the learning rate, or clip gradients"

@@ -1,0 +1,45 @@
+"""What DistributedDataParallel sums across ranks: gradients in the policy's ``reduce_dtype``, the flag as a maximum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_mp.numerics.dtypes import to_torch
+
+
+def max_over_ranks_(flag: Tensor) -> None:
+    """Replace ``flag`` by its maximum over all ranks."""
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReduceIn:
+    """The communication hook's state: the dtype to sum in."""
+
+    dtype: torch.dtype
+
+
+def _average_in(state: _ReduceIn, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket in ``state.dtype`` and hand it back in its own."""
+    buffer = bucket.buffer()
+    wire = buffer.to(state.dtype).div_(dist.get_world_size()) if buffer.dtype != state.dtype else None
+    summed = buffer.div_(dist.get_world_size()) if wire is None else wire
+    future: Any = dist.all_reduce(summed, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+
+def needs_hook(module: nn.Module, reduce_dtype: str) -> bool:
+    """Whether DDP, which sums each gradient in its own dtype, would sum some in another than ``reduce_dtype``."""
+    wanted = to_torch(reduce_dtype)
+    return any(p.requires_grad and p.is_floating_point() and p.dtype != wanted for p in module.parameters())
+
+
+def reduce_in(model: DistributedDataParallel, reduce_dtype: str) -> None:
+    """Make DDP sum gradients in ``reduce_dtype``, whatever their own dtype."""
+    model.register_comm_hook(_ReduceIn(to_torch(reduce_dtype)), _average_in)

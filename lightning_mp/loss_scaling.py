@@ -1,0 +1,183 @@
+"""How the loss scale moves, as data: the fields, their ranges, and the constructors for three known systems."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from lightning_mp.errors import Faults
+
+# torch.amp.GradScaler's defaults, https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
+TORCH_INIT_SCALE = 2.0**16
+TORCH_GROWTH_INTERVAL = 2000
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScaling:
+    """How the loss scale of the fp16 modes moves.
+
+    A clean step is one whose gradients are all finite. After ``growth_interval`` clean steps the scale is multiplied
+    by ``growth_factor``; after ``hysteresis`` overflows it is multiplied by ``backoff_factor``, never below
+    ``min_scale`` nor above ``max_scale``. Alone, ``LossScaling()`` is torch's rule with a floor of 1 that is held.
+
+    Raises:
+        PlanError: a value out of its range; every such value is named.
+    """
+
+    init_scale: float = TORCH_INIT_SCALE
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    #: clean steps before the scale grows
+    growth_interval: int = TORCH_GROWTH_INTERVAL
+    #: clean steps added before the *first* growth at the start and after an overflow (DeepSpeed: 1)
+    growth_delay: int = 0
+    #: overflows before the scale backs off
+    hysteresis: int = 1
+    #: whether any clean step refills the hysteresis, or only a growth does
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+    #: ``None``: growth that would overflow fp32 is left out, as torch does; ``inf``: no ceiling
+    max_scale: float | None = None
+    #: on an overflow at ``min_scale``: go on skipping, or raise LossScaleError
+    at_min: Literal["hold", "raise"] = "hold"
+    #: ``False``: the scale never moves
+    dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        faults = Faults("LossScaling")
+        self._check_numbers(faults)
+        faults.raise_if_any()
+        if self.dynamic:
+            self._check_bounds(faults)
+        if self.at_min not in ("hold", "raise"):
+            faults.add(f"at_min={self.at_min!r}", "'hold', 'raise'", "choose what an overflow at min_scale does")
+        faults.raise_if_any()
+
+    def _check_numbers(self, faults: Faults) -> None:
+        checks: tuple[tuple[str, Any, bool, str], ...] = (
+            ("init_scale", self.init_scale, True, "a finite number > 0"),
+            ("growth_factor", self.growth_factor, True, "a finite number > 1"),
+            ("backoff_factor", self.backoff_factor, True, "a number between 0 and 1, both left out"),
+            ("min_scale", self.min_scale, False, "a finite number >= 0"),
+        )
+        for name, value, positive, allowed in checks:
+            if not _is_number(value) or not math.isfinite(value) or value < 0 or (positive and value == 0):
+                faults.add(f"{name}={value!r}", allowed, f"leave it out for the default, {_default(name)}")
+            elif name == "growth_factor" and value <= 1:
+                faults.add(f"growth_factor={value!r}", allowed, "use 2.0, or dynamic=False for a scale that stays")
+            elif name == "backoff_factor" and value >= 1:
+                faults.add(f"backoff_factor={value!r}", allowed, "use 0.5, or dynamic=False for a scale that stays")
+        for name, least in (("growth_interval", 1), ("growth_delay", 0), ("hysteresis", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                faults.add(f"{name}={value!r}", f"an integer >= {least}", f"write a number of steps, at least {least}")
+        ceiling: Any = self.max_scale
+        if ceiling is not None and (not _is_number(ceiling) or math.isnan(ceiling) or ceiling <= 0):
+            faults.add(f"max_scale={ceiling!r}", "None or a number > 0", "leave it out for torch's own ceiling")
+
+    def _check_bounds(self, faults: Faults) -> None:
+        if self.max_scale is not None and self.min_scale > self.max_scale:
+            faults.add(
+                f"min_scale={self.min_scale!r} above max_scale={self.max_scale!r}",
+                "min_scale <= max_scale",
+                "swap them, or leave max_scale out",
+            )
+        elif self.init_scale < self.min_scale or (self.max_scale is not None and self.init_scale > self.max_scale):
+            faults.add(
+                f"init_scale={self.init_scale!r} with min_scale={self.min_scale!r}, max_scale={self.max_scale!r}",
+                "min_scale <= init_scale <= max_scale",
+                "move init_scale between the bounds",
+            )
+
+    @property
+    def floor(self) -> float:
+        """The scale below which the rule does not go."""
+        return self.min_scale if self.dynamic else self.init_scale
+
+    @classmethod
+    def torch(
+        cls,
+        init_scale: float = TORCH_INIT_SCALE,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = TORCH_GROWTH_INTERVAL,
+    ) -> LossScaling:
+        """``torch.amp.GradScaler``'s sequence: no floor, and fp32's own overflow as the ceiling."""
+        return cls(
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=0.0,
+        )
+
+    @classmethod
+    def deepspeed(
+        cls,
+        loss_scale: float = 0,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        min_loss_scale: float = 1,
+        at_min: Literal["hold", "raise"] = "raise",
+    ) -> LossScaling:
+        """``deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler``'s sequence, from DeepSpeed's own JSON keys.
+
+        ``loss_scale > 0`` is a static scale, as in DeepSpeed. It grows first after ``loss_scale_window + 1`` clean
+        steps, at the start and after an overflow, then every ``loss_scale_window``.
+        """
+        if _is_number(loss_scale) and loss_scale > 0:
+            return cls.static(loss_scale)
+        faults = Faults("LossScaling.deepspeed")
+        if loss_scale != 0 or isinstance(loss_scale, bool):
+            faults.add(f"loss_scale={loss_scale!r}", "0 (dynamic) or a number > 0 (static)", "write 0")
+        power: object = initial_scale_power
+        if not _is_number(power) or not -126 <= initial_scale_power <= 127:
+            faults.add(f"initial_scale_power={power!r}", "a number from -126 to 127", "16 gives 65536")
+        faults.raise_if_any()
+        return cls(
+            init_scale=2.0**initial_scale_power,
+            growth_interval=loss_scale_window,
+            growth_delay=1,
+            hysteresis=hysteresis,
+            consecutive_hysteresis=consecutive_hysteresis,
+            min_scale=min_loss_scale,
+            max_scale=math.inf,
+            at_min=at_min,
+        )
+
+    @classmethod
+    def megatron(
+        cls,
+        initial_scale: float = 2.0**32,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+    ) -> LossScaling:
+        """Megatron-LM's ``DynamicGradScaler`` sequence, with the defaults of its command line."""
+        return cls(
+            init_scale=initial_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            min_scale=min_scale,
+            max_scale=math.inf,
+        )
+
+    @classmethod
+    def static(cls, scale: float) -> LossScaling:
+        """A scale that never moves; overflowing steps are still skipped."""
+        return cls(init_scale=scale, min_scale=0.0, dynamic=False)
+
+
+def _default(name: str) -> object:
+    return next(item.default for item in fields(LossScaling) if item.name == name)

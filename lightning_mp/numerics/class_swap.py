@@ -1,0 +1,76 @@
+"""Change what a module does by giving the instance a subclass: names, ties, deepcopy, pickle and compile keep working.
+
+A hook cannot enter a context for the forward and be compiled; a patched ``.forward`` stays bound to the original after
+``deepcopy``; a wrapper module changes parameter names. A subclass does none of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, cast
+
+from torch import nn
+
+
+class Swapped:
+    """Mix-in of every swapped class: it looks like its base, and pickles as base plus mix-in."""
+
+    _lmp_mixin: type[Swapped]
+    _lmp_base: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class was made at run time and cannot be found by name: rebuild it from those that can.
+        get_state = getattr(type(self), "__getstate__", None)
+        default = get_state is None or get_state is getattr(object, "__getstate__", None)
+        state = self.__dict__.copy() if default else cast("Any", self).__getstate__()
+        mixins, base = _layers(type(self))
+        return _rebuild, (mixins, base), state
+
+
+@lru_cache(maxsize=None)
+def _swapped_class(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Module]:
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_lmp_mixin": mixin,
+        "_lmp_base": base,
+    }
+    return cast("type[nn.Module]", type(base.__name__, (mixin, base), namespace))
+
+
+def _layers(cls: Any) -> tuple[tuple[type[Swapped], ...], type[nn.Module]]:
+    """The mix-ins of a swapped class, innermost first, and the class they were swapped over."""
+    mixins: list[type[Swapped]] = []
+    while issubclass(cls, Swapped):
+        mixins.append(cls._lmp_mixin)
+        cls = cls._lmp_base
+    return tuple(reversed(mixins)), cls
+
+
+def _combined(mixins: Iterable[type[Swapped]], base: type[nn.Module]) -> type[nn.Module]:
+    for mixin in mixins:
+        base = _swapped_class(mixin, base)
+    return base
+
+
+def _rebuild(mixins: tuple[type[Swapped], ...], base: type[nn.Module]) -> nn.Module:
+    cls = _combined(mixins, base)
+    return cls.__new__(cls)
+
+
+def swap_in(module: nn.Module, mixin: type[Swapped]) -> None:
+    """Make ``module`` an instance of ``mixin`` over its present class."""
+    module.__class__ = _swapped_class(mixin, type(module))
+
+
+def swapped_with(module: nn.Module, mixin: type[Swapped]) -> bool:
+    """Whether ``mixin`` was swapped in."""
+    return isinstance(module, mixin)
+
+
+def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:
+    """Take ``mixin`` out again, whatever was swapped in around it."""
+    mixins, base = _layers(type(module))
+    module.__class__ = _combined((layer for layer in mixins if layer is not mixin), base)

@@ -1,0 +1,68 @@
+"""The short dtype names as torch dtypes, and casts of nested inputs and of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def to_torch(name: str) -> torch.dtype:
+    """``"bf16"`` → ``torch.bfloat16``; the names are those of ``policy.dtype_name``."""
+    return TORCH_DTYPES[name]
+
+
+def cast_floating(data: Any, dtype: torch.dtype) -> Any:
+    """``data`` with every real floating tensor in it cast to ``dtype``.
+
+    Looks into tuples, named tuples, lists and mappings (transformers' ``ModelOutput`` included); anything else, such
+    as a key-value cache, is handed through as it is. What needs no cast is not copied.
+    """
+    if isinstance(data, Tensor):
+        return data.to(dtype) if data.is_floating_point() and data.dtype != dtype else data
+    if isinstance(data, (tuple, list)):
+        items = [cast_floating(item, dtype) for item in cast("list[Any]", data)]
+        if all(new is old for new, old in zip(items, cast("list[Any]", data), strict=True)):
+            return data
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if isinstance(data, Mapping):
+        values = {key: cast_floating(value, dtype) for key, value in cast("Mapping[Any, Any]", data).items()}
+        return cast("Any", type(data))(values)
+    return data
+
+
+def floating_dtype(data: Any) -> torch.dtype | None:
+    """The dtype of the first real floating tensor in ``data``, or ``None``."""
+    if isinstance(data, Tensor):
+        return data.dtype if data.is_floating_point() else None
+    if isinstance(data, Mapping):
+        data = list(cast("Mapping[Any, Any]", data).values())
+    if isinstance(data, (tuple, list)):
+        for item in cast("list[Any]", data):
+            found = floating_dtype(item)
+            if found is not None:
+                return found
+    return None
+
+
+def cast_module_(module: nn.Module, dtype: torch.dtype, *, parameters: bool = True, buffers: bool = True) -> int:
+    """Cast a module's own floating parameters and buffers in place (not its children's); how many changed.
+
+    The ``Parameter`` objects stay the same, so that optimizers and ties built on them hold. Tensor subclasses are left
+    alone: a quantised weight chooses its own storage.
+    """
+    changed = 0
+    for own, wanted in ((module._parameters, parameters), (module._buffers, buffers)):  # pyright: ignore[reportPrivateUsage]
+        for tensor in own.values() if wanted else ():
+            if tensor is None or type(tensor.data) is not Tensor or not tensor.is_floating_point():
+                continue
+            if tensor.dtype != dtype:
+                tensor.data = tensor.data.to(dtype)
+                if tensor.grad is not None:
+                    tensor.grad = None  # a gradient of the old dtype could not be accumulated into
+                changed += 1
+    return changed

@@ -1,0 +1,99 @@
+"""Gradients of one optimizer: unscale and check in one pass, norm, and a step that a device flag can hold back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+HostRead = Callable[[Tensor], bool]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Every parameter the optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that are there, dense ones as they are, sparse ones as their (coalesced) values."""
+    found: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.is_sparse:
+            # Entries of one index add up when coalesced, which may overflow: so that must come before the check.
+            parameter.grad = parameter.grad.coalesce()
+            found.append(parameter.grad._values())
+        else:
+            found.append(parameter.grad)
+    return [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in found]
+
+
+def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply ``grads`` by ``inv_scale`` in place and set ``found_inf`` to 1 where any was not finite.
+
+    ``inv_scale`` and ``found_inf`` are fp32 scalars on one device; nothing is read back. With ``inv_scale`` 1 the
+    gradients keep their bits. One multi-tensor kernel a device and dtype: the one behind ``torch.amp.GradScaler``.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in grads:
+        groups[gradient.device, gradient.dtype].append(gradient)
+    for (device, _), members in groups.items():
+        here = device == found_inf.device
+        flag = found_inf if here else torch.zeros_like(found_inf, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(members, flag, inv_scale if here else inv_scale.to(device))
+        if not here:
+            found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Clip by the global 2-norm, computed in fp32 whatever the gradients' dtypes; the norm before, on the device.
+
+    For fp32 gradients this is ``torch.nn.utils.clip_grad_norm_``, bit for bit. A norm of fp16 gradients taken in fp16
+    would overflow at 65,504.
+    """
+    members = [parameter for parameter in parameters if parameter.grad is not None]
+    grads = [cast("Tensor", parameter.grad) for parameter in members]
+    if all(gradient.dtype not in (torch.float16, torch.bfloat16) for gradient in grads):
+        return torch.nn.utils.clip_grad_norm_(members, max_norm)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in grads]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    torch.nn.utils.clip_grads_with_norm_(members, max_norm, total)
+    return total
+
+
+def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwargs: Any) -> None:
+    """Step the optimizer where ``found_inf`` is 0; where it is 1, leave every parameter and all state as they were.
+
+    A fused optimizer takes the flag on the device. Any other has to be asked for on the host: ``read(found_inf)``.
+    """
+    if not _takes_flag(optimizer):
+        if not read(found_inf):
+            optimizer.step(**kwargs)
+        return
+    flagged = cast("Any", optimizer)
+    flagged.grad_scale, flagged.found_inf = None, found_inf
+    try:
+        optimizer.step(**kwargs)
+    finally:
+        del flagged.grad_scale, flagged.found_inf
+
+
+def _takes_flag(optimizer: Optimizer) -> bool:
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    # torch (2.13 still) allocates fused SGD's momentum uninitialised and returns before writing it when the very first
+    # step is held back: the garbage is then used as momentum. So that step is decided on the host.
+    return not (
+        isinstance(optimizer, torch.optim.SGD)
+        and any(
+            group["momentum"] and optimizer.state[parameter].get("momentum_buffer") is None
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
+    )

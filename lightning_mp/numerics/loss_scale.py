@@ -1,0 +1,131 @@
+"""The loss-scale update as a pure function of the state and one flag, so that it can be tested as a table."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mp.loss_scaling import LossScaling
+
+
+@dataclass(frozen=True, slots=True)
+class LossScaleState:
+    """Where a loss scale stands: Python numbers, or 0-d tensors on one device (fp32 scale, int32 counters)."""
+
+    scale: float | Tensor
+    #: clean steps since the last growth; it starts ``growth_delay`` below 0, and again after an overflow
+    growth_tracker: int | Tensor
+    #: overflows left until the scale backs off; 1 means the next one does
+    hysteresis_left: int | Tensor
+    #: whether the last step overflowed where the scale could not be lowered any further
+    overflowed_at_min: bool | Tensor = False
+
+
+def init(config: LossScaling, device: torch.device | str | None = None) -> LossScaleState:
+    """The state before the first step: Python numbers, or 0-d tensors on ``device``."""
+    numbers = (float(config.init_scale), -config.growth_delay, config.hysteresis, False)
+    if device is None:
+        return LossScaleState(*numbers)
+    dtypes = (torch.float32, torch.int32, torch.int32, torch.bool)
+    return LossScaleState(*(torch.full((), n, dtype=t, device=device) for n, t in zip(numbers, dtypes, strict=True)))
+
+
+def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor) -> LossScaleState:
+    """The state after one step whose gradients were finite (``found_inf`` false) or not.
+
+    ``found_inf`` is a bool, a bool tensor, or a 0/1 float tensor. On a tensor state nothing is read back to the host.
+    The rule is the union of ``torch._amp_update_scale_`` (ATen/native/cuda/AmpKernels.cu), DeepSpeed's
+    ``DynamicLossScaler.update_scale`` and Megatron-LM's ``DynamicGradScaler.update``.
+    """
+    ops: Any = _OnDevice if isinstance(state.scale, Tensor) else _OnHost
+    found = ops.flag(found_inf, state.scale)
+    exhausted = found & (state.hysteresis_left <= 1)
+    if not config.dynamic:
+        return LossScaleState(state.scale, state.growth_tracker, state.hysteresis_left, found)
+    ticked = ops.where(found, -config.growth_delay, state.growth_tracker + 1)
+    grows = ticked == config.growth_interval  # never on an overflow: the tracker is then <= 0
+    lowered = ops.at_least(ops.times(state.scale, config.backoff_factor), config.min_scale)
+    raised = ops.times(state.scale, config.growth_factor)
+    if config.max_scale is not None:
+        raised = ops.at_most(raised, config.max_scale)
+    if config.max_scale is None or ops is _OnDevice:  # on a device, "no ceiling" still ends where fp32 does
+        raised = ops.where(ops.overflows(raised), state.scale, raised)
+    refills = grows | ops.negate(found) if config.consecutive_hysteresis else grows
+    left = ops.where(found, ops.at_least(state.hysteresis_left - 1, 1), state.hysteresis_left)
+    return LossScaleState(
+        scale=ops.where(exhausted, lowered, ops.where(grows, raised, state.scale)),
+        growth_tracker=ops.where(grows, 0, ticked),
+        hysteresis_left=ops.where(refills, config.hysteresis, left),
+        overflowed_at_min=exhausted & (state.scale <= config.min_scale),
+    )
+
+
+_FP32_MAX = 3.4028234663852886e38
+
+
+class _OnHost:
+    """The rule's operations on Python numbers; a growing or shrinking scale is rounded as fp32 would."""
+
+    @staticmethod
+    def flag(found: bool | Tensor, _: float) -> bool:
+        return bool(found)
+
+    @staticmethod
+    def where(condition: bool, yes: Any, no: Any) -> Any:
+        return yes if condition else no
+
+    @staticmethod
+    def times(scale: float, factor: float) -> float:
+        product = scale * factor
+        return struct.unpack("f", struct.pack("f", product))[0] if abs(product) <= _FP32_MAX else product
+
+    @staticmethod
+    def overflows(scale: float) -> bool:
+        return scale > _FP32_MAX
+
+    @staticmethod
+    def negate(flag: bool) -> bool:
+        return not flag
+
+    at_least, at_most = staticmethod(max), staticmethod(min)
+
+
+class _OnDevice:
+    """The same on 0-d tensors, without a host read; products in fp64 first, as torch's own kernel makes them."""
+
+    @staticmethod
+    def flag(found: bool | Tensor, like: Tensor) -> Tensor:
+        if isinstance(found, Tensor):
+            return found.to(device=like.device, dtype=torch.bool).reshape(())
+        return torch.full((), found, dtype=torch.bool, device=like.device)
+
+    @staticmethod
+    def where(condition: Tensor, yes: Any, no: Any) -> Tensor:
+        kept = no if isinstance(no, Tensor) else yes
+        return torch.where(condition, yes, no).to(kept.dtype)
+
+    @staticmethod
+    def times(scale: Tensor, factor: float) -> Tensor:
+        if scale.device.type == "mps":  # has no fp64
+            return scale * factor
+        return (scale.double() * factor).to(scale.dtype)
+
+    @staticmethod
+    def overflows(scale: Tensor) -> Tensor:
+        return scale.isinf()
+
+    @staticmethod
+    def negate(flag: Tensor) -> Tensor:
+        return ~flag
+
+    @staticmethod
+    def at_least(value: Tensor, bound: float) -> Tensor:
+        return value.clamp(min=bound)
+
+    @staticmethod
+    def at_most(value: Tensor, bound: float) -> Tensor:
+        return value.clamp(max=bound)

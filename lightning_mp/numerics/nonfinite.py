@@ -1,0 +1,148 @@
+"""Where a non-finite value was born: one forward and backward pass, watched module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The module in which a non-finite value first appeared, in which pass, and the parameter it reached first.
+
+    In phase ``"loss"`` every module's output was finite: it is the module that ran last before the loss.
+    ``input_bad`` says that the module's input was non-finite already and no module before it produced that: the batch.
+    """
+
+    module: str
+    parameter: str | None
+    phase: Literal["forward", "loss", "backward"]
+    input_bad: bool = False
+
+    def __str__(self) -> str:
+        parameter = f", parameter {self.parameter!r}" if self.parameter else ""
+        if self.phase == "loss":
+            return f"the loss computed from the finite output of module {self.module!r}{parameter}"
+        batch = ", whose input from the batch was non-finite already" if self.input_bad else ""
+        return f"module {self.module!r} ({self.phase}){parameter}{batch}"
+
+
+def locate(root: nn.Module, run: Callable[[], Tensor | None]) -> Origin | None:
+    """Where the first non-finite value of ``run`` appears, or ``None`` if everything stayed finite.
+
+    ``run`` does one forward through modules of ``root`` and one backward, and returns the loss. Every module's output
+    and every gradient is read back to the host: this is for a run that is about to stop, not for each step.
+    """
+    watch = _Watch(root)
+    with watch:
+        loss = run()
+    return watch.verdict(loss)
+
+
+def from_gradients(root: nn.Module) -> Origin | None:
+    """The best guess from the gradients alone: the last parameter in definition order whose gradient is non-finite."""
+    found: Origin | None = None
+    for name, parameter in root.named_parameters():
+        if parameter.grad is not None and not _finite(parameter.grad):
+            found = Origin(name.rpartition(".")[0], name, "backward")
+    return found
+
+
+class _Watch:
+    """Hooks on every module's output, on the gradients of these outputs, and on every parameter's gradient."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
+        self._parameters = dict(root.named_parameters())
+        self._handles: list[Any] = []
+        self._watched: dict[int, Tensor] = {}  # holds them, so that no id is used twice
+        self._forward: tuple[str, nn.Module, bool] | None = None
+        self._last: str | None = None
+        self._last_finite: str | None = None
+        self._backward: str | None = None
+        self._parameter: str | None = None
+
+    def __enter__(self) -> None:
+        hook = cast("Any", nn.modules.module.register_module_forward_hook)
+        self._handles.append(hook(self._on_output, with_kwargs=False))
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._on_parameter, name)))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._watched.clear()
+
+    def verdict(self, loss: Tensor | None) -> Origin | None:
+        """What the hooks saw."""
+        if loss is None or not _finite(loss):
+            if self._forward is not None:
+                name, module, input_bad = self._forward
+                return Origin(name, self._parameter_of(name, module), "forward", input_bad)
+            if loss is not None and self._last is not None:
+                return Origin(self._last, self._parameter, "loss")
+        if self._backward is not None:
+            return Origin(self._backward, self._parameter, "backward")
+        return None
+
+    def _on_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is None or not torch.is_grad_enabled():
+            return
+        tensors = list(_floating(output))
+        if next(module.children(), None) is None:
+            self._last = name
+        if self._forward is None and not all(_healthy(tensor, module) for tensor in tensors):
+            self._forward = name, module, not all(map(_finite, _floating(inputs)))
+        for tensor in tensors:
+            if tensor.requires_grad and id(tensor) not in self._watched:
+                self._watched[id(tensor)] = tensor
+                self._handles.append(tensor.register_hook(partial(self._on_output_gradient, name)))
+
+    def _on_output_gradient(self, name: str, gradient: Tensor) -> None:
+        if self._backward is None:
+            if _finite(gradient):
+                self._last_finite = name
+            else:  # made by the backward of whatever used this output: the module last seen healthy
+                self._backward = self._last_finite or name
+
+    def _on_parameter(self, name: str, parameter: Tensor) -> None:
+        if self._parameter is None and parameter.grad is not None and not _finite(parameter.grad):
+            self._parameter = name
+            self._backward = self._backward or name.rpartition(".")[0]
+
+    def _parameter_of(self, name: str, module: nn.Module) -> str | None:
+        own = [(f"{name}.{key}", parameter) for key, parameter in module.named_parameters(recurse=False)]
+        for key, parameter in own:
+            if not _finite(parameter):
+                return key
+        return own[0][0] if own else self._parameter
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _healthy(tensor: Tensor, module: nn.Module) -> bool:
+    """A module without parameters may well hand on ``-inf`` (a mask); a product with weights may not."""
+    if next(module.parameters(), None) is not None:
+        return _finite(tensor)
+    return not bool(torch.isnan(tensor).any() | torch.isposinf(tensor).any())
+
+
+def _floating(data: Any) -> Iterator[Tensor]:
+    if isinstance(data, Tensor):
+        if data.is_floating_point():
+            yield data
+    elif isinstance(data, Mapping):
+        for value in cast("Mapping[Any, Any]", data).values():
+            yield from _floating(value)
+    elif isinstance(data, (tuple, list)):
+        for item in cast("list[Any]", data):
+            yield from _floating(item)

@@ -1,0 +1,41 @@
+"""Which modules a pattern means: the one place where names are matched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_mp.errors import Faults, nearest
+
+
+def matches(pattern: str, name: str, module: nn.Module) -> bool:
+    """Whether ``pattern`` (case-sensitive ``fnmatch``) is the module's name, a dotted suffix of it, or its class."""
+    parts = name.split(".")
+    suffixes = (".".join(parts[start:]) for start in range(len(parts)))
+    return any(fnmatchcase(suffix, pattern) for suffix in suffixes) or fnmatchcase(type(module).__name__, pattern)
+
+
+def named_submodules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below ``root`` under every one of its names, in definition order."""
+    for name, module in root.named_modules(remove_duplicate=False):
+        if name:
+            yield name, module
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether calling the module means anything; a ``ModuleList`` only holds others."""
+    return type(module).forward is not nn.Module.forward
+
+
+def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
+    """Note that ``pattern`` matches nothing in ``root``, with the names most like it."""
+    words = dict.fromkeys(word for name, module in named_submodules(root) for word in _words(name, module))
+    near = nearest(pattern.strip("*."), words)
+    fix = f"nearest: {near}" if near else f"modules here include {', '.join(list(words)[:5])}"
+    faults.add(f"{what} {pattern!r}, which matches no module", "a module's name, a suffix of it, or its class", fix)
+
+
+def _words(name: str, module: nn.Module) -> tuple[str, ...]:
+    return name.rpartition(".")[2], type(module).__name__, name

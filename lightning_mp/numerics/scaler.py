@@ -1,0 +1,266 @@
+"""The loss scaler: ``torch.amp.GradScaler``'s interface, any rule of ``LossScaling``, and no host read of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from lightning_mp.loss_scaling import LossScaling
+from lightning_mp.numerics import loss_scale
+from lightning_mp.numerics.grads import HostRead, gradients, parameters_of, step_unless, unscale_and_check_
+from lightning_mp.numerics.loss_scale import LossScaleState
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of one optimizer's gradients since its last update."""
+
+    #: the gradients are in true units (divided by the scale)
+    divided: bool = False
+    #: ``unscale_`` was called, by whomever
+    unscaled: bool = False
+    stepped: bool = False
+    found_inf: Tensor | None = None
+
+
+def _read(found_inf: Tensor) -> bool:
+    return bool(found_inf.item())
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself, where a trainer's wrapper around it was given."""
+    return cast("Optimizer", getattr(optimizer, "_optimizer", optimizer))
+
+
+class LossScaler(GradScaler):
+    """A ``GradScaler`` whose scale follows a :class:`LossScaling`.
+
+    Unlike torch's, it takes fp16 gradients (``16-true``), complex and sparse ones, steps fused optimizers whose
+    gradients were unscaled and clipped before, and can keep gradients in true units between backward passes.
+    ``read`` is asked for the flag where an optimizer cannot take it on the device.
+    """
+
+    def __init__(
+        self,
+        config: LossScaling,
+        *,
+        read: HostRead = _read,
+    ) -> None:
+        super().__init__("cpu", config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval)
+        self.config = config
+        self._sync: Callable[[Tensor], None] | None = None
+        self._host_read = read
+        self._records: dict[int, _Record] = {}
+        self._start = loss_scale.init(config)
+        self._scale: Tensor | None = None
+        self._growth_tracker: Tensor | None = None
+        self._hysteresis_left: Tensor | None = None
+        #: a 0-d bool tensor: the last update met an overflow where the scale could not be lowered
+        self.overflowed_at_min: Tensor | None = None
+
+    def sync_with(self, sync: Callable[[Tensor], None]) -> None:
+        """Reduce every flag with ``sync`` (in place, maximum over ranks) from now on."""
+        self._sync = sync
+
+    # ------------------------------------------------------------------ the state
+
+    def place(self, device: torch.device | str) -> LossScaleState:
+        """The state as 0-d tensors on ``device``."""
+        device = torch.device(device)
+        if self._scale is None or self._growth_tracker is None or self._hysteresis_left is None:
+            start = self._start
+            self._scale = torch.full((), start.scale, dtype=torch.float32, device=device)
+            self._growth_tracker = torch.full((), start.growth_tracker, dtype=torch.int32, device=device)
+            self._hysteresis_left = torch.full((), start.hysteresis_left, dtype=torch.int32, device=device)
+        elif self._scale.device != device:
+            self._scale, self._growth_tracker = self._scale.to(device), self._growth_tracker.to(device)
+            self._hysteresis_left = self._hysteresis_left.to(device)
+        return LossScaleState(self._scale, self._growth_tracker, self._hysteresis_left)
+
+    def get_scale(self) -> float:
+        """The scale as a Python number; a host read once training has begun."""
+        return float(self._start.scale if self._scale is None else self._scale.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """``GradScaler``'s keys, so that stock Lightning can take the checkpoint over, and ``hysteresis_left``."""
+        placed = self._scale is not None
+        state = self.place(self._scale.device) if self._scale is not None else self._start
+        tracker, left = state.growth_tracker, state.hysteresis_left
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self.config.growth_factor,
+            "backoff_factor": self.config.backoff_factor,
+            "growth_interval": self.config.growth_interval,
+            "_growth_tracker": int(cast("Tensor", tracker).item() if placed else tracker),
+            "hysteresis_left": int(cast("Tensor", left).item() if placed else left),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up where a checkpoint (ours or ``GradScaler``'s) stood; the rule itself stays the one declared."""
+        if not state_dict:
+            return
+        scale, config = float(state_dict["scale"]), self.config
+        if config.dynamic:
+            scale = max(scale, config.min_scale)
+            scale = scale if config.max_scale is None else min(scale, config.max_scale)
+        else:
+            scale = config.init_scale
+        left = min(max(int(state_dict.get("hysteresis_left", config.hysteresis)), 1), config.hysteresis)
+        tracker = min(int(state_dict.get("_growth_tracker", 0)), config.growth_interval - 1)
+        self._start = LossScaleState(scale, max(tracker, -config.growth_delay), left)
+        device = None if self._scale is None else self._scale.device
+        self._scale = self._growth_tracker = self._hysteresis_left = None
+        if device is not None:
+            self.place(device)
+
+    # ------------------------------------------------------------------ the loss and the gradients
+
+    def scale(self, outputs: Any) -> Any:
+        """A tensor, or each of a list, tuple or iterable of tensors, times the scale; half ones become fp32 first."""
+        if isinstance(outputs, Tensor):
+            state = self.place(outputs.device)
+            half = outputs.dtype in (torch.float16, torch.bfloat16)  # the scale itself may be beyond fp16
+            return (outputs.float() if half else outputs) * state.scale
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)([self.scale(output) for output in cast("list[Any]", outputs)])
+        return map(self.scale, cast("Iterable[Any]", outputs))
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, once, and note whether they are finite.
+
+        Raises:
+            RuntimeError: a second call for the optimizer since the last ``update``, as torch's scaler does.
+        """
+        optimizer = _plain(optimizer)
+        record = self._record(optimizer)
+        if record.stepped:
+            raise RuntimeError("unscale_() is being called after step().")
+        if record.unscaled:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if not record.divided:
+            self._divide(optimizer, record, set())
+        record.unscaled = True
+        if self._sync is not None:
+            self._sync(self._found(record))
+
+    def found_inf(self, optimizer: Optimizer) -> Tensor:
+        """1 where the optimizer's gradients are not finite on some rank, else 0; unscales them if none did yet."""
+        record = self._record(_plain(optimizer))
+        if not record.unscaled:
+            self.unscale_(optimizer)
+        return self._found(record)
+
+    def multiply_back_(self, optimizers: Iterable[Optimizer]) -> None:
+        """Before a backward pass: bring gradients waiting in true units back under the scale, to be added to."""
+        seen: set[int] = set()
+        for optimizer in map(_plain, optimizers):
+            record = self._records.get(id(optimizer))
+            if record is None or not record.divided:
+                continue
+            waiting = gradients(_unseen(optimizer, seen))
+            fresh = self._records[id(optimizer)] = _Record()
+            if waiting:
+                unscale_and_check_(waiting, cast("Tensor", self._state().scale), self._found(fresh))
+
+    def divide_(self, optimizers: Iterable[Optimizer]) -> None:
+        """After a backward pass: bring every optimizer's gradients into true units, for users who clip them."""
+        seen: set[int] = set()
+        for optimizer in map(_plain, optimizers):
+            record = self._record(optimizer)
+            if record.stepped:
+                record = self._records[id(optimizer)] = _Record()
+            self._divide(optimizer, record, seen)
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Unscale if nobody did, then step the optimizer, or leave everything as it is if a gradient is not finite.
+
+        Raises:
+            RuntimeError: a second call since the last ``update``, or a closure, as torch's scaler does.
+        """
+        if "closure" in kwargs or args:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        if _plain(optimizer) is not optimizer:
+            cast("Any", optimizer).step(**kwargs)  # a trainer's wrapper counts the step and comes back here
+            return
+        record = self._record(optimizer)
+        if record.stepped:
+            raise RuntimeError("step() has already been called since the last update().")
+        step_unless(optimizer, self.found_inf(optimizer), self._host_read, **kwargs)
+        record.stepped = True
+
+    def stepped(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer stepped since the last update."""
+        record = self._records.get(id(_plain(optimizer)))
+        return record is not None and record.stepped
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
+        if new_scale is not None:
+            cast("Tensor", self._state().scale).copy_(torch.as_tensor(new_scale))
+            self._records.clear()
+            return
+        flags = [self._found(record) for record in self._records.values() if record.stepped]
+        if not flags:
+            return
+        found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        self._records = {key: record for key, record in self._records.items() if not record.stepped}
+        self._adjust(found_inf)
+
+    def _adjust(self, found_inf: Tensor) -> None:
+        config, state = self.config, self._state()
+        if config.dynamic and config.hysteresis == 1 and not config.growth_delay and config.at_min == "hold":
+            # The common rules are torch's fused kernel and two bounds: the same sequence in fewer launches.
+            scale, tracker = cast("Tensor", state.scale), cast("Tensor", state.growth_tracker)
+            factors = config.growth_factor, config.backoff_factor, config.growth_interval
+            torch._amp_update_scale_(scale, tracker, found_inf, *factors)
+            if config.min_scale > 0 or config.max_scale is not None:
+                scale.clamp_(config.min_scale, config.max_scale)
+            return
+        new = loss_scale.adjust(config, state, found_inf)
+        self._scale, self._growth_tracker = cast("Tensor", new.scale), cast("Tensor", new.growth_tracker)
+        self._hysteresis_left = cast("Tensor", new.hysteresis_left)
+        self.overflowed_at_min = cast("Tensor", new.overflowed_at_min)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _state(self) -> LossScaleState:
+        return self.place("cpu" if self._scale is None else self._scale.device)
+
+    def _record(self, optimizer: Optimizer) -> _Record:
+        return self._records.setdefault(id(optimizer), _Record())
+
+    def _found(self, record: _Record) -> Tensor:
+        if record.found_inf is None:
+            record.found_inf = torch.zeros((), device=cast("Tensor", self._state().scale).device)
+        return record.found_inf
+
+    def _divide(self, optimizer: Optimizer, record: _Record, seen: set[int]) -> None:
+        fresh = _unseen(optimizer, seen)
+        grads = gradients(fresh)
+        if self._scale is None and grads:
+            self.place(grads[0].device)
+        found = self._found(record)
+        scale = cast("Tensor", self._state().scale)
+        # the reciprocal in fp64, as torch's scaler takes it; mps has none
+        inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+        unscale_and_check_(grads, inverse, found)
+        known = {id(parameter) for parameter in fresh}
+        shared = gradients(parameter for parameter in parameters_of(optimizer) if id(parameter) not in known)
+        if shared:
+            unscale_and_check_(shared, torch.ones_like(found), found)
+        record.divided = True
+
+
+def _unseen(optimizer: Optimizer, seen: set[int]) -> list[Tensor]:
+    """The optimizer's parameters that no optimizer before it had: a shared one must not be divided twice."""
+    members = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in seen]
+    seen.update(map(id, members))
+    return members

@@ -1,0 +1,342 @@
+"""``MixedPrecisionPlan``: the Lightning precision plugin that binds a policy to an engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from typing import Any, cast
+
+import torch
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mp import hardware, presets, reading, strategy_support
+from lightning_mp.engines.eager import EagerEngine, calls_closure_again
+from lightning_mp.errors import Faults
+from lightning_mp.holding import Holding
+from lightning_mp.numerics.device import describe
+from lightning_mp.numerics.dtypes import cast_floating, to_torch
+from lightning_mp.numerics.ledger import StepLedger
+from lightning_mp.numerics.scaler import LossScaler
+from lightning_mp.numerics.tf32 import set_tf32
+from lightning_mp.policy import (
+    CheckpointingLike,
+    LossScalingLike,
+    NonFiniteLike,
+    PinsLike,
+    PrecisionPolicy,
+)
+
+#: the keys under which stock Lightning's plugins keep a GradScaler's state
+_STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
+
+
+class MixedPrecisionPlan(FSDPPrecision):
+    """Carries a precision policy out as a Lightning plugin: ``Trainer(plugins=[MixedPrecisionPlan("16-mixed")])``.
+
+    It is a ``FSDPPrecision`` only so that every stock strategy accepts it; nothing of that class is used.
+
+    Args:
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"auto"``.
+        loss_scaling: the rule of the loss scale, for the fp16 modes; a :class:`LossScaling` or a mapping of its fields.
+        pins: module patterns and the dtype each is stored and run in, ``{"*norm*": "fp32"}``; the first match wins.
+        tf32: ``"high"`` or ``True`` lets fp32 products run in TF32 where the device has it; ``"highest"`` or ``False``
+            forbids it; ``None`` leaves torch's setting alone.
+        checkpointing: the modules that recompute their activations; a pattern or a :class:`Checkpointing`.
+        nonfinite: ``"skip"``, ``"raise"``, ``"ignore"`` or a :class:`NonFinite`: what a non-finite gradient leads to.
+        reduce_dtype: the dtype gradients are summed in across ranks, fp32 by default.
+        buffer_dtype: the dtype of floating buffers; by default that of the parameters under the true modes.
+
+    Raises:
+        PlanError: what was given cannot be carried out; every fault is named at once.
+    """
+
+    def __init__(
+        self,
+        precision: str = "bf16-mixed",
+        *,
+        loss_scaling: LossScalingLike = None,
+        pins: PinsLike = None,
+        tf32: str | bool | None = None,
+        checkpointing: CheckpointingLike = None,
+        nonfinite: NonFiniteLike = "skip",
+        reduce_dtype: str | None = None,
+        buffer_dtype: str | None = None,
+    ) -> None:
+        given: dict[str, Any] = {"loss_scaling": loss_scaling, "pins": pins, "tf32": tf32}
+        given |= {"checkpointing": checkpointing, "nonfinite": nonfinite}
+        given |= {"reduce_dtype": reduce_dtype or "fp32", "buffer_dtype": buffer_dtype}
+        self.policy = PrecisionPolicy(precision=precision, **given)
+        self._declared = self.policy
+        self._device = torch.device("cpu")
+        self._trainer: weakref.ref[Trainer] | None = None
+        self._engine: EagerEngine | None = None
+        self._holding = Holding()
+        self._restore_tf32: Callable[[], None] | None = None
+        self._start_over()
+
+    @classmethod
+    def from_policy(cls, policy: PrecisionPolicy) -> MixedPrecisionPlan:
+        """The plan that carries ``policy`` out."""
+        plan = cls("32-true")
+        plan.policy = plan._declared = policy
+        plan._start_over()
+        return plan
+
+    @classmethod
+    def preset(cls, name: str) -> MixedPrecisionPlan:
+        """A plan by name: fp32, tf32, bf16, fp16, bf16_true, fp16_true, or a GPU: v100, t4, a100, h100."""
+        return cls.from_policy(presets.preset(name))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | PathLike[str]) -> MixedPrecisionPlan:
+        """A plan from a mapping of its arguments, an OmegaConf ``DictConfig``, or the path of a YAML file of one.
+
+        Raises:
+            PlanError: an unknown key or a bad value; every fault is named at once.
+        """
+        return cls.from_policy(PrecisionPolicy.from_dict(reading.plain_mapping(config)))
+
+    def _start_over(self) -> None:
+        self.precision = cast("Any", self.policy.precision)
+        self.ledger = StepLedger()
+        config = self.policy.loss_scaling if self.policy.precision != "auto" else None
+        self.scaler = cast("Any", None if config is None else LossScaler(config, read=self._read_flag))
+        self._desired_input_dtype = to_torch(self.policy.storage_dtype)
+
+    def _read_flag(self, found_inf: Tensor) -> bool:
+        return self.ledger.read(found_inf)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.precision!r})"
+
+    # ------------------------------------------------------------------ readings
+
+    @property
+    def step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped; the first question after a step waits for the device."""
+        return self.ledger.step_skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped since the run began."""
+        return self.ledger.skipped_steps
+
+    @property
+    def applied_steps(self) -> int:
+        """How many optimizer steps were applied since the run began."""
+        return self.ledger.applied_steps
+
+    # ------------------------------------------------------------------ the module
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Check everything, then change ``module`` in place to what the policy declares.
+
+        Raises:
+            PlanError: the policy cannot be carried out on this model, device or strategy; nothing was changed.
+        """
+        trainer = cast("Trainer | None", getattr(module, "_trainer", None))
+        self._attach(trainer, module)
+        faults = Faults()
+        device = describe(self._device)
+        self._resolve_auto(device, module)
+        refused = hardware.refusal(device, self.precision)
+        if refused is not None:
+            faults.add(*refused)
+        if trainer is not None:
+            strategy_support.check(trainer.strategy, self.policy, module, faults)
+        distributed = trainer is not None and strategy_support.is_distributed(trainer.strategy)
+        engine = EagerEngine(
+            self.policy, device=self._device, ledger=self.ledger, scaler=self.scaler, distributed=distributed
+        )
+        engine.check(module, faults)
+        faults.raise_if_any()
+        for pattern in engine.shadowed_pins:
+            rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
+        self._engine = engine
+        engine.prepare(module)
+        self._set_tf32(device)
+        return module
+
+    def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:
+        self._release()
+        if trainer is None:
+            first = next(module.parameters(), None)
+            self._device = torch.device("cpu") if first is None else first.device
+            return
+        self._device = trainer.strategy.root_device
+        before = None if self._trainer is None else self._trainer()
+        if self._trainer is not None and before is not trainer:  # a new run, not the next stage of this one
+            self.policy = self._declared
+            self._start_over()
+        self._trainer = weakref.ref(trainer)
+
+    def _resolve_auto(self, device: hardware.Device, module: nn.Module) -> None:
+        if self.policy.precision != "auto":
+            return
+        choice = hardware.choose(device, sum(parameter.numel() for parameter in module.parameters()))
+        scaled = choice.precision.startswith("16")
+        self.policy = replace(
+            self.policy,
+            precision=choice.precision,
+            tf32=self.policy.tf32 or choice.tf32,
+            loss_scaling=self.policy.loss_scaling if scaled else None,
+        )
+        self._start_over()
+        rank_zero_info(f"precision 'auto' is {choice.precision!r}: {choice.reason}")
+
+    def _set_tf32(self, device: hardware.Device) -> None:
+        if device.bf16 == "emulated" and self.precision.startswith("bf16"):
+            rank_zero_info(f"bf16 is emulated on {device.name}: right, but no faster than fp32")
+        if self.policy.tf32 is None:
+            return
+        if device.tf32:
+            self._restore_tf32 = set_tf32(self.policy.tf32)
+        else:
+            rank_zero_info(f"tf32={self.policy.tf32!r} changes nothing on {device.name}: it has no TF32")
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Take the optimizers, and check them against the policy.
+
+        Raises:
+            PlanError: an optimizer that evaluates its closure again, under loss scaling.
+        """
+        if self._engine is not None:
+            if self.scaler is not None and self._engine.distributed:
+                self.scaler.sync_with(strategy_support.max_over_ranks_)
+            self._engine.connect(model, optimizers)
+        return model, optimizers, lr_schedulers
+
+    # ------------------------------------------------------------------ forward
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Tensors made in it take the parameters' dtype under the true modes."""
+        if self.policy.precision in ("bf16-true", "16-true"):
+            return _DtypeContextManager(self._desired_input_dtype)
+        return nullcontext()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Modules made in it take the parameters' dtype under the true modes."""
+        return self.tensor_init_context()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast under the mixed modes, the parameters' dtype as the default one under the true modes."""
+        if self.policy.mixed:
+            # As in stock Lightning, without the weight cache: it keeps stale weights and blocks graph capture.
+            return torch.autocast(self._device.type, to_torch(self.policy.compute_dtype), cache_enabled=False)
+        return self.tensor_init_context()
+
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """The forward context; at its end a group of manually stepped optimizers is closed."""
+        with self.forward_context():
+            yield
+        if self._engine is not None:
+            self._engine.close_group()
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating inputs in the parameters' dtype under the true modes; untouched otherwise."""
+        return cast_floating(data, self._desired_input_dtype) if not self._keeps_inputs() else data
+
+    def convert_output(self, data: Any) -> Any:
+        """Floating outputs in torch's default dtype under the true modes; untouched otherwise."""
+        return cast_floating(data, torch.get_default_dtype()) if not self._keeps_inputs() else data
+
+    def _keeps_inputs(self) -> bool:
+        return self.policy.precision not in ("bf16-true", "16-true")
+
+    # ------------------------------------------------------------------ backward and step
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        """Scale the loss."""
+        if self._engine is not None:
+            tensor = self._engine.before_backward(tensor, manual=not module.automatic_optimization)
+        return super(FSDPPrecision, self).pre_backward(tensor, module)
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        """Under manual optimization, bring gradients into true units before users see them."""
+        if self._engine is not None:
+            self._engine.after_backward(manual=not module.automatic_optimization)
+        return super().post_backward(tensor, module)
+
+    def optimizer_step(
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure, unscale, check, clip, then step or skip (``docs/architecture.md``, "the life of one step").
+
+        Raises:
+            NonFiniteError: more non-finite steps in a row than ``nonfinite`` allows.
+        """
+        engine = self._engine
+        if engine is None:
+            raise RuntimeError("MixedPrecisionPlan.optimizer_step() was called before the plan was attached to a model")
+        self._holding.hold(model.trainer, model, lambda: self.step_skipped)
+        replay = partial(self._replay, optimizer, model, closure) if model.automatic_optimization else None
+        if calls_closure_again(optimizer):
+            wrapped = partial(self._wrap_closure, model, optimizer, closure)
+            result = engine.step_with_closure(optimizer, wrapped, **kwargs)
+        else:
+            result = closure()
+            if model.automatic_optimization and not engine.pending:
+                return result  # training_step returned None: neither applied nor skipped
+            engine.unscale(optimizer)
+            self._after_closure(model, optimizer)
+            engine.step(optimizer, **kwargs)
+        engine.settle(replay, model.trainer.global_step)
+        return result
+
+    def _replay(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Tensor | None:
+        """The last batch again, forward and backward, this rank's gradients alone."""
+        optimizer.zero_grad()
+        with _block_parallel_sync_behavior(model.trainer.strategy, block=True):
+            return closure()
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the global norm, taken in fp32."""
+        if self._engine is not None:
+            self._engine.clip_norm(optimizer, float(clip_val))
+
+    # ------------------------------------------------------------------ checkpoints and the end
+
+    def state_dict(self) -> dict[str, Any]:
+        """The policy, the counts, and the loss scale; plain values only."""
+        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+        return {"policy": self._declared.to_dict(), "steps": self.ledger.state_dict(), **scaler}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up counts and loss scale; the policy stays the one declared now."""
+        self.ledger.load_state_dict(state_dict["steps"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict.get("scaler", {}))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adopt the scale of a checkpoint that stock Lightning wrote under ``16-mixed``."""
+        if self.scaler is None or type(self).__qualname__ in checkpoint:
+            return
+        for key in _STOCK_KEYS:
+            if "scale" in checkpoint.get(key, {}):
+                self.scaler.load_state_dict(checkpoint[key])
+
+    def teardown(self) -> None:
+        """Put back every process-global that was set; Lightning calls this after success and after failure."""
+        self._release()
+
+    def _release(self) -> None:
+        self._holding.release()
+        if self._engine is not None:
+            self._engine.release()
+            self._engine = None
+        if self._restore_tf32 is not None:
+            self._restore_tf32()
+            self._restore_tf32 = None

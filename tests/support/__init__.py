@@ -1,0 +1,1 @@
+"""What the tests share: small real models, real fits, real processes, and a counter of host reads."""

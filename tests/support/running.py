@@ -1,0 +1,30 @@
+"""A real Trainer, quiet and on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from support.models import batches
+
+
+def trainer(**arguments: Any) -> Trainer:
+    """A Trainer that prints and writes nothing, one epoch on the CPU unless told otherwise."""
+    quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(**{**quiet, **arguments})
+
+
+def fit(module: LightningModule, *, data: Any = None, ckpt_path: Any = None, **arguments: Any) -> Trainer:
+    """Train ``module`` on ``support.models.batches()`` (8 steps) and hand the Trainer back."""
+    runner = trainer(**arguments)
+    runner.fit(module, batches() if data is None else data, ckpt_path=ckpt_path)
+    return runner
