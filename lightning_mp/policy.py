@@ -98,7 +98,9 @@ class Checkpointing:
     def __post_init__(self) -> None:
         faults = Faults("Checkpointing")
         given = cast("object", self.modules)
-        items = [given] if isinstance(given, (str, type)) or not isinstance(given, Iterable) else list(cast("Any", given))
+        items = (
+            [given] if isinstance(given, (str, type)) or not isinstance(given, Iterable) else list(cast("Any", given))
+        )
         names = tuple(item.__name__ if isinstance(item, type) else item for item in items)
         if not names or not all(isinstance(name, str) and name for name in names):
             faults.add(f"modules={given!r}", "a pattern, a module class, or several", "modules='*.h.*'")

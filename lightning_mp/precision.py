@@ -11,20 +11,19 @@ from os import PathLike
 from typing import Any, cast
 
 import torch
-from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp import hardware, presets, reading, strategy_support
-from lightning_mp.engines.eager import EagerEngine, calls_closure_again
+from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults
 from lightning_mp.holding import Holding
 from lightning_mp.numerics.device import describe
-from lightning_mp.numerics.dtypes import cast_floating, to_torch
+from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.ledger import StepLedger
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.tf32 import set_tf32
@@ -113,6 +112,10 @@ class MixedPrecisionPlan(FSDPPrecision):
         self.scaler = cast("Any", None if config is None else LossScaler(config, read=self._read_flag))
         self._desired_input_dtype = to_torch(self.policy.storage_dtype)
 
+    def _global_step(self) -> int:
+        trainer = None if self._trainer is None else self._trainer()
+        return self.ledger.attempts if trainer is None else trainer.global_step
+
     def _read_flag(self, found_inf: Tensor) -> bool:
         return self.ledger.read(found_inf)
 
@@ -156,7 +159,12 @@ class MixedPrecisionPlan(FSDPPrecision):
             strategy_support.check(trainer.strategy, self.policy, module, faults)
         distributed = trainer is not None and strategy_support.is_distributed(trainer.strategy)
         engine = EagerEngine(
-            self.policy, device=self._device, ledger=self.ledger, scaler=self.scaler, distributed=distributed
+            self.policy,
+            device=self._device,
+            ledger=self.ledger,
+            scaler=self.scaler,
+            distributed=distributed,
+            global_step=self._global_step,
         )
         engine.check(module, faults)
         faults.raise_if_any()
@@ -223,7 +231,7 @@ class MixedPrecisionPlan(FSDPPrecision):
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Tensors made in it take the parameters' dtype under the true modes."""
         if self.policy.precision in ("bf16-true", "16-true"):
-            return _DtypeContextManager(self._desired_input_dtype)
+            return default_dtype(self._desired_input_dtype)
         return nullcontext()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
@@ -270,9 +278,7 @@ class MixedPrecisionPlan(FSDPPrecision):
             self._engine.after_backward(manual=not module.automatic_optimization)
         return super().post_backward(tensor, module)
 
-    def optimizer_step(
-        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, check, clip, then step or skip (``docs/architecture.md``, "the life of one step").
 
         Raises:
@@ -283,7 +289,7 @@ class MixedPrecisionPlan(FSDPPrecision):
             raise RuntimeError("MixedPrecisionPlan.optimizer_step() was called before the plan was attached to a model")
         self._holding.hold(model.trainer, model, lambda: self.step_skipped)
         replay = partial(self._replay, optimizer, model, closure) if model.automatic_optimization else None
-        if calls_closure_again(optimizer):
+        if engine.steps_with_closure(optimizer):
             wrapped = partial(self._wrap_closure, model, optimizer, closure)
             result = engine.step_with_closure(optimizer, wrapped, **kwargs)
         else:
@@ -293,13 +299,14 @@ class MixedPrecisionPlan(FSDPPrecision):
             engine.unscale(optimizer)
             self._after_closure(model, optimizer)
             engine.step(optimizer, **kwargs)
-        engine.settle(replay, model.trainer.global_step)
+        engine.settle(replay)
         return result
 
     def _replay(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Tensor | None:
         """The last batch again, forward and backward, this rank's gradients alone."""
         optimizer.zero_grad()
-        with _block_parallel_sync_behavior(model.trainer.strategy, block=True):
+        strategy = model.trainer.strategy
+        with strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext():
             return closure()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

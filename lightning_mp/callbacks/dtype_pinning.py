@@ -42,7 +42,9 @@ class DtypePinning(ActingCallback):
             for tensor in (*member.module.parameters(recurse=False), *member.module.buffers(recurse=False))
         ]
         precision = str(trainer.precision)
-        compute = {"bf16-true": "bf16", "16-true": "fp16", "bf16-mixed": "bf16", "16-mixed": "fp16"}.get(precision, "fp32")
+        compute = {"bf16-true": "bf16", "16-true": "fp16", "bf16-mixed": "bf16", "16-mixed": "fp16"}.get(
+            precision, "fp32"
+        )
         device_type = trainer.strategy.root_device.type
         mixed = not precision.endswith("-true") or precision == "32-true"
         pins.apply(pin_map, mixed=mixed, compute_dtype=to_torch(compute), device_type=device_type)

@@ -12,7 +12,6 @@ from lightning_mp.errors import Faults
 from lightning_mp.numerics.ledger import StepLedger
 from lightning_mp.numerics.scaler import LossScaler
 
-
 #: runs the last batch forward and backward again, without summing over ranks, to find what broke it; or cannot
 Replay = Callable[[], Tensor | None] | None
 
@@ -55,8 +54,8 @@ class StepEngine(Protocol):
         """Step the optimizer, or leave everything as it was if a gradient was not finite."""
         ...
 
-    def settle(self, replay: Replay, step: int) -> None:
-        """Adjust the scale and look at the budget after global step ``step``."""
+    def settle(self, replay: Replay) -> None:
+        """Adjust the scale and look at the budget."""
         ...
 
     def release(self) -> None:

@@ -34,9 +34,10 @@ class EagerEngine:
         ledger: StepLedger,
         scaler: LossScaler | None,
         distributed: bool,
+        global_step: Callable[[], int],
     ) -> None:
         self.policy, self.device, self.ledger, self.scaler = policy, device, ledger, scaler
-        self.distributed = distributed
+        self.distributed, self._global_step = distributed, global_step
         self.optimizers: list[Optimizer] = []
         #: gradients came in since the last step
         self.pending = False
@@ -46,7 +47,9 @@ class EagerEngine:
         self._applied: checkpointing.Applied | None = None
         self._loss: Tensor | None = None
         self._found: dict[int, Tensor] = {}
-        self._next_look = self._next_floor_look = self._step = 0
+        self._closure_optimizers: set[int] = set()
+        self._one = torch.ones((), device=device)
+        self._next_look = self._next_floor_look = 0
 
     # ------------------------------------------------------------------ the module
 
@@ -68,7 +71,9 @@ class EagerEngine:
         covered = {id(member.module) for member in self._pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
         storage = to_torch(policy.storage_dtype)
-        buffers = policy.buffer_dtype or (policy.storage_dtype if policy.precision.startswith(("bf16-t", "16-t")) else None)
+        buffers = policy.buffer_dtype or (
+            policy.storage_dtype if policy.precision.startswith(("bf16-t", "16-t")) else None
+        )
         for submodule in module.modules():
             if id(submodule) not in covered:
                 cast_module_(submodule, storage, buffers=False)
@@ -86,10 +91,11 @@ class EagerEngine:
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Check the optimizers against the policy, and set DDP's reduction."""
         self.optimizers = list(optimizers)
+        self._closure_optimizers = {id(optimizer) for optimizer in optimizers if calls_closure_again(optimizer)}
         self._next_look = self._next_floor_look = self.ledger.attempts + 1
         faults = Faults()
         for optimizer in self.optimizers:
-            if self.scaler is not None and calls_closure_again(optimizer):
+            if self.scaler is not None and self.steps_with_closure(optimizer):
                 faults.add(
                     f"{type(optimizer).__name__} with precision={self.policy.precision!r}",
                     "an optimizer that does not evaluate the closure itself, since the loss scale may change between",
@@ -125,6 +131,10 @@ class EagerEngine:
         if self.scaler is not None and manual:
             self.scaler.divide_(self.optimizers)
 
+    def steps_with_closure(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer evaluates the closure itself."""
+        return id(optimizer) in self._closure_optimizers
+
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the gradients: true units, and the flag, reduced over ranks."""
         if self.scaler is not None:
@@ -135,7 +145,7 @@ class EagerEngine:
         found = torch.zeros((), device=self.device)
         if self.policy.nonfinite.action != "ignore":
             members = grads.gradients(grads.parameters_of(optimizer))
-            grads.unscale_and_check_(members, torch.ones_like(found), found)
+            grads.unscale_and_check_(members, self._one, found)
             if self.distributed:
                 reduce.max_over_ranks_(found)
         self._found[id(optimizer)] = found
@@ -172,7 +182,7 @@ class EagerEngine:
 
         def watched() -> Any:
             result = closure()
-            grads.unscale_and_check_(grads.gradients(parameters), torch.ones_like(found), found)
+            grads.unscale_and_check_(grads.gradients(parameters), self._one, found)
             return result
 
         result = optimizer.step(watched, **kwargs)
@@ -189,9 +199,8 @@ class EagerEngine:
         self.ledger.record(found)
         return result
 
-    def settle(self, replay: Replay, step: int) -> None:
+    def settle(self, replay: Replay) -> None:
         """Adjust the scale once every optimizer of the group stepped, and look at the budget."""
-        self._step = step
         if self.scaler is not None and all(map(self.scaler.stepped, self.optimizers)):
             self.scaler.update()
         self._look_at_streak(replay)
@@ -235,7 +244,7 @@ class EagerEngine:
         scaler = self.scaler
         if scaler is None or scaler.config.at_min != "raise" or self.ledger.attempts < self._next_floor_look:
             return
-        if scaler.overflowed_at_min is not None and bool(scaler.overflowed_at_min.item()):
+        if scaler.overflowed_at_min:
             raise self._error(replay, "overflow at the minimum loss scale (at_min='raise')", at_min=True)
         scale, floor = scaler.get_scale(), scaler.config.min_scale
         away = math.log(scale / floor, 1 / scaler.config.backoff_factor) if floor > 0 and scale > floor else 0
@@ -247,7 +256,7 @@ class EagerEngine:
             self._module,
             replay,
             what=what,
-            step=self._step,
+            step=self._global_step(),
             loss=self._loss,
             scale=None if self.scaler is None else self.scaler.get_scale(),
             at_min=at_min,

@@ -1,6 +1,6 @@
 """What DistributedDataParallel sums across ranks: gradients in the policy's ``reduce_dtype``, the flag as a maximum."""
 
-from __future__ import annotations
+# No postponed annotations here: DDP checks those of a communication hook, and refuses strings.
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +30,8 @@ def _average_in(state: _ReduceIn, bucket: dist.GradBucket) -> torch.futures.Futu
     buffer = bucket.buffer()
     wire = buffer.to(state.dtype).div_(dist.get_world_size()) if buffer.dtype != state.dtype else None
     summed = buffer.div_(dist.get_world_size()) if wire is None else wire
-    future: Any = dist.all_reduce(summed, async_op=True).get_future()
-    return future.then(lambda done: buffer.copy_(done.value()[0]))
+    work: Any = dist.all_reduce(summed, async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
 
 
 def needs_hook(module: nn.Module, reduce_dtype: str) -> bool:

@@ -112,8 +112,11 @@ class Applied:
 
 
 def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) -> Applied:
-    """Checkpoint ``modules`` in place; transformers models below ``root`` get ``use_cache=False``, and input gradients
-    where their embeddings are frozen (LoRA)."""
+    """Checkpoint ``modules`` in place.
+
+    transformers models below ``root`` get ``use_cache=False``, and input gradients where their embeddings are frozen
+    (LoRA).
+    """
     applied = Applied()
     names = None if config.mode == "full" else frozenset(_op_names(config.save_ops or DEFAULT_SAVE_OPS))
     state = CheckpointState(names, config.preserve_rng)

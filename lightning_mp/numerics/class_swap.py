@@ -7,7 +7,7 @@ A hook cannot enter a context for the forward and be compiled; a patched ``.forw
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 from typing import Any, cast
 
 from torch import nn
@@ -16,8 +16,8 @@ from torch import nn
 class Swapped:
     """Mix-in of every swapped class: it looks like its base, and pickles as base plus mix-in."""
 
-    _lmp_mixin: type[Swapped]
-    _lmp_base: type[nn.Module]
+    lmp_mixin: type[Swapped]
+    lmp_base: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made at run time and cannot be found by name: rebuild it from those that can.
@@ -28,14 +28,14 @@ class Swapped:
         return _rebuild, (mixins, base), state
 
 
-@lru_cache(maxsize=None)
+@cache
 def _swapped_class(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Module]:
     namespace = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        "_lmp_mixin": mixin,
-        "_lmp_base": base,
+        "lmp_mixin": mixin,
+        "lmp_base": base,
     }
     return cast("type[nn.Module]", type(base.__name__, (mixin, base), namespace))
 
@@ -44,8 +44,8 @@ def _layers(cls: Any) -> tuple[tuple[type[Swapped], ...], type[nn.Module]]:
     """The mix-ins of a swapped class, innermost first, and the class they were swapped over."""
     mixins: list[type[Swapped]] = []
     while issubclass(cls, Swapped):
-        mixins.append(cls._lmp_mixin)
-        cls = cls._lmp_base
+        mixins.append(cls.lmp_mixin)
+        cls = cls.lmp_base
     return tuple(reversed(mixins)), cls
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -56,13 +57,23 @@ def cast_module_(module: nn.Module, dtype: torch.dtype, *, parameters: bool = Tr
     alone: a quantised weight chooses its own storage.
     """
     changed = 0
-    for own, wanted in ((module._parameters, parameters), (module._buffers, buffers)):  # pyright: ignore[reportPrivateUsage]
-        for tensor in own.values() if wanted else ():
-            if tensor is None or type(tensor.data) is not Tensor or not tensor.is_floating_point():
-                continue
-            if tensor.dtype != dtype:
-                tensor.data = tensor.data.to(dtype)
-                if tensor.grad is not None:
-                    tensor.grad = None  # a gradient of the old dtype could not be accumulated into
-                changed += 1
+    chosen: list[Tensor] = list(module.parameters(recurse=False)) if parameters else []
+    chosen += module.buffers(recurse=False) if buffers else []
+    for tensor in chosen:
+        if type(tensor.data) is not Tensor or not tensor.is_floating_point() or tensor.dtype == dtype:
+            continue
+        tensor.data = tensor.data.to(dtype)
+        tensor.grad = None  # a gradient of the old dtype could not be added to
+        changed += 1
     return changed
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
+    """Tensors made in it without a dtype get ``dtype``; torch's default comes back, also after a failure."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -27,7 +27,7 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
         if parameter.grad.is_sparse:
             # Entries of one index add up when coalesced, which may overflow: so that must come before the check.
             parameter.grad = parameter.grad.coalesce()
-            found.append(parameter.grad._values())
+            found.append(parameter.grad.values())
         else:
             found.append(parameter.grad)
     return [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in found]
@@ -45,7 +45,9 @@ def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Te
     for (device, _), members in groups.items():
         here = device == found_inf.device
         flag = found_inf if here else torch.zeros_like(found_inf, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(members, flag, inv_scale if here else inv_scale.to(device))
+        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
+            members, flag, inv_scale if here else inv_scale.to(device)
+        )
         if not here:
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
 

@@ -38,10 +38,15 @@ class StepLedger:
 
         ``counts`` (0 or 1) says whether a skip counts against the budget.
         """
-        skipped, streak = self._on(found_inf.device)
-        skipped.add_(found_inf)
-        streak.add_(counts).mul_(found_inf)
         self.attempts += 1
+        if self._skipped is None and self._counts_read is not None and self._found_read is not None:
+            # The host asked for every flag so far (an optimizer that cannot take it): no device is needed to count.
+            skipped, streak = self._counts_read
+            self._counts_read = (skipped + 1, streak + int(counts)) if self._found_read else (skipped, 0)
+            return
+        on_device = self._on(found_inf.device)
+        on_device[0].add_(found_inf)
+        on_device[1].add_(counts).mul_(found_inf)
         self._counts_read = None
 
     @property
@@ -85,7 +90,8 @@ class StepLedger:
 
     def _counts(self) -> tuple[int, int]:
         if self._counts_read is None:
-            assert self._skipped is not None and self._streak is not None
+            assert self._skipped is not None, "record() places the counts"
+            assert self._streak is not None
             skipped, streak = torch.stack((self._skipped, self._streak)).tolist()
             self._counts_read = (int(skipped), int(streak))
         return self._counts_read

@@ -27,11 +27,22 @@ class LossScaleState:
 
 def init(config: LossScaling, device: torch.device | str | None = None) -> LossScaleState:
     """The state before the first step: Python numbers, or 0-d tensors on ``device``."""
-    numbers = (float(config.init_scale), -config.growth_delay, config.hysteresis, False)
-    if device is None:
-        return LossScaleState(*numbers)
-    dtypes = (torch.float32, torch.int32, torch.int32, torch.bool)
-    return LossScaleState(*(torch.full((), n, dtype=t, device=device) for n, t in zip(numbers, dtypes, strict=True)))
+    state = LossScaleState(float(config.init_scale), -config.growth_delay, config.hysteresis)
+    return state if device is None else place(state, device)
+
+
+def place(state: LossScaleState, device: torch.device | str) -> LossScaleState:
+    """The same state as 0-d tensors on ``device``; what is there already is kept, not copied."""
+
+    def placed(value: float | Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(value, dtype=dtype, device=device)
+
+    return LossScaleState(
+        placed(state.scale, torch.float32),
+        placed(state.growth_tracker, torch.int32),
+        placed(state.hysteresis_left, torch.int32),
+        placed(state.overflowed_at_min, torch.bool),
+    )
 
 
 def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor) -> LossScaleState:
@@ -55,7 +66,8 @@ def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor)
     if config.max_scale is None or ops is _OnDevice:  # on a device, "no ceiling" still ends where fp32 does
         raised = ops.where(ops.overflows(raised), state.scale, raised)
     refills = grows | ops.negate(found) if config.consecutive_hysteresis else grows
-    left = ops.where(found, ops.at_least(state.hysteresis_left - 1, 1), state.hysteresis_left)
+    spent: Any = state.hysteresis_left - 1
+    left = ops.where(found, ops.at_least(spent, 1), state.hysteresis_left)
     return LossScaleState(
         scale=ops.where(exhausted, lowered, ops.where(grows, raised, state.scale)),
         growth_tracker=ops.where(grows, 0, ticked),

@@ -1,4 +1,4 @@
-"""Module-level dtypes: which pin covers which module, and making a module run in its pin's dtype wherever it is used."""
+"""Module-level dtypes: which pin covers which module, and running a module in its pin's dtype wherever it is used."""
 
 from __future__ import annotations
 
@@ -93,9 +93,8 @@ def _owners(named: Sequence[tuple[str, nn.Module]]) -> dict[int, list[tuple[str,
     """``id(parameter)`` → every (module name, parameter name) it is reached by."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in named:
-        for key, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((name, key))
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((name, key))
     return owners
 
 
@@ -169,7 +168,7 @@ class PinnedForward(class_swap.Swapped):
 
         if recurse:
             for child in cast("nn.Module", self).children():
-                child._apply(fn)
+                cast("Any", child)._apply(fn)
         return cast("Any", super())._apply(keeping_the_pin, recurse=False)
 
 

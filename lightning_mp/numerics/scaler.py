@@ -57,12 +57,7 @@ class LossScaler(GradScaler):
         self._sync: Callable[[Tensor], None] | None = None
         self._host_read = read
         self._records: dict[int, _Record] = {}
-        self._start = loss_scale.init(config)
-        self._scale: Tensor | None = None
-        self._growth_tracker: Tensor | None = None
-        self._hysteresis_left: Tensor | None = None
-        #: a 0-d bool tensor: the last update met an overflow where the scale could not be lowered
-        self.overflowed_at_min: Tensor | None = None
+        self._state = loss_scale.init(config)
 
     def sync_with(self, sync: Callable[[Tensor], None]) -> None:
         """Reduce every flag with ``sync`` (in place, maximum over ranks) from now on."""
@@ -72,33 +67,35 @@ class LossScaler(GradScaler):
 
     def place(self, device: torch.device | str) -> LossScaleState:
         """The state as 0-d tensors on ``device``."""
-        device = torch.device(device)
-        if self._scale is None or self._growth_tracker is None or self._hysteresis_left is None:
-            start = self._start
-            self._scale = torch.full((), start.scale, dtype=torch.float32, device=device)
-            self._growth_tracker = torch.full((), start.growth_tracker, dtype=torch.int32, device=device)
-            self._hysteresis_left = torch.full((), start.hysteresis_left, dtype=torch.int32, device=device)
-        elif self._scale.device != device:
-            self._scale, self._growth_tracker = self._scale.to(device), self._growth_tracker.to(device)
-            self._hysteresis_left = self._hysteresis_left.to(device)
-        return LossScaleState(self._scale, self._growth_tracker, self._hysteresis_left)
+        scale = self._state.scale
+        if not isinstance(scale, Tensor) or scale.device != torch.device(device):
+            self._set_state(loss_scale.place(self._state, device))
+        return self._state
+
+    def _set_state(self, state: LossScaleState) -> None:
+        self._state = state
+        # The names torch's scaler keeps them under, for code that looks there.
+        self._scale = cast("Tensor", state.scale)
+        self._growth_tracker = cast("Tensor", state.growth_tracker)
+
+    @property
+    def overflowed_at_min(self) -> bool:
+        """Whether the last update met an overflow where the scale could not be lowered; a host read."""
+        return bool(self._state.overflowed_at_min)
 
     def get_scale(self) -> float:
         """The scale as a Python number; a host read once training has begun."""
-        return float(self._start.scale if self._scale is None else self._scale.item())
+        return float(self._state.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """``GradScaler``'s keys, so that stock Lightning can take the checkpoint over, and ``hysteresis_left``."""
-        placed = self._scale is not None
-        state = self.place(self._scale.device) if self._scale is not None else self._start
-        tracker, left = state.growth_tracker, state.hysteresis_left
         return {
             "scale": self.get_scale(),
             "growth_factor": self.config.growth_factor,
             "backoff_factor": self.config.backoff_factor,
             "growth_interval": self.config.growth_interval,
-            "_growth_tracker": int(cast("Tensor", tracker).item() if placed else tracker),
-            "hysteresis_left": int(cast("Tensor", left).item() if placed else left),
+            "_growth_tracker": int(self._state.growth_tracker),
+            "hysteresis_left": int(self._state.hysteresis_left),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -113,11 +110,10 @@ class LossScaler(GradScaler):
             scale = config.init_scale
         left = min(max(int(state_dict.get("hysteresis_left", config.hysteresis)), 1), config.hysteresis)
         tracker = min(int(state_dict.get("_growth_tracker", 0)), config.growth_interval - 1)
-        self._start = LossScaleState(scale, max(tracker, -config.growth_delay), left)
-        device = None if self._scale is None else self._scale.device
-        self._scale = self._growth_tracker = self._hysteresis_left = None
-        if device is not None:
-            self.place(device)
+        before = self._state.scale
+        self._state = LossScaleState(scale, max(tracker, -config.growth_delay), left)
+        if isinstance(before, Tensor):
+            self.place(before.device)
 
     # ------------------------------------------------------------------ the loss and the gradients
 
@@ -166,7 +162,7 @@ class LossScaler(GradScaler):
             waiting = gradients(_unseen(optimizer, seen))
             fresh = self._records[id(optimizer)] = _Record()
             if waiting:
-                unscale_and_check_(waiting, cast("Tensor", self._state().scale), self._found(fresh))
+                unscale_and_check_(waiting, cast("Tensor", self._placed().scale), self._found(fresh))
 
     def divide_(self, optimizers: Iterable[Optimizer]) -> None:
         """After a backward pass: bring every optimizer's gradients into true units, for users who clip them."""
@@ -204,7 +200,7 @@ class LossScaler(GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
         if new_scale is not None:
-            cast("Tensor", self._state().scale).copy_(torch.as_tensor(new_scale))
+            cast("Tensor", self._placed().scale).copy_(torch.as_tensor(new_scale))
             self._records.clear()
             return
         flags = [self._found(record) for record in self._records.values() if record.stepped]
@@ -215,46 +211,44 @@ class LossScaler(GradScaler):
         self._adjust(found_inf)
 
     def _adjust(self, found_inf: Tensor) -> None:
-        config, state = self.config, self._state()
+        config, state = self.config, self._placed()
         if config.dynamic and config.hysteresis == 1 and not config.growth_delay and config.at_min == "hold":
             # The common rules are torch's fused kernel and two bounds: the same sequence in fewer launches.
             scale, tracker = cast("Tensor", state.scale), cast("Tensor", state.growth_tracker)
             factors = config.growth_factor, config.backoff_factor, config.growth_interval
-            torch._amp_update_scale_(scale, tracker, found_inf, *factors)
+            torch._amp_update_scale_(scale, tracker, found_inf, *factors)  # pyright: ignore[reportPrivateUsage]
             if config.min_scale > 0 or config.max_scale is not None:
                 scale.clamp_(config.min_scale, config.max_scale)
             return
-        new = loss_scale.adjust(config, state, found_inf)
-        self._scale, self._growth_tracker = cast("Tensor", new.scale), cast("Tensor", new.growth_tracker)
-        self._hysteresis_left = cast("Tensor", new.hysteresis_left)
-        self.overflowed_at_min = cast("Tensor", new.overflowed_at_min)
+        self._set_state(loss_scale.adjust(config, state, found_inf))
 
     # ------------------------------------------------------------------ helpers
 
-    def _state(self) -> LossScaleState:
-        return self.place("cpu" if self._scale is None else self._scale.device)
+    def _placed(self) -> LossScaleState:
+        scale = self._state.scale
+        return self._state if isinstance(scale, Tensor) else self.place("cpu")
 
     def _record(self, optimizer: Optimizer) -> _Record:
         return self._records.setdefault(id(optimizer), _Record())
 
     def _found(self, record: _Record) -> Tensor:
         if record.found_inf is None:
-            record.found_inf = torch.zeros((), device=cast("Tensor", self._state().scale).device)
+            record.found_inf = torch.zeros((), device=cast("Tensor", self._placed().scale).device)
         return record.found_inf
 
     def _divide(self, optimizer: Optimizer, record: _Record, seen: set[int]) -> None:
         fresh = _unseen(optimizer, seen)
         grads = gradients(fresh)
-        if self._scale is None and grads:
+        if grads and not isinstance(self._state.scale, Tensor):
             self.place(grads[0].device)
         found = self._found(record)
-        scale = cast("Tensor", self._state().scale)
+        scale = cast("Tensor", self._placed().scale)
         # the reciprocal in fp64, as torch's scaler takes it; mps has none
         inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
         unscale_and_check_(grads, inverse, found)
-        known = {id(parameter) for parameter in fresh}
-        shared = gradients(parameter for parameter in parameters_of(optimizer) if id(parameter) not in known)
-        if shared:
+        if len(fresh) < len(parameters_of(optimizer)):
+            known = {id(parameter) for parameter in fresh}
+            shared = gradients(parameter for parameter in parameters_of(optimizer) if id(parameter) not in known)
             unscale_and_check_(shared, torch.ones_like(found), found)
         record.divided = True
 

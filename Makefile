@@ -1,0 +1,93 @@
+# The commands of this project; `make help` lists them. All a fresh machine needs is make and a Python 3.10 to 3.13 with
+# venv. Everything is installed into .venv; a file in .venv/.done says what is already there, so nothing is done twice,
+# and a change of pyproject.toml or constraints.txt installs again.
+
+# The interpreter that .venv is made from; by default the first of these that will do.
+PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
+# Passed on to the demo, pytest or the benchmark: make demo ARGS="--steps 20", make test ARGS="-k scaler".
+ARGS ?=
+# Test processes; a two-process gloo test counts as one of them.
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/.done
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
+# No build isolation: the few packages that are built here (this one, DeepSpeed) use the pinned setuptools and the torch
+# that are already in .venv, instead of fetching their own.
+INSTALL := $(PIP) --no-build-isolation --editable
+# DeepSpeed compiles small extensions on first use. Kept with the environment they belong to.
+EXTENSIONS := $(CURDIR)/$(VENV)/torch_extensions
+LINTED := $(wildcard lightning_mp tests benchmarks examples)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint format bench clean
+
+help: ## list the commands
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
+	    printf '%-14s %s\n' "$$command" "$$text"; done
+
+demo: $(DONE)/demo ## train a small GPT-2 on real text in every mode this machine has, and compare them
+	@$(BIN)/lightning-mp demo $(ARGS)
+
+test: $(DONE)/test ## run every test (those that need a GPU skip themselves where there is none)
+	@# A build that was killed leaves a lock on which every later one would wait.
+	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
+	@OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" \
+	    $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+lint: $(DONE)/dev ## check style (ruff), types (pyright, strict on the package) and floors (import-linter)
+	@$(BIN)/ruff check $(LINTED)
+	@$(BIN)/ruff format --check $(LINTED)
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports --no-cache
+
+format: $(DONE)/dev ## write the style that `make lint` asks for
+	@$(BIN)/ruff check --fix $(LINTED)
+	@$(BIN)/ruff format $(LINTED)
+
+bench: $(DONE)/demo ## measure step times and host reads against stock Lightning
+	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean: ## remove .venv, caches and build output
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- installing ------------------------------------------------------------------------------------------------------
+
+$(DONE)/venv:
+	@found=; for candidate in $(PYTHON); do \
+	    if $$candidate -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+	    then found=$$candidate; break; fi; done; \
+	if [ -z "$$found" ]; then \
+	    echo 'lightning_mp needs Python 3.10 to 3.13; tried, and none will do:' >&2; \
+	    for candidate in $(PYTHON); do echo "  $$candidate: $$($$candidate --version 2>&1 | head -n 1)" >&2; done; \
+	    echo 'Install one, or name it: make demo PYTHON=/path/to/python3.12' >&2; exit 1; fi; \
+	echo "making $(VENV) with $$($$found --version)"; \
+	$$found -m venv $(VENV)
+	@mkdir -p $(@D) && touch $@
+
+# torch first and alone: the rest then finds it in place, and DeepSpeed needs it to be built.
+$(DONE)/torch: constraints.txt $(DONE)/venv
+	@echo 'installing torch (first time only, about 1 minute, longer where its download is large)'
+	@$(PIP) pip setuptools wheel
+	@$(PIP) torch
+	@touch $@
+
+$(DONE)/demo: pyproject.toml $(DONE)/torch
+	@echo 'installing lightning_mp and what the demo needs (first time only, about 1 minute)'
+	@$(INSTALL) '.[hf,report]'
+	@touch $@
+
+# DS_ACCELERATOR=cpu: DeepSpeed's setup would otherwise refuse a machine that has a GPU but no CUDA compiler. It builds
+# nothing at this point, and at run time it looks for the device again.
+$(DONE)/test: pyproject.toml $(DONE)/torch
+	@echo 'installing what the tests need (first time only, about 2 minutes)'
+	@DS_ACCELERATOR=cpu $(INSTALL) '.[test]'
+	@touch $(DONE)/demo $@
+
+$(DONE)/dev: pyproject.toml $(DONE)/torch
+	@echo 'installing the development tools (first time only, about 2 minutes)'
+	@DS_ACCELERATOR=cpu $(INSTALL) '.[dev]'
+	@touch $(DONE)/demo $(DONE)/test $@

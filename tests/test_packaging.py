@@ -1,0 +1,146 @@
+"""The package as it is installed: what an import costs, what the extras hold, and that the pins cover them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points, metadata, requires, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import lightning_mp
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "lightning-mp"
+HEAVY = ("torch", "lightning", "pytorch_lightning", "transformers", "deepspeed", "omegaconf", "hydra", "matplotlib")
+FLOOR_0 = ("errors", "hardware", "loss_scaling", "policy", "presets", "reading")
+EXTRAS = {
+    "hf": {"transformers", "peft", "tokenizers"},
+    "deepspeed": {"deepspeed"},
+    "hydra": {"hydra-core"},
+    "report": {"matplotlib"},
+    "test": {"pytest", "pytest-timeout", "pytest-xdist", "hypothesis"},
+    "dev": {"ruff", "pyright", "import-linter"},
+}
+
+
+def heavy_modules_after(statement: str) -> list[str]:
+    """Which of the heavy packages a fresh interpreter has loaded after running the statement."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+def required_by(extra: str) -> set[str]:
+    """The packages that an extra brings itself, extras of this package included in it followed."""
+    found: set[str] = set()
+    for requirement in map(Requirement, requires(PACKAGE) or []):
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if canonicalize_name(requirement.name) == PACKAGE:
+            found |= set().union(*map(required_by, requirement.extras))
+        elif not requirement.marker.evaluate({"extra": ""}):
+            found.add(canonicalize_name(requirement.name))
+    return found
+
+
+def pinned() -> dict[str, list[Requirement]]:
+    """The constraints that hold for this Python, by package."""
+    pins: dict[str, list[Requirement]] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate():
+                pins.setdefault(canonicalize_name(requirement.name), []).append(requirement)
+    return pins
+
+
+def test_importing_the_package_loads_neither_torch_nor_lightning() -> None:
+    assert heavy_modules_after("import lightning_mp") == []
+
+
+@pytest.mark.parametrize("module", FLOOR_0)
+def test_floor_0_is_pure_data_and_loads_no_torch(module: str) -> None:
+    assert heavy_modules_after(f"import lightning_mp.{module}") == []
+
+
+def test_every_public_name_can_be_imported() -> None:
+    for name in lightning_mp.__all__:
+        assert getattr(lightning_mp, name) is not None, name
+
+
+def test_the_version_is_written_the_same_in_both_places() -> None:
+    assert version(PACKAGE) == lightning_mp.__version__
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(lightning_mp.__file__).parent / "py.typed").exists()
+
+
+def test_python_3_10_to_3_13_are_supported() -> None:
+    about = metadata(PACKAGE)
+    assert sorted(about["Requires-Python"].split(",")) == ["<3.14", ">=3.10"]
+    classifiers = " ".join(about.get_all("Classifier") or [])
+    assert re.findall(r"3\.\d+", classifiers) == ["3.10", "3.11", "3.12", "3.13"]
+
+
+def test_the_core_dependencies_are_few() -> None:
+    core = {Requirement(line).name for line in requires(PACKAGE) or [] if "extra ==" not in line}
+    assert core == {"lightning", "torch", "omegaconf", "rich", "typer"}
+
+
+@pytest.mark.parametrize(("extra", "packages"), EXTRAS.items(), ids=EXTRAS)
+def test_an_extra_brings_what_it_is_named_for(extra: str, packages: set[str]) -> None:
+    assert packages <= required_by(extra)
+
+
+def test_all_is_every_extra_that_a_user_may_want_at_run_time() -> None:
+    assert required_by("all") == required_by("hf") | required_by("deepspeed") | required_by("hydra") | required_by(
+        "report"
+    )
+
+
+def test_dev_holds_test_and_test_holds_all() -> None:
+    assert required_by("all") < required_by("test") < required_by("dev")
+
+
+def test_every_dependency_is_pinned_once_in_a_version_that_is_allowed() -> None:
+    pins = pinned()
+    assert [name for name, lines in pins.items() if len(lines) > 1] == []
+    wrong = []
+    for requirement in map(Requirement, requires(PACKAGE) or []):
+        name = canonicalize_name(requirement.name)
+        if name == PACKAGE:
+            continue
+        exact = [spec.version for pin in pins.get(name, []) for spec in pin.specifier if spec.operator == "=="]
+        if len(exact) != 1 or not requirement.specifier.contains(exact[0], prereleases=True):
+            wrong.append((str(requirement), exact))
+    assert wrong == []
+
+
+def test_torch_is_pinned_without_a_local_tag_so_that_any_build_of_it_will_do() -> None:
+    assert [str(pin) for pin in pinned()["torch"]] == ["torch==2.13.0"]
+
+
+def test_the_command_exists_and_explains_itself() -> None:
+    (script,) = entry_points(group="console_scripts", name=PACKAGE)
+    assert script.value == "lightning_mp.cli:main"
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.argv[0] = {PACKAGE!r}; from lightning_mp.cli import main; main()",
+    ]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+
+
+def test_no_file_has_grown_over_400_lines() -> None:
+    sources = [path for folder in ("lightning_mp", "tests") for path in (ROOT / folder).rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in sources}
+    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
