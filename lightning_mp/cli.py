@@ -50,13 +50,13 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where results are written.")] = Path("lightning_mp_demo"),
 ) -> None:
     """Train one small GPT-2 on real text in every precision mode, and compare speed, memory and loss."""
-    from lightning_mp.demo.inputs import BadInput
+    from lightning_mp.demo.inputs import InputError
     from lightning_mp.demo.ladder import Options, run_demo
     from lightning_mp.errors import MissingExtraError
 
     try:
         report = run_demo(Options(text=text, modes=modes, steps=steps, out=out), _console())
-    except (BadInput, MissingExtraError) as error:
+    except (InputError, MissingExtraError) as error:
         typer.echo(f"lightning-mp demo: {error}", err=True)
         raise typer.Exit(_USAGE_ERROR) from None
     except KeyboardInterrupt:

@@ -71,6 +71,10 @@ class MissingExtraError(ImportError):
             f"do: pip install 'lightning-mp[{extra}]'",
             name=package,
         )
+        self._given = package, extra, purpose
+
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
+        return type(self), self._given
 
 
 class Faults:

@@ -24,6 +24,11 @@ class Device:
     memory: int | None = None
 
     @property
+    def fp16(self) -> bool:
+        """Whether it has fp16 arithmetic: on CUDA since capability 5.3 (CUDA C++ Programming Guide)."""
+        return self.capability is None or self.capability >= (5, 3)
+
+    @property
     def tf32(self) -> bool:
         """Whether fp32 products can run in TF32 (CUDA, Ampere or newer)."""
         return self.type == "cuda" and self.capability is not None and self.capability >= (8, 0)
@@ -44,10 +49,11 @@ def refusal(device: Device, precision: str) -> tuple[str, str, str] | None:
     if device.type not in SUPPORTED_DEVICES:
         return given, f"devices of type {', '.join(SUPPORTED_DEVICES)}", "set Trainer(accelerator='cpu') or 'gpu'"
     if precision.startswith("bf16") and device.bf16 == "none":
+        if not device.fp16:
+            return given, "32-true on a device without half-precision arithmetic", "use '32-true'"
         return given, "32-true, 16-mixed, 16-true on a device without bf16", "use '16-mixed'"
-    # fp16 arithmetic came with compute capability 5.3, CUDA C++ Programming Guide, "Arithmetic Instructions"
-    if precision.startswith("16") and device.capability is not None and device.capability < (5, 3):
-        return given, "32-true on a GPU older than compute capability 5.3", "use '32-true'"
+    if precision.startswith("16") and not device.fp16:
+        return given, "32-true on a device without half-precision arithmetic", "use '32-true'"
     return None
 
 
@@ -59,7 +65,7 @@ def choose(device: Device, parameters: int) -> Choice:
     size = f"{parameters / 1e6:.1f}M parameters"
     if parameters < SMALL_MODEL and fits:
         return Choice("32-true", tf32, f"{size} is below 100M and fits {device.name}: half precision gains little")
-    if device.type == "cpu" and device.bf16 != "native":
+    if (device.type == "cpu" and device.bf16 != "native") or not device.fp16:
         return Choice("32-true", None, f"{device.name} has no half-precision arithmetic: half would be slower")
     if device.bf16 == "native":
         return Choice("bf16-mixed", tf32, f"{device.name} computes bf16 natively: fp32's range, no loss scale needed")

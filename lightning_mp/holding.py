@@ -50,8 +50,6 @@ class Holding:
 
     def hold(self, trainer: Trainer, module: LightningModule, skipped: Skipped) -> None:
         """Hold every step-interval scheduler and every weight average of the trainer while ``skipped()`` is true."""
-        if self.active:
-            return
         self._undo.append(lambda: None)
         if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
             self._shadow(module, "lr_scheduler_step", _HeldSchedulerStep(module, skipped))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from lightning_mp.errors import Faults
 # torch.amp.GradScaler's defaults, https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 TORCH_INIT_SCALE = 2.0**16
 TORCH_GROWTH_INTERVAL = 2000
+FP32_MAX = 3.4028234663852886e38
 
 
 def _is_number(value: object) -> bool:
@@ -51,9 +53,11 @@ class LossScaling:
     def __post_init__(self) -> None:
         faults = Faults("LossScaling")
         self._check_numbers(faults)
-        faults.raise_if_any()
-        if self.dynamic:
+        if self.dynamic and not faults.found:
             self._check_bounds(faults)
+        for name in ("dynamic", "consecutive_hysteresis"):
+            if not isinstance(getattr(self, name), bool):
+                faults.add(f"{name}={getattr(self, name)!r}", "True, False", "write a boolean, without quotes")
         if self.at_min not in ("hold", "raise"):
             faults.add(f"at_min={self.at_min!r}", "'hold', 'raise'", "choose what an overflow at min_scale does")
         faults.raise_if_any()
@@ -68,6 +72,8 @@ class LossScaling:
         for name, value, positive, allowed in checks:
             if not _is_number(value) or not math.isfinite(value) or value < 0 or (positive and value == 0):
                 faults.add(f"{name}={value!r}", allowed, f"leave it out for the default, {_default(name)}")
+            elif name == "init_scale" and not 2.0**-149 <= value <= FP32_MAX:
+                faults.add(f"init_scale={value!r}", "a number that fp32 can hold", "65536 is the default")
             elif name == "growth_factor" and value <= 1:
                 faults.add(f"growth_factor={value!r}", allowed, "use 2.0, or dynamic=False for a scale that stays")
             elif name == "backoff_factor" and value >= 1:
@@ -140,6 +146,7 @@ class LossScaling:
         power: object = initial_scale_power
         if not _is_number(power) or not -126 <= initial_scale_power <= 127:
             faults.add(f"initial_scale_power={power!r}", "a number from -126 to 127", "16 gives 65536")
+        _check_deepspeed(loss_scale_window, hysteresis, min_loss_scale, faults)
         faults.raise_if_any()
         return cls(
             init_scale=2.0**initial_scale_power,
@@ -165,8 +172,8 @@ class LossScaling:
         """Megatron-LM's ``DynamicGradScaler`` sequence, with the defaults of its command line."""
         return cls(
             init_scale=initial_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
+            growth_factor=_fp32(growth_factor),  # Megatron keeps its factors in fp32 tensors
+            backoff_factor=_fp32(backoff_factor),
             growth_interval=growth_interval,
             hysteresis=hysteresis,
             min_scale=min_scale,
@@ -177,6 +184,18 @@ class LossScaling:
     def static(cls, scale: float) -> LossScaling:
         """A scale that never moves; overflowing steps are still skipped."""
         return cls(init_scale=scale, min_scale=0.0, dynamic=False)
+
+
+def _check_deepspeed(window: object, hysteresis: object, minimum: Any, faults: Faults) -> None:
+    for name, value in (("loss_scale_window", window), ("hysteresis", hysteresis)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            faults.add(f"{name}={value!r}", "an integer >= 1", "DeepSpeed's defaults are 1000 and 2")
+    if not _is_number(minimum) or not math.isfinite(minimum) or minimum < 0:
+        faults.add(f"min_loss_scale={minimum!r}", "a finite number >= 0", "DeepSpeed's default is 1")
+
+
+def _fp32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0] if _is_number(value) and abs(value) <= FP32_MAX else value
 
 
 def _default(name: str) -> object:

@@ -40,15 +40,17 @@ def dtype_name(value: object) -> str:
     return name
 
 
-def _storage_dtype(value: object, what: str, faults: Faults) -> str:
-    try:
-        name = dtype_name(value)
-    except PlanError as error:
-        faults.add(f"{what}={value!r}", ", ".join(STORAGE_DTYPES), error.faults[0].fix)
-        return str(value)
-    if name not in STORAGE_DTYPES:
-        faults.add(f"{what}={value!r}", ", ".join(STORAGE_DTYPES), f"{name} is no storage format: write fp32")
-    return name
+def _storage_dtype(value: object, what: str, faults: Faults, others: tuple[str, ...] = ()) -> str:
+    name = DTYPES.get(str(value).lower().removeprefix("torch."))
+    if name in STORAGE_DTYPES:
+        return name
+    if name is not None:
+        fix = f"{name} is no storage format: write fp32"
+    else:
+        near = nearest(str(value), STORAGE_DTYPES + others)
+        fix = f"did you mean {near}?" if near else "write one of these"
+    faults.add(f"{what}={value!r}", ", ".join(STORAGE_DTYPES + others), fix)
+    return str(value)
 
 
 def _set(instance: object, **values: object) -> None:
@@ -76,7 +78,7 @@ class Pin:
             faults.add(f"pattern={pattern!r}", "a non-empty fnmatch pattern", "'*norm*' covers every norm by name")
         _set(self, dtype=_storage_dtype(self.dtype, f"pin {self.pattern!r}: dtype", faults))
         if self.output not in (None, "pin", "input"):
-            _set(self, output=_storage_dtype(self.output, f"pin {self.pattern!r}: output", faults))
+            _set(self, output=_storage_dtype(self.output, f"pin {self.pattern!r}: output", faults, ("pin", "input")))
         faults.raise_if_any()
 
 
@@ -109,9 +111,11 @@ class Checkpointing:
         every: object = self.every
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             faults.add(f"every={every!r}", "an integer >= 1", "2 checkpoints every second module")
-        save_ops = None if self.save_ops is None else tuple(str(op) for op in self.save_ops)
+        save_ops = _names(self.save_ops, faults)
         if save_ops is not None and self.mode == "full":
             faults.add("save_ops with mode='full'", "save_ops with mode='selective'", "set mode='selective'")
+        if not isinstance(self.preserve_rng, bool):
+            faults.add(f"preserve_rng={self.preserve_rng!r}", "True, False", "write a boolean, without quotes")
         faults.raise_if_any()
         _set(self, modules=names[0] if len(names) == 1 else names, save_ops=save_ops)
 
@@ -119,6 +123,15 @@ class Checkpointing:
     def patterns(self) -> tuple[str, ...]:
         """``modules`` as a tuple."""
         return (self.modules,) if isinstance(self.modules, str) else self.modules
+
+
+def _names(value: object, faults: Faults) -> tuple[str, ...] | None:
+    if value is None or isinstance(value, str):
+        return None if value is None else (value,)
+    if isinstance(value, Iterable):
+        return tuple(str(name) for name in cast("Iterable[object]", value))
+    faults.add(f"save_ops={value!r}", "names of aten operators", "save_ops=('mm', 'addmm')")
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,6 +111,8 @@ class MixedPrecisionPlan(FSDPPrecision):
         config = self.policy.loss_scaling if self.policy.precision != "auto" else None
         self.scaler = cast("Any", None if config is None else LossScaler(config, read=self._read_flag))
         self._desired_input_dtype = to_torch(self.policy.storage_dtype)
+        self._autocast_dtype = to_torch(self.policy.compute_dtype) if self.policy.mixed else None
+        self._half_storage = self._desired_input_dtype != torch.float32
 
     def _global_step(self) -> int:
         trainer = None if self._trainer is None else self._trainer()
@@ -230,7 +232,7 @@ class MixedPrecisionPlan(FSDPPrecision):
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Tensors made in it take the parameters' dtype under the true modes."""
-        if self.policy.precision in ("bf16-true", "16-true"):
+        if self._half_storage:
             return default_dtype(self._desired_input_dtype)
         return nullcontext()
 
@@ -240,9 +242,9 @@ class MixedPrecisionPlan(FSDPPrecision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast under the mixed modes, the parameters' dtype as the default one under the true modes."""
-        if self.policy.mixed:
+        if self._autocast_dtype is not None:
             # As in stock Lightning, without the weight cache: it keeps stale weights and blocks graph capture.
-            return torch.autocast(self._device.type, to_torch(self.policy.compute_dtype), cache_enabled=False)
+            return torch.autocast(self._device.type, self._autocast_dtype, cache_enabled=False)
         return self.tensor_init_context()
 
     @contextmanager
@@ -255,14 +257,11 @@ class MixedPrecisionPlan(FSDPPrecision):
 
     def convert_input(self, data: Any) -> Any:
         """Floating inputs in the parameters' dtype under the true modes; untouched otherwise."""
-        return cast_floating(data, self._desired_input_dtype) if not self._keeps_inputs() else data
+        return cast_floating(data, self._desired_input_dtype) if self._half_storage else data
 
     def convert_output(self, data: Any) -> Any:
         """Floating outputs in torch's default dtype under the true modes; untouched otherwise."""
-        return cast_floating(data, torch.get_default_dtype()) if not self._keeps_inputs() else data
-
-    def _keeps_inputs(self) -> bool:
-        return self.policy.precision not in ("bf16-true", "16-true")
+        return cast_floating(data, torch.get_default_dtype()) if self._half_storage else data
 
     # ------------------------------------------------------------------ backward and step
 
@@ -287,7 +286,8 @@ class MixedPrecisionPlan(FSDPPrecision):
         engine = self._engine
         if engine is None:
             raise RuntimeError("MixedPrecisionPlan.optimizer_step() was called before the plan was attached to a model")
-        self._holding.hold(model.trainer, model, lambda: self.step_skipped)
+        if not self._holding.active:
+            self._holding.hold(model.trainer, model, lambda: self.step_skipped)
         replay = partial(self._replay, optimizer, model, closure) if model.automatic_optimization else None
         if engine.steps_with_closure(optimizer):
             wrapped = partial(self._wrap_closure, model, optimizer, closure)

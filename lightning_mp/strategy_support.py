@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 
 from lightning_mp.engines.reduce import max_over_ranks_
@@ -21,7 +21,8 @@ def is_distributed(strategy: Strategy) -> bool:
 
 def check(strategy: Strategy, policy: PrecisionPolicy, module: nn.Module, faults: Faults) -> None:
     """Note why the plan cannot run on ``strategy``."""
-    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+    # DeepSpeedStrategy is a DDPStrategy by inheritance only
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(strategy, DeepSpeedStrategy):
         faults.add(
             f"strategy {type(strategy).__name__}",
             "a single device, or DDP: Trainer(strategy='auto') or Trainer(strategy='ddp')",
@@ -35,11 +36,11 @@ def check(strategy: Strategy, policy: PrecisionPolicy, module: nn.Module, faults
             "one of the two to decide the dtype gradients are summed in",
             "remove the hook and set MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16'",
         )
-    elif hook is not None and (policy.storage_dtype != policy.reduce_dtype or policy.pins):
+    elif hook is not None and {policy.storage_dtype, *(pin.dtype for pin in policy.pins)} != {policy.reduce_dtype}:
         faults.add(
             f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)}) where gradients are summed in another dtype "
             "than their own",
-            "no communication hook beside 'bf16-true', '16-true', reduce_dtype= or pins=",
+            "no communication hook where parameters or pins are not stored in reduce_dtype",
             "remove the hook",
         )
 

@@ -91,6 +91,8 @@ class EagerEngine:
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Check the optimizers against the policy, and set DDP's reduction."""
         self.optimizers = list(optimizers)
+        if self.scaler is not None:
+            self.scaler.forget()
         self._closure_optimizers = {id(optimizer) for optimizer in optimizers if calls_closure_again(optimizer)}
         self._next_look = self._next_floor_look = self.ledger.attempts + 1
         faults = Faults()
@@ -142,7 +144,7 @@ class EagerEngine:
                 self.scaler.update()
             self.scaler.found_inf(optimizer)
             return
-        found = torch.zeros((), device=self.device)
+        found = self._one.new_zeros(())
         if self.policy.nonfinite.action != "ignore":
             members = grads.gradients(grads.parameters_of(optimizer))
             grads.unscale_and_check_(members, self._one, found)

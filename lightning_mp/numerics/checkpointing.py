@@ -163,7 +163,7 @@ def _overloads(name: str) -> dict[str, Any]:
     """``"mm"``, ``"aten.mm"`` or ``"aten.mm.default"`` → the overloads it means, by their full names."""
     parts = name.replace("::", ".").removeprefix("aten.").split(".")
     packet = getattr(torch.ops.aten, parts[0], None)
-    if packet is None:
+    if not isinstance(packet, torch._ops.OpOverloadPacket):  # pyright: ignore[reportPrivateUsage]
         return {}
     wanted = parts[1:] or packet.overloads()
     return {str(getattr(packet, overload)): packet for overload in wanted if overload in packet.overloads()}

@@ -7,7 +7,7 @@ A hook cannot enter a context for the forward and be compiled; a patched ``.forw
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, wraps
 from typing import Any, cast
 
 from torch import nn
@@ -30,7 +30,11 @@ class Swapped:
 
 @cache
 def _swapped_class(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return cast("Any", mixin).forward(self, *args, **kwargs)
+
     namespace = {
+        "forward": wraps(base.forward)(forward),  # code that inspects the signature sees the module's own
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -58,6 +62,11 @@ def _combined(mixins: Iterable[type[Swapped]], base: type[nn.Module]) -> type[nn
 def _rebuild(mixins: tuple[type[Swapped], ...], base: type[nn.Module]) -> nn.Module:
     cls = _combined(mixins, base)
     return cls.__new__(cls)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module`` before anything was swapped in."""
+    return _layers(type(module))[1]
 
 
 def swap_in(module: nn.Module, mixin: type[Swapped]) -> None:

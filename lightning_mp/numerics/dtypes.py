@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -31,9 +32,24 @@ def cast_floating(data: Any, dtype: torch.dtype) -> Any:
             return data
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     if isinstance(data, Mapping):
-        values = {key: cast_floating(value, dtype) for key, value in cast("Mapping[Any, Any]", data).items()}
-        return cast("Any", type(data))(values)
+        return _cast_mapping(cast("Mapping[Any, Any]", data), dtype)
     return data
+
+
+def _cast_mapping(data: Mapping[Any, Any], dtype: torch.dtype) -> Mapping[Any, Any]:
+    changed: dict[Any, Any] = {}
+    for key, old in data.items():
+        new = cast_floating(old, dtype)
+        if new is not old:
+            changed[key] = new
+    if not changed:
+        return data
+    if not isinstance(data, MutableMapping):
+        return cast("Any", type(data))({**data, **changed})
+    copied = copy(data)  # keeps what a subclass carries besides its items (a defaultdict's factory)
+    for key, value in changed.items():  # transformers' ModelOutput has no update()
+        copied[key] = value
+    return copied
 
 
 def floating_dtype(data: Any) -> torch.dtype | None:

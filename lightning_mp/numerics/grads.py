@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 HostRead = Callable[[Tensor], bool]
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -22,15 +22,15 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that are there, dense ones as they are, sparse ones as their (coalesced) values."""
     found: list[Tensor] = []
     for parameter in parameters:
-        if parameter.grad is None:
+        gradient = parameter.grad
+        if gradient is None:
             continue
-        if parameter.grad.is_sparse:
+        if gradient.layout is not torch.strided:
             # Entries of one index add up when coalesced, which may overflow: so that must come before the check.
-            parameter.grad = parameter.grad.coalesce()
-            found.append(parameter.grad.values())
-        else:
-            found.append(parameter.grad)
-    return [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in found]
+            parameter.grad = gradient.coalesce()
+            gradient = parameter.grad.values()
+        found.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
+    return found
 
 
 def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -39,17 +39,25 @@ def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Te
     ``inv_scale`` and ``found_inf`` are fp32 scalars on one device; nothing is read back. With ``inv_scale`` 1 the
     gradients keep their bits. One multi-tensor kernel a device and dtype: the one behind ``torch.amp.GradScaler``.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for gradient in grads:
-        groups[gradient.device, gradient.dtype].append(gradient)
-    for (device, _), members in groups.items():
+    for members in _by_device_and_dtype(grads):
+        device = members[0].device
         here = device == found_inf.device
         flag = found_inf if here else torch.zeros_like(found_inf, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
-            members, flag, inv_scale if here else inv_scale.to(device)
-        )
+        inverse = inv_scale if here else inv_scale.to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(members, flag, inverse)  # pyright: ignore[reportPrivateUsage]
         if not here:
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
+
+
+def _by_device_and_dtype(grads: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    last: list[Tensor] = []
+    for gradient in grads:
+        # Nearly always like the one before: comparing is cheaper than looking the pair up.
+        if not last or gradient.dtype is not last[0].dtype or gradient.device != last[0].device:
+            last = groups.setdefault((gradient.device, gradient.dtype), [])
+        last.append(gradient)
+    return groups.values()
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
@@ -59,10 +67,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     would overflow at 65,504.
     """
     members = [parameter for parameter in parameters if parameter.grad is not None]
-    grads = [cast("Tensor", parameter.grad) for parameter in members]
-    if all(gradient.dtype not in (torch.float16, torch.bfloat16) for gradient in grads):
+    if not any(parameter.dtype in _HALF for parameter in members):
         return torch.nn.utils.clip_grad_norm_(members, max_norm)
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in grads]
+    grads = [cast("Tensor", parameter.grad) for parameter in members]
+    wide = [torch.float32 if gradient.dtype in _HALF else None for gradient in grads]
+    norms = [torch.linalg.vector_norm(grad, dtype=dtype).float() for grad, dtype in zip(grads, wide, strict=True)]
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     torch.nn.utils.clip_grads_with_norm_(members, max_norm, total)
     return total

@@ -39,10 +39,10 @@ class StepLedger:
         ``counts`` (0 or 1) says whether a skip counts against the budget.
         """
         self.attempts += 1
-        if self._skipped is None and self._counts_read is not None and self._found_read is not None:
+        if isinstance(counts, int) and self._skipped is None and self._counts_read and self._found_read is not None:
             # The host asked for every flag so far (an optimizer that cannot take it): no device is needed to count.
             skipped, streak = self._counts_read
-            self._counts_read = (skipped + 1, streak + int(counts)) if self._found_read else (skipped, 0)
+            self._counts_read = (skipped + 1, streak + counts) if self._found_read else (skipped, 0)
             return
         on_device = self._on(found_inf.device)
         on_device[0].add_(found_inf)

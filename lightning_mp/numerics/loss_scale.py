@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mp.loss_scaling import LossScaling
+from lightning_mp.loss_scaling import FP32_MAX, LossScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,6 @@ def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor)
     )
 
 
-_FP32_MAX = 3.4028234663852886e38
-
-
 class _OnHost:
     """The rule's operations on Python numbers; a growing or shrinking scale is rounded as fp32 would."""
 
@@ -92,12 +89,14 @@ class _OnHost:
 
     @staticmethod
     def times(scale: float, factor: float) -> float:
-        product = scale * factor
-        return struct.unpack("f", struct.pack("f", product))[0] if abs(product) <= _FP32_MAX else product
+        try:
+            return struct.unpack("f", struct.pack("f", scale * factor))[0]
+        except OverflowError:  # past fp32: only a rule without a ceiling keeps that
+            return scale * factor
 
     @staticmethod
     def overflows(scale: float) -> bool:
-        return scale > _FP32_MAX
+        return scale > FP32_MAX
 
     @staticmethod
     def negate(flag: bool) -> bool:

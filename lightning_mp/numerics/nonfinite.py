@@ -57,6 +57,7 @@ class _Watch:
     """Hooks on every module's output, on the gradients of these outputs, and on every parameter's gradient."""
 
     def __init__(self, root: nn.Module) -> None:
+        self._modules = list(root.modules())
         self._names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
         self._parameters = dict(root.named_parameters())
         self._handles: list[Any] = []
@@ -68,8 +69,8 @@ class _Watch:
         self._parameter: str | None = None
 
     def __enter__(self) -> None:
-        hook = cast("Any", nn.modules.module.register_module_forward_hook)
-        self._handles.append(hook(self._on_output, with_kwargs=False))
+        for module in self._modules:
+            self._handles.append(module.register_forward_hook(self._on_output, with_kwargs=True))
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._on_parameter, name)))
@@ -91,15 +92,15 @@ class _Watch:
             return Origin(self._backward, self._parameter, "backward")
         return None
 
-    def _on_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        name = self._names.get(id(module))
-        if name is None or not torch.is_grad_enabled():
+    def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
             return
+        name = self._names[id(module)]
         tensors = list(_floating(output))
         if next(module.children(), None) is None:
             self._last = name
         if self._forward is None and not all(_healthy(tensor, module) for tensor in tensors):
-            self._forward = name, module, not all(map(_finite, _floating(inputs)))
+            self._forward = name, module, not all(map(_finite, _floating((args, kwargs))))
         for tensor in tensors:
             if tensor.requires_grad and id(tensor) not in self._watched:
                 self._watched[id(tensor)] = tensor

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lightning_mp.errors import Faults, nearest
+from lightning_mp.numerics.class_swap import original_class
 
 
 def matches(pattern: str, name: str, module: nn.Module) -> bool:
@@ -26,7 +27,7 @@ def named_submodules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Whether calling the module means anything; a ``ModuleList`` only holds others."""
-    return type(module).forward is not nn.Module.forward
+    return original_class(module).forward is not nn.Module.forward
 
 
 def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:

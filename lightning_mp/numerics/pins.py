@@ -53,6 +53,7 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
     index_of = _covering(named, pins, root, faults)
     _extend_over_ties(named, index_of)
     _check_ties(named, index_of, pins, faults)
+    _check_root_ties(root, named, index_of, faults)
     modules = dict(named)
     members: list[PinnedModule] = []
     seen: set[int] = set()
@@ -119,6 +120,21 @@ def _check_ties(
                 "one dtype for a tied weight, since it is a single tensor",
                 "pin both to the same dtype, or untie them (transformers: tie_word_embeddings=False)",
             )
+
+
+def _check_root_ties(
+    root: nn.Module, named: Sequence[tuple[str, nn.Module]], index_of: dict[str, int], faults: Faults
+) -> None:
+    """The root itself is never pinned: a weight it owns directly could not keep a pin's dtype."""
+    roots_own = {id(parameter): name for name, parameter in root.named_parameters(recurse=False)}
+    for name, module in named:
+        for key, parameter in module.named_parameters(recurse=False) if name in index_of else ():
+            if id(parameter) in roots_own:
+                faults.add(
+                    f"a pin on {name}.{key}, which is tied to the root module's own {roots_own[id(parameter)]!r}",
+                    "pins on weights that only modules below the root own",
+                    "let the root reach it through the module instead of holding the parameter itself",
+                )
 
 
 def _nearest_called_above(name: str, modules: dict[str, nn.Module], index_of: dict[str, int]) -> int | None:

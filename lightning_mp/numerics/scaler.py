@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ class _Record:
     divided: bool = False
     #: ``unscale_`` was called, by whomever
     unscaled: bool = False
+    #: ``step`` was called; the next backward pass begins a new record
     stepped: bool = False
     found_inf: Tensor | None = None
 
@@ -57,6 +58,8 @@ class LossScaler(GradScaler):
         self._sync: Callable[[Tensor], None] | None = None
         self._host_read = read
         self._records: dict[int, _Record] = {}
+        #: the flags of every step since the last update, by optimizer
+        self._group: dict[int, Tensor] = {}
         self._state = loss_scale.init(config)
 
     def sync_with(self, sync: Callable[[Tensor], None]) -> None:
@@ -80,7 +83,7 @@ class LossScaler(GradScaler):
 
     @property
     def overflowed_at_min(self) -> bool:
-        """Whether the last update met an overflow where the scale could not be lowered; a host read."""
+        """Whether the last update met an overflow at the floor, under ``at_min="raise"``; a host read."""
         return bool(self._state.overflowed_at_min)
 
     def get_scale(self) -> float:
@@ -171,7 +174,8 @@ class LossScaler(GradScaler):
             record = self._record(optimizer)
             if record.stepped:
                 record = self._records[id(optimizer)] = _Record()
-            self._divide(optimizer, record, seen)
+            if not record.divided:
+                self._divide(optimizer, record, seen)
 
     # ------------------------------------------------------------------ the step
 
@@ -189,36 +193,64 @@ class LossScaler(GradScaler):
         record = self._record(optimizer)
         if record.stepped:
             raise RuntimeError("step() has already been called since the last update().")
-        step_unless(optimizer, self.found_inf(optimizer), self._host_read, **kwargs)
+        found_inf = self.found_inf(optimizer)
+        step_unless(optimizer, found_inf, self._host_read, **kwargs)
         record.stepped = True
+        before = self._group.get(id(optimizer))
+        self._group[id(optimizer)] = found_inf if before is None else torch.maximum(before, found_inf)
 
     def stepped(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer stepped since the last update."""
-        record = self._records.get(id(_plain(optimizer)))
-        return record is not None and record.stepped
+        return id(_plain(optimizer)) in self._group
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
         if new_scale is not None:
             cast("Tensor", self._placed().scale).copy_(torch.as_tensor(new_scale))
-            self._records.clear()
-            return
-        flags = [self._found(record) for record in self._records.values() if record.stepped]
-        if not flags:
-            return
-        found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        self._records = {key: record for key, record in self._records.items() if not record.stepped}
-        self._adjust(found_inf)
+            self.forget()
+        elif self._group:
+            flags = list(self._group.values())
+            self._group = {}
+            self._records = {key: record for key, record in self._records.items() if not record.stepped}
+            self._adjust(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
+
+    def forget(self) -> None:
+        """Drop what is known of gradients and steps since the last update."""
+        self._records, self._group = {}, {}
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Change the rule from the next update on."""
+        self.config = replace(self.config, growth_factor=new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Change the rule from the next update on."""
+        self.config = replace(self.config, backoff_factor=new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Change the rule from the next update on."""
+        self.config = replace(self.config, growth_interval=new_interval)
+
+    def get_growth_factor(self) -> float:
+        """What a growth multiplies the scale by."""
+        return self.config.growth_factor
+
+    def get_backoff_factor(self) -> float:
+        """What an overflow multiplies the scale by."""
+        return self.config.backoff_factor
+
+    def get_growth_interval(self) -> int:
+        """Clean steps before the scale grows."""
+        return self.config.growth_interval
 
     def _adjust(self, found_inf: Tensor) -> None:
         config, state = self.config, self._placed()
-        if config.dynamic and config.hysteresis == 1 and not config.growth_delay and config.at_min == "hold":
-            # The common rules are torch's fused kernel and two bounds: the same sequence in fewer launches.
+        if _is_torch_with_floor(config):
+            # The common rule is torch's fused kernel and a bound: the same sequence in fewer launches.
             scale, tracker = cast("Tensor", state.scale), cast("Tensor", state.growth_tracker)
             factors = config.growth_factor, config.backoff_factor, config.growth_interval
             torch._amp_update_scale_(scale, tracker, found_inf, *factors)  # pyright: ignore[reportPrivateUsage]
-            if config.min_scale > 0 or config.max_scale is not None:
-                scale.clamp_(config.min_scale, config.max_scale)
+            if config.min_scale > 0:
+                scale.clamp_(min=config.min_scale)
             return
         self._set_state(loss_scale.adjust(config, state, found_inf))
 
@@ -251,6 +283,11 @@ class LossScaler(GradScaler):
             shared = gradients(parameter for parameter in parameters_of(optimizer) if id(parameter) not in known)
             unscale_and_check_(shared, torch.ones_like(found), found)
         record.divided = True
+
+
+def _is_torch_with_floor(config: LossScaling) -> bool:
+    plain = config.hysteresis == 1 and not config.growth_delay and config.max_scale is None
+    return plain and config.dynamic and config.at_min == "hold"
 
 
 def _unseen(optimizer: Optimizer, seen: set[int]) -> list[Tensor]:

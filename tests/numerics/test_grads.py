@@ -1,0 +1,223 @@
+"""Gradients of one optimizer: one pass that unscales and checks, a norm that does not overflow, a step held back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_mp.numerics.grads import clip_grad_norm_, gradients, parameters_of, step_unless, unscale_and_check_
+from support.loops import FUSED, INF, OPTIMIZERS, net
+from support.models import same_weights, weights
+
+NAN = float("nan")
+
+
+def parameter(gradient: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    made = nn.Parameter(torch.zeros(3, dtype=dtype))
+    made.grad = gradient
+    return made
+
+
+def random_gradients(seed: int, *dtypes: torch.dtype, factor: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for dtype in dtypes:
+        one = nn.Parameter(torch.zeros(4, 5, dtype=dtype))
+        one.grad = (torch.randn(4, 5, generator=generator) * factor).to(dtype)
+        made.append(one)
+    return made
+
+
+# ---------------------------------------------------------------------- which gradients
+
+
+def test_every_parameter_of_every_group_is_the_optimizers() -> None:
+    one, two, three = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    optimizer = torch.optim.SGD([{"params": [one, two]}, {"params": [three], "lr": 0.1}], lr=1.0)
+    assert [id(member) for member in parameters_of(optimizer)] == [id(one), id(two), id(three)]
+
+
+def test_parameters_without_a_gradient_are_left_out() -> None:
+    assert gradients([parameter(None)]) == []
+    there = torch.ones(3)
+    assert [found is there for found in gradients([parameter(None), parameter(there)])] == [True]
+
+
+def test_complex_gradients_are_seen_as_pairs_of_reals_in_the_same_memory() -> None:
+    weight = parameter(torch.tensor([1 + 2j, 0j, 0j]), torch.complex64)
+    (pairs,) = gradients([weight])
+    pairs.mul_(2)
+    assert weight.grad[0] == 2 + 4j
+
+
+# ---------------------------------------------------------------------- unscale and check
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    values=st.lists(st.floats(width=32), min_size=1, max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
+)
+def test_with_an_inverse_scale_of_1_gradients_keep_their_bits_and_the_flag_says_whether_all_are_finite(
+    values: list[float], dtype: torch.dtype
+) -> None:
+    gradient = torch.tensor(values, dtype=dtype)
+    before, found = gradient.clone(), torch.zeros(())
+    unscale_and_check_([gradient], torch.ones(()), found)
+    assert found.item() == (not bool(torch.isfinite(before).all()))
+    assert torch.equal(gradient.view(torch.uint8), before.view(torch.uint8)) or before.isnan().any()
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_one_bad_value_in_any_gradient_of_any_dtype_is_found(where: int, bad: float) -> None:
+    members = [torch.ones(3), torch.ones(3, dtype=torch.float16), torch.ones(3, dtype=torch.bfloat16)]
+    members[where][1] = bad
+    found = torch.zeros(())
+    unscale_and_check_(members, torch.tensor(0.25), found)
+    assert found.item() == 1
+    assert [member[0].item() for member in members] == [0.25] * 3
+
+
+def test_the_flag_of_an_earlier_pass_stays() -> None:
+    found = torch.ones(())
+    unscale_and_check_([torch.ones(2)], torch.ones(()), found)
+    assert found.item() == 1
+
+
+def test_nothing_to_check_is_finite() -> None:
+    found = torch.zeros(())
+    unscale_and_check_([], torch.ones(()), found)
+    assert found.item() == 0
+
+
+# ---------------------------------------------------------------------- the norm
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 1000), count=st.integers(0, 4), max_norm=st.floats(0.0, 20.0), power=st.integers(-20, 20))
+def test_clipping_fp32_gradients_is_torchs_bit_for_bit(seed: int, count: int, max_norm: float, power: int) -> None:
+    ours, theirs = (random_gradients(seed, *[torch.float32] * count, factor=2.0**power) for _ in range(2))
+    norm, expected = clip_grad_norm_(ours, max_norm), nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert torch.equal(norm, expected)
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))
+
+
+HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(HALF,), (BRAIN,), (HALF, SINGLE), (BRAIN, HALF, SINGLE), (DOUBLE, SINGLE), (DOUBLE, HALF)], ids=str
+)
+def test_the_norm_over_mixed_dtypes_is_that_of_the_same_numbers_in_fp64(dtypes: tuple[torch.dtype, ...]) -> None:
+    members = random_gradients(3, *dtypes)
+    exact = torch.cat([member.grad.double().flatten() for member in members]).norm()
+    before = [member.grad.double().clone() for member in members]
+    norm = clip_grad_norm_(members, 1.0)
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
+    for member, gradient, dtype in zip(members, before, dtypes, strict=True):
+        assert member.grad.dtype == dtype
+        torch.testing.assert_close(member.grad.double(), gradient / exact, rtol=1e-2, atol=1e-6)
+
+
+def test_a_norm_beyond_fp16_of_fp16_gradients_is_finite_and_clips_to_what_was_asked() -> None:
+    members = random_gradients(5, HALF, HALF, factor=15_000.0)
+    exact = torch.cat([member.grad.double().flatten() for member in members]).norm()
+    assert exact > torch.finfo(HALF).max
+    stock = random_gradients(5, HALF, HALF, factor=15_000.0)
+    assert clip_grad_norm_(members, 2.0).item() == pytest.approx(exact.item(), rel=1e-5)
+    clipped = torch.cat([member.grad.double().flatten() for member in members]).norm().item()
+    assert clipped == pytest.approx(2.0, rel=1e-2)
+    assert nn.utils.clip_grad_norm_(stock, 2.0).isinf(), "torch's own norm overflows: when it does not, use it"
+
+
+def test_a_norm_below_the_limit_changes_nothing() -> None:
+    members = random_gradients(1, HALF, SINGLE)
+    before = [member.grad.clone() for member in members]
+    clip_grad_norm_(members, 1e6)
+    assert all(torch.equal(member.grad, gradient) for member, gradient in zip(members, before, strict=True))
+
+
+def test_a_generator_of_parameters_is_as_good_as_a_list() -> None:
+    members = random_gradients(1, HALF, SINGLE)
+    assert clip_grad_norm_(iter(members), 1.0) > 1
+    assert clip_grad_norm_(iter(members), 9.0).item() == pytest.approx(1.0, rel=1e-2)
+
+
+# ---------------------------------------------------------------------- the step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_the_optimizers_own_or_none_at_all(name: str) -> None:
+    ours, theirs = net(), net()
+    optimizer, stock = OPTIMIZERS[name](ours.parameters()), OPTIMIZERS[name](theirs.parameters())
+    for step, held in enumerate((False, True, False)):
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.grad = torch.full_like(one, INF if held else step + 1.0)
+            other.grad = torch.full_like(other, step + 1.0)
+        step_unless(optimizer, torch.tensor(float(held)), lambda flag: bool(flag.item()))
+        if not held:
+            stock.step()
+        assert same_weights(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_optimizer_is_left_as_it_was_found_also_by_a_step_that_fails(name: str) -> None:
+    model = net()
+    optimizer = FUSED[name](model.parameters())
+    attributes = set(vars(optimizer))
+    for member in model.parameters():
+        member.grad = torch.ones_like(member)
+    step_unless(optimizer, torch.zeros(()), lambda flag: bool(flag.item()))
+    assert set(vars(optimizer)) == attributes
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    optimizer.register_step_post_hook(fail)
+    attributes = set(vars(optimizer))
+    with pytest.raises(ArithmeticError):
+        step_unless(optimizer, torch.zeros(()), lambda flag: bool(flag.item()))
+    assert set(vars(optimizer)) == attributes
+
+
+@pytest.mark.parametrize(
+    ("make", "reads"),
+    [
+        (FUSED["AdamW"], [0, 0]),
+        (FUSED["SGD"], [0, 0]),
+        (FUSED["SGD with momentum"], [1, 0]),
+        (OPTIMIZERS["AdamW, for-loop"], [1, 1]),
+    ],
+    ids=["fused", "no momentum", "no momentum yet", "not fused"],
+)
+def test_the_host_is_asked_only_where_the_device_cannot_decide(make: Callable[..., Any], reads: list[int]) -> None:
+    model, asked = net(), []
+    optimizer = make(model.parameters())
+    for _ in reads:
+        for member in model.parameters():
+            member.grad = torch.ones_like(member)
+        asked.append(0)
+
+        def read(flag: Tensor) -> bool:
+            asked[-1] += 1
+            return bool(flag.item())
+
+        step_unless(optimizer, torch.zeros(()), read)
+    assert asked == reads
+
+
+def test_arguments_go_to_the_optimizer() -> None:
+    class Recording(torch.optim.SGD):
+        def step(self, closure: Any = None, *, note: str = "") -> None:  # type: ignore[override]
+            self.note = note
+
+    optimizer = Recording([parameter(None)], lr=0.1)
+    step_unless(optimizer, torch.zeros(()), lambda flag: bool(flag.item()), note="kept")
+    assert optimizer.note == "kept"

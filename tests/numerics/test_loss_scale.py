@@ -1,0 +1,373 @@
+"""The loss-scale rule as a table, and against the three systems it reproduces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_mp import LossScaling
+from lightning_mp.numerics.loss_scale import LossScaleState, adjust, init
+from support.counting import HostReads
+from support.scales import FP32_MAX, backoffs, growths, scales, scalings, traces
+
+quick = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def numbers(state: LossScaleState) -> tuple[float, ...]:
+    """A state's four fields as Python numbers, wherever they live."""
+    return tuple(value.item() if isinstance(value, Tensor) else value for value in astuple(state))
+
+
+def run(config: LossScaling, trace: str | list[bool], device: str | None = None) -> list[LossScaleState]:
+    """The state after each step; in a string ``!`` is an overflow and ``.`` a clean step."""
+    state, states = init(config, device), []
+    for found in trace:
+        state = adjust(config, state, found in ("!", True))
+        states.append(state)
+    return states
+
+
+# ---------------------------------------------------------------------- the rule, as a table
+
+THREE_QUARTERS = 3 * 2.0**126  # of fp32's range
+LARGEST = 2.0**127  # the largest power of two in fp32
+HALVED_ONCE = [LARGEST, LARGEST / 2, LARGEST]
+
+TABLE: list[tuple[str, LossScaling, str, list[float]]] = [
+    ("grows after growth_interval", LossScaling(init_scale=8, growth_interval=2), "....", [8, 16, 16, 32]),
+    ("an overflow backs off at once", LossScaling(init_scale=8), "!.!", [4, 4, 2]),
+    ("an overflow restarts the interval", LossScaling(init_scale=8, growth_interval=2), ".!..", [8, 4, 4, 8]),
+    ("the floor of 1 is held", LossScaling(init_scale=4), "!!!!", [2, 1, 1, 1]),
+    ("it grows again from the floor", LossScaling(init_scale=1, growth_interval=1), "!!..", [1, 1, 2, 4]),
+    ("the ceiling", LossScaling(init_scale=8, growth_interval=1, max_scale=20), "...!.", [16, 20, 20, 10, 20]),
+    ("factors", LossScaling(init_scale=100, growth_factor=4, backoff_factor=0.25, growth_interval=1), "!.", [25, 100]),
+    ("hysteresis", LossScaling(init_scale=8, hysteresis=3), "!!!!", [8, 8, 4, 2]),
+    ("clean steps do not refill it", LossScaling(init_scale=8, hysteresis=2), "!.!.!", [8, 8, 4, 4, 2]),
+    (
+        "unless it is consecutive",
+        LossScaling(init_scale=8, hysteresis=2, consecutive_hysteresis=True),
+        "!.!.!!",
+        [8, 8, 8, 8, 8, 4],
+    ),
+    (
+        "a growth refills it",
+        LossScaling(init_scale=8, hysteresis=2, growth_interval=2),
+        "!..!!",
+        [8, 8, 16, 16, 8],
+    ),
+    (
+        "growth_delay comes before the first growth, and after an overflow",
+        LossScaling(init_scale=8, growth_interval=2, growth_delay=1),
+        ".....!.....",
+        [8, 8, 16, 16, 32, 16, 16, 16, 32, 32, 64],
+    ),
+    ("a static scale stays", LossScaling.static(128), "!.!!.", [128] * 5),
+    ("torch() has no floor", LossScaling.torch(init_scale=1), "!!", [0.5, 0.25]),
+    (
+        "torch() leaves a growth past fp32 out",
+        LossScaling.torch(2.0**127, growth_interval=1),
+        "..!.",
+        [2.0**127] * 2 + [2.0**126, 2.0**127],
+    ),
+    ("deepspeed() starts at 65536, waits twice", LossScaling.deepspeed(), "!!", [65536, 32768]),
+    ("deepspeed() with a loss_scale is static", LossScaling.deepspeed(loss_scale=64), "!!.", [64, 64, 64]),
+    ("megatron() starts at 2**32, waits twice", LossScaling.megatron(), "!!", [2.0**32, 2.0**31]),
+    (
+        "a growth past fp32's end ends at the ceiling",
+        LossScaling(init_scale=LARGEST, growth_interval=1, max_scale=THREE_QUARTERS),
+        ".",
+        [THREE_QUARTERS],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["numbers", "tensors"])
+@pytest.mark.parametrize(("config", "trace", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_the_scale_follows_the_rule(config: LossScaling, trace: str, expected: list[float], device: str | None) -> None:
+    assert [numbers(state)[0] for state in run(config, trace, device)] == pytest.approx(expected, rel=1e-7)
+
+
+def test_the_state_before_the_first_step_is_the_configuration() -> None:
+    config = LossScaling(init_scale=4, growth_delay=1, hysteresis=3)
+    assert init(config) == LossScaleState(4.0, -1, 3, False)
+    placed = init(config, "cpu")
+    assert numbers(placed) == (4.0, -1, 3, False)
+    assert [value.dtype for value in astuple(placed)] == [torch.float32, torch.int32, torch.int32, torch.bool]
+    assert all(value.shape == () for value in astuple(placed))
+
+
+@pytest.mark.parametrize(
+    ("config", "trace", "flags"),
+    [
+        (LossScaling(init_scale=2), "!!!.!", [False, True, True, False, True]),
+        (LossScaling(init_scale=1, hysteresis=2), "!!.!", [False, True, False, True]),
+        (LossScaling.static(8), ".!", [False, True]),
+        (LossScaling.torch(init_scale=1), "!", [False]),
+    ],
+    ids=["at the floor", "not while hysteresis is left", "a static scale is its own floor", "no floor"],
+)
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["numbers", "tensors"])
+def test_an_overflow_that_cannot_lower_the_scale_is_told(
+    config: LossScaling, trace: str, flags: list[bool], device: str | None
+) -> None:
+    assert [numbers(state)[3] for state in run(config, trace, device)] == flags
+
+
+# ---------------------------------------------------------------------- numbers and tensors are one rule
+
+
+@quick
+@given(config=scalings(), trace=traces)
+@example(config=LossScaling(init_scale=2.0**127, growth_interval=1, max_scale=THREE_QUARTERS), trace=[False] * 3)
+def test_numbers_and_tensors_are_the_same_rule(config: LossScaling, trace: list[bool]) -> None:
+    for host, device in zip(run(config, trace), run(config, trace, "cpu"), strict=True):
+        if host.scale > FP32_MAX:
+            break  # numbers may go beyond, tensors cannot
+        assert numbers(host) == numbers(device)
+
+
+@quick
+@given(config=scalings(), trace=traces)
+def test_the_scale_stays_between_its_bounds(config: LossScaling, trace: list[bool]) -> None:
+    ceiling = FP32_MAX if config.max_scale is None else config.max_scale
+    for state in run(config, trace, "cpu"):
+        assert config.floor <= state.scale.item() <= ceiling
+        assert 1 <= state.hysteresis_left <= config.hysteresis
+        assert -config.growth_delay <= state.growth_tracker < config.growth_interval
+
+
+@pytest.mark.parametrize("found", [True, False])
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["numbers", "tensors"])
+@pytest.mark.parametrize(
+    "form",
+    [bool, torch.tensor, lambda flag: torch.tensor(float(flag)), lambda flag: torch.tensor([float(flag)])],
+    ids=["bool", "bool tensor", "0/1 float tensor", "0/1 float tensor of one element"],
+)
+def test_the_flag_may_be_a_bool_or_a_tensor(form: Callable[[bool], Any], device: str | None, found: bool) -> None:
+    config = LossScaling(init_scale=8, growth_interval=1)
+    expected = (4.0, 0, 1, False) if found else (16.0, 0, 1, False)
+    assert numbers(adjust(config, init(config, device), form(found))) == expected
+
+
+@quick
+@given(config=scalings(), trace=st.lists(st.booleans(), max_size=5))
+def test_tensors_are_adjusted_without_a_host_read(config: LossScaling, trace: list[bool]) -> None:
+    state = init(config, "cpu")
+    flags = [torch.tensor(float(found)) for found in trace]
+    with HostReads() as reads:
+        for flag in flags:
+            state = adjust(config, state, flag)
+    assert reads.count == 0
+
+
+def test_the_rule_is_pure() -> None:
+    config = LossScaling(init_scale=8, growth_interval=1)
+    state = init(config, "cpu")
+    for found in (True, False):
+        flag = torch.tensor(float(found))
+        adjust(config, state, flag)
+        assert numbers(state) == (8.0, 0, 1, False)
+        assert flag.item() == float(found)
+
+
+# ---------------------------------------------------------------------- torch
+
+
+@quick
+@given(init_scale=scales, growth=growths, backoff=backoffs, interval=st.integers(1, 4), trace=traces)
+@example(init_scale=1.0, growth=2.0, backoff=0.3, interval=3, trace=[True] * 120)  # down to 0, where it stays
+@example(init_scale=2.0**126, growth=1.1, backoff=0.5, interval=1, trace=[False] * 12)
+def test_torch_is_the_sequence_of_amp_update_scale(
+    init_scale: float, growth: float, backoff: float, interval: int, trace: list[bool]
+) -> None:
+    config = LossScaling.torch(init_scale, growth, backoff, interval)
+    scale, tracker = torch.full((1,), init_scale), torch.zeros(1, dtype=torch.int32)
+    states = zip(trace, run(config, trace), run(config, trace, "cpu"), strict=True)
+    for found, host, device in states:
+        torch._amp_update_scale_(scale, tracker, torch.tensor([float(found)]), growth, backoff, interval)
+        assert numbers(device)[:2] == (scale.item(), tracker.item())
+        assert numbers(host)[:2] == (scale.item(), tracker.item())
+
+
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["numbers", "tensors"])
+def test_a_growth_past_fp32s_largest_number_by_less_than_its_last_place_is_taken_as_torch_takes_it(
+    device: str | None,
+) -> None:
+    almost, tracker = torch.tensor([15252014 * 2.0**104]), torch.zeros(1, dtype=torch.int32)
+    config = LossScaling.torch(almost.item(), growth_factor=1.1, growth_interval=1)
+    torch._amp_update_scale_(almost, tracker, torch.zeros(1), 1.1, 0.5, 1)
+    assert almost.item() == FP32_MAX
+    assert numbers(run(config, ".", device)[0])[0] == FP32_MAX
+
+
+def test_torchs_defaults_are_those_of_its_scaler() -> None:
+    stock, ours = torch.amp.GradScaler("cpu"), LossScaling.torch()
+    assert ours.init_scale == stock.get_scale()
+    assert ours.growth_factor == stock.get_growth_factor()
+    assert ours.backoff_factor == stock.get_backoff_factor()
+    assert ours.growth_interval == stock.get_growth_interval()
+    assert LossScaling() == LossScaling(**{**_fields(ours), "min_scale": 1.0})
+
+
+def _fields(config: LossScaling) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+# ---------------------------------------------------------------------- DeepSpeed
+
+
+@pytest.fixture(scope="module")
+def dynamic_loss_scaler() -> Iterator[Callable[..., Any]]:
+    """DeepSpeed's class. It asks its backend for the rank (rank 0 logs), so there is one that knows only that.
+
+    ``deepspeed.init_distributed`` would compile a C++ collective first, a minute of it, for the same answer.
+    """
+    from deepspeed.comm import comm
+    from deepspeed.comm.backend import Backend
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from deepspeed.utils import logger
+
+    class OneProcess(Backend):
+        def get_rank(self, group: Any = None) -> int:
+            return 0
+
+    backend = OneProcess(name="one process")
+    backend.init_process_group()
+    before, level, comm.cdb = comm.cdb, logger.level, backend
+    logger.setLevel("ERROR")
+    yield DynamicLossScaler
+    comm.cdb = before
+    logger.setLevel(level)
+
+
+@quick
+@given(
+    power=st.integers(0, 20),
+    window=st.integers(1, 5),
+    hysteresis=st.integers(1, 4),
+    consecutive=st.booleans(),
+    minimum=st.sampled_from([0.25, 1, 1.0, 0.75]),
+    at_min=st.sampled_from(["raise", "hold"]),
+    trace=traces,
+)
+def test_deepspeed_is_the_sequence_of_its_dynamic_loss_scaler(
+    dynamic_loss_scaler: Any,
+    power: int,
+    window: int,
+    hysteresis: int,
+    consecutive: bool,
+    minimum: float,
+    at_min: Any,
+    trace: list[bool],
+) -> None:
+    config = LossScaling.deepspeed(0, power, window, hysteresis, consecutive, minimum, at_min)
+    theirs = dynamic_loss_scaler(2.0**power, window, minimum, hysteresis, consecutive, at_min == "raise")
+    host, device = init(config), init(config, "cpu")
+    for found in trace:
+        host, device = adjust(config, host, found), adjust(config, device, torch.tensor(float(found)))
+        if host.scale <= FP32_MAX:  # DeepSpeed's scale is a Python number and goes on beyond
+            assert numbers(host) == numbers(device)
+        if host.overflowed_at_min and at_min == "raise":
+            with pytest.raises(Exception, match="already at minimum"):
+                theirs.update_scale(found)
+            return
+        theirs.update_scale(found)
+        assert numbers(host)[0] == theirs.cur_scale
+        assert host.hysteresis_left == theirs.cur_hysteresis
+
+
+def test_deepspeeds_defaults_are_those_of_its_fp16_section() -> None:
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
+    theirs, ours = DeepSpeedFP16Config(), LossScaling.deepspeed()
+    assert theirs.loss_scale == 0, "dynamic"
+    assert ours.init_scale == 2.0**theirs.initial_scale_power
+    assert ours.growth_interval == theirs.loss_scale_window
+    assert ours.hysteresis == theirs.hysteresis
+    assert ours.consecutive_hysteresis == theirs.consecutive_hysteresis
+    assert ours.min_scale == theirs.min_loss_scale
+
+
+# ---------------------------------------------------------------------- Megatron
+
+
+@dataclass
+class Megatron:
+    """The rule of ``DynamicGradScaler.update``, megatron/core/optimizer/grad_scaler.py at NVIDIA/Megatron-LM 00caa53.
+
+    The scale and the factors are fp32 tensors there; the hysteresis goes on falling below 0 until the next growth.
+    """
+
+    scale: Tensor
+    minimum: Tensor
+    growth: Tensor
+    backoff: Tensor
+    interval: int
+    hysteresis: int
+    clean: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.clean, self.left = 0, self.left - 1
+            if self.left <= 0:
+                self.scale = torch.max(self.scale * self.backoff, self.minimum)
+            return
+        self.clean += 1
+        if self.clean == self.interval:
+            self.clean, self.left = 0, self.hysteresis
+            self.scale = self.scale * self.growth
+
+
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["numbers", "tensors"])
+def test_megatron_rounds_its_factors_to_fp32(device: str | None) -> None:
+    config = LossScaling.megatron(5.0, 1.0, growth_factor=1.1, backoff_factor=0.3, growth_interval=1, hysteresis=1)
+    theirs = Megatron(*map(torch.tensor, (5.0, 1.0, 1.1, 0.3)), interval=1, hysteresis=1)
+    trace, expected = [False] * 20 + [True, False] * 5, []
+    for found in trace:
+        theirs.update(found)
+        expected.append(theirs.scale.item())
+    assert [numbers(state)[0] for state in run(config, trace, device)] == expected
+
+
+@quick
+@given(
+    initial=st.sampled_from([2.0**32, 2.0**16, 5.0]),
+    minimum=st.sampled_from([1.0, 0.5, 3.0]),
+    growth=st.sampled_from([2.0, 1.5, 4.0]),
+    backoff=st.sampled_from([0.5, 0.25, 0.75]),
+    interval=st.integers(1, 5),
+    hysteresis=st.integers(1, 4),
+    trace=traces,
+)
+def test_megatron_is_the_sequence_of_its_dynamic_grad_scaler(
+    initial: float, minimum: float, growth: float, backoff: float, interval: int, hysteresis: int, trace: list[bool]
+) -> None:
+    config = LossScaling.megatron(initial, minimum, growth, backoff, interval, hysteresis)
+    theirs = Megatron(*map(torch.tensor, (initial, minimum, growth, backoff)), interval, hysteresis)
+    for found, host, device in zip(trace, run(config, trace), run(config, trace, "cpu"), strict=True):
+        theirs.update(found)
+        if theirs.scale.isinf():
+            break  # see the next test
+        expected = (theirs.scale.item(), theirs.clean, max(theirs.left, 1))
+        assert numbers(device)[:3] == expected
+        assert numbers(host)[:3] == expected
+
+
+def test_where_megatrons_scale_would_become_infinite_for_good_ours_stays() -> None:
+    config = LossScaling.megatron(initial_scale=2.0**127, growth_interval=1)
+    theirs = Megatron(*map(torch.tensor, (2.0**127, 1.0, 2.0, 0.5)), interval=1, hysteresis=2)
+    for overflow in (False, True, True):
+        theirs.update(overflow)
+    assert math.isinf(theirs.scale.item())
+    assert [numbers(state)[0] for state in run(config, ".!!", "cpu")] == [2.0**127, 2.0**127, 2.0**126]

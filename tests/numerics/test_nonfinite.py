@@ -1,0 +1,304 @@
+"""Naming the module in which the first non-finite value was born."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.numerics.nonfinite import Origin, from_gradients, locate
+
+INF, NAN = float("inf"), float("nan")
+X = torch.linspace(0.1, 1, 8).reshape(2, 4)
+
+
+def net(depth: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+
+
+def step(root: nn.Module, x: Tensor = X, loss: Callable[[Tensor], Tensor] = Tensor.sum) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        value = loss(root(x))
+        value.backward()
+        return value
+
+    return run
+
+
+@torch.no_grad()
+def set_(parameter: Tensor, value: float) -> None:
+    parameter.view(-1)[0] = value
+
+
+# ---------------------------------------------------------------------- forward
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("parameter", ["weight", "bias"])
+def test_a_bad_weight_is_named(layer: int, parameter: str, bad: float) -> None:
+    root = net()
+    set_(getattr(root[layer], parameter), bad)
+    assert locate(root, step(root)) == Origin(str(layer), f"{layer}.{parameter}", "forward")
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_an_fp16_overflow_is_named_by_the_layer_that_made_it(layer: int) -> None:
+    root = net(3)
+    with torch.no_grad():
+        for k, one in enumerate(root):
+            one.weight.fill_(6e4 if k == layer else 0.5)
+            one.bias.zero_()
+    with torch.autocast("cpu", torch.float16):
+        found = locate(root, step(root, loss=lambda out: out.float().sum()))
+    assert found == Origin(str(layer), f"{layer}.weight", "forward")
+
+
+class Overflowing(nn.Module):
+    """A module without parameters whose output is not finite."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.value
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_module_without_parameters_can_be_the_origin(value: float) -> None:
+    root = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Overflowing(value))
+    found = locate(root, step(root))
+    assert (found.module, found.phase, found.input_bad) == ("2", "forward", False)
+
+
+def test_a_deep_name_is_the_whole_path_of_the_innermost_module() -> None:
+    root = nn.ModuleDict({"body": nn.Sequential(net(1), net(2))})
+    set_(root["body"][1][1].weight, NAN)
+    assert locate(root, step(root["body"])).module == "body.1.1"
+
+
+@pytest.mark.parametrize("first", [nn.Linear(4, 4), nn.Flatten(), nn.Dropout(0.0)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_bad_batch_is_told_from_a_bad_module(first: nn.Module, bad: float) -> None:
+    root, x = nn.Sequential(first, nn.Linear(4, 4)), X.clone()
+    set_(x, bad)
+    found = locate(root, step(root, x))
+    assert (found.module, found.phase, found.input_bad) == ("0", "forward", True)
+    assert "whose input from the batch was non-finite already" in str(found)
+
+
+def test_a_bad_batch_given_by_keyword_is_told_too() -> None:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(4, 4)
+
+        def forward(self, *, embeddings: Tensor) -> Tensor:
+            return self.proj(input=embeddings)
+
+    root, x = Keyword(), torch.full((2, 4), NAN)
+    found = locate(root, lambda: root(embeddings=x).sum())
+    assert (found.module, found.input_bad) == ("proj", True)
+
+
+class Attention(nn.Module):
+    """Masks as many models do: minus infinity above the diagonal, from a module of its own."""
+
+    def __init__(self, masked_rows: bool = False) -> None:
+        super().__init__()
+        self.mask, self.softmax, self.proj = Mask(masked_rows), nn.Softmax(-1), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.softmax(self.mask(x @ x.mT)) @ x)
+
+
+class Mask(nn.Module):
+    def __init__(self, everything: bool) -> None:
+        super().__init__()
+        self.everything = everything
+
+    def forward(self, scores: Tensor) -> Tensor:
+        above = torch.ones_like(scores, dtype=torch.bool)
+        return scores.masked_fill(above if self.everything else above.triu(1), -INF)
+
+
+def test_a_mask_of_minus_infinity_is_no_culprit() -> None:
+    root = nn.Sequential(Attention(), nn.Linear(4, 4))
+    assert locate(root, step(root)) is None
+    set_(root[1].weight, NAN)
+    assert locate(root, step(root)) == Origin("1", "1.weight", "forward")
+
+
+def test_a_softmax_over_a_wholly_masked_row_is() -> None:
+    root = Attention(masked_rows=True)
+    assert locate(root, step(root)).module == "softmax"
+
+
+# ---------------------------------------------------------------------- loss
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda out: (out.sum() * 0 - 1).log(), lambda out: out.sum() / 0.0, lambda out: (out * NAN).mean()]
+)
+def test_a_loss_function_that_fails_on_finite_outputs_is_told(loss: Callable[[Tensor], Tensor]) -> None:
+    root = net(2)
+    found = locate(root, step(root, loss=loss))
+    assert (found.module, found.phase) == ("1", "loss")
+    assert str(found).startswith("the loss computed from the finite output of module '1'")
+
+
+def test_a_loss_module_of_the_model_is_named_as_a_module() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.loss = net(1), nn.MSELoss()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.loss(self.net(x), torch.full_like(x, INF))
+
+    root = WithLoss()
+    found = locate(root, step(root, loss=lambda out: out))
+    assert (found.module, found.phase) == ("loss", "forward")
+
+
+# ---------------------------------------------------------------------- backward
+
+
+class Steep(nn.Module):
+    """Finite forward; at 0 the gradient of the root is infinite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 0).sqrt()
+
+
+@pytest.mark.parametrize("layer", range(1, 4))
+def test_a_gradient_that_becomes_infinite_inside_a_module_is_named(layer: int) -> None:
+    layers: list[nn.Module] = list(net(4))
+    layers[layer] = Steep()
+    root = nn.Sequential(*layers)
+    found = locate(root, step(root))
+    assert (found.module, found.phase) == (str(layer), "backward")
+    assert found.parameter == f"{layer - 1}.weight" or found.parameter == f"{layer - 1}.bias"
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_gradient_of_a_weight_that_overflows_alone_is_named(layer: int) -> None:
+    root = net(3)
+    root[layer].weight.register_hook(lambda gradient: gradient * INF)
+    assert locate(root, step(root)) == Origin(str(layer), f"{layer}.weight", "backward")
+
+
+def test_an_fp16_overflow_under_a_loss_scale_is_found_in_the_backward_pass() -> None:
+    root = net(3).half()
+    found = locate(root, step(root, X.half(), lambda out: out.float().sum() * 2.0**24))
+    assert found.phase == "backward"
+    assert found.module == "2"
+
+
+def test_a_skip_connection_does_not_hide_the_culprit() -> None:
+    class Residual(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x)
+
+    root = nn.Sequential(nn.Linear(4, 4), Residual(Steep()), Residual(nn.Linear(4, 4)))
+    found = locate(root, step(root))
+    assert (found.module, found.phase) == ("1.inner", "backward")
+
+
+# ---------------------------------------------------------------------- nothing wrong, and nothing left behind
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_locating_leaves_no_hook_and_no_changed_gradient(bad: bool) -> None:
+    root, plain = net(), net()
+    if bad:
+        set_(root[1].weight, NAN)
+        set_(plain[1].weight, NAN)
+    before = dict(nn.modules.module._global_forward_hooks)
+    assert (locate(root, step(root)) is None) is not bad
+    step(plain)()
+    assert nn.modules.module._global_forward_hooks == before
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in root.parameters())
+    for one, other in zip(root.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad) or other.grad.isnan().any()
+
+
+def test_hooks_go_also_when_the_run_fails() -> None:
+    def fail() -> Tensor:
+        raise ArithmeticError
+
+    before = dict(nn.modules.module._global_forward_hooks)
+    with pytest.raises(ArithmeticError):
+        locate(net(), fail)
+    assert nn.modules.module._global_forward_hooks == before
+
+
+def test_a_run_without_a_loss_is_judged_by_what_ran() -> None:
+    root = net(2)
+    set_(root[0].weight, NAN)
+
+    def run() -> None:
+        root(X)
+
+    assert locate(root, run) == Origin("0", "0.weight", "forward")
+    assert locate(net(2), lambda: None) is None
+
+
+def test_modules_outside_the_root_are_not_named() -> None:
+    root, other = net(1), net(1)
+    set_(other[0].weight, NAN)
+
+    def run() -> Tensor:
+        return (root(X) + other(X)).sum()
+
+    found = locate(root, run)
+    assert (found.module, found.phase) == ("0", "loss")
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_layers_are_watched_too(frozen: bool) -> None:
+    root = net(3)
+    root[1].requires_grad_(not frozen)
+    set_(root[1].weight, NAN)
+    assert locate(root, step(root)) == Origin("1", "1.weight", "forward")
+
+
+# ---------------------------------------------------------------------- gradients alone
+
+
+def test_from_gradients_names_the_last_bad_one_which_the_backward_pass_met_first() -> None:
+    root = net(3)
+    for k, layer in enumerate(root):
+        layer.weight.grad = torch.full((4, 4), NAN if k < 2 else 1.0)
+    assert from_gradients(root) == Origin("1", "1.weight", "backward")
+
+
+def test_from_gradients_finds_nothing_where_there_is_nothing() -> None:
+    root = net(2)
+    assert from_gradients(root) is None
+    step(root)()
+    assert from_gradients(root) is None
+
+
+@pytest.mark.parametrize(
+    ("origin", "text"),
+    [
+        (Origin("a.b", "a.b.weight", "forward"), "module 'a.b' (forward), parameter 'a.b.weight'"),
+        (Origin("a", None, "backward"), "module 'a' (backward)"),
+        (
+            Origin("a", "a.w", "loss"),
+            "the loss computed from the finite output of module 'a', parameter 'a.w'",
+        ),
+    ],
+)
+def test_an_origin_reads_as_a_sentence(origin: Any, text: str) -> None:
+    assert str(origin) == text

@@ -1,0 +1,146 @@
+"""The LongSpec set on real models: norms in fp32, LoRA in bf16, head and embeddings in the compute dtype."""
+
+from __future__ import annotations
+
+import copy
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mp.errors import PlanError
+from support.hf import VOCABULARY, gpt2, llama, loss_of, tokens
+from support.pinning import Ran, pin, resolve, stored
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+COMPUTE = {"bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-true": "bf16", "16-true": "fp16"}
+TORCH = {"bf16": BF16, "fp16": FP16}
+
+
+def longspec(mode: str) -> dict[str, dict[str, str]]:
+    """The set, for each model in the names it uses."""
+    compute = COMPUTE[mode]
+    return {
+        "llama": {"*norm*": "fp32", "lora_*": "bf16", "lm_head": compute, "embed_tokens": compute},
+        "gpt2": {"ln_*": "fp32", "lora_*": "bf16", "lm_head": compute, "wte": compute},
+    }
+
+
+MAKE = {"llama": llama, "gpt2": gpt2}
+
+
+def expected(name: str, spec: dict[str, str], rest: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter by the letter of the set: the first pattern found anywhere among its name's parts."""
+    parts = name.split(".")
+    for pattern, dtype in spec.items():
+        if any(fnmatchcase(part, pattern) for part in parts):
+            return {"fp32": FP32, **TORCH}[dtype]
+    return rest
+
+
+@pytest.mark.parametrize("mode", COMPUTE)
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("moved", [False, True], ids=["", "then .half()"])
+def test_every_parameter_is_stored_as_the_set_says(name: str, mode: str, moved: bool) -> None:
+    spec = longspec(mode)[name]
+    model = pin(MAKE[name](lora=True), spec, mode=mode)
+    if moved:
+        model.half()
+    rest = FP16 if moved else FP32 if mode.endswith("mixed") else TORCH[COMPUTE[mode]]
+    found = stored(model)
+    assert found == {parameter: expected(parameter, spec, rest) for parameter in found}
+    assert {FP32, BF16} <= set(found.values())
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", MAKE)
+def test_it_trains_and_its_norms_run_in_fp32(name: str, mode: str) -> None:
+    model = pin(MAKE[name](lora=True), longspec(mode)[name], mode=mode)
+    norm = "native_layer_norm" if name == "gpt2" else "rsqrt"
+    with Ran(norm) as ran, torch.autocast("cpu", TORCH[COMPUTE[mode]], enabled=mode.endswith("mixed")):
+        loss = loss_of(model, tokens())
+    loss.backward()
+    assert set(ran.dtypes) == {FP32}
+    assert len(ran.dtypes) == 5  # two in each of two layers, and the last
+    lora = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+    assert lora
+    assert all("lora_" in key and g.dtype == BF16 and g.isfinite().all() for key, g in lora.items())
+    assert any(g.abs().sum() > 0 for g in lora.values())
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_loss_is_near_the_fp32_models(name: str) -> None:
+    model = MAKE[name](lora=True)
+    exact = loss_of(model, tokens())
+    pin(model, longspec("bf16-mixed")[name])
+    with torch.autocast("cpu", BF16):
+        assert loss_of(model, tokens()).item() == pytest.approx(exact.item(), rel=2e-2)
+
+
+@pytest.mark.parametrize(("dtype", "logits"), [("fp32", FP32), ("bf16", BF16)])
+def test_the_heads_pin_is_the_dtype_of_the_logits(dtype: str, logits: torch.dtype) -> None:
+    model = pin(llama(), {"lm_head": dtype})
+    with torch.autocast("cpu", BF16):
+        assert model(input_ids=tokens()).logits.dtype == logits
+
+
+def test_gpt2s_head_and_embeddings_are_one_weight() -> None:
+    with pytest.raises(PlanError, match=r"wte\.weight pinned to fp32.*lm_head\.weight pinned to bf16"):
+        resolve(gpt2(), {"wte": "fp32", "lm_head": "bf16"})
+    model = pin(gpt2(), {"lm_head": "bf16"})
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert stored(model)["transformer.wte.weight"] == BF16
+    assert {key for key, dtype in stored(model).items() if dtype == BF16} == {"transformer.wte.weight"}
+
+
+def test_a_pin_on_the_embeddings_of_gpt2_covers_positions_only_where_it_says_so() -> None:
+    assert [m.name for m in resolve(gpt2(), {"wte": "fp32"}).members] == ["transformer.wte", "lm_head"]
+    assert [m.name for m in resolve(gpt2(), {"Embedding": "fp32"}).members] == [
+        "transformer.wte", "transformer.wpe", "lm_head",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_names_in_checkpoints_stay_and_a_plain_model_takes_them(name: str) -> None:
+    plain, model = MAKE[name](), pin(MAKE[name](), {"*": "bf16"})
+    assert list(model.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_deepcopy_predicts_the_same(name: str) -> None:
+    model = pin(MAKE[name](lora=True), longspec("bf16-true")[name], mode="bf16-true").eval()
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(input_ids=tokens()).logits, model(input_ids=tokens()).logits)
+    assert stored(copied.half())["base_model.model." + NORM[name]] == FP32
+
+
+NORM = {"llama": "model.norm.weight", "gpt2": "transformer.ln_f.weight"}
+
+
+def test_generation_works_with_a_key_value_cache() -> None:
+    plain = llama().eval()
+    prompt: dict[str, Any] = {"input_ids": tokens(1), "attention_mask": torch.ones(1, 6, dtype=torch.long)}
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected_ids = plain.generate(**prompt, **settings)
+    model = pin(plain, {"self_attn": "fp32", "*norm*": "fp32", "lm_head": "fp32"})
+    assert torch.equal(model.generate(**prompt, **settings), expected_ids)
+
+
+def test_a_whole_model_pinned_under_a_module_generates_as_before() -> None:
+    """transformers looks at the arguments that ``forward`` names."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama().eval()
+
+    wrapped = Wrapped()
+    prompt: dict[str, Any] = {"input_ids": tokens(1), "attention_mask": torch.ones(1, 6, dtype=torch.long)}
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    before = wrapped.model.generate(**prompt, **settings)
+    pin(wrapped, {"model": "fp32"})
+    assert torch.equal(wrapped.model.generate(**prompt, **settings), before)
+    assert wrapped.model(input_ids=tokens(1)).logits.shape[-1] == VOCABULARY

@@ -1,0 +1,348 @@
+"""The loss scaler against ``torch.amp.GradScaler`` on real training, and where it goes beyond it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_mp import LossScaling
+from lightning_mp.numerics.loss_scale import adjust, init
+from lightning_mp.numerics.scaler import LossScaler
+from support.loops import INF, OPTIMIZERS, backward, net, train
+from support.models import same_weights, weights
+from support.scales import scalings, traces
+
+quick = settings(deadline=None, max_examples=30)
+
+
+def same_state(one: Optimizer, other: Optimizer) -> bool:
+    ours, theirs = one.state_dict()["state"], other.state_dict()["state"]
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(torch.as_tensor(ours[key][name]), torch.as_tensor(theirs[key][name]))
+        for key in ours
+        for name in ours[key]
+    )
+
+
+# ---------------------------------------------------------------------- against torch
+
+
+@quick
+@given(
+    name=st.sampled_from(["AdamW", "Adam", "Adagrad", "AdamW, for-loop", "SGD with momentum, for-loop"]),
+    power=st.integers(-4, 20),
+    interval=st.integers(1, 4),
+    trace=st.lists(st.booleans(), min_size=1, max_size=8),
+)
+def test_training_is_that_of_torchs_scaler(name: str, power: int, interval: int, trace: list[bool]) -> None:
+    ours, theirs = net(), net()
+    optimizer, stock_optimizer = OPTIMIZERS[name](ours.parameters()), OPTIMIZERS[name](theirs.parameters())
+    scaler = LossScaler(LossScaling.torch(2.0**power, growth_interval=interval))
+    stock = GradScaler("cpu", init_scale=2.0**power, growth_interval=interval)
+    assert train(ours, optimizer, scaler, trace) == train(theirs, stock_optimizer, stock, trace)
+    assert same_weights(weights(ours), weights(theirs))
+    assert same_state(optimizer, stock_optimizer)
+
+
+def test_the_reciprocal_of_an_odd_scale_is_torchs() -> None:
+    ours, theirs = net(), net()
+    factors = {"init_scale": 1000.3, "growth_factor": 1.1, "backoff_factor": 0.3, "growth_interval": 1}
+    trace = [False, False, True, False, True, True, False]
+    make = OPTIMIZERS["AdamW, for-loop"]
+    scales = train(ours, make(ours.parameters()), LossScaler(LossScaling.torch(**factors)), trace)
+    assert scales == train(theirs, make(theirs.parameters()), GradScaler("cpu", **factors), trace)
+    assert same_weights(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("ours_first", [True, False], ids=["ours, then torch's", "torch's, then ours"])
+@pytest.mark.parametrize("trace", [[], [False], [False, True, False, False]], ids=["unused", "clean", "overflow"])
+def test_a_checkpoint_passes_between_the_two(ours_first: bool, trace: list[bool]) -> None:
+    def make(ours: bool) -> GradScaler:
+        options = {"init_scale": 2.0**10, "growth_interval": 3}
+        return LossScaler(LossScaling.torch(**options)) if ours else GradScaler("cpu", **options)
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, after, straight = make(ours_first), make(not ours_first), make(True)
+    train(model, optimizer, before, trace)
+    after.load_state_dict(before.state_dict())
+    assert after.get_scale() == before.get_scale()
+    rest = [False, False, True, False]
+    train(model, optimizer, straight, trace)
+    assert train(model, optimizer, after, rest) == train(model, optimizer, straight, rest)
+
+
+def test_it_is_a_grad_scaler_with_the_same_state_keys() -> None:
+    scaler = LossScaler(LossScaling())
+    assert isinstance(scaler, GradScaler)
+    assert scaler.is_enabled()
+    assert GradScaler("cpu").state_dict().keys() < scaler.state_dict().keys()
+
+
+MISUSE: dict[str, Callable[[GradScaler, Optimizer], object]] = {
+    "unscale_ twice": lambda scaler, optimizer: (scaler.unscale_(optimizer), scaler.unscale_(optimizer)),
+    "step twice": lambda scaler, optimizer: (scaler.step(optimizer), scaler.step(optimizer)),
+    "unscale_ after step": lambda scaler, optimizer: (scaler.step(optimizer), scaler.unscale_(optimizer)),
+    "closure": lambda scaler, optimizer: scaler.step(optimizer, closure=lambda: None),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSE.values(), ids=MISUSE)
+@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW, for-loop"])
+def test_misuse_raises_what_torch_raises(misuse: Callable[[GradScaler, Optimizer], object], optimizer: str) -> None:
+    messages = []
+    for scaler in (LossScaler(LossScaling()), GradScaler("cpu")):
+        model = net()
+        backward(model, scaler, 0, overflow=False)
+        with pytest.raises(RuntimeError) as error:
+            misuse(scaler, OPTIMIZERS[optimizer](model.parameters()))
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("new", [4.0, torch.tensor(4.0)], ids=["number", "0-d"])
+def test_a_new_scale_may_be_given(new: float | Tensor) -> None:
+    for scaler in (LossScaler(LossScaling()), GradScaler("cpu")):
+        scaler.scale(torch.ones(()))
+        scaler.update(new)
+        assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize(
+    ("setter", "value", "trace", "expected"),
+    [
+        ("set_growth_factor", 4.0, [False], 32.0),
+        ("set_backoff_factor", 0.25, [True], 2.0),
+        ("set_growth_interval", 2, [False, False], 16.0),
+    ],
+)
+def test_torchs_setters_change_the_rule_that_runs(setter: str, value: Any, trace: list[bool], expected: float) -> None:
+    options = {"init_scale": 8.0, "growth_interval": 1}
+    for scaler in (GradScaler("cpu", **options), LossScaler(LossScaling.torch(**options))):
+        getattr(scaler, setter)(value)
+        model = net()
+        assert train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, trace)[-1] == expected
+
+
+# ---------------------------------------------------------------------- the rule
+
+
+@quick
+@given(config=scalings(), trace=traces)
+def test_the_scaler_follows_the_pure_rule(config: LossScaling, trace: list[bool]) -> None:
+    scaler, state = LossScaler(config), init(config, "cpu")
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for overflow in trace:
+        parameter.grad = torch.tensor([INF if overflow else 0.0])
+        scaler.step(optimizer)
+        scaler.update()
+        state = adjust(config, state, overflow)
+        saved = scaler.state_dict()
+        assert (saved["scale"], saved["_growth_tracker"]) == (state.scale.item(), state.growth_tracker.item())
+        assert saved["hysteresis_left"] == state.hysteresis_left.item()
+        if config.at_min == "raise":
+            assert scaler.overflowed_at_min == state.overflowed_at_min.item()
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_the_scaler_tells_an_overflow_at_the_minimum(hysteresis: int) -> None:
+    model = net()
+    scaler = LossScaler(LossScaling(init_scale=2, at_min="raise", hysteresis=hysteresis))
+    optimizer, told = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2 + hysteresis):
+        train(model, optimizer, scaler, [True])
+        told.append(scaler.overflowed_at_min)
+    assert told == [False] * hysteresis + [True, True]
+
+
+def test_a_growth_past_fp32s_range_ends_at_the_ceiling_as_in_the_pure_rule() -> None:
+    ceiling = 3 * 2.0**126
+    config = LossScaling(init_scale=2.0**127, growth_interval=1, max_scale=ceiling)
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    scaler = LossScaler(config)
+    scaler.step(torch.optim.SGD([parameter]))
+    scaler.update()
+    assert scaler.get_scale() == adjust(config, init(config, "cpu"), False).scale.item() == ceiling
+
+
+@quick
+@given(config=scalings(), trace=traces.filter(bool), split=st.integers(0, 100))
+def test_a_resumed_scaler_goes_on_as_if_nothing_had_happened(
+    config: LossScaling, trace: list[bool], split: int
+) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+
+    def run(scaler: LossScaler, part: list[bool]) -> dict[str, Any]:
+        for overflow in part:
+            parameter.grad = torch.tensor([INF if overflow else 0.0])
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.state_dict()
+
+    straight, first, second = LossScaler(config), LossScaler(config), LossScaler(config)
+    split = min(split, len(trace))
+    second.load_state_dict(run(first, trace[:split]))
+    run(straight, trace[:split])
+    assert run(second, trace[split:]) == run(straight, trace[split:])
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"])
+def test_a_copied_scaler_stands_where_the_original_stands(travel: Callable[[LossScaler], LossScaler]) -> None:
+    model, config = net(), LossScaling(init_scale=8, growth_interval=3, hysteresis=2)
+    scaler = LossScaler(config)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, [False, True, True, False])
+    copied = travel(scaler)
+    assert copied.config == config
+    assert copied.state_dict() == scaler.state_dict()
+    assert scaler.get_scale() == 4.0
+    assert train(model, torch.optim.SGD(model.parameters(), lr=0.1), copied, [False, False]) == [4.0, 8.0]
+
+
+# ---------------------------------------------------------------------- what is scaled
+
+
+def test_scale_takes_tensors_lists_tuples_and_iterables() -> None:
+    scaler = LossScaler(LossScaling(init_scale=8))
+    one, two = torch.ones(()), torch.full((), 2.0)
+    assert scaler.scale(one) == 8
+    assert scaler.scale([one, two]) == [8, 16]
+    assert scaler.scale((one, (two,))) == (8, (16,))
+    assert list(scaler.scale(iter([one, two]))) == [8, 16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_half_loss_is_scaled_in_fp32(dtype: torch.dtype) -> None:
+    loss = torch.tensor(1.5, dtype=dtype, requires_grad=True)
+    scaled = LossScaler(LossScaling(init_scale=2.0**20)).scale(loss)
+    assert scaled.item() == 1.5 * 2**20
+    assert scaled.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert scaled.requires_grad
+
+
+def test_fp16_gradients_are_taken() -> None:
+    reference, model = net(), net(torch.float16)
+    scaler = LossScaler(LossScaling(init_scale=2.0**8))
+    backward(model, scaler, 0, overflow=False)
+    backward(reference, LossScaler(LossScaling(init_scale=1)), 0, overflow=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.unscale_(optimizer)
+    for half, full in zip(model.parameters(), reference.parameters(), strict=True):
+        assert half.grad.dtype == torch.float16
+        torch.testing.assert_close(half.grad.float(), full.grad, rtol=2e-2, atol=1e-4)
+    stock = GradScaler("cpu")
+    stock.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        stock.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_sparse_gradients_are_unscaled_after_their_repeated_entries_are_added_up(bad: bool) -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    scaler = LossScaler(LossScaling(init_scale=4))
+    scaler.scale(table(torch.tensor([1, 1, 3])).sum()).backward()
+    if bad:  # each entry is finite, their sum is not
+        table.weight.grad._values().fill_(3e38)
+    scaler.unscale_(optimizer)
+    assert scaler.found_inf(optimizer).item() == bad
+    if not bad:
+        assert table.weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [0, 0], [1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_complex_gradients_are_unscaled(bad: bool) -> None:
+    weight = nn.Parameter(torch.tensor([1 + 2j]))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = LossScaler(LossScaling(init_scale=4))
+    scaler.scale(weight.abs().pow(2).sum()).backward()
+    if bad:
+        weight.grad.imag[0] = INF
+    scaler.step(optimizer)
+    assert scaler.found_inf(optimizer).item() == bad
+    torch.testing.assert_close(weight.detach(), torch.tensor([1 + 2j if bad else -1 - 2j]))
+
+
+# ---------------------------------------------------------------------- the order of the calls
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_step_after_unscale_is_a_step_without_it(name: str, overflow: bool) -> None:
+    results = []
+    for unscale in (False, True):
+        model, scaler = net(), LossScaler(LossScaling(init_scale=2.0**10))
+        optimizer = OPTIMIZERS[name](model.parameters())
+        train(model, optimizer, scaler, [False])
+        optimizer.zero_grad()
+        backward(model, scaler, 1, overflow)
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        results.append(weights(model))
+    assert same_weights(*results)
+
+
+def test_several_optimizers_share_one_update() -> None:
+    first, second, scaler = net(), net(), LossScaler(LossScaling(init_scale=8, growth_interval=2))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    before = weights(first)
+    for model, overflow in ((first, True), (second, False)):
+        backward(model, scaler, 0, overflow)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert same_weights(weights(first), before), "the one that overflowed is held back"
+    assert not same_weights(weights(second), before), "the other steps"
+    assert scaler.get_scale() == 4, "and the scale backs off once"
+
+
+def test_an_update_without_a_step_changes_nothing() -> None:
+    scaler = LossScaler(LossScaling(init_scale=8, growth_interval=1))
+    scaler.update()
+    scaler.scale(torch.ones(()))
+    scaler.update()
+    assert scaler.get_scale() == 8
+
+
+def test_an_optimizer_without_gradients_steps_and_counts_as_clean() -> None:
+    scaler, optimizer = (
+        LossScaler(LossScaling(init_scale=8, growth_interval=1)),
+        OPTIMIZERS["AdamW"](net().parameters()),
+    )
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 16
+
+
+def test_the_flag_is_reduced_once_for_each_optimizer() -> None:
+    """``sync`` stands where a maximum over ranks does: here another rank overflows."""
+    calls = []
+
+    def another_rank_overflowed(flag: Tensor) -> None:
+        calls.append(flag.item())
+        flag.fill_(1.0)
+
+    model, scaler = net(), LossScaler(LossScaling(init_scale=8))
+    scaler.sync_with(another_rank_overflowed)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), weights(model)
+    backward(model, scaler, 0, overflow=False)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert calls == [0.0]
+    assert same_weights(weights(model), before)
+    assert scaler.get_scale() == 4

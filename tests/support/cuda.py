@@ -1,0 +1,45 @@
+"""What the CUDA tests share: a fit on the first GPU whose batches lie there already, so that no copy waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from support.models import Regression, batches
+from support.running import trainer
+
+ACCELERATOR, DEVICE = "gpu", "cuda"
+
+
+class Resident:
+    """Batches that lie on the device already; a plain list of them would be several loaders to Lightning."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.batches = [[tensor.to(DEVICE) for tensor in batch] for batch in loader]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def cuda_fit(module: LightningModule, **arguments: Any) -> Trainer:
+    """Train on the GPU, on resident batches unless told otherwise."""
+    data, path = arguments.pop("data", None), arguments.pop("ckpt_path", None)
+    runner = trainer(**{"accelerator": ACCELERATOR, **arguments})
+    runner.fit(module, Resident(batches()) if data is None else data, ckpt_path=path)
+    return runner
+
+
+class Unread(Regression):
+    """Regression that never looks at a number itself, so that nothing but the loop could wait for the device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx in self.overflow_at:
+            loss = loss + (self.net[3].weight.float().sum() * 0) * float("inf")
+        return loss

@@ -1,0 +1,52 @@
+"""transformers' Llama and GPT-2 from small configs, with peft's LoRA on their attention."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH, LENGTH = 32, 16, 6
+
+
+def llama(lora: bool = False) -> nn.Module:
+    """A two-layer Llama; its head is not tied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 24, "max_position_embeddings": 32}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    return _with_lora(LlamaForCausalLM(config), ["q_proj", "v_proj"], lora)
+
+
+def gpt2(lora: bool = False, dropout: float = 0.0) -> nn.Module:
+    """A two-layer GPT-2; its head is tied to its token embeddings."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": WIDTH, "n_layer": 2, "n_head": 2}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    config = GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0)
+    return _with_lora(GPT2LMHeadModel(config), ["c_attn"], lora)
+
+
+def _with_lora(model: nn.Module, targets: list[str], lora: bool) -> nn.Module:
+    if not lora:
+        return model.train()
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():  # peft reads a property that transformers renamed
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        options = {"r": 2, "target_modules": targets, "init_lora_weights": False}
+        return get_peft_model(model, LoraConfig(**options, fan_in_fan_out="c_attn" in targets)).train()
+
+
+def tokens(rows: int = 2) -> Tensor:
+    """Token ids, always the same."""
+    return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """The causal language model's loss."""
+    return model(input_ids=ids, labels=ids).loss

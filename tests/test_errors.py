@@ -1,0 +1,93 @@
+"""Messages say what was given, what is allowed and what to do; errors travel between processes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_mp import LossScaleError, MissingExtraError, NonFiniteError, PlanError
+from lightning_mp.errors import Fault, Faults, nearest
+
+FAULTS = (Fault("x=1", "2", "write 2"), Fault("y='a'", "'b'", "choose 'b'"))
+
+
+def test_a_fault_reads_given_allowed_do() -> None:
+    assert str(FAULTS[0]) == "given x=1; allowed: 2; do: write 2"
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 fault,"), (2, "2 faults,")])
+def test_a_plan_error_lists_every_fault(count: int, said: str) -> None:
+    text = str(PlanError(FAULTS[:count], "Pin"))
+    assert text.startswith(f"Pin: {said} nothing was changed.")
+    assert all(f"{number}. {fault}" in text for number, fault in enumerate(FAULTS[:count], start=1))
+
+
+ERRORS: dict[str, Exception] = {
+    "PlanError": PlanError(FAULTS, "Pin"),
+    "NonFiniteError": NonFiniteError("bad", rank=1, step=2, module="m", parameter="m.w"),
+    "LossScaleError": LossScaleError("bad", rank=0, step=3),
+    "MissingExtraError": MissingExtraError("peft", "hf", "LoRA"),
+}
+
+
+@pytest.mark.parametrize(
+    "travel", [copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))], ids=["copy", "deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+def test_an_error_arrives_as_it_left(error: Exception, travel: Callable[[Exception], Exception]) -> None:
+    arrived = travel(error)
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "base"),
+    [
+        ("PlanError", ValueError),
+        ("NonFiniteError", RuntimeError),
+        ("LossScaleError", NonFiniteError),
+        ("MissingExtraError", ImportError),
+    ],
+)
+def test_who_catches_what(error: str, base: type[Exception]) -> None:
+    assert isinstance(ERRORS[error], base)
+
+
+def test_a_missing_extra_names_the_command() -> None:
+    assert str(ERRORS["MissingExtraError"]).endswith("do: pip install 'lightning-mp[hf]'")
+    assert ERRORS["MissingExtraError"].name == "peft"  # type: ignore[attr-defined]
+
+
+def test_where_a_value_came_from_may_be_unknown() -> None:
+    error = NonFiniteError("bad")
+    assert (error.rank, error.step, error.module, error.parameter) == (None, None, None, None)
+
+
+def test_faults_are_collected_and_raised_together() -> None:
+    faults = Faults("Pin")
+    faults.raise_if_any()
+    faults.add("x=1", "2", "write 2")
+    faults.extend(FAULTS[1:])
+    assert faults.found == FAULTS
+    with pytest.raises(PlanError) as error:
+        faults.raise_if_any()
+    assert (error.value.faults, error.value.subject) == (FAULTS, "Pin")
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "expected"),
+    [
+        ("bf16-mixd", ["32-true", "bf16-mixed", "16-mixed"], "'bf16-mixed', '16-mixed'"),
+        ("zzz", ["32-true"], ""),
+        ("a", ["a", "a", "b"], "'a'"),
+        ("norm", ["norm1", "norm2", "norm3", "norm4"], 3),
+    ],
+)
+def test_the_nearest_names(word: str, known: list[str], expected: Any) -> None:
+    found = nearest(word, known)
+    assert found == expected if isinstance(expected, str) else found.count(",") == expected - 1

@@ -1,0 +1,122 @@
+"""Which device can run which mode, and what ``auto`` means on each."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_mp.hardware import Device, choose, refusal
+from lightning_mp.policy import PRECISIONS
+
+GIB = 2**30
+
+
+def gpu(name: str, capability: tuple[int, int], bf16: str = "native", gib: int = 80) -> Device:
+    return Device("cuda", name, capability, bf16, gib * GIB)  # type: ignore[arg-type]
+
+
+DEVICES = {
+    "K80": gpu("K80", (3, 7), "none", 12),
+    "GTX 980": gpu("GTX 980", (5, 2), "none", 4),
+    "P100": gpu("P100", (6, 0), "emulated", 16),
+    "V100": gpu("V100", (7, 0), "emulated", 32),
+    "T4": gpu("T4", (7, 5), "emulated", 16),
+    "A100": gpu("A100", (8, 0)),
+    "H100": gpu("H100", (9, 0)),
+    "H200": gpu("H200", (9, 0), gib=141),
+    "B200": gpu("B200", (10, 0), gib=192),
+    "new Mac": Device("mps", "Apple GPU"),
+    "old Mac": Device("mps", "Apple GPU", bf16="none"),
+    "CPU": Device("cpu", "CPU"),
+    "old CPU": Device("cpu", "CPU", bf16="emulated"),
+    "TPU": Device("xla", "TPU"),
+    "meta": Device("meta", "meta", bf16="none"),
+}
+MODES = [mode for mode in PRECISIONS if mode != "auto"]
+BF16, FP16 = {"bf16-mixed", "bf16-true"}, {"16-mixed", "16-true"}
+
+REFUSED = {
+    "K80": BF16 | FP16,
+    "GTX 980": BF16 | FP16,
+    "old Mac": BF16,
+    "TPU": set(MODES),
+    "meta": set(MODES),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_device_refuses_what_it_cannot_do_and_nothing_else(name: str, mode: str) -> None:
+    found = refusal(DEVICES[name], mode)
+    assert (found is not None) == (mode in REFUSED.get(name, set()))
+    if found is not None:
+        given, allowed, fix = found
+        assert mode in given
+        assert DEVICES[name].name in given
+        assert allowed
+        assert fix
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in REFUSED for mode in sorted(REFUSED[name])])
+def test_what_a_refusal_proposes_is_not_refused(name: str, mode: str) -> None:
+    _, _, fix = refusal(DEVICES[name], mode)  # type: ignore[misc]
+    proposed = [other for other in MODES if f"'{other}'" in fix]
+    assert [other for other in proposed if refusal(DEVICES[name], other)] == []
+    assert proposed or "accelerator" in fix
+
+
+@pytest.mark.parametrize(
+    ("name", "tf32"),
+    [("V100", False), ("T4", False), ("A100", True), ("H100", True), ("CPU", False), ("new Mac", False)],
+)
+def test_tf32_came_with_ampere(name: str, tf32: bool) -> None:
+    assert DEVICES[name].tf32 is tf32
+
+
+SMALL, MEDIUM, LARGE = 50_000_000, 400_000_000, 7_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "precision", "tf32"),
+    [
+        # A100/H100/H200/B200: bf16; small models without memory pressure stay in fp32, in TF32 where there is one.
+        *[(name, LARGE, "bf16-mixed", "high") for name in ("A100", "H100", "H200", "B200")],
+        *[(name, SMALL, "32-true", "high") for name in ("A100", "H100", "H200", "B200")],
+        # V100/T4, whose bf16 is emulated: fp16 with scaling.
+        *[(name, LARGE, "16-mixed", None) for name in ("V100", "T4", "P100")],
+        *[(name, SMALL, "32-true", None) for name in ("V100", "T4", "P100")],
+        ("CPU", SMALL, "32-true", None),
+        ("CPU", LARGE, "bf16-mixed", None),
+        ("old CPU", LARGE, "32-true", None),
+        ("new Mac", LARGE, "bf16-mixed", None),
+        ("old Mac", LARGE, "16-mixed", None),
+        ("K80", SMALL, "32-true", None),
+        ("K80", LARGE, "32-true", None),
+        ("GTX 980", MEDIUM, "32-true", None),
+    ],
+)
+def test_auto(name: str, parameters: int, precision: str, tf32: str | None) -> None:
+    choice = choose(DEVICES[name], parameters)
+    assert (choice.precision, choice.tf32) == (precision, tf32)
+    assert refusal(DEVICES[name], choice.precision) is None, "never what the device cannot do"
+    assert choice.reason
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gib", "precision"),
+    [
+        (99_999_999, 80, "32-true"),
+        (100_000_000, 80, "bf16-mixed"),
+        (50_000_000, 2, "32-true"),  # 16 bytes a parameter, 0.75 GiB: within half of the memory
+        (80_000_000, 2, "bf16-mixed"),  # 1.2 GiB: beyond it
+    ],
+)
+def test_a_small_model_is_one_below_100m_that_fits_into_half_of_the_memory(
+    parameters: int, gib: int, precision: str
+) -> None:
+    assert choose(gpu("A100", (8, 0), gib=gib), parameters).precision == precision
+
+
+@pytest.mark.parametrize("name", ["A100", "T4", "CPU", "old CPU"])
+@pytest.mark.parametrize("parameters", [SMALL, LARGE])
+def test_the_reason_names_the_device(name: str, parameters: int) -> None:
+    assert DEVICES[name].name in choose(DEVICES[name], parameters).reason

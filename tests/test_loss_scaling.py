@@ -1,0 +1,192 @@
+"""The fields of ``LossScaling`` and their ranges; what the rule makes of them is in numerics/test_loss_scale.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError, asdict, fields
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from lightning_mp import LossScaling, PlanError
+from support.scales import scalings
+
+NAN, INF = float("nan"), float("inf")
+FRACTION, WHOLE = "a number between 0 and 1, both left out", "an integer >= "
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    *[
+        ({"init_scale": value}, f"init_scale={value!r}", "a finite number > 0")
+        for value in (0, -1, NAN, INF, "8", None)
+    ],
+    ({"init_scale": True}, "init_scale=True", "a finite number > 0"),
+    ({"init_scale": 1e39}, "init_scale=1e+39", "fp32"),
+    ({"init_scale": 1e-50, "min_scale": 0}, "init_scale=1e-50", "fp32"),
+    *[
+        ({"growth_factor": value}, f"growth_factor={value!r}", "a finite number > 1")
+        for value in (1, 0.5, 0, -2, NAN, INF)
+    ],
+    *[({"backoff_factor": value}, f"backoff_factor={value!r}", FRACTION) for value in (1, 2, 0, -0.5, NAN)],
+    *[({"growth_interval": value}, f"growth_interval={value!r}", f"{WHOLE}1") for value in (0, -1, 2.0, "3", True)],
+    *[({"growth_delay": value}, f"growth_delay={value!r}", f"{WHOLE}0") for value in (-1, 0.5)],
+    *[({"hysteresis": value}, f"hysteresis={value!r}", f"{WHOLE}1") for value in (0, -1, 1.5, None)],
+    *[({"min_scale": value}, f"min_scale={value!r}", "a finite number >= 0") for value in (-1, NAN, INF, "1")],
+    *[({"max_scale": value}, f"max_scale={value!r}", "None or a number > 0") for value in (0, -1, NAN, "1", True)],
+    ({"at_min": "stop"}, "at_min='stop'", "'hold', 'raise'"),
+    ({"dynamic": "false"}, "dynamic='false'", "True, False"),
+    ({"consecutive_hysteresis": "no"}, "consecutive_hysteresis='no'", "True, False"),
+    (
+        {"min_scale": 8, "max_scale": 4},
+        "min_scale=8 above max_scale=4",
+        "min_scale <= max_scale",
+    ),
+    (
+        {"init_scale": 0.5},
+        "init_scale=0.5 with min_scale=1.0, max_scale=None",
+        "min_scale <= init_scale <= max_scale",
+    ),
+    (
+        {"max_scale": 1024},
+        "init_scale=65536.0 with min_scale=1.0, max_scale=1024",
+        "min_scale <= init_scale <= max_scale",
+    ),
+]
+
+
+@pytest.mark.parametrize(("written", "given", "allowed"), BAD, ids=[row[1] for row in BAD])
+def test_a_value_out_of_its_range_is_refused(written: dict[str, Any], given: str, allowed: str) -> None:
+    with pytest.raises(PlanError) as error:
+        LossScaling(**written)
+    (fault,) = error.value.faults
+    assert fault.given == given
+    assert allowed in fault.allowed
+    assert fault.fix
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(PlanError) as error:
+        LossScaling(
+            init_scale=-1,
+            growth_factor=1,
+            backoff_factor=1,
+            growth_interval=0,
+            growth_delay=-1,
+            hysteresis=0,
+            min_scale=-1,
+            max_scale=0,
+            at_min="stop",  # type: ignore[arg-type]
+        )
+    said = {fault.given.split("=")[0] for fault in error.value.faults}
+    assert said == {item.name for item in fields(LossScaling)} - {"consecutive_hysteresis", "dynamic"}
+    assert str(error.value).startswith("LossScaling: 9 faults, nothing was changed.")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"init_scale": 1},
+        {"min_scale": 0},
+        {"max_scale": INF},
+        {"min_scale": 4, "init_scale": 4, "max_scale": 4},
+        {"growth_factor": 1.0001, "backoff_factor": 0.9999},
+        {"growth_interval": 1, "growth_delay": 0, "hysteresis": 1},
+    ],
+    ids=str,
+)
+def test_the_edges_of_the_ranges_are_allowed(written: dict[str, Any]) -> None:
+    assert {name: getattr(LossScaling(**written), name) for name in written} == written
+
+
+@settings(deadline=None, max_examples=30)
+@given(config=scalings())
+def test_every_field_survives_a_round_trip(config: LossScaling) -> None:
+    assert LossScaling(**asdict(config)) == config
+
+
+def test_it_is_frozen_and_takes_keywords_only() -> None:
+    config = LossScaling()
+    with pytest.raises(FrozenInstanceError):
+        config.init_scale = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        LossScaling(8)  # type: ignore[misc]
+    assert hash(config) == hash(LossScaling())
+
+
+def test_alone_it_is_torchs_rule_with_a_floor_of_1_that_is_held() -> None:
+    alone = LossScaling()
+    assert (alone.min_scale, alone.at_min) == (1.0, "hold")
+    assert {**asdict(alone), "min_scale": 0.0} == asdict(LossScaling.torch())
+
+
+# ---------------------------------------------------------------------- the constructors
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LossScaling.torch(), {"init_scale": 65536, "min_scale": 0, "max_scale": None, "growth_interval": 2000}),
+        (
+            LossScaling.deepspeed(),
+            {"init_scale": 65536, "growth_interval": 1000, "growth_delay": 1, "hysteresis": 2, "min_scale": 1}
+            | {"consecutive_hysteresis": False, "at_min": "raise", "dynamic": True},
+        ),
+        (
+            LossScaling.deepspeed(0, 10, 100, 4, True, 0.5, "hold"),
+            {"init_scale": 1024, "growth_interval": 100, "hysteresis": 4, "consecutive_hysteresis": True}
+            | {"min_scale": 0.5, "at_min": "hold"},
+        ),
+        (LossScaling.deepspeed(loss_scale=128), {"init_scale": 128, "dynamic": False}),
+        (LossScaling.deepspeed(loss_scale=0.5), {"init_scale": 0.5, "dynamic": False}),
+        (
+            LossScaling.megatron(),
+            {"init_scale": 2.0**32, "min_scale": 1, "growth_interval": 1000, "hysteresis": 2, "at_min": "hold"},
+        ),
+        (
+            LossScaling.megatron(initial_scale=8, min_scale=2, growth_factor=4, backoff_factor=0.25, hysteresis=1),
+            {"init_scale": 8, "min_scale": 2, "growth_factor": 4, "backoff_factor": 0.25, "hysteresis": 1},
+        ),
+        (LossScaling.static(128), {"init_scale": 128, "dynamic": False}),
+        (LossScaling.static(0.25), {"init_scale": 0.25, "dynamic": False}),
+    ],
+    ids=range(9),
+)
+def test_a_constructor_is_a_choice_of_fields(config: LossScaling, expected: dict[str, Any]) -> None:
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "given"),
+    [
+        ({"loss_scale": -1}, "loss_scale=-1"),
+        ({"loss_scale": True}, "loss_scale=True"),
+        ({"loss_scale": "dynamic"}, "loss_scale='dynamic'"),
+        ({"loss_scale": NAN}, "loss_scale=nan"),
+        ({"initial_scale_power": 128}, "initial_scale_power=128"),
+        ({"initial_scale_power": "16"}, "initial_scale_power='16'"),
+        ({"loss_scale_window": 0}, "loss_scale_window=0"),
+        ({"hysteresis": 0}, "hysteresis=0"),
+        ({"min_loss_scale": -1}, "min_loss_scale=-1"),
+    ],
+    ids=str,
+)
+def test_deepspeeds_keys_are_refused_by_the_names_they_have_there(keys: dict[str, Any], given: str) -> None:
+    with pytest.raises(PlanError) as error:
+        LossScaling.deepspeed(**keys)
+    assert [fault.given for fault in error.value.faults] == [given]
+
+
+@pytest.mark.parametrize("scale", [0, -1, NAN, INF])
+def test_a_static_scale_is_a_finite_number_above_0(scale: float) -> None:
+    with pytest.raises(PlanError, match="a finite number > 0"):
+        LossScaling.static(scale)
+
+
+@pytest.mark.parametrize(
+    ("config", "floor"),
+    [(LossScaling(), 1.0), (LossScaling.torch(), 0.0), (LossScaling.static(8), 8), (LossScaling(min_scale=4), 4)],
+    ids=range(4),
+)
+def test_the_floor_is_where_the_rule_stops(config: LossScaling, floor: float) -> None:
+    assert config.floor == floor
+    assert not math.isinf(config.floor)

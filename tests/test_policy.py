@@ -1,0 +1,238 @@
+"""The policy: what may be written, what it is normalised to, and every fault of it at once."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_mp import Checkpointing, LossScaling, NonFinite, Pin, PlanError, PrecisionPolicy
+from lightning_mp.policy import DTYPES, PRECISIONS, STORAGE_DTYPES, TF32_SETTINGS, dtype_name
+from support.scales import scalings
+
+words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
+storage = st.sampled_from(STORAGE_DTYPES)
+pins = st.builds(Pin, pattern=words, dtype=storage, output=st.none() | st.sampled_from(["pin", "input"]) | storage)
+
+
+@st.composite
+def checkpointings(draw: st.DrawFn) -> Checkpointing:
+    mode = draw(st.sampled_from(["full", "selective"]))
+    return Checkpointing(
+        modules=draw(words | st.lists(words, min_size=1, max_size=3)),  # type: ignore[arg-type]
+        mode=mode,
+        every=draw(st.integers(1, 9)),
+        save_ops=draw(st.none() | st.lists(words, max_size=3)) if mode == "selective" else None,  # type: ignore[arg-type]
+        preserve_rng=draw(st.booleans()),
+    )
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> PrecisionPolicy:
+    precision = draw(st.sampled_from(PRECISIONS))
+    scaled = precision in ("16-mixed", "16-true", "auto")
+    actions = st.sampled_from(["skip", "raise", "ignore"])
+    return PrecisionPolicy(
+        precision=precision,
+        loss_scaling=draw(st.none() | scalings()) if scaled else None,
+        pins=tuple(draw(st.lists(pins, max_size=3))),
+        tf32=draw(st.none() | st.sampled_from(TF32_SETTINGS)),
+        checkpointing=draw(st.none() | checkpointings()),
+        nonfinite=NonFinite(action=draw(actions), max_consecutive=draw(st.integers(0, 200))),
+        reduce_dtype=draw(storage),
+        buffer_dtype=draw(st.none() | storage),
+    )
+
+
+# ---------------------------------------------------------------------- round trips
+
+
+@settings(deadline=None, max_examples=60)
+@given(policy=policies())
+def test_a_policy_is_the_mapping_it_is_written_as(policy: PrecisionPolicy) -> None:
+    written = policy.to_dict()
+    assert written.keys() == {item.name for item in fields(PrecisionPolicy)}
+    assert PrecisionPolicy.from_dict(written) == policy
+    assert PrecisionPolicy.from_dict(json.loads(json.dumps(written))) == policy
+
+
+@settings(deadline=None, max_examples=20)
+@given(policy=policies())
+def test_a_checkpoint_with_a_policy_loads_with_weights_only(policy: PrecisionPolicy) -> None:
+    file = io.BytesIO()
+    torch.save(policy.to_dict(), file)
+    file.seek(0)
+    assert PrecisionPolicy.from_dict(torch.load(file, weights_only=True)) == policy
+
+
+def test_a_policy_is_frozen_hashable_and_takes_keywords_only() -> None:
+    policy = PrecisionPolicy(pins={"*norm*": "fp32"}, checkpointing="Block")  # type: ignore[arg-type]
+    with pytest.raises(FrozenInstanceError):
+        policy.precision = "auto"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        PrecisionPolicy("auto")  # type: ignore[misc]
+    assert hash(policy) == hash(PrecisionPolicy.from_dict(policy.to_dict()))
+
+
+# ---------------------------------------------------------------------- what the modes are
+
+
+@pytest.mark.parametrize(
+    ("precision", "stored", "computed", "mixed", "scaled"),
+    [
+        ("32-true", "fp32", "fp32", False, False),
+        ("bf16-mixed", "fp32", "bf16", True, False),
+        ("16-mixed", "fp32", "fp16", True, True),
+        ("bf16-true", "bf16", "bf16", False, False),
+        ("16-true", "fp16", "fp16", False, True),
+    ],
+)
+def test_a_mode(precision: str, stored: str, computed: str, mixed: bool, scaled: bool) -> None:
+    policy = PrecisionPolicy(precision=precision)
+    assert (policy.storage_dtype, policy.compute_dtype, policy.mixed) == (stored, computed, mixed)
+    assert policy.loss_scaling == (LossScaling() if scaled else None)
+    assert policy.reduce_dtype == "fp32"
+
+
+def test_the_default_is_bf16_mixed_that_skips_non_finite_steps() -> None:
+    policy = PrecisionPolicy()
+    assert policy.precision == "bf16-mixed"
+    assert policy.nonfinite == NonFinite(action="skip", max_consecutive=100)
+
+
+def test_auto_may_carry_a_loss_scale_for_where_it_comes_to_one() -> None:
+    assert PrecisionPolicy(precision="auto").loss_scaling is None
+    assert PrecisionPolicy(precision="auto", loss_scaling=LossScaling.megatron()).loss_scaling == LossScaling.megatron()
+
+
+# ---------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        *[(alias, "fp32") for alias in ("fp32", "float32", "float", "32", 32, torch.float32, "torch.float32", "FP32")],
+        *[(alias, "bf16") for alias in ("bf16", "bfloat16", torch.bfloat16, "torch.bfloat16", "BFloat16")],
+        *[(alias, "fp16") for alias in ("fp16", "float16", "half", "16", 16, torch.float16, torch.half)],
+        ("tf32", "tf32"),
+        ("fp8", "fp8"),
+    ],
+    ids=str,
+)
+def test_a_dtype_has_one_name(written: object, name: str) -> None:
+    assert dtype_name(written) == name
+
+
+@pytest.mark.parametrize("written", ["fp64", torch.float64, "int8", torch.int8, "", None, "flaot32", torch])
+def test_an_unknown_dtype_is_refused_with_the_list(written: object) -> None:
+    with pytest.raises(PlanError) as error:
+        dtype_name(written)
+    (fault,) = error.value.faults
+    assert fault.given == f"dtype {written!r}"
+    assert fault.allowed == "fp32, tf32, bf16, fp16, fp8"
+
+
+def test_a_misspelt_dtype_is_answered_with_its_neighbour() -> None:
+    with pytest.raises(PlanError, match="did you mean 'bfloat16'"):
+        dtype_name("blfoat16")
+
+
+def test_every_alias_is_a_dtype() -> None:
+    assert {dtype_name(alias) for alias in DTYPES} == {"fp32", "tf32", "bf16", "fp16", "fp8"}
+
+
+# ---------------------------------------------------------------------- forms
+
+NORM = (Pin("*norm*", "fp32"),)
+
+
+@pytest.mark.parametrize(
+    ("pins", "expected"),
+    [
+        (None, ()),
+        ({}, ()),
+        ([], ()),
+        ({"*norm*": "fp32"}, NORM),
+        ({"*norm*": torch.float32}, NORM),
+        ({"*norm*": {"dtype": "float32"}}, NORM),
+        ({"*norm*": Pin("ignored", "fp32")}, NORM),
+        ([Pin("*norm*", "fp32")], NORM),
+        ([{"pattern": "*norm*", "dtype": "fp32"}], NORM),
+        (iter(NORM), NORM),
+        ({"a": {"dtype": "fp16", "output": torch.float32}}, (Pin("a", "fp16", "fp32"),)),
+        ({"b": "bf16", "a": "fp32"}, (Pin("b", "bf16"), Pin("a", "fp32"))),
+    ],
+    ids=range(12),
+)
+def test_pins_may_be_written_in_many_forms(pins: Any, expected: tuple[Pin, ...]) -> None:
+    assert PrecisionPolicy(pins=pins).pins == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [(None, None), (True, "high"), (False, "highest"), *[(setting, setting) for setting in TF32_SETTINGS]],
+)
+def test_tf32_may_be_a_switch_or_torchs_word(written: Any, expected: str | None) -> None:
+    assert PrecisionPolicy(tf32=written).tf32 == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (None, None),
+        ("*.h.*", Checkpointing(modules="*.h.*")),
+        ({"modules": ["a", "b"], "every": 2}, Checkpointing(modules=("a", "b"), every=2)),
+        (Checkpointing(modules="a"), Checkpointing(modules="a")),
+        ({"modules": nn.Linear}, Checkpointing(modules="Linear")),
+    ],
+    ids=range(5),
+)
+def test_checkpointing_may_be_a_pattern(written: Any, expected: Checkpointing | None) -> None:
+    assert PrecisionPolicy(checkpointing=written).checkpointing == expected
+
+
+@pytest.mark.parametrize(
+    ("modules", "normal", "patterns"),
+    [
+        ("a", "a", ("a",)),
+        (["a"], "a", ("a",)),
+        (("a", nn.Linear), ("a", "Linear"), ("a", "Linear")),
+        (nn.Linear, "Linear", ("Linear",)),
+        ({"a": 1}, "a", ("a",)),
+    ],
+    ids=range(5),
+)
+def test_modules_are_patterns_and_classes_are_their_names(modules: Any, normal: Any, patterns: tuple[str, ...]) -> None:
+    config = Checkpointing(modules=modules)
+    assert (config.modules, config.patterns) == (normal, patterns)
+
+
+@pytest.mark.parametrize(("ops", "expected"), [(["mm"], ("mm",)), ("mm", ("mm",)), (("mm", "bmm"), ("mm", "bmm"))])
+def test_one_operator_may_be_written_without_a_list(ops: Any, expected: tuple[str, ...]) -> None:
+    assert Checkpointing(modules="a", mode="selective", save_ops=ops).save_ops == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("raise", NonFinite(action="raise")),
+        ({"action": "ignore"}, NonFinite(action="ignore")),
+        ({"max_consecutive": 3}, NonFinite(max_consecutive=3)),
+        (NonFinite(max_consecutive=0), NonFinite(max_consecutive=0)),
+    ],
+    ids=range(4),
+)
+def test_nonfinite_may_be_a_word(written: Any, expected: NonFinite) -> None:
+    assert PrecisionPolicy(nonfinite=written).nonfinite == expected
+
+
+def test_loss_scaling_may_be_a_mapping_of_its_fields() -> None:
+    policy = PrecisionPolicy(precision="16-mixed", loss_scaling={"init_scale": 8})  # type: ignore[arg-type]
+    assert policy.loss_scaling == LossScaling(init_scale=8)

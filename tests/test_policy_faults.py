@@ -1,0 +1,187 @@
+"""Bad input: every fault of every field at once, each with what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mp import Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, Pin, PlanError, PrecisionPolicy
+from lightning_mp.policy import PRECISIONS
+
+MODES = ", ".join(PRECISIONS)
+STORED = "fp32, bf16, fp16"
+
+#: fields → what was given, what is allowed, what to do; parts of the message
+BAD: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"precision": "fp8-mixed"}, "precision='fp8-mixed'", MODES, "did you mean"),
+    ({"precision": "16"}, "precision='16'", MODES, "'16-true'"),
+    ({"precision": "bf16-mixd"}, "precision='bf16-mixd'", MODES, "'bf16-mixed'"),
+    ({"precision": 16}, "precision=16", MODES, ""),
+    ({"precision": None}, "precision=None", MODES, "write one of these"),
+    ({"precision": ["16-mixed"]}, "precision=['16-mixed']", MODES, ""),
+    *[
+        (
+            {"precision": mode, "loss_scaling": LossScaling()},
+            f"loss_scaling with precision={mode!r}, which has no loss scale",
+            "16-mixed, 16-true, auto",
+            "remove loss_scaling",
+        )
+        for mode in ("bf16-mixed", "32-true", "bf16-true")
+    ],
+    (
+        {"precision": "16-mixed", "loss_scaling": "dynamic"},
+        "loss_scaling='dynamic'",
+        "LossScaling(...)",
+        "LossScaling()",
+    ),
+    ({"precision": "16-mixed", "loss_scaling": {"init_scale": 0}}, "init_scale=0", "a finite number > 0", "65536"),
+    (
+        {"precision": "16-mixed", "loss_scaling": {"intial_scale": 8}},
+        "unknown key loss_scaling.intial_scale",
+        "init_scale, growth_factor",
+        "'init_scale'",
+    ),
+    ({"pins": "*norm*"}, "pins='*norm*'", "a mapping of pattern to dtype", "pins={'*norm*': 'fp32'}"),
+    ({"pins": 3}, "pins=3", "a mapping of pattern to dtype", "pins={'*norm*': 'fp32'}"),
+    ({"pins": ["*norm*"]}, "pin '*norm*'", "Pin(pattern, dtype)", "Pin('*norm*', 'fp32')"),
+    ({"pins": {"*norm*": "fp64"}}, "pin '*norm*': dtype='fp64'", STORED, ""),
+    ({"pins": {"*norm*": "tf32"}}, "pin '*norm*': dtype='tf32'", STORED, "tf32 is no storage format"),
+    ({"pins": {"*norm*": None}}, "pin '*norm*': dtype=None", STORED, ""),
+    ({"pins": {"": "fp32"}}, "pattern=''", "a non-empty fnmatch pattern", "'*norm*'"),
+    ({"pins": {nn.Linear: "fp32"}}, f"pattern={nn.Linear!r}", "a non-empty fnmatch pattern", "'*norm*'"),
+    ({"pins": [{"pattern": "a"}]}, "pin {'pattern': 'a'}", "a pattern and a dtype", "dtype"),
+    (
+        {"pins": [{"pattern": "a", "dtyp": "fp32", "dtype": "fp32"}]},
+        "unknown key pins.dtyp",
+        "pattern, dtype",
+        "'dtype'",
+    ),
+    ({"pins": {"a": {"dtype": "fp32", "output": "same"}}}, "pin 'a': output='same'", "pin, input", ""),
+    ({"tf32": "on"}, "tf32='on'", "None, True, False, 'highest', 'high', 'medium'", "'high' turns TF32 on"),
+    ({"tf32": 1}, "tf32=1", "None, True, False", "'high'"),
+    ({"checkpointing": True}, "checkpointing=True", "Checkpointing(...)", "Checkpointing"),
+    ({"checkpointing": {}}, "checkpointing={}", "the fields of Checkpointing", "modules"),
+    ({"checkpointing": {"modules": ""}}, "modules=''", "a pattern, a module class, or several", "'*.h.*'"),
+    ({"checkpointing": {"modules": []}}, "modules=[]", "a pattern, a module class, or several", "'*.h.*'"),
+    ({"checkpointing": {"modules": 3}}, "modules=3", "a pattern, a module class, or several", "'*.h.*'"),
+    ({"checkpointing": {"modules": "a", "mode": "some"}}, "mode='some'", "'full', 'selective'", "'full'"),
+    ({"checkpointing": {"modules": "a", "every": 0}}, "every=0", "an integer >= 1", "2"),
+    ({"checkpointing": {"modules": "a", "every": True}}, "every=True", "an integer >= 1", "2"),
+    (
+        {"checkpointing": {"modules": "a", "save_ops": ["mm"]}},
+        "save_ops with mode='full'",
+        "mode='selective'",
+        "selective",
+    ),
+    ({"checkpointing": {"modules": "a", "mode": "selective", "save_ops": 3}}, "save_ops=3", "aten operators", ""),
+    ({"checkpointing": {"modules": "a", "preserve_rng": "no"}}, "preserve_rng='no'", "True, False", ""),
+    (
+        {"checkpointing": {"modules": "a", "evry": 2}},
+        "unknown key checkpointing.evry",
+        "modules, mode, every",
+        "'every'",
+    ),
+    ({"nonfinite": "stop"}, "nonfinite='stop'", "'skip', 'raise', 'ignore'", "'skip' is the default"),
+    ({"nonfinite": 3}, "nonfinite=3", "NonFinite(...)", "NonFinite()"),
+    ({"nonfinite": {"max_consecutive": -1}}, "max_consecutive=-1", "an integer >= 0", "100"),
+    ({"nonfinite": {"max_consecutive": 2.5}}, "max_consecutive=2.5", "an integer >= 0", "100"),
+    ({"reduce_dtype": "fp8"}, "reduce_dtype='fp8'", STORED, "fp8 is no storage format"),
+    ({"reduce_dtype": "float"[::-1]}, "reduce_dtype='taolf'", STORED, ""),
+    ({"buffer_dtype": torch.int64}, "buffer_dtype=torch.int64", STORED, ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "given", "allowed", "fix"), BAD, ids=[row[1] for row in BAD])
+def test_a_fault_says_what_was_given_what_is_allowed_and_what_to_do(
+    fields: dict[str, Any], given: str, allowed: str, fix: str
+) -> None:
+    with pytest.raises(PlanError) as error:
+        PrecisionPolicy(**fields)
+    (fault,) = error.value.faults
+    assert fault.given == given
+    assert allowed in fault.allowed
+    assert fix in fault.fix
+    assert fault.fix
+    assert str(fault) in str(error.value)
+
+
+@pytest.mark.parametrize(("fields", "given"), [row[:2] for row in BAD], ids=[row[1] for row in BAD])
+def test_the_plan_refuses_what_the_policy_refuses(fields: dict[str, Any], given: str) -> None:
+    with pytest.raises(PlanError) as error:
+        MixedPrecisionPlan(**fields)
+    assert [fault.given for fault in error.value.faults] == [given]
+
+
+def test_fp8_is_refused_with_what_exists() -> None:
+    with pytest.raises(PlanError) as error:
+        PrecisionPolicy(precision="fp8-mixed")
+    assert "allowed: 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, auto" in str(error.value)
+
+
+def test_every_fault_of_every_field_is_told_at_once() -> None:
+    with pytest.raises(PlanError) as error:
+        PrecisionPolicy.from_dict(
+            {
+                "precision": "17-mixed",
+                "loss_scaling": {"init_scale": -1, "growth_factor": 0.5, "grwth_interval": 3},
+                "pins": [{"pattern": "a", "dtype": "fp12"}, "b", {"pattern": "c", "dtype": "bf16", "outptu": "pin"}],
+                "tf32": "on",
+                "checkpointing": {"modules": "a", "mode": "some", "every": 0},
+                "nonfinite": {"action": "stop", "max_consecutive": -1},
+                "reduce_dtype": "int8",
+                "buffer_dtype": "fp99",
+                "precison": "16-mixed",
+            }
+        )
+    assert sorted(fault.given for fault in error.value.faults) == sorted(
+        [
+            "unknown key precison",
+            "precision='17-mixed'",
+            "unknown key loss_scaling.grwth_interval",
+            "init_scale=-1",
+            "growth_factor=0.5",
+            "pin 'a': dtype='fp12'",
+            "pin 'b'",
+            "unknown key pins.outptu",
+            "tf32='on'",
+            "mode='some'",
+            "every=0",
+            "nonfinite='stop'",
+            "max_consecutive=-1",
+            "reduce_dtype='int8'",
+            "buffer_dtype='fp99'",
+        ]
+    )
+    assert str(error.value).startswith("MixedPrecisionPlan: 15 faults, nothing was changed.")
+
+
+@pytest.mark.parametrize(
+    ("values", "given", "fix"),
+    [
+        ({"preciscion": "auto"}, "unknown key preciscion", "did you mean 'precision'"),
+        ({"zzz": 1}, "unknown key zzz", "remove it"),
+        ({"fp8": {}}, "unknown key fp8", ""),
+    ],
+)
+def test_unknown_keys_are_refused_with_their_neighbours(values: dict[Any, Any], given: str, fix: str) -> None:
+    with pytest.raises(PlanError) as error:
+        PrecisionPolicy.from_dict(values)
+    (fault,) = error.value.faults
+    assert fault.given == given
+    assert fix in fault.fix
+    assert fault.allowed.startswith("precision, loss_scaling, pins")
+
+
+def test_a_bad_piece_by_itself_is_refused_in_its_own_name() -> None:
+    for make, subject in (
+        (lambda: Pin("", "fp32"), "Pin"),
+        (lambda: Checkpointing(modules=()), "Checkpointing"),
+        (lambda: NonFinite(max_consecutive=-1), "NonFinite"),
+        (lambda: LossScaling(hysteresis=0), "LossScaling"),
+    ):
+        with pytest.raises(PlanError) as error:
+            make()
+        assert error.value.subject == subject
