@@ -31,7 +31,7 @@ class LanguageModel(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        size = {"n_embd": 256, "n_layer": 6, "n_head": 8}
+        size = {"n_embd": 192, "n_layer": 4, "n_head": 6}
         tokens = {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "bos_token_id": 0, "eos_token_id": 0}
         self.model = GPT2LMHeadModel(GPT2Config(**size, **tokens, use_cache=False))
 
@@ -71,6 +71,6 @@ def _vectors() -> DataLoader[Any]:
 
 
 SHAPES = (
-    Shape("compute-bound GPT-2", LanguageModel, _tokens, rounds=4, steps=17),
+    Shape("compute-bound GPT-2", LanguageModel, _tokens, rounds=6, steps=17),
     Shape("tiny MLP", Tiny, _vectors, rounds=10, steps=305),
 )

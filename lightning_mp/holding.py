@@ -17,20 +17,22 @@ class _HeldSchedulerStep:
 
     def __init__(self, module: LightningModule, skipped: Skipped) -> None:
         self._module, self._skipped = module, skipped
+        self._own = module.__dict__.get("lr_scheduler_step")
 
     def __call__(self, scheduler: Any, metric: Any) -> None:
         trainer = self._module.trainer
         interval = next((c.interval for c in trainer.lr_scheduler_configs if c.scheduler is scheduler), None)
         if interval == "step" and self._skipped():
             return
-        type(self._module).lr_scheduler_step(self._module, scheduler, metric)
+        step = self._own or partial(type(self._module).lr_scheduler_step, self._module)
+        step(scheduler, metric)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._module))
         return self if copied is None else MethodType(type(copied).lr_scheduler_step, copied)
 
     def __reduce__(self) -> Any:
-        return MethodType, (type(self._module).lr_scheduler_step, self._module)
+        return getattr, (self._module, "lr_scheduler_step")  # of the copy: by then it has its class's own
 
 
 class Holding:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp import hardware, presets, reading, strategy_support
-from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.engines.eager import EagerEngine, loses_updates
 from lightning_mp.errors import Faults
 from lightning_mp.holding import Holding
 from lightning_mp.numerics.device import describe
@@ -78,6 +78,7 @@ class MixedPrecisionPlan(FSDPPrecision):
         self._declared = self.policy
         self._device = torch.device("cpu")
         self._trainer: weakref.ref[Trainer] | None = None
+        self._ran = False
         self._engine: EagerEngine | None = None
         self._holding = Holding()
         self._restore_tf32: Callable[[], None] | None = None
@@ -120,6 +121,11 @@ class MixedPrecisionPlan(FSDPPrecision):
 
     def _read_flag(self, found_inf: Tensor) -> bool:
         return self.ledger.read(found_inf)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy belongs to no run: neither what it runs on nor what would have to be put back.
+        detached = {"_trainer": None, "_engine": None, "_holding": Holding(), "_restore_tf32": None}
+        return {**self.__dict__, **detached}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.precision!r})"
@@ -185,10 +191,10 @@ class MixedPrecisionPlan(FSDPPrecision):
             return
         self._device = trainer.strategy.root_device
         before = None if self._trainer is None else self._trainer()
-        if self._trainer is not None and before is not trainer:  # a new run, not the next stage of this one
+        if self._ran and before is not trainer:  # a new run, not the next stage of this one
             self.policy = self._declared
             self._start_over()
-        self._trainer = weakref.ref(trainer)
+        self._trainer, self._ran = weakref.ref(trainer), True
 
     def _resolve_auto(self, device: hardware.Device, module: nn.Module) -> None:
         if self.policy.precision != "auto":
@@ -226,6 +232,11 @@ class MixedPrecisionPlan(FSDPPrecision):
             if self.scaler is not None and self._engine.distributed:
                 self.scaler.sync_with(strategy_support.max_over_ranks_)
             self._engine.connect(model, optimizers)
+            if any(map(loses_updates, optimizers)):
+                rank_zero_warn(
+                    "SGD(fused=True) on the CPU leaves most half-precision parameters as they were (a fault of torch's "
+                    "kernel): drop fused=True, or store parameters in fp32"
+                )
         return model, optimizers, lr_schedulers
 
     # ------------------------------------------------------------------ forward
@@ -271,6 +282,14 @@ class MixedPrecisionPlan(FSDPPrecision):
             tensor = self._engine.before_backward(tensor, manual=not module.automatic_optimization)
         return super(FSDPPrecision, self).pre_backward(tensor, module)
 
+    def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Run backward, outside autocast: manual optimization calls it from within ``training_step``."""
+        if self._autocast_dtype is None or model.automatic_optimization:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            return
+        with torch.autocast(self._device.type, enabled=False):
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Under manual optimization, bring gradients into true units before users see them."""
         if self._engine is not None:
@@ -298,6 +317,8 @@ class MixedPrecisionPlan(FSDPPrecision):
                 return result  # training_step returned None: neither applied nor skipped
             engine.unscale(optimizer)
             self._after_closure(model, optimizer)
+            if self.scaler is None:  # some optimizers (SAM and its kind) evaluate the closure again
+                kwargs["closure"] = _Evaluated(result, partial(self._wrap_closure, model, optimizer, closure))
             engine.step(optimizer, **kwargs)
         engine.settle(replay)
         return result
@@ -347,3 +368,16 @@ class MixedPrecisionPlan(FSDPPrecision):
         if self._restore_tf32 is not None:
             self._restore_tf32()
             self._restore_tf32 = None
+
+
+class _Evaluated:
+    """A closure that was evaluated once already: the first call returns that, later ones evaluate it again."""
+
+    def __init__(self, result: Any, closure: Callable[[], Any]) -> None:
+        self._result, self._closure, self._fresh = result, closure, True
+
+    def __call__(self) -> Any:
+        if self._fresh:
+            self._fresh = False
+            return self._result
+        return self._closure()

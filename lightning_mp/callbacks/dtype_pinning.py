@@ -35,18 +35,24 @@ class DtypePinning(ActingCallback):
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
         """Pin the matching modules."""
         pin_map = pins.resolve(pl_module, self.pins, faults)
+        precision = str(trainer.precision)
+        if precision == "16-mixed" and any(member.pin.dtype == "fp16" for member in pin_map.members):
+            faults.add(
+                "a pin to fp16 under stock '16-mixed'",
+                "pins to fp32 or bf16: torch's GradScaler unscales no fp16 gradients",
+                "pin to 'bf16', or use MixedPrecisionPlan('16-mixed', pins=...), whose scaler does",
+            )
         faults.raise_if_any()
         tensors = [
             (tensor, tensor.dtype)
             for member in pin_map.members
             for tensor in (*member.module.parameters(recurse=False), *member.module.buffers(recurse=False))
         ]
-        precision = str(trainer.precision)
         compute = {"bf16-true": "bf16", "16-true": "fp16", "bf16-mixed": "bf16", "16-mixed": "fp16"}.get(
             precision, "fp32"
         )
         device_type = trainer.strategy.root_device.type
-        mixed = not precision.endswith("-true") or precision == "32-true"
+        mixed = precision.endswith("-mixed")
         pins.apply(pin_map, mixed=mixed, compute_dtype=to_torch(compute), device_type=device_type)
 
         def give_back(modules: list[nn.Module]) -> None:

@@ -270,3 +270,17 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
     """Whether the optimizer cannot step without a closure (LBFGS and its kind)."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def loses_updates(optimizer: Optimizer) -> bool:
+    """Whether torch's fused SGD would leave half-precision parameters on the CPU as they were.
+
+    Seen with torch 2.13: of 32 bf16 numbers it updates none, of 100 four. AdamW, Adam and Adagrad are right.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    return any(
+        group.get("fused") and parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )

@@ -57,7 +57,7 @@ class _Watch:
     """Hooks on every module's output, on the gradients of these outputs, and on every parameter's gradient."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules = list(root.modules())
+        self._root, self._modules = root, list(root.modules())
         self._names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
         self._parameters = dict(root.named_parameters())
         self._handles: list[Any] = []
@@ -70,6 +70,8 @@ class _Watch:
 
     def __enter__(self) -> None:
         for module in self._modules:
+            if module is self._root and len(self._modules) > 1:
+                continue  # called by a wrapper (DDP): it would answer for every module in it
             self._handles.append(module.register_forward_hook(self._on_output, with_kwargs=True))
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:

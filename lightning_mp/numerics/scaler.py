@@ -58,6 +58,8 @@ class LossScaler(GradScaler):
         self._sync: Callable[[Tensor], None] | None = None
         self._host_read = read
         self._records: dict[int, _Record] = {}
+        #: optimizers whose gradients wait in true units, to be multiplied back before a backward pass adds to them
+        self._in_true_units: set[int] = set()
         #: the flags of every step since the last update, by optimizer
         self._group: dict[int, Tensor] = {}
         self._state = loss_scale.init(config)
@@ -159,9 +161,9 @@ class LossScaler(GradScaler):
         """Before a backward pass: bring gradients waiting in true units back under the scale, to be added to."""
         seen: set[int] = set()
         for optimizer in map(_plain, optimizers):
-            record = self._records.get(id(optimizer))
-            if record is None or not record.divided:
+            if id(optimizer) not in self._in_true_units:
                 continue
+            self._in_true_units.remove(id(optimizer))
             waiting = gradients(_unseen(optimizer, seen))
             fresh = self._records[id(optimizer)] = _Record()
             if waiting:
@@ -176,6 +178,7 @@ class LossScaler(GradScaler):
                 record = self._records[id(optimizer)] = _Record()
             if not record.divided:
                 self._divide(optimizer, record, seen)
+            self._in_true_units.add(id(optimizer))
 
     # ------------------------------------------------------------------ the step
 
@@ -207,7 +210,7 @@ class LossScaler(GradScaler):
         """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
         if new_scale is not None:
             cast("Tensor", self._placed().scale).copy_(torch.as_tensor(new_scale))
-            self.forget()
+            self._records, self._group = {}, {}
         elif self._group:
             flags = list(self._group.values())
             self._group = {}
@@ -217,6 +220,7 @@ class LossScaler(GradScaler):
     def forget(self) -> None:
         """Drop what is known of gradients and steps since the last update."""
         self._records, self._group = {}, {}
+        self._in_true_units.clear()
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Change the rule from the next update on."""

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError
 from support.manual import Pair
-from support.models import Regression, _InfiniteGradient, batches, weights
+from support.models import InfiniteGradient, Regression, batches, weights
 from support.oracles import plan_for, stock_for
 from support.running import fit
 from support.saving import ResumableBatches, SaveAt
@@ -111,7 +111,7 @@ class Sick(Ranked):
             batch = (batch[0] * float("nan"), batch[1])
         loss = super().training_step(batch, batch_idx)
         if guilty and self.how == "gradient":
-            return loss + _InfiniteGradient.apply(self.net[3].weight.float().sum() * 0)
+            return loss + InfiniteGradient.apply(self.net[3].weight.float().sum() * 0)
         return loss * float("nan") if guilty and self.how == "loss" else loss
 
 

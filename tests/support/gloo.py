@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import socket
 import time
@@ -28,7 +29,7 @@ def _child(rank: int, world: int, port: int, results: Any, function: Callable[..
 
     torch.set_num_threads(1)
     try:
-        results.put((rank, True, function(*args)))
+        results.put((rank, True, pickle.dumps(function(*args))))  # bytes: shared tensors would die with the child
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
 
@@ -65,5 +66,5 @@ def _collect(results: Any, world: int, deadline: float) -> list[Any]:
             raise TimeoutError(f"ranks {sorted(set(range(world)) - set(values))} did not finish in time") from None
         if not fine:
             raise AssertionError(f"rank {rank} failed:\n{value}")
-        values[rank] = value
+        values[rank] = pickle.loads(value)
     return [values[rank] for rank in range(world)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from support.models import FEATURES, HIDDEN, Regression, _InfiniteGradient
+from support.models import FEATURES, HIDDEN, InfiniteGradient, Regression
 
 
 class Manual(Regression):
@@ -53,7 +53,7 @@ class Pair(Manual):
         if which not in self.overflow.get(batch_idx, ""):
             return loss
         weight = (self.net[3] if which == "net" else self.other[2]).weight
-        return loss + _InfiniteGradient.apply(weight.float().sum() * 0)
+        return loss + InfiniteGradient.apply(weight.float().sum() * 0)
 
     def losses_of(self, batch: Any, batch_idx: int) -> tuple[Tensor, Tensor]:
         """One loss a net."""

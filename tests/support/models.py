@@ -29,9 +29,7 @@ class Regression(LightningModule):
         super().__init__()
         generator = torch.get_rng_state()
         torch.manual_seed(0)
-        self.net = nn.Sequential(
-            nn.Linear(FEATURES, HIDDEN), nn.LayerNorm(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1)
-        )
+        self.net = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.LayerNorm(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
         torch.set_rng_state(generator)
         self.make_optimizer = optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
         self.make_scheduler = scheduler
@@ -50,7 +48,7 @@ class Regression(LightningModule):
         self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
         if self.trainer.global_step in self.overflow_at:
             # finite loss, infinite gradients: what an fp16 overflow in the backward pass looks like
-            loss = loss + _InfiniteGradient.apply(self.net[3].weight.float().sum() * 0)
+            loss = loss + InfiniteGradient.apply(self.net[3].weight.float().sum() * 0)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -63,7 +61,7 @@ class Regression(LightningModule):
         }
 
 
-class _InfiniteGradient(torch.autograd.Function):
+class InfiniteGradient(torch.autograd.Function):
     """The identity, with an infinite gradient."""
 
     @staticmethod

@@ -1,0 +1,176 @@
+"""What every acting callback owes: it can be built, runs twice, gives everything back, and yields to a plan."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+import lightning_mp.callbacks
+from lightning_mp import PlanError
+from lightning_mp.callbacks import ActivationCheckpointing, DtypePinning, EnableTF32
+from lightning_mp.callbacks.acting import ActingCallback
+from support.models import Regression, batches, same_weights, weights
+from support.oracles import MODES, plan_for, stock_for
+from support.running import fit, trainer
+
+#: how each is built, and the plan's field that does the same
+CALLBACKS: dict[str, tuple[Callable[[], ActingCallback], str]] = {
+    "EnableTF32": (lambda: EnableTF32("high"), "tf32"),
+    "DtypePinning": (lambda: DtypePinning({"LayerNorm": "bf16", "net.3": "fp32"}), "pins"),
+    "ActivationCheckpointing": (lambda: ActivationCheckpointing("net"), "checkpointing"),
+}
+every_callback = pytest.mark.parametrize("name", CALLBACKS)
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def _build(name: str) -> ActingCallback:
+    return CALLBACKS[name][0]()
+
+
+def _process() -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.allow_tf32,
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.get_default_dtype(),
+            torch.is_autocast_enabled("cpu"),
+        ]
+
+
+def _shape(module: LightningModule) -> list[Any]:
+    """What a module is, but for the numbers in it."""
+    return [
+        [type(m) for m in module.modules()],
+        {name: (p.dtype, id(p)) for name, p in module.named_parameters()},
+        [sorted(key for key in m.__dict__ if key.startswith("_lmp")) for m in module.modules()],
+        [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in module.modules()],
+    ]
+
+
+class Fails(Regression):
+    """Its third training step raises."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            raise KeyError("planned")
+        return super().training_step(batch, batch_idx)
+
+
+def test_every_public_callback_is_under_this_contract() -> None:
+    assert set(lightning_mp.callbacks.__all__) == set(CALLBACKS)
+
+
+@every_callback
+def test_it_is_copied_and_pickled(name: str) -> None:
+    used = _build(name)
+    # Lightning keeps the module's ``log`` on a used callback, so that the module is pickled along
+    fit(Regression(partial(torch.optim.SGD, lr=1e-3)), precision="32-true", callbacks=[used])
+    for callback in (_build(name), used):
+        for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+            assert type(copied) is type(callback)
+            fit(Regression(), precision="32-true", callbacks=[copied])
+
+
+@every_callback
+@every_mode
+def test_it_trains_with_every_stock_plugin(name: str, mode: str) -> None:
+    module = Regression(lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4))
+    stock = stock_for(mode) if mode != "16-true" else {"precision": "16-true"}
+    fit(module, callbacks=[_build(name)], **stock)
+    assert len(module.losses) == 8
+    assert all(torch.isfinite(torch.tensor(module.losses)))
+
+
+@every_callback
+def test_starting_and_ending_twice_is_once(name: str) -> None:
+    callback, module = _build(name), Regression()
+    before, process = _shape(module), _process()
+    runner = trainer(precision="32-true", callbacks=[callback])
+    callback.setup(runner, module, "fit")
+    callback.setup(runner, module, "fit")
+    callback.teardown(runner, module, "fit")
+    callback.teardown(runner, module, "fit")
+    assert _shape(module) == before
+    assert _process() == process
+
+
+@every_callback
+def test_everything_is_back_after_a_fit(name: str) -> None:
+    module = Regression()
+    before, process = _shape(module), _process()
+    fit(module, precision="32-true", callbacks=[_build(name)])
+    assert _shape(module) == before
+    assert _process() == process
+
+
+@every_callback
+def test_everything_is_back_after_a_fit_that_failed(name: str) -> None:
+    module = Fails()
+    before, process = _shape(module), _process()
+    with pytest.raises(KeyError, match="planned"):
+        fit(module, precision="32-true", callbacks=[_build(name)])
+    assert _shape(module) == before
+    assert _process() == process
+
+
+@every_callback
+def test_it_works_again_after_a_failure(name: str) -> None:
+    callback, module, oracle = _build(name), Regression(), Regression()
+    with pytest.raises(KeyError, match="planned"):
+        fit(Fails(), precision="32-true", callbacks=[callback])
+    fit(module, precision="32-true", callbacks=[callback])
+    fit(oracle, precision="32-true", callbacks=[_build(name)])
+    assert module.losses == oracle.losses
+
+
+@every_callback
+def test_every_stage_is_given_back(name: str) -> None:
+    class Evaluated(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.results.append(self.loss(batch).item())
+
+        test_step = validation_step
+
+    module = Evaluated()
+    module.results = []
+    before = _shape(module)
+    runner = trainer(precision="32-true", callbacks=[_build(name)])
+    runner.validate(module, batches(), verbose=False)
+    assert _shape(module) == before
+    runner.test(module, batches(), verbose=False)
+    assert _shape(module) == before
+    assert module.results[:8] == module.results[8:]
+
+
+@every_callback
+@every_mode
+def test_beside_a_plan_it_refuses_and_names_the_plans_field(name: str, mode: str) -> None:
+    module = Regression()
+    before, numbers = _shape(module), weights(module)
+    with pytest.raises(PlanError) as caught:
+        fit(module, plugins=[plan_for(mode)], callbacks=[_build(name)])
+    assert f"{name} beside MixedPrecisionPlan('{mode}')" in str(caught.value)
+    assert f"MixedPrecisionPlan({CALLBACKS[name][1]}=...)" in str(caught.value)
+    assert _shape(module) == before
+    assert same_weights(weights(module), numbers)
+    assert module.losses == []
+
+
+@every_callback
+def test_all_of_them_work_together(name: str) -> None:
+    module = Regression()
+    before = _shape(module)
+    others = [_build(other) for other in CALLBACKS if other != name]
+    fit(module, precision="bf16-mixed", callbacks=[_build(name), *others])
+    assert _shape(module) == before
+    assert len(module.losses) == 8

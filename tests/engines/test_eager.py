@@ -1,0 +1,238 @@
+"""The eager engine by its protocol, in a plain loop without a Trainer; torch's GradScaler is the oracle."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp import LossScaleError, LossScaling, NonFiniteError, PlanError, PrecisionPolicy
+from lightning_mp.engines.eager import EagerEngine, calls_closure_again, loses_updates
+from lightning_mp.errors import Faults
+from lightning_mp.numerics.ledger import StepLedger
+from lightning_mp.numerics.scaler import LossScaler
+from support.models import InfiniteGradient, same_weights, weights
+
+OPTIMIZERS: dict[str, Any] = {
+    "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "plain": partial(torch.optim.AdamW, lr=1e-2),
+}
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+
+
+def _loss(net: nn.Module, step: int, bad: tuple[int, ...] = ()) -> Tensor:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+    loss = (net(x) - x.sum(1, keepdim=True)).pow(2).mean()
+    return loss + InfiniteGradient.apply(next(net.parameters()).sum() * 0) if step in bad else loss
+
+
+def _bare(policy: PrecisionPolicy, ledger: StepLedger, scaler: LossScaler | None = None) -> EagerEngine:
+    return EagerEngine(
+        policy,
+        device=torch.device("cpu"),
+        ledger=ledger,
+        scaler=scaler,
+        distributed=False,
+        global_step=lambda: ledger.attempts - 1,
+    )
+
+
+def _engine(net: nn.Module, precision: str = "16-mixed", build: Any = OPTIMIZERS["fused"], **fields: Any) -> Any:
+    policy = PrecisionPolicy(precision=precision, **fields)
+    ledger = StepLedger()
+    scaler = None if policy.loss_scaling is None else LossScaler(policy.loss_scaling, read=ledger.read)
+    engine = _bare(policy, ledger, scaler)
+    faults = Faults()
+    engine.check(net, faults)
+    faults.raise_if_any()
+    engine.prepare(net)
+    optimizer = build(net.parameters())
+    engine.connect(net, [optimizer])
+    return engine, optimizer
+
+
+def _step(engine: Any, optimizer: Any, loss: Tensor, clip: float | None = None) -> None:
+    optimizer.zero_grad()
+    engine.before_backward(loss, manual=False).backward()
+    engine.after_backward(manual=False)
+    engine.unscale(optimizer)
+    if clip is not None:
+        engine.clip_norm(optimizer, clip)
+    engine.step(optimizer)
+    engine.settle(None)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("bad", [(), (0,), (2, 3)])
+def test_a_loop_with_the_engine_is_a_loop_with_torchs_scaler(bad: tuple[int, ...], clip: float | None) -> None:
+    ours, torchs = _net(), _net()
+    rule = LossScaling.torch(init_scale=8.0, growth_interval=2)
+    engine, optimizer = _engine(ours, build=OPTIMIZERS["plain"], loss_scaling=rule)
+    oracle, scaler = OPTIMIZERS["plain"](torchs.parameters()), torch.amp.GradScaler("cpu", 8.0, growth_interval=2)
+    for number in range(6):
+        _step(engine, optimizer, _loss(ours, number, bad), clip)
+        oracle.zero_grad()
+        scaler.scale(_loss(torchs, number, bad)).backward()
+        scaler.unscale_(oracle)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(torchs.parameters(), clip)
+        scaler.step(oracle)
+        scaler.update()
+        assert same_weights(weights(ours), weights(torchs))
+        assert engine.scaler.get_scale() == scaler.get_scale()
+        assert engine.ledger.step_skipped == (number in bad)
+    assert (engine.ledger.applied_steps, engine.ledger.skipped_steps) == (6 - len(bad), len(bad))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_without_a_scale_the_loss_is_untouched_and_skips_are_the_same(precision: str, optimizer: str) -> None:
+    net = _net()
+    engine, opt = _engine(net, precision, OPTIMIZERS[optimizer])
+    loss = _loss(net, 0)
+    assert engine.before_backward(loss, manual=False) is loss
+    for number in range(4):
+        before = weights(net)
+        _step(engine, opt, _loss(net, number, (2,)))
+        assert same_weights(before, weights(net)) == (number == 2)
+
+
+def test_checking_changes_nothing_and_preparing_does() -> None:
+    net = _net()
+    before = [type(m) for m in net.modules()], [p.dtype for p in net.parameters()]
+    policy = PrecisionPolicy(precision="bf16-true", pins={"1": "fp32"}, checkpointing="2")  # type: ignore[arg-type]
+    engine = _bare(policy, StepLedger())
+    engine.check(net, Faults())
+    assert ([type(m) for m in net.modules()], [p.dtype for p in net.parameters()]) == before
+    engine.prepare(net)
+    dtypes = {name: p.dtype for name, p in net.named_parameters()}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {"1.weight", "1.bias"}
+    assert isinstance(net[2], nn.Linear)
+    assert type(net[2]) is not nn.Linear
+
+
+def test_releasing_takes_checkpointing_out_and_leaves_dtypes() -> None:
+    net = _net()
+    engine, _ = _engine(net, "bf16-true", checkpointing="2")
+    engine.release()
+    assert type(net[2]) is nn.Linear
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    assert engine.optimizers == []
+
+
+def test_faults_are_noted_not_raised() -> None:
+    policy = PrecisionPolicy(precision="bf16-mixed", pins={"a": "fp32", "b": "fp32"}, checkpointing="c")  # type: ignore[arg-type]
+    faults = Faults()
+    _bare(policy, StepLedger()).check(_net(), faults)
+    assert [fault.given.split(",")[0] for fault in faults.found] == ["pin 'a'", "pin 'b'", "checkpointing pattern 'c'"]
+
+
+class _Whole(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("build", "again"),
+    [
+        (partial(torch.optim.LBFGS, lr=0.1), True),
+        (partial(_Whole, lr=0.1), True),
+        (partial(torch.optim.SGD, lr=0.1), False),
+        (partial(torch.optim.AdamW, lr=0.1), False),
+        (partial(torch.optim.Adagrad, lr=0.1), False),
+        (partial(torch.optim.Rprop, lr=0.1), False),
+    ],
+)
+def test_which_optimizers_call_the_closure_again(build: Any, again: bool) -> None:
+    optimizer = build(_net().parameters())
+    assert calls_closure_again(optimizer) is again
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # it wraps ``step`` on the instance
+    assert calls_closure_again(optimizer) is again
+
+
+def test_connecting_lbfgs_under_scaling_is_refused() -> None:
+    with pytest.raises(PlanError, match="LBFGS with precision='16-mixed'"):
+        _engine(_net(), build=partial(torch.optim.LBFGS, lr=0.1))
+    _engine(_net(), "bf16-mixed", partial(torch.optim.LBFGS, lr=0.1))
+
+
+@pytest.mark.parametrize("bad", [(), (1,), (0, 3)])
+def test_lbfgs_steps_by_its_closure_and_is_put_back_on_a_bad_one(bad: tuple[int, ...]) -> None:
+    build = partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
+    ours, oracle_net = _net(), _net()
+    engine, optimizer = _engine(ours, "32-true", build)
+    oracle = build(oracle_net.parameters())
+
+    def closure(net: nn.Module, opt: Any, number: int, bad: tuple[int, ...]) -> Tensor:
+        opt.zero_grad()
+        loss = _loss(net, number, bad)
+        loss.backward()
+        return loss
+
+    for number in range(5):
+        engine.step_with_closure(optimizer, partial(closure, ours, optimizer, number, bad))
+        engine.settle(None)
+        if number not in bad:
+            oracle.step(partial(closure, oracle_net, oracle, number, ()))
+        assert same_weights(weights(ours), weights(oracle_net))
+    assert engine.ledger.skipped_steps == len(bad)
+
+
+@pytest.mark.parametrize("budget", [0, 2])
+def test_the_budget_ends_in_an_error_without_a_replay(budget: int) -> None:
+    """Nothing to run again: the gradients at hand name the module."""
+    net = _net()
+    engine, optimizer = _engine(net, "32-true", nonfinite={"max_consecutive": budget})
+    for number in range(budget):
+        _step(engine, optimizer, _loss(net, number, (number,)))
+    with pytest.raises(NonFiniteError) as caught:
+        _step(engine, optimizer, _loss(net, budget, (budget,)))
+    assert (caught.value.step, caught.value.module, caught.value.parameter) == (budget, "0", "0.weight")
+    assert not isinstance(caught.value, LossScaleError)
+
+
+def test_the_floor_ends_in_a_loss_scale_error() -> None:
+    net = _net()
+    engine, optimizer = _engine(net, loss_scaling={"init_scale": 2.0, "at_min": "raise"})
+    _step(engine, optimizer, _loss(net, 0, (0,)))
+    with pytest.raises(LossScaleError, match="minimum loss scale") as caught:
+        _step(engine, optimizer, _loss(net, 1, (1,)))
+    assert caught.value.step == 1
+
+
+def test_pending_says_whether_gradients_came_in() -> None:
+    net = _net()
+    engine, optimizer = _engine(net)
+    assert not engine.pending
+    engine.before_backward(_loss(net, 0), manual=False).backward()
+    assert engine.pending
+    engine.unscale(optimizer)
+    engine.step(optimizer)
+    assert not engine.pending
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "warned"),
+    [
+        (partial(torch.optim.SGD, fused=True), torch.bfloat16, True),
+        (partial(torch.optim.SGD, fused=True), torch.float16, True),
+        (partial(torch.optim.SGD, fused=True), torch.float32, False),
+        (torch.optim.SGD, torch.bfloat16, False),
+        (partial(torch.optim.AdamW, fused=True), torch.bfloat16, False),
+    ],
+)
+def test_the_warning_about_fused_sgd_is_about_what_torch_really_does(optimizer: Any, dtype: Any, warned: bool) -> None:
+    """The day torch's kernel is mended this fails, and the warning can go."""
+    parameter = nn.Parameter(torch.ones(32, dtype=dtype))
+    build = optimizer([parameter], lr=0.5)
+    assert loses_updates(build) is warned
+    parameter.grad = torch.ones_like(parameter)
+    build.step()
+    assert bool((parameter == 1).any()) is warned

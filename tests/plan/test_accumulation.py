@@ -1,0 +1,150 @@
+"""Micro-batches add up under the scale, in the right sum; what overflows spoils its own window and no other."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from lightning_mp import LossScaling
+from support.models import Regression, batches, same_weights
+from support.oracles import CALM_SCALE, MODES, SCALED, plan_for
+from support.running import fit
+from support.traces import Trace, equal_states, gradients
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+class Watched(Regression):
+    """Keeps the gradients after each backward pass, and multiplies one batch's gradients by infinity."""
+
+    def __init__(self, *arguments: Any, overflow_in_batch: tuple[int, ...] = (), **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.bad_batches = overflow_in_batch
+        self.after_backward: list[dict[str, Tensor]] = []
+        self.seen_batches = 0
+
+    def on_after_backward(self) -> None:
+        if self.seen_batches in self.bad_batches:
+            self.net[3].bias.grad.fill_(float("inf"))
+        self.seen_batches += 1
+        self.after_backward.append(gradients(self))
+
+
+@pytest.mark.parametrize("scale", [1.0, CALM_SCALE])
+@pytest.mark.parametrize("mode", SCALED)
+def test_gradients_wait_under_the_scale(mode: str, scale: float) -> None:
+    """DESIGN section 4, items 3 and 4: scaled while they add up, true once they are stepped."""
+    module, trace = Watched(), Trace()
+    fit(module, plugins=[plan_for(mode, LossScaling.static(scale))], callbacks=[trace], accumulate_grad_batches=4)
+    for window, true in enumerate(trace.seen):
+        waiting = module.after_backward[4 * window + 3]
+        for name, gradient in true.items():
+            assert torch.equal(gradient, waiting[name] / scale)
+    assert len(trace.seen) == 2
+
+
+@pytest.mark.parametrize(("mode", "tolerance"), [("32-true", 1e-6), ("bf16-mixed", 2e-2), ("16-mixed", 2e-3)])
+def test_two_micro_batches_are_one_batch_of_twice_the_size(mode: str, tolerance: float) -> None:
+    halves, whole = Trace(), Trace()
+    fit(Regression(), plugins=[plan_for(mode)], callbacks=[halves], accumulate_grad_batches=2, max_steps=1)
+    fit(Regression(), plugins=[plan_for(mode)], callbacks=[whole], data=batches(batch_size=16), max_steps=1)
+    for name, gradient in whole.seen[0].items():
+        torch.testing.assert_close(halves.seen[0][name], gradient, rtol=tolerance, atol=tolerance)
+
+
+@every_mode
+def test_a_last_partial_window_steps_and_is_counted(mode: str) -> None:
+    plan = plan_for(mode)
+    runner = fit(Regression(), plugins=[plan], accumulate_grad_batches=3)
+    assert (runner.global_step, plan.applied_steps, plan.skipped_steps) == (3, 3, 0)
+
+
+@pytest.mark.parametrize("batch", range(8))
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "16-true"])
+def test_an_overflow_spoils_its_window_alone(mode: str, batch: int) -> None:
+    """Windows of 3, 3 and 2 micro-batches: whichever of them holds the bad one is skipped whole."""
+    module, trace, plan = Watched(overflow_in_batch=(batch,)), Trace(), plan_for(mode)
+    fit(module, plugins=[plan], callbacks=[trace], accumulate_grad_batches=3)
+    bad = batch // 3
+    after = [trace.weights[2], trace.weights[5], trace.weights[7]]
+    before = [trace.start, *after[:2]]
+    assert [same_weights(a, b) for a, b in zip(before, after, strict=True)] == [bad == w for w in range(3)]
+    assert (plan.applied_steps, plan.skipped_steps) == (2, 1)
+    if trace.scales:
+        assert trace.scales[-1] == CALM_SCALE / 2
+
+
+@every_mode
+def test_nothing_moves_between_steps(mode: str) -> None:
+    trace = Trace()
+    fit(Regression(), plugins=[plan_for(mode)], callbacks=[trace], accumulate_grad_batches=4)
+    for first in (0, 4):
+        for later in (1, 2):
+            assert same_weights(trace.weights[first], trace.weights[first + later])
+            assert equal_states(trace.states[first], trace.states[first + later])
+
+
+class Declines(Regression):
+    """Its ``training_step`` returns ``None`` for chosen batches."""
+
+    def __init__(self, *declined: int, **options: Any) -> None:
+        super().__init__(partial(AdamW, lr=1e-2, eps=1e-4, fused=True), **options)
+        self.declined = declined
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return None if batch_idx in self.declined else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+@pytest.mark.parametrize(
+    ("declined", "accumulate", "applied"),
+    [
+        ((), 1, 8),
+        ((0,), 1, 7),
+        ((3, 4), 1, 6),
+        ((7,), 1, 7),
+        (tuple(range(8)), 1, 0),
+        ((0,), 2, 4),  # the window's other batch is stepped
+        ((1,), 2, 4),
+        ((0, 1), 2, 3),  # a window without any
+        ((4, 5, 6, 7), 2, 2),
+        ((7,), 3, 3),  # in the last, partial window
+        ((6, 7), 3, 2),
+    ],
+)
+@every_mode
+def test_a_training_step_that_returns_none_is_neither_applied_nor_skipped(
+    mode: str, declined: tuple[int, ...], accumulate: int, applied: int
+) -> None:
+    plan, trace = plan_for(mode), Trace()
+    fit(Declines(*declined), plugins=[plan], callbacks=[trace], accumulate_grad_batches=accumulate)
+    assert (plan.applied_steps, plan.skipped_steps) == (applied, 0)
+    if trace.scales:
+        assert set(trace.scales) == {CALM_SCALE}
+    if accumulate == 1:
+        for batch in declined:
+            assert same_weights(trace.weights[batch], trace.weights[batch - 1] if batch else trace.start)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+@pytest.mark.parametrize("mode", SCALED)
+def test_a_declined_batch_does_not_count_for_growth(mode: str) -> None:
+    trace = Trace()
+    plan = plan_for(mode, LossScaling(init_scale=4.0, growth_interval=3))
+    fit(Declines(1, 2), plugins=[plan], callbacks=[trace])
+    assert trace.scales == [4.0, 4.0, 4.0, 4.0, 8.0, 8.0, 8.0, 16.0]
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+@every_mode
+def test_a_declined_batch_after_a_skip_leaves_no_stale_gradients(mode: str) -> None:
+    trace, plan = Trace(), plan_for(mode, LossScaling.static(64.0))
+    fit(Declines(3, overflow_at=(2,)), plugins=[plan], callbacks=[trace])
+    assert (plan.applied_steps, plan.skipped_steps) == (6, 1)
+    assert same_weights(trace.weights[1], trace.weights[3])
+    assert not same_weights(trace.weights[3], trace.weights[4])

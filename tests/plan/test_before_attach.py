@@ -1,0 +1,145 @@
+"""A plan is usable before any Trainer, and can be copied, pickled and printed at any time."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.optim import AdamW
+
+from lightning_mp import Checkpointing, LossScaling, MixedPrecisionPlan
+from support.models import Regression
+from support.oracles import MODES, SCALED, plan_for
+from support.running import fit
+
+every_mode = pytest.mark.parametrize("mode", [*MODES, "auto"])
+DTYPES = {
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+}
+
+
+@every_mode
+def test_contexts_work(mode: str) -> None:
+    plan, x = MixedPrecisionPlan(mode), torch.ones(2, 2)
+    with plan.module_init_context():
+        layer = nn.Linear(2, 2)
+    assert layer.weight.dtype == (DTYPES[mode] if mode.endswith("-true") and mode != "32-true" else torch.float32)
+    with plan.tensor_init_context():
+        assert torch.ones(1).dtype == layer.weight.dtype
+    with plan.forward_context():
+        assert layer(plan.convert_input(x)).dtype == DTYPES.get(mode, torch.float32)
+    assert plan.convert_output(plan.convert_input(x)).dtype == torch.float32
+    with plan.train_step_context():
+        assert torch.is_autocast_enabled("cpu") == mode.endswith("-mixed")
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_the_scaler_is_a_grad_scaler_that_trains_a_plain_loop(mode: str) -> None:
+    plan = MixedPrecisionPlan(mode, loss_scaling=LossScaling(init_scale=64.0))
+    assert isinstance(plan.scaler, torch.amp.GradScaler)
+    assert plan.scaler.get_scale() == 64.0
+    with plan.module_init_context():
+        layer = nn.Linear(2, 1)
+    optimizer, before = torch.optim.SGD(layer.parameters(), lr=0.125), layer.weight.detach().clone()
+    with plan.forward_context():
+        loss = layer(plan.convert_input(torch.ones(4, 2))).float().mean()
+    plan.scaler.scale(loss).backward()
+    assert layer.weight.grad.tolist() == [[64.0, 64.0]]
+    plan.scaler.step(optimizer)
+    plan.scaler.update()
+    torch.testing.assert_close(layer.weight.detach(), before - 0.125)
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "bf16-true", "auto"])
+def test_without_scaling_there_is_no_scaler(mode: str) -> None:
+    assert MixedPrecisionPlan(mode).scaler is None
+
+
+@every_mode
+def test_readings_are_those_of_a_run_that_has_not_begun(mode: str) -> None:
+    plan = MixedPrecisionPlan(mode)
+    assert (plan.step_skipped, plan.skipped_steps, plan.applied_steps) == (False, 0, 0)
+    assert plan.state_dict()["steps"] == {
+        "applied_steps": 0,
+        "skipped_steps": 0,
+        "streak": 0,
+        "step_skipped": False,
+    }
+
+
+def _full(mode: str) -> MixedPrecisionPlan:
+    options: dict[str, Any] = {
+        "pins": {"LayerNorm": "fp32"},
+        "checkpointing": Checkpointing(modules="ReLU"),
+        "tf32": "high",
+    }
+    return plan_for(mode, **options) if mode != "auto" else MixedPrecisionPlan("auto", **options)
+
+
+@pytest.mark.parametrize("fitted", [False, True], ids=["fresh", "after a fit"])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["deepcopy", "pickle"])
+@every_mode
+def test_a_plan_is_copied_and_pickled(mode: str, way: Any, fitted: bool) -> None:
+    plan = _full(mode)
+    if fitted:
+        fit(Regression(), plugins=[plan])
+    copied = way(plan)
+    assert copied.policy == plan.policy
+    assert copied.state_dict() == plan.state_dict()
+    assert repr(copied) == repr(plan)
+    module, oracle = Regression(), Regression()
+    fit(module, plugins=[copied])
+    fit(oracle, plugins=[_full(mode)])
+    assert module.losses == oracle.losses
+    assert copied.applied_steps == 8
+
+
+class CopiesThePlan(Callback):
+    """Copies the plan while it trains."""
+
+    def __init__(self, way: Any) -> None:
+        self.way = way
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            self.copied = self.way(trainer.precision_plugin)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["deepcopy", "pickle"])
+@every_mode
+def test_a_copy_made_in_the_middle_of_a_fit_is_free_of_it(mode: str, way: Any) -> None:
+    copies, module = CopiesThePlan(way), Regression(partial(AdamW, lr=1e-2, eps=1e-4))
+    fit(module, plugins=[MixedPrecisionPlan(mode)], callbacks=[copies])
+    again = Regression(partial(AdamW, lr=1e-2, eps=1e-4))
+    fit(again, plugins=[copies.copied])
+    assert again.losses == module.losses
+    assert copies.copied.applied_steps + copies.copied.skipped_steps == 8
+
+
+def test_a_plan_is_converted_without_a_trainer() -> None:
+    """As Fabric, or a plain loop, would: the module is changed as declared."""
+    module = Regression()
+    assert MixedPrecisionPlan("bf16-true", pins={"LayerNorm": "fp32"}).convert_module(module) is module
+    assert {name: p.dtype for name, p in module.named_parameters()} == {
+        name: torch.float32 if "net.1" in name else torch.bfloat16 for name, _ in module.named_parameters()
+    }
+
+
+def test_a_step_before_attachment_says_so() -> None:
+    with pytest.raises(RuntimeError, match="before the plan was attached"):
+        MixedPrecisionPlan("bf16-mixed").optimizer_step(None, Regression(), lambda: None)
+
+
+@every_mode
+def test_it_prints_as_what_it_is(mode: str) -> None:
+    assert repr(MixedPrecisionPlan(mode)) == f"MixedPrecisionPlan({mode!r})"

@@ -1,0 +1,173 @@
+"""Activation checkpointing through the plan, on transformers models: same numbers, same names, all given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_mp import Checkpointing, MixedPrecisionPlan
+from support.language import Language, gpt2, llama, tokens
+from support.models import same_weights, weights
+from support.oracles import plan_for
+from support.running import fit, trainer
+
+pytest.importorskip("transformers")
+
+MODELS = {"gpt2": (gpt2, "GPT2Block"), "llama": (llama, "LlamaDecoderLayer")}
+each_model = pytest.mark.parametrize("kind", MODELS)
+
+
+class CountFlops(Language):
+    """Counts the floating-point operations of each training step's forward and backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        self.counter.__exit__(None, None, None)
+        self.flops = self.counter.get_total_flops()
+
+
+class Forwards(Language):
+    """Counts how often each block's forward ran in the last fit."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        for module in self.modules():
+            if type(module).__name__ in ("GPT2MLP", "LlamaMLP"):
+                module.register_forward_pre_hook(self._count)
+
+    def on_train_start(self) -> None:
+        self.calls = 0
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+@each_model
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+def test_losses_and_weights_are_those_without_it(mode: str, kind: str) -> None:
+    build, block = MODELS[kind]
+    plain, checkpointed = Language(build()), Language(build())
+    fit(plain, data=tokens(), plugins=[plan_for(mode)])
+    fit(checkpointed, data=tokens(), plugins=[plan_for(mode, checkpointing=block)])
+    assert plain.losses == checkpointed.losses
+    assert same_weights(weights(plain), weights(checkpointed))
+
+
+@each_model
+@pytest.mark.parametrize(("every", "recomputed"), [(1, 2), (2, 1)])
+def test_each_chosen_block_runs_once_more(kind: str, every: int, recomputed: int) -> None:
+    build, block = MODELS[kind]
+    module = Forwards(build())
+    plan = plan_for("bf16-mixed", checkpointing=Checkpointing(modules=block, every=every))
+    fit(module, data=tokens(), plugins=[plan])
+    assert module.calls == 4 * (2 + recomputed)
+
+
+@each_model
+def test_full_recomputes_exactly_the_blocks_forward_and_selective_no_product(kind: str) -> None:
+    build, block = MODELS[kind]
+
+    def flops(checkpointing: Any) -> int:
+        module = CountFlops(build(attn_implementation="eager"))
+        plan = MixedPrecisionPlan("32-true", checkpointing=checkpointing)
+        # torch stops recomputing once it has what the backward needs; without that the count is simply the forward's
+        with set_checkpoint_early_stop(False):
+            fit(module, data=tokens(), plugins=[plan], max_steps=1)
+        return module.flops
+
+    model = build(attn_implementation="eager")
+    blocks = model.transformer.h if kind == "gpt2" else model.model.layers
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=next(iter(tokens()))[0])
+    by_module = counter.get_flop_counts()
+    prefix = f"{type(model).__name__}." + ("transformer.h" if kind == "gpt2" else "model.layers")
+    forward = sum(sum(by_module[f"{prefix}.{index}"].values()) for index in range(len(blocks)))
+    assert forward > 0
+    assert flops(block) == flops(None) + forward
+    assert flops(Checkpointing(modules=block, mode="selective")) == flops(None)
+
+
+@each_model
+@pytest.mark.parametrize("fail_at", [None, 1])
+def test_use_cache_is_off_meanwhile_and_back_afterwards(kind: str, fail_at: int | None) -> None:
+    build, block = MODELS[kind]
+
+    class Looks(Language):
+        def on_train_start(self) -> None:
+            self.met = self.model.config.use_cache
+
+    module = Looks(build(), fail_at=fail_at)
+    assert module.model.config.use_cache is True
+    classes = [type(m) for m in module.modules()]
+    runner = trainer(plugins=[plan_for("bf16-mixed", checkpointing=block)])
+    if fail_at is None:
+        runner.fit(module, tokens())
+    else:
+        with pytest.raises(KeyError, match="planned"):
+            runner.fit(module, tokens())
+    assert module.met is False
+    assert module.model.config.use_cache is True
+    assert [type(m) for m in module.modules()] == classes
+
+
+@each_model
+def test_state_dict_names_and_parameter_names_are_unchanged(kind: str) -> None:
+    build, block = MODELS[kind]
+
+    class Looks(Language):
+        def on_train_start(self) -> None:
+            self.met = list(self.state_dict()), [name for name, _ in self.named_parameters()]
+
+    module = Looks(build())
+    names = list(module.state_dict()), [name for name, _ in module.named_parameters()]
+    fit(module, data=tokens(), plugins=[plan_for("bf16-mixed", checkpointing=block)])
+    assert module.met == names
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "bf16-true"])
+def test_lora_under_checkpointing_trains(mode: str) -> None:
+    """Complaint 5 (open-unlearning 178): with frozen embeddings and no input gradients it would train nothing."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    module = Language(peft.get_peft_model(llama(), config))
+    before = weights(module)
+    plan = plan_for(mode, checkpointing="LlamaDecoderLayer", pins={"lora_*": "fp32"})
+    fit(module, data=tokens(), plugins=[plan], max_epochs=2)
+    moved = {name for name, value in weights(module).items() if not torch.equal(value, before[name].to(value.dtype))}
+    assert moved == {name for name, p in module.named_parameters() if p.requires_grad}
+    assert all("lora_" in name for name in moved)
+    embeddings = module.model.get_input_embeddings()
+    assert not embeddings._forward_hooks  # the input gradients' hook went with the run
+
+
+def test_dropout_is_the_same_in_both_forwards() -> None:
+    module, plain = Language(gpt2(resid_pdrop=0.3)), Language(gpt2(resid_pdrop=0.3))
+    for one, options in ((plain, {}), (module, {"checkpointing": "GPT2Block"})):
+        torch.manual_seed(5)
+        fit(one, data=tokens(), plugins=[MixedPrecisionPlan("32-true", **options)])
+    assert plain.losses == module.losses
+    assert same_weights(weights(plain), weights(module))
+
+
+def test_a_validation_between_fits_leaves_checkpointing_working() -> None:
+    class Validated(Forwards):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert torch.isfinite(self.model(input_ids=batch[0], labels=batch[0]).loss)
+
+    module = Validated(gpt2())
+    plan = plan_for("bf16-mixed", checkpointing="GPT2Block")
+    runner = trainer(plugins=[plan], num_sanity_val_steps=0)
+    runner.fit(module, tokens(), tokens())
+    assert module.calls == 4 * 4 + 4 * 2  # trained with recomputation, validated without
+    runner.validate(module, tokens(), verbose=False)
+    runner.fit_loop.max_epochs = 2
+    runner.fit(module, tokens(), tokens())
+    assert module.calls == 4 * 4 + 4 * 2

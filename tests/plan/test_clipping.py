@@ -1,0 +1,178 @@
+"""Complaint 2 (PL 21435, 18089): clipping acts on true gradients, fused optimizers included, and shows in p.grad."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, AdamW
+
+from lightning_mp import LossScaling
+from support.models import Regression, batches, same_weights, weights
+from support.oracles import MODES, SCALED, plan_for, stock_for
+from support.running import fit
+from support.traces import Trace, gradients
+
+CLIP = {"norm": 0.5, "value": 0.02}
+every_mode = pytest.mark.parametrize("mode", MODES)
+fused = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+both_ways = pytest.mark.parametrize("algorithm", CLIP)
+
+
+class Clipped(Regression):
+    """Keeps the gradients as they are after clipping, and again after the step."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.after_clipping: list[dict[str, Tensor]] = []
+        self.after_step: list[dict[str, Tensor]] = []
+
+    def configure_gradient_clipping(self, *arguments: Any, **options: Any) -> None:
+        super().configure_gradient_clipping(*arguments, **options)
+        self.after_clipping.append(gradients(self))
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+        super().optimizer_step(*arguments, **options)
+        self.after_step.append(gradients(self))
+
+
+def _norm(grads: dict[str, Tensor]) -> float:
+    return torch.stack([gradient.float().norm() for gradient in grads.values()]).norm().item()
+
+
+def _largest(grads: dict[str, Tensor]) -> float:
+    return max(gradient.abs().max().item() for gradient in grads.values())
+
+
+def _fit(module: Regression, algorithm: str, trace: Trace, **trainer: Any) -> None:
+    fit(module, gradient_clip_val=CLIP[algorithm], gradient_clip_algorithm=algorithm, callbacks=[trace], **trainer)
+
+
+@fused
+@both_ways
+@every_mode
+def test_hooks_see_true_gradients_and_p_grad_holds_clipped_ones_after(mode: str, algorithm: str, fused: bool) -> None:
+    module, trace = Clipped(partial(AdamW, lr=1e-3, eps=1e-4, fused=fused)), Trace()
+    _fit(module, algorithm, trace, plugins=[plan_for(mode)])
+    assert len(trace.seen) == len(module.after_clipping) == 8
+    for before, after in zip(trace.seen, module.after_clipping, strict=True):
+        if algorithm == "norm":
+            assert _norm(before) > CLIP["norm"]
+            assert _norm(after) == pytest.approx(CLIP["norm"], rel=5e-3)
+            factor = CLIP["norm"] / _norm(before)
+            expected = {name: gradient.float() * factor for name, gradient in before.items()}
+        else:
+            assert _largest(before) > CLIP["value"]
+            expected = {name: gradient.float().clamp(-0.02, 0.02) for name, gradient in before.items()}
+        tolerance = {"rtol": 1e-2, "atol": 1e-6} if mode.endswith("true") and mode[0] != "3" else {}
+        for name, gradient in after.items():
+            torch.testing.assert_close(gradient.float(), expected[name], **tolerance)
+    assert all(same_weights(a, b) for a, b in zip(module.after_clipping, module.after_step, strict=True))
+
+
+@both_ways
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_fused_optimizers_gradients_are_those_stock_lightning_clips_for_a_plain_one(
+    mode: str, algorithm: str
+) -> None:
+    """The first step starts from equal weights: its gradients must be equal bit for bit, before and after clipping."""
+    stock, ours, there, here = Clipped(partial(AdamW, lr=1e-2)), Clipped(), Trace(), Trace()
+    _fit(stock, algorithm, there, max_steps=1, **stock_for(mode))
+    _fit(ours, algorithm, here, max_steps=1, plugins=[plan_for(mode)])
+    assert same_weights(there.seen[0], here.seen[0])
+    assert same_weights(stock.after_clipping[0], ours.after_clipping[0])
+
+
+@both_ways
+@pytest.mark.parametrize("optimizer", [SGD, AdamW, Adagrad])
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
+def test_fused_and_plain_clipped_runs_agree(mode: str, optimizer: Any, algorithm: str) -> None:
+    one, other = Trace(), Trace()
+    _fit(Regression(partial(optimizer, lr=1e-2, fused=True)), algorithm, one, plugins=[plan_for(mode)])
+    _fit(Regression(partial(optimizer, lr=1e-2)), algorithm, other, plugins=[plan_for(mode)])
+    for name, weight in one.weights[-1].items():
+        torch.testing.assert_close(weight, other.weights[-1][name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:SGD.fused=True. on the CPU leaves:UserWarning")
+@fused
+@pytest.mark.parametrize("mode", SCALED)
+def test_the_scale_has_no_part_in_what_is_clipped(mode: str, fused: bool) -> None:
+    """Twice the scale, the same clipped gradients: a clip of scaled ones would give others."""
+    runs = []
+    for scale in (128.0, 256.0):
+        module = Clipped(partial(SGD, lr=1e-2, fused=fused))
+        _fit(module, "norm", Trace(), max_steps=1, plugins=[plan_for(mode, LossScaling.static(scale))])
+        runs.append(module.after_clipping[0])
+    for name, gradient in runs[0].items():
+        torch.testing.assert_close(gradient, runs[1][name], rtol=1e-2, atol=1e-5)
+
+
+@fused
+@every_mode
+def test_a_users_own_configure_gradient_clipping_sees_true_gradients(mode: str, fused: bool) -> None:
+    class Own(Clipped):
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            self.met = gradients(self)
+            self.clip_gradients(optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="norm")
+            self.after_clipping.append(gradients(self))
+
+    module, trace = Own(partial(AdamW, lr=1e-3, eps=1e-4, fused=fused)), Trace()
+    fit(module, max_steps=1, plugins=[plan_for(mode)], callbacks=[trace])
+    assert same_weights(module.met, trace.seen[0])
+    assert _norm(module.after_step[0]) == pytest.approx(0.25, rel=5e-3)
+
+
+@every_mode
+def test_true_gradients_are_those_of_plain_autograd(mode: str) -> None:
+    """The oracle is a backward pass outside any trainer, with torch's own autocast where the mode has one."""
+    trace = Trace()
+    fit(Regression(), plugins=[plan_for(mode)], callbacks=[trace], max_steps=1)
+    fresh = Regression()
+    stored = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(mode, torch.float32)
+    compute = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(mode)
+    x, y = next(iter(batches()))
+    with torch.autocast("cpu", compute or torch.bfloat16, enabled=compute is not None):
+        loss = fresh.to(stored).loss((x.to(stored), y.to(stored)))
+    loss.backward()
+    for name, gradient in gradients(fresh).items():
+        torch.testing.assert_close(trace.seen[0][name], gradient, rtol=2e-2 if mode[0] == "1" else 0, atol=1e-4)
+
+
+@both_ways
+@fused
+@every_mode
+def test_a_skipped_step_is_skipped_with_clipping_too(mode: str, fused: bool, algorithm: str) -> None:
+    """An infinite norm turns every gradient into NaN or zero; none of it may reach the weights."""
+    module, trace = Clipped(partial(AdamW, lr=1e-3, eps=1e-4, fused=fused), overflow_at=(0, 4)), Trace()
+    _fit(module, algorithm, trace, plugins=[plan_for(mode)])
+    assert trace.skipped == [step in (0, 4) for step in range(8)]
+    assert same_weights(trace.start, trace.weights[0])
+    assert same_weights(trace.weights[3], trace.weights[4])
+    assert all(torch.isfinite(value).all() for value in weights(module).values())
+
+
+def test_the_norm_of_half_gradients_is_taken_in_fp32() -> None:
+    """fp16 gradients of 300 and more have squares beyond 65,504; their norm is finite all the same."""
+
+    class Steep(Clipped):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net[3].weight.float().sum() * 400
+
+    module, trace = Steep(partial(SGD, lr=1e-3)), Trace()
+    _fit(module, "norm", trace, max_steps=1, plugins=[plan_for("16-true", LossScaling.static(2.0))])
+    assert trace.seen[0]["net.3.weight"].dtype == torch.float16
+    assert _norm(trace.seen[0]) == pytest.approx(400 * 32**0.5, rel=1e-3)
+    assert _norm(module.after_clipping[0]) == pytest.approx(0.5, rel=5e-3)
+
+
+@pytest.mark.parametrize("clip", [None, 0.0])
+def test_no_clipping_unless_asked(clip: float | None) -> None:
+    module, trace = Clipped(), Trace()
+    fit(module, plugins=[plan_for("16-mixed")], gradient_clip_val=clip, callbacks=[trace])
+    assert all(same_weights(a, b) for a, b in zip(trace.seen, module.after_clipping, strict=True))

@@ -1,0 +1,274 @@
+"""DESIGN section 3 as a table, and what every mode owes whatever it is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_mp import LossScaling, MixedPrecisionPlan
+from support.models import HIDDEN, Regression, batches
+from support.oracles import MODES, SCALED, plan_for
+from support.running import fit, trainer
+from support.traces import Trace, gradients
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+#: mode -> parameters stored, matrix products, gradients, optimizer state, loss scaling
+TABLE = {
+    "32-true": (FP32, FP32, FP32, FP32, False),
+    "bf16-mixed": (FP32, BF16, FP32, FP32, False),
+    "16-mixed": (FP32, FP16, FP32, FP32, True),
+    "bf16-true": (BF16, BF16, BF16, BF16, False),
+    "16-true": (FP16, FP16, FP16, FP16, True),
+}
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+class Dtypes(Callback):
+    """The dtypes met while training, by hooks on what the run really computes."""
+
+    def __init__(self) -> None:
+        self.products: set[torch.dtype] = set()
+        self.product_gradients: set[torch.dtype] = set()
+        self.gradients: set[torch.dtype] = set()
+        self.state: set[torch.dtype] = set()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for module in pl_module.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(self._forward)
+
+    def _forward(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.products.add(output.dtype)
+        output.register_hook(lambda gradient: self.product_gradients.add(gradient.dtype))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self.gradients |= {gradient.dtype for gradient in gradients(pl_module).values()}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        for state in trainer.optimizers[0].state.values():
+            self.state |= {state["exp_avg"].dtype, state["exp_avg_sq"].dtype}
+
+
+@every_mode
+def test_stores_computes_reduces_and_optimizes_in_the_dtypes_of_the_table(mode: str) -> None:
+    """Complaint 5: one mode name means one set of dtypes."""
+    stored, computed, gradient, state, scaled = TABLE[mode]
+    module, seen = Regression(), Dtypes()
+    plan = plan_for(mode)
+    fit(module, plugins=[plan], callbacks=[seen])
+    assert {p.dtype for p in module.parameters()} == {stored}
+    assert seen.products == {computed}
+    assert seen.product_gradients == {computed}
+    assert seen.gradients == {gradient}
+    assert seen.state == {state}
+    assert (plan.scaler is not None) == scaled
+
+
+@pytest.mark.parametrize("given", [BF16, FP16])
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_half_checkpoint_gets_fp32_masters(mode: str, given: torch.dtype) -> None:
+    """Complaint 5 (litgpt 1252): a model loaded in half trains fp32 masters under the modes that declare them."""
+    module = Regression().to(given)
+    before = {name: p.detach().float().clone() for name, p in module.named_parameters()}
+    trace = Trace()
+    fit(module, plugins=[plan_for(mode)], callbacks=[trace])
+    assert all(p.dtype == FP32 for p in module.parameters())
+    assert all(torch.equal(trace.start[name], before[name]) for name in before)  # widened, not made anew
+    last = trace.weights[-1]
+    assert any(not torch.equal(last[name].to(given).float(), last[name]) for name in last)  # the small bits are used
+
+
+@every_mode
+def test_training_lowers_the_loss(mode: str) -> None:
+    module = Regression()
+    fit(module, plugins=[plan_for(mode)], max_epochs=5)
+    assert sum(module.losses[-8:]) < 0.7 * sum(module.losses[:8])
+
+
+class Evaluated(Regression):
+    """Records the dtype of its prediction's product in each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: dict[str, torch.dtype] = {}
+        self.results: dict[str, float] = {}
+
+    def _evaluate(self, stage: str, batch: Any) -> None:
+        self.met[stage] = self.net(batch[0]).dtype
+        self.results[stage] = float(self.loss(batch))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate("validate", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._evaluate("predict", batch)
+        return self.net(batch[0])
+
+
+@every_mode
+def test_every_stage_runs_in_the_same_compute_dtype(mode: str) -> None:
+    module = Evaluated()
+    runner = trainer(plugins=[plan_for(mode)], num_sanity_val_steps=0)
+    runner.fit(module, batches(), batches())
+    runner.validate(module, batches(), verbose=False)
+    runner.test(module, batches(), verbose=False)
+    runner.predict(module, batches())
+    computed = TABLE[mode][1]
+    assert module.met == {"validate": computed, "test": computed, "predict": computed}
+    assert module.results["validate"] == module.results["test"] == module.results["predict"]
+
+
+@every_mode
+def test_validating_an_untrained_module_needs_no_fit(mode: str) -> None:
+    module = Evaluated()
+    trainer(plugins=[plan_for(mode)]).validate(module, batches(), verbose=False)
+    assert module.met == {"validate": TABLE[mode][1]}
+    assert {p.dtype for p in module.parameters()} == {TABLE[mode][0]}
+
+
+@every_mode
+def test_fit_called_twice_goes_on(mode: str) -> None:
+    """The second fit of one Trainer continues the run: the counts go on, and so do the weights."""
+    module, plan = Regression(overflow_at=(2,)), plan_for(mode)
+    runner = trainer(plugins=[plan])
+    runner.fit(module, batches())
+    assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
+    after_one = {name: p.detach().clone() for name, p in module.named_parameters()}
+    runner.fit_loop.max_epochs = 2
+    runner.fit(module, batches())
+    assert (plan.applied_steps, plan.skipped_steps) == (15, 1)
+    assert runner.global_step == 16
+    assert any(not torch.equal(after_one[name], p) for name, p in module.named_parameters())
+
+
+@every_mode
+def test_a_second_trainer_starts_over_with_the_same_plan(mode: str) -> None:
+    plan = plan_for(mode)
+    fit(Regression(overflow_at=(0, 1, 2)), plugins=[plan])
+    assert plan.skipped_steps == 3
+    module = Regression()
+    fit(module, plugins=[plan])
+    assert (plan.applied_steps, plan.skipped_steps, plan.step_skipped) == (8, 0, False)
+    if mode in SCALED:
+        assert plan.scaler.get_scale() == 256.0
+
+
+def test_fp16_on_a_cpu_is_fp16() -> None:
+    """65,504 is fp16's largest number: a product beyond it is infinite, which bf16 in its place would hide."""
+
+    class Large(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            product = nn.functional.linear(torch.full((1, 1), 300.0), self.factor)
+            self.products.append((product.dtype, product.item()))
+            return super().training_step(batch, batch_idx) + 0 * self.factor.sum()
+
+    module = Large()
+    module.factor, module.products = nn.Parameter(torch.full((1, 1), 300.0)), []
+    fit(module, plugins=[plan_for("16-mixed")], max_steps=1)
+    assert module.products == [(FP16, float("inf"))]
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
+def test_what_stays_fp32_under_autocast_is_pytorchs_own_list(mode: str) -> None:
+    class Losses(Regression):
+        def results(self, batch: Any) -> list[Tensor]:
+            product, target = self.net(batch[0]), batch[1]
+            return [product, product.softmax(1), nn.functional.mse_loss(product, target), product.exp(), product.norm()]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.met = [result.dtype for result in self.results(batch)]
+            return super().training_step(batch, batch_idx)
+
+    module = Losses()
+    fit(module, plugins=[plan_for(mode)], max_steps=1)
+    with torch.autocast("cpu", TABLE[mode][1]):
+        assert module.met == [result.dtype for result in module.results(next(iter(batches())))]
+    assert module.met[0] == TABLE[mode][1]
+    assert module.met[2] == FP32  # the loss
+
+
+class Buffered(Regression):
+    """Has a floating and a counting buffer, under a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(HIDDEN))
+
+
+@pytest.mark.parametrize(
+    ("mode", "buffer_dtype", "expected"),
+    [
+        ("32-true", None, FP32),
+        ("bf16-mixed", None, FP32),
+        ("16-mixed", None, FP32),
+        ("bf16-true", None, BF16),
+        ("16-true", None, FP16),
+        ("bf16-true", "fp32", FP32),
+        ("16-true", "fp32", FP32),
+    ],
+)
+def test_floating_buffers_follow_the_parameters_or_buffer_dtype(
+    mode: str, buffer_dtype: str | None, expected: torch.dtype
+) -> None:
+    module = Buffered()
+    trainer(plugins=[plan_for(mode, buffer_dtype=buffer_dtype)]).validate(
+        _with_validation(module), batches(), verbose=False
+    )
+    norm = module.net[1]
+    assert norm.running_mean.dtype == norm.running_var.dtype == expected
+    assert norm.num_batches_tracked.dtype == torch.int64
+
+
+def _with_validation(module: LightningModule) -> LightningModule:
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {"validation_step": lambda self, batch, _: None})
+    return module
+
+
+def test_mixed_modes_leave_half_buffers_alone_unless_told() -> None:
+    module = Buffered()
+    module.net[1].running_mean = module.net[1].running_mean.to(BF16)
+    trainer(plugins=[plan_for("bf16-mixed")]).validate(_with_validation(module), batches(), verbose=False)
+    assert module.net[1].running_mean.dtype == BF16
+    trainer(plugins=[plan_for("bf16-mixed", buffer_dtype="fp32")]).validate(module, batches(), verbose=False)
+    assert module.net[1].running_mean.dtype == FP32
+
+
+@every_mode
+def test_init_module_makes_parameters_in_their_dtype(mode: str) -> None:
+    with trainer(plugins=[plan_for(mode)]).init_module():
+        assert nn.Linear(2, 2).weight.dtype == TABLE[mode][0]
+    assert torch.get_default_dtype() == FP32
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("bf16-true", BF16), ("16-true", FP16)])
+def test_true_modes_bring_floating_inputs_to_the_parameters_dtype(mode: str, dtype: torch.dtype) -> None:
+    class Inputs(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.met = batch[0].dtype
+            return super().training_step(batch, batch_idx)
+
+    module = Inputs()
+    fit(module, plugins=[plan_for(mode)], max_steps=1)
+    assert module.met == dtype
+
+
+def test_integer_inputs_are_never_cast() -> None:
+    plan = MixedPrecisionPlan("bf16-true")
+    tokens, (mask, nested) = plan.convert_input(
+        (torch.arange(3), (torch.ones(2, dtype=torch.bool), {"x": torch.ones(1)}))
+    )
+    assert (tokens.dtype, mask.dtype, nested["x"].dtype) == (torch.int64, torch.bool, BF16)
+
+
+def test_16_mixed_without_arguments_starts_at_torchs_default_scale() -> None:
+    plan = MixedPrecisionPlan("16-mixed")
+    assert plan.scaler.get_scale() == torch.amp.GradScaler("cpu").get_scale() == LossScaling().init_scale

@@ -1,0 +1,164 @@
+"""Complaint 6 (PL 21589): what the plan asks of the device, counted in operators, beside stock Lightning's own loop."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+
+from lightning_mp import LossScaling, NonFinite
+from support.counting import HostReads
+from support.models import Regression
+from support.oracles import plan_for, stock_for
+from support.running import fit
+
+
+class Unread(Regression):
+    """Regression that never looks at a number itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx in self.overflow_at:
+            loss = loss + (self.net[3].weight.sum() * 0) * float("inf")
+        return loss
+
+
+class CountReads(Callback):
+    """Host reads of each training batch, from before its first hook to after its last."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._reads = HostReads()
+        self._reads.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._reads.__exit__(None, None, None)
+        self.counts.append(self._reads.count)
+
+
+def _counts(module: LightningModule, **options: Any) -> list[int]:
+    reads = CountReads()
+    fit(module, callbacks=[reads], **options)
+    return reads.counts
+
+
+FUSED = {
+    "adamw": partial(AdamW, lr=1e-2, fused=True),
+    "adam": partial(Adam, lr=1e-2, fused=True),
+    "sgd": partial(SGD, lr=1e-2, fused=True),
+    "sgd-momentum": partial(SGD, lr=1e-2, momentum=0.9, fused=True),
+    "adagrad": partial(Adagrad, lr=1e-2, fused=True),
+}
+PLAIN = {
+    "adamw": partial(AdamW, lr=1e-2),
+    "sgd": partial(SGD, lr=1e-2),
+    "sgd-momentum": partial(SGD, lr=1e-2, momentum=0.9, foreach=True),
+}
+CLIPS: dict[str, dict[str, Any]] = {
+    "no clip": {},
+    "norm": {"gradient_clip_val": 0.5},
+    "value": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+}
+modes = pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
+
+
+@pytest.mark.filterwarnings("ignore:SGD.fused=True. on the CPU leaves:UserWarning")
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("optimizer", FUSED)
+@modes
+def test_none_with_a_fused_optimizer(mode: str, optimizer: str, clip: str) -> None:
+    """Absolutely none, Lightning's loop included, once the optimizer has its state; on a skipped step neither."""
+    module = Unread(FUSED[optimizer], overflow_at=(4,))
+    assert _counts(module, plugins=[plan_for(mode)], **CLIPS[clip])[1:] == [0] * 7
+
+
+@modes
+def test_none_with_accumulation(mode: str) -> None:
+    assert _counts(Unread(overflow_at=(5,)), plugins=[plan_for(mode)], accumulate_grad_batches=2)[2:] == [0] * 6
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("optimizer", PLAIN)
+@modes
+def test_at_most_one_with_a_plain_optimizer(mode: str, optimizer: str, clip: str) -> None:
+    """Stock 32-true is the measure: what a plain optimizer reads by itself (its step count) is not the plan's."""
+    stock = _counts(Unread(PLAIN[optimizer]), precision="32-true", **CLIPS[clip])
+    ours = _counts(Unread(PLAIN[optimizer]), plugins=[plan_for(mode)], **CLIPS[clip])
+    assert all(mine - theirs <= 1 for mine, theirs in zip(ours[1:], stock[1:], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:SGD.fused=True. on the CPU leaves:UserWarning")
+@pytest.mark.parametrize("optimizer", [*FUSED, "adamw-plain"])
+@modes
+def test_at_most_one_where_a_scheduler_is_held(mode: str, optimizer: str) -> None:
+    build = PLAIN["adamw"] if optimizer == "adamw-plain" else FUSED[optimizer]
+    schedule = partial(OneCycleLR, max_lr=1e-2, total_steps=9, cycle_momentum=False)
+    stock = _counts(Unread(build, schedule), precision="32-true")
+    ours = _counts(Unread(build, schedule, overflow_at=(3,)), plugins=[plan_for(mode)])
+    assert all(mine - theirs <= 1 for mine, theirs in zip(ours[1:], stock[1:], strict=True))
+
+
+def test_the_rule_of_the_scale_reads_nothing_whatever_its_form() -> None:
+    rules = [
+        LossScaling.torch(init_scale=4.0, growth_interval=2),
+        LossScaling.megatron(initial_scale=4.0, growth_interval=2),
+        LossScaling.deepspeed(initial_scale_power=2, loss_scale_window=2, at_min="hold"),
+        LossScaling.static(4.0),
+    ]
+    for rule in rules:
+        assert _counts(Unread(overflow_at=(2, 3)), plugins=[plan_for("16-mixed", rule)])[1:] == [0] * 7
+
+
+def test_the_budget_is_looked_at_only_when_it_can_be_spent() -> None:
+    """``NonFinite(max_consecutive=3)``: every fourth step, since a streak of four takes four steps."""
+    module = Unread()
+    plan = plan_for("bf16-mixed", nonfinite=NonFinite(max_consecutive=3))
+    looks: list[int] = []
+    original = type(plan.ledger)._counts
+
+    class Looked(type(plan.ledger)):  # type: ignore[misc]
+        def _counts(self) -> Any:
+            looks.append(self.attempts)
+            return original(self)
+
+    class Watch(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            plan.ledger.__class__ = Looked
+
+    fit(module, plugins=[plan], callbacks=[Watch()], max_epochs=2)
+    assert sorted(set(looks) - {0}) == [1, 5, 9, 13]
+
+
+def test_stock_lightning_reads_once_a_step_and_more_the_measure_itself_works() -> None:
+    """The counter sees what it is meant to see: torch's GradScaler asks for the flag before a plain optimizer."""
+    assert min(_counts(Unread(PLAIN["sgd"]), **stock_for("16-mixed"))) >= 1
+
+    class Reads(Unread):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            assert loss.item() > 0
+            return loss
+
+    assert _counts(Reads(), plugins=[plan_for("32-true")])[1:] == [1] * 7
+
+
+def test_questions_are_answered_once_a_step() -> None:
+    class Asks(Unread):
+        def on_train_batch_end(self, *_: Any) -> None:
+            plan: Any = self.trainer.precision_plugin
+            with HostReads() as reads:
+                assert not any(plan.step_skipped for _ in range(5))
+            self.reads.append(reads.count)
+
+    module = Asks()
+    module.reads = []
+    module.extra = nn.Identity()
+    fit(module, plugins=[plan_for("16-mixed")])
+    assert module.reads == [1] * 8

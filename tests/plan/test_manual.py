@@ -1,0 +1,366 @@
+"""Manual optimization: whatever way a user steps by hand, gradients are seen in true units and divided once.
+
+The argument is exact. With every module pinned to fp32, ``16-mixed`` computes what ``32-true`` does, times a power of
+two that is taken out again; so its weights must equal those of stock Lightning in fp32 bit for bit, at any scale. A
+missing or a second division, or a clip of scaled gradients (complaint 2, PL 18089), would show in every bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from lightning_mp import LossScaling, MixedPrecisionPlan
+from support.manual import Manual, Pair
+from support.models import same_weights
+from support.running import fit
+from support.traces import Trace, equal_states
+
+PINNED = {"net": "fp32"}
+
+
+def plain(m: Any, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()
+    opt.zero_grad()
+    m.manual_backward(m.loss(batch))
+    m.look()
+    opt.step()
+
+
+def torchs_own_clip(m: Any, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()
+    opt.zero_grad()
+    m.manual_backward(m.loss(batch))
+    clip_grad_norm_(m.parameters(), 0.5)
+    m.look()
+    opt.step()
+
+
+def lightnings_clip(m: Any, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()
+    opt.zero_grad()
+    m.manual_backward(m.loss(batch))
+    m.clip_gradients(opt, gradient_clip_val=0.02, gradient_clip_algorithm="value")
+    m.look()
+    opt.step()
+
+
+def own_unscale(m: Any, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()
+    opt.zero_grad()
+    m.manual_backward(m.loss(batch))
+    if m.user_scaler is not None:
+        m.user_scaler.unscale_(opt)
+    clip_grad_norm_(m.parameters(), 0.5)
+    m.look()
+    opt.step()
+
+
+def own_scaler_calls(m: Any, batch: Any, batch_idx: int) -> None:
+    opt, scaler = m.optimizers(), m.user_scaler
+    opt.zero_grad()
+    m.manual_backward(m.loss(batch))
+    if scaler is None:
+        m.look()
+        opt.step()
+    else:
+        scaler.unscale_(opt)
+        m.look()
+        scaler.step(opt)
+        scaler.update()
+
+
+def scaler_step_alone(m: Any, batch: Any, batch_idx: int) -> None:
+    opt, scaler = m.optimizers(), m.user_scaler
+    opt.zero_grad()
+    m.manual_backward(m.loss(batch))
+    if scaler is None:
+        opt.step()
+    else:
+        scaler.step(opt)
+        scaler.update()
+
+
+def own_scale(m: Any, batch: Any, batch_idx: int) -> None:
+    """A raw ``backward`` with the user's own ``scaler.scale``, outside autocast as torch's documentation asks."""
+    opt, scaler = m.optimizers(), m.user_scaler
+    opt.zero_grad()
+    loss = m.loss(batch)
+    with torch.autocast("cpu", enabled=False):
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    if scaler is not None:
+        scaler.unscale_(opt)
+    m.look()
+    opt.step()
+
+
+def two_backwards(m: Any, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()
+    opt.zero_grad()
+    m.manual_backward(m.loss(batch))
+    m.look()
+    m.manual_backward(0.5 * m.loss(batch))
+    m.look()
+    m.manual_backward(0.25 * m.loss(batch))
+    m.look()
+    opt.step()
+
+
+def every_second_batch(m: Any, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()
+    m.manual_backward(m.loss(batch) / 2)
+    m.look()
+    if batch_idx % 2:
+        clip_grad_norm_(m.parameters(), 0.5)
+        opt.step()
+        opt.zero_grad()
+
+
+def closure(m: Any, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()
+
+    def run() -> Any:
+        opt.zero_grad()
+        loss = m.loss(batch)
+        m.manual_backward(loss)
+        m.look()
+        return loss
+
+    opt.step(closure=run)
+
+
+def two_steps_a_batch(m: Any, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()
+    for _ in range(2):
+        opt.zero_grad()
+        m.manual_backward(m.loss(batch))
+        m.look()
+        opt.step()
+
+
+def step_without_zeroing(m: Any, batch: Any, batch_idx: int) -> None:
+    """Gradients that were stepped once already are added to: they wait in true units and must be scaled back first."""
+    opt = m.optimizers()
+    m.manual_backward(m.loss(batch))
+    m.look()
+    opt.step()
+    if batch_idx % 3 == 2:
+        opt.zero_grad()
+
+
+def zero_in_place(m: Any, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()
+    opt.zero_grad(set_to_none=False)
+    m.manual_backward(m.loss(batch))
+    m.look()
+    opt.step()
+
+
+WAYS = [
+    plain,
+    torchs_own_clip,
+    lightnings_clip,
+    own_unscale,
+    own_scaler_calls,
+    scaler_step_alone,
+    own_scale,
+    two_backwards,
+    every_second_batch,
+    closure,
+    two_steps_a_batch,
+    step_without_zeroing,
+    zero_in_place,
+]
+OPTIMIZERS = {
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "plain": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+}
+RULES = {
+    "static": LossScaling.static(2.0**10),
+    "grows every step": LossScaling(init_scale=1.0, growth_interval=1),
+    "grows by 2 every third": LossScaling(init_scale=2.0**16, growth_interval=3),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_every_way_of_stepping_equals_fp32_bit_for_bit(way: Any, optimizer: str, rule: str) -> None:
+    stock, there = Manual(way, OPTIMIZERS[optimizer]), Trace()
+    fit(stock, precision="32-true", callbacks=[there])
+    ours, here = Manual(way, OPTIMIZERS[optimizer]), Trace()
+    plan = MixedPrecisionPlan("16-mixed", pins=PINNED, loss_scaling=RULES[rule])
+    runner = fit(ours, plugins=[plan], callbacks=[here])
+    assert all(same_weights(a, b) for a, b in zip(stock.true, ours.true, strict=True))
+    assert all(same_weights(a, b) for a, b in zip(there.weights, here.weights, strict=True))
+    assert all(equal_states(a, b) for a, b in zip(there.states, here.states, strict=True))
+    assert stock.losses == ours.losses
+    assert not same_weights(here.start, here.weights[-1])
+    assert (plan.applied_steps, plan.skipped_steps) == (runner.global_step, 0)
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way is not own_scale], ids=lambda way: way.__name__)
+def test_modes_without_a_scale_equal_stock(way: Any, mode: str) -> None:
+    # Lightning refuses to clip a fused optimizer's gradients, here too
+    optimizer = OPTIMIZERS["plain"]
+    stock, there, ours, here = Manual(way, optimizer), Trace(), Manual(way, optimizer), Trace()
+    fit(stock, precision=mode, callbacks=[there])
+    fit(ours, plugins=[MixedPrecisionPlan(mode)], callbacks=[here])
+    assert all(same_weights(a, b) for a, b in zip(there.weights, here.weights, strict=True))
+    assert stock.losses == ours.losses
+
+
+def _gentle(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_16_mixed_in_real_fp16_stays_near_fp32(way: Any) -> None:
+    stock, ours = Manual(way, _gentle), Manual(way, _gentle)
+    fit(stock, precision="32-true")
+    fit(ours, plugins=[MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling(init_scale=64.0))])
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-2)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", [plain, torchs_own_clip, own_unscale, own_scaler_calls, closure, zero_in_place])
+def test_an_overflow_is_skipped_and_counted_whatever_the_way(way: Any, optimizer: str) -> None:
+    class Overflows(Manual):
+        def loss(self, batch: Any) -> Any:
+            bad = self.trainer.global_step == 3 and torch.is_grad_enabled()
+            return super().loss(batch) * (float("inf") if bad else 1.0)
+
+    trace = Trace()
+    plan = MixedPrecisionPlan("16-mixed", pins=PINNED, loss_scaling=LossScaling(init_scale=64.0))
+    fit(Overflows(way, OPTIMIZERS[optimizer]), plugins=[plan], callbacks=[trace])
+    assert trace.skipped == [step == 3 for step in range(8)]
+    assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
+    assert same_weights(trace.weights[2], trace.weights[3])
+    assert trace.scales == [64.0] * 3 + [32.0] * 5
+
+
+def test_unscaling_twice_is_refused_as_torchs_scaler_does() -> None:
+    def twice(m: Any, batch: Any, batch_idx: int) -> None:
+        opt = m.optimizers()
+        m.manual_backward(m.loss(batch))
+        m.user_scaler.unscale_(opt)
+        m.user_scaler.unscale_(opt)
+
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+        fit(Manual(twice), plugins=[MixedPrecisionPlan("16-mixed")])
+
+
+def _pair_plan(**rule: Any) -> MixedPrecisionPlan:
+    pins = {"net": "fp32", "other": "fp32"}
+    return MixedPrecisionPlan("16-mixed", pins=pins, loss_scaling=LossScaling(init_scale=64.0, **rule))
+
+
+def one_after_the_other(m: Pair, batch: Any, batch_idx: int) -> None:
+    for opt, index in zip(m.optimizers(), (0, 1), strict=True):
+        opt.zero_grad()
+        m.manual_backward(m.losses_of(batch, batch_idx)[index])
+        opt.step()
+
+
+def both_then_step(m: Pair, batch: Any, batch_idx: int) -> None:
+    first, second = m.optimizers()
+    first.zero_grad()
+    second.zero_grad()
+    for loss in m.losses_of(batch, batch_idx):
+        m.manual_backward(loss)
+    clip_grad_norm_(m.net.parameters(), 0.5)
+    first.step()
+    second.step()
+
+
+def summed(m: Pair, batch: Any, batch_idx: int) -> None:
+    first, second = m.optimizers()
+    first.zero_grad()
+    second.zero_grad()
+    m.manual_backward(sum(m.losses_of(batch, batch_idx)))
+    first.step()
+    second.step()
+
+
+def toggled(m: Pair, batch: Any, batch_idx: int) -> None:
+    for opt, index in zip(m.optimizers(), (0, 1), strict=True):
+        m.toggle_optimizer(opt)
+        opt.zero_grad()
+        m.manual_backward(m.losses_of(batch, batch_idx)[index])
+        opt.step()
+        m.untoggle_optimizer(opt)
+
+
+def alternating(m: Pair, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()[batch_idx % 2]
+    opt.zero_grad()
+    m.manual_backward(m.losses_of(batch, batch_idx)[batch_idx % 2])
+    opt.step()
+
+
+PAIR_WAYS = [one_after_the_other, both_then_step, summed, toggled, alternating]
+by_way = pytest.mark.parametrize("way", PAIR_WAYS, ids=lambda way: way.__name__)
+
+
+@by_way
+def test_two_optimizers_equal_fp32_bit_for_bit(way: Any) -> None:
+    there, here = Trace(), Trace()
+    fit(Pair(way), precision="32-true", callbacks=[there])
+    fit(Pair(way), plugins=[_pair_plan(growth_interval=1)], callbacks=[here])
+    assert all(same_weights(a, b) for a, b in zip(there.weights, here.weights, strict=True))
+    assert all(equal_states(a, b) for a, b in zip(there.states, here.states, strict=True))
+
+
+@by_way
+def test_the_scale_moves_once_a_batch_not_once_an_optimizer(way: Any) -> None:
+    """DESIGN section 4, item 8: growth counts groups."""
+    trace = Trace()
+    fit(Pair(way), plugins=[_pair_plan(growth_interval=2)], callbacks=[trace])
+    assert trace.scales == [64.0, 128.0, 128.0, 256.0, 256.0, 512.0, 512.0, 1024.0]
+
+
+@pytest.mark.parametrize("which", ["net", "other"])
+@pytest.mark.parametrize("way", [one_after_the_other, both_then_step, summed, toggled], ids=lambda way: way.__name__)
+def test_an_overflow_in_one_optimizer_skips_that_one(way: Any, which: str) -> None:
+    trace, plan = Trace(), _pair_plan()
+    fit(Pair(way, {3: which}), plugins=[plan], callbacks=[trace])
+    before, after = trace.weights[2], trace.weights[3]
+    moved = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"net", "other"} - {which}
+    assert trace.scales == [64.0] * 3 + [32.0] * 5
+    assert (plan.applied_steps, plan.skipped_steps) == (15, 1)
+
+
+@pytest.mark.parametrize("way", [one_after_the_other, both_then_step, summed, toggled], ids=lambda way: way.__name__)
+def test_two_overflows_in_one_batch_halve_the_scale_once(way: Any) -> None:
+    trace, plan = Trace(), _pair_plan()
+    fit(Pair(way, {3: "net other"}), plugins=[plan], callbacks=[trace])
+    assert same_weights(trace.weights[2], trace.weights[3])
+    assert trace.scales == [64.0] * 3 + [32.0] * 5
+    assert (plan.applied_steps, plan.skipped_steps) == (14, 2)
+
+
+def test_a_weight_in_two_optimizers_is_divided_once() -> None:
+    class Shared(Manual):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net.parameters(), lr=1e-3), torch.optim.SGD(self.net[3].parameters(), lr=1e-3)]
+
+    def both(m: Any, batch: Any, batch_idx: int) -> None:
+        first, second = m.optimizers()
+        first.zero_grad()
+        m.manual_backward(m.loss(batch))
+        m.look()
+        first.step()
+        second.step()
+
+    there, here, stock, ours = Trace(), Trace(), Shared(both), Shared(both)
+    fit(stock, precision="32-true", callbacks=[there])
+    plan = MixedPrecisionPlan("16-mixed", pins=PINNED, loss_scaling=LossScaling.static(64.0))
+    fit(ours, plugins=[plan], callbacks=[here])
+    assert all(same_weights(a, b) for a, b in zip(stock.true, ours.true, strict=True))
+    assert all(same_weights(a, b) for a, b in zip(there.weights, here.weights, strict=True))

@@ -1,0 +1,201 @@
+"""Complaint 6: non-finite steps are skipped within a budget, and the run that stops says where the value came from."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp import LossScaling, NonFinite, NonFiniteError
+from support.manual import Manual
+from support.models import InfiniteGradient, Regression, same_weights, weights
+from support.oracles import MODES, SCALED, UNSCALED, plan_for
+from support.running import fit
+from support.traces import Trace
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+unscaled = pytest.mark.parametrize("mode", UNSCALED)
+#: the scale can go nowhere, so that every skip counts against the budget, as without a scale
+STUCK = LossScaling.static(64.0)
+ALLOWED = 3
+
+
+class Spoils(nn.Module):
+    """Multiplies by one; its backward hands on infinite gradients once told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+        self.bad = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.gain
+        return InfiniteGradient.apply(x) if self.bad else x
+
+
+class Sick(Regression):
+    """Healthy until step ``since``; then every step is non-finite in one of four ways."""
+
+    def __init__(self, how: str, since: int, **options: Any) -> None:
+        super().__init__(partial(torch.optim.AdamW, lr=1e-3, eps=1e-4, fused=True), **options)
+        self.net.insert(2, Spoils())
+        self.how, self.since = how, since
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step >= self.since:
+            if self.how == "weight":
+                with torch.no_grad():
+                    self.net[1].weight[3] = float("nan")
+            elif self.how == "gradient":
+                self.net[2].bad = True
+            elif self.how == "batch":
+                batch = (batch[0].clone().index_fill_(1, torch.tensor([2]), float("nan")), batch[1])
+            elif self.how == "loss":
+                return super().training_step(batch, batch_idx) * float("nan")
+        return super().training_step(batch, batch_idx)
+
+
+#: how it breaks -> the module named, the parameter named, what else the message says
+ORIGINS = {
+    "weight": ("net.1", "net.1.weight", "non-finite already before it was scaled"),
+    "gradient": ("net.2", None, "the loss was finite"),
+    "batch": ("net.0", "net.0.weight", "input from the batch"),
+    "loss": ("net.4", None, "the loss computed from the finite output of module 'net.4'"),
+}
+
+
+def _stop(module: Regression, plan: Any, **options: Any) -> NonFiniteError:
+    with pytest.raises(NonFiniteError) as caught:
+        fit(module, plugins=[plan], **options)
+    return caught.value
+
+
+@pytest.mark.parametrize("since", [0, 2])
+@pytest.mark.parametrize("how", ORIGINS)
+@every_mode
+def test_three_skips_are_allowed_and_the_fourth_stops_the_run_by_name(mode: str, how: str, since: int) -> None:
+    module, plan = Sick(how, since), plan_for(mode, STUCK, nonfinite=NonFinite(max_consecutive=ALLOWED))
+    error = _stop(module, plan)
+    expected, parameter, says = ORIGINS[how]
+    assert (error.rank, error.step, error.module) == (0, since + ALLOWED, expected)
+    if parameter is not None:
+        assert error.parameter == parameter
+    assert says in str(error)
+    assert (plan.applied_steps, plan.skipped_steps) == (since, ALLOWED + 1)
+    for word in ("given", "allowed", "do:", expected, f"step {since + ALLOWED}", "rank 0"):
+        assert word in str(error)
+
+
+@pytest.mark.parametrize("how", ORIGINS)
+@unscaled
+def test_raise_stops_at_the_first(mode: str, how: str) -> None:
+    plan = plan_for(mode, nonfinite="raise")
+    error = _stop(Sick(how, 2), plan)
+    assert (error.step, error.module) == (2, ORIGINS[how][0])
+    assert (plan.applied_steps, plan.skipped_steps) == (2, 1)
+
+
+@pytest.mark.parametrize("how", ["weight", "batch", "loss"])
+@pytest.mark.parametrize("mode", SCALED)
+def test_raise_with_scaling_stops_at_a_loss_that_is_bad_already(mode: str, how: str) -> None:
+    """No scale can help there, so the scale's way down is not waited for."""
+    error = _stop(Sick(how, 2), plan_for(mode, nonfinite="raise"))
+    assert (error.step, error.module) == (2, ORIGINS[how][0])
+    assert "no loss scale can help" in str(error)
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_raise_with_scaling_lets_the_scale_search(mode: str) -> None:
+    plan = plan_for(mode, LossScaling(init_scale=2.0**10), nonfinite="raise")
+    fit(Regression(overflow_at=(2, 3)), plugins=[plan])
+    assert plan.skipped_steps == 2
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 5])
+@unscaled
+def test_the_budget_is_of_skips_in_a_row(mode: str, budget: int) -> None:
+    """A clean step in between pays all back."""
+    bad = [step for step in range(16) if step % (budget + 1)]  # budget in a row, then a clean one
+    plan = plan_for(mode, nonfinite=NonFinite(max_consecutive=budget))
+    fit(Regression(overflow_at=tuple(bad)), plugins=[plan], max_epochs=2)
+    assert plan.skipped_steps == len(bad)
+    run = tuple(range(4, 4 + budget + 1))
+    error = _stop(
+        Regression(overflow_at=run), plan_for(mode, nonfinite=NonFinite(max_consecutive=budget)), max_epochs=2
+    )
+    assert error.step == 4 + budget
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("start", range(6))
+def test_a_streak_is_caught_on_its_step_wherever_it_starts(budget: int, start: int) -> None:
+    """The streak is not read every step: it must be read on the right ones (short streaks before included)."""
+    before = (start - 2,) if start >= 2 else ()
+    module = Regression(overflow_at=(*before, *range(start, 16)))
+    error = _stop(module, plan_for("bf16-mixed", nonfinite=NonFinite(max_consecutive=budget)), max_epochs=2)
+    assert error.step == start + budget
+
+
+@unscaled
+def test_ignore_applies_what_came_as_stock_lightning_does(mode: str) -> None:
+    ours, stock = Regression(overflow_at=(3,)), Regression(overflow_at=(3,))
+    plan, here, there = plan_for(mode, nonfinite="ignore"), Trace(), Trace()
+    fit(ours, plugins=[plan], callbacks=[here])
+    fit(stock, precision=mode, callbacks=[there])
+    assert (plan.applied_steps, plan.skipped_steps) == (8, 0)
+    assert any(not torch.isfinite(value).all() for value in weights(ours).values())
+    assert all(
+        torch.equal(value, there.weights[-1][name]) or not torch.isfinite(value).all()
+        for name, value in here.weights[-1].items()
+    )
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_ignore_with_scaling_still_skips(mode: str) -> None:
+    plan, trace = plan_for(mode, nonfinite="ignore"), Trace()
+    fit(Regression(overflow_at=(2, 3)), plugins=[plan], callbacks=[trace])
+    assert plan.skipped_steps == 2
+    assert same_weights(trace.weights[1], trace.weights[3])
+
+
+@unscaled
+def test_the_default_is_to_skip_a_hundred_in_a_row(mode: str) -> None:
+    plan = plan_for(mode)
+    assert plan.policy.nonfinite == NonFinite(action="skip", max_consecutive=100)
+    bad = tuple(range(2, 103))
+    error = _stop(Regression(overflow_at=bad), plan, max_epochs=14)
+    assert (error.step, plan.skipped_steps) == (102, 101)
+
+
+@pytest.mark.parametrize("how", ORIGINS)
+def test_accumulated_windows_are_named_too(how: str) -> None:
+    plan = plan_for("bf16-mixed", nonfinite="raise")
+    error = _stop(Sick(how, 1), plan, accumulate_grad_batches=2)
+    assert (error.step, error.module) == (1, ORIGINS[how][0])
+
+
+def test_manual_optimization_names_what_the_gradients_show() -> None:
+    """The batch cannot be run again there: the gradients at hand are what is left to look at."""
+
+    def way(m: Any, batch: Any, batch_idx: int) -> None:
+        opt = m.optimizers()
+        opt.zero_grad()
+        m.manual_backward(m.loss(batch) * (float("inf") if batch_idx == 2 else 1.0))
+        opt.step()
+
+    error = _stop(Manual(way), plan_for("bf16-mixed", nonfinite="raise"))
+    assert error.step == 2
+    assert error.module == "net.3"
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
+def test_the_error_leaves_the_weights_as_they_were(mode: str) -> None:
+    """The search for the origin runs the batch again; it must not step, and not leave the module in another state."""
+    module = Sick("gradient", 2)
+    trace = Trace()
+    _stop(module, plan_for(mode, STUCK, nonfinite=NonFinite(max_consecutive=1)), callbacks=[trace])
+    assert same_weights(trace.weights[-1], weights(module))
+    assert not any(m._forward_hooks for m in module.modules())

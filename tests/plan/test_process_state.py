@@ -1,0 +1,186 @@
+"""Complaint 7 (PL 21256), and the rest of what a plugin could leave behind in the process: nothing, on any exit."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mp import LossScaling, MixedPrecisionPlan, NonFiniteError
+from support.models import Regression, batches
+from support.oracles import MODES, plan_for
+from support.running import fit, trainer
+from support.traces import lightning_says
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def _state() -> dict[str, Any]:
+    """Every process-wide setting a precision plugin may touch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            "matmul": torch.get_float32_matmul_precision(),
+            "cuda.matmul.allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+            "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+            "default dtype": torch.get_default_dtype(),
+            "autocast": torch.is_autocast_enabled("cpu"),
+            "autocast dtype": torch.get_autocast_dtype("cpu"),
+            "autocast cache": torch.is_autocast_cache_enabled(),
+            "grad": torch.is_grad_enabled(),
+            "forward hooks": len(torch.nn.modules.module._global_forward_hooks),
+        }
+
+
+class Fails(Regression):
+    """Raises where told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def _perhaps(self, where: str) -> None:
+        if where == self.where:
+            raise KeyError("planned")
+
+    def configure_optimizers(self) -> Any:
+        self._perhaps("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_train_start(self) -> None:
+        self._perhaps("on_train_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            self._perhaps("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        self._perhaps("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._perhaps("on_before_optimizer_step")
+
+    def on_train_end(self) -> None:
+        self._perhaps("on_train_end")
+
+
+PLACES = [
+    "nowhere",
+    "configure_optimizers",
+    "on_train_start",
+    "training_step",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_end",
+]
+
+
+@pytest.mark.parametrize("where", PLACES)
+@every_mode
+def test_everything_is_as_before_however_the_run_ends(mode: str, where: str) -> None:
+    before = _state()
+    plan = plan_for(mode, tf32="high")
+    runner = trainer(plugins=[plan])
+    if where == "nowhere":
+        runner.fit(Fails(where), batches())
+    else:
+        with pytest.raises(KeyError, match="planned"):
+            runner.fit(Fails(where), batches())
+    assert _state() == before
+
+
+def test_the_error_of_a_spent_budget_leaves_nothing_either() -> None:
+    before = _state()
+    with pytest.raises(NonFiniteError):
+        fit(Regression(overflow_at=(2,)), plugins=[plan_for("bf16-true", nonfinite="raise")])
+    assert _state() == before
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_before_optimizer_step"])
+@every_mode
+def test_a_run_after_a_failed_one_is_a_run(mode: str, where: str) -> None:
+    plan = plan_for(mode)
+    with pytest.raises(KeyError, match="planned"):
+        fit(Fails(where), plugins=[plan])
+    module, oracle = Regression(), Regression()
+    fit(module, plugins=[plan])
+    fit(oracle, plugins=[plan_for(mode)])
+    assert module.losses == oracle.losses
+
+
+@pytest.mark.parametrize("tf32", ["high", "medium", "highest", True, False])
+def test_on_a_cpu_tf32_changes_nothing_and_says_so(tf32: Any) -> None:
+    """One config must serve laptop and cluster (DESIGN section 2, small print)."""
+
+    class Looks(Regression):
+        def on_train_start(self) -> None:
+            self.met = _state()
+
+    before, module, plain = _state(), Looks(), Regression()
+    with lightning_says() as lines:
+        fit(module, plugins=[MixedPrecisionPlan("32-true", tf32=tf32)])
+    assert {**module.met, "grad": True} == {**before, "grad": True}
+    assert sum("it has no TF32" in line for line in lines) == 1
+    fit(plain, precision="32-true")
+    assert module.losses == plain.losses
+
+
+def test_without_tf32_nothing_is_said() -> None:
+    with lightning_says() as lines:
+        fit(Regression(), plugins=[MixedPrecisionPlan("32-true")])
+    assert not any("TF32" in line for line in lines)
+
+
+@pytest.mark.parametrize("already", ["highest", "high", "medium"])
+def test_a_users_own_setting_stays(already: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(already)
+    try:
+        fit(Regression(), plugins=[plan_for("16-mixed", tf32="high")])
+        assert torch.get_float32_matmul_precision() == already
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("mode", ["bf16-true", "16-true"])
+def test_the_default_dtype_is_changed_in_the_forward_only(mode: str) -> None:
+    class Looks(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.inside = torch.get_default_dtype()
+            return super().training_step(batch, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.outside = torch.get_default_dtype()
+
+    module = Looks()
+    fit(module, plugins=[plan_for(mode, LossScaling.static(2.0) if mode == "16-true" else None)], max_steps=1)
+    assert module.inside == {"bf16-true": torch.bfloat16, "16-true": torch.float16}[mode]
+    assert module.outside == torch.float32
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
+def test_autocast_is_on_in_the_forward_and_off_in_the_backward(mode: str) -> None:
+    """PyTorch recommends no autocast in the backward, and a pinned module's backward must not be cast down by it."""
+
+    class Looks(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.inside = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+            loss = super().training_step(batch, batch_idx)
+            loss.register_hook(self._backward)
+            if not self.automatic_optimization:
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def _backward(self, gradient: Any) -> None:
+            self.in_backward = torch.is_autocast_enabled("cpu")
+
+    for automatic in (True, False):
+        module = Looks()
+        module.automatic_optimization = automatic
+        fit(module, plugins=[plan_for(mode)], max_steps=1)
+        assert module.inside == (True, False)  # without the cache, as in stock Lightning (complaint 9, PL 21611)
+        assert module.in_backward is False, f"automatic_optimization={automatic}"

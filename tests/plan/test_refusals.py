@@ -1,0 +1,198 @@
+"""Bad input is refused before the first step, every fault in one error, and the module is as it was."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from lightning_mp import MixedPrecisionPlan, PlanError
+from support.language import Language, gpt2, tokens
+from support.models import Regression, batches, same_weights, weights
+from support.oracles import plan_for
+from support.running import fit, trainer
+
+
+def _snapshot(module: LightningModule) -> tuple[Any, ...]:
+    return (
+        weights(module),
+        [type(m) for m in module.modules()],
+        {name: p.dtype for name, p in module.named_parameters()},
+        {name: id(p) for name, p in module.named_parameters()},
+        [key for m in module.modules() for key in m.__dict__ if key.startswith("_lmp") or key == "lr_scheduler_step"],
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def _refused(module: LightningModule, plan: MixedPrecisionPlan, data: Any = None, **options: Any) -> PlanError:
+    """The error, after checking that nothing was trained and nothing was changed."""
+    before = _snapshot(module)
+    with pytest.raises(PlanError) as caught:
+        fit(module, plugins=[plan], data=data, **options)
+    after = _snapshot(module)
+    assert same_weights(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert module.losses == []
+    for fault in caught.value.faults:
+        assert str(fault) in str(caught.value)
+        assert fault.given
+        assert fault.allowed
+        assert fault.fix
+    return caught.value
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
+def test_precision_beside_the_plan_is_refused_by_the_trainer(precision: str) -> None:
+    with pytest.raises((ValueError, MisconfigurationException), match="precision"):
+        trainer(plugins=[MixedPrecisionPlan("bf16-mixed")], precision=precision)
+
+
+@pytest.mark.parametrize("mode", ["16-mixed", "16-true"])
+def test_lbfgs_under_scaling_is_refused(mode: str) -> None:
+    module = Regression(partial(torch.optim.LBFGS, lr=0.1))
+    with pytest.raises(PlanError) as caught:
+        fit(module, plugins=[plan_for(mode)])
+    assert module.losses == []
+    for word in ("LBFGS", repr(mode), "bf16-mixed", "32-true"):
+        assert word in str(caught.value)
+
+
+def test_an_optimizer_that_takes_a_closure_of_its_own_kind_is_refused_too() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any) -> Any:
+            closure()
+            return super().step(closure)
+
+    with pytest.raises(PlanError, match="Twice"):
+        fit(Regression(partial(Twice, lr=0.1)), plugins=[plan_for("16-mixed")])
+
+
+def test_contradicting_pins_on_gpt2s_tied_weight_are_named() -> None:
+    plan = MixedPrecisionPlan("bf16-mixed", pins={"lm_head": "fp32", "wte": "bf16"})
+    error = _refused(Language(gpt2()), plan, tokens())
+    for word in ("tied", "lm_head.weight pinned to fp32", "wte.weight pinned to bf16", "tie_word_embeddings"):
+        assert word in str(error)
+
+
+def test_all_faults_of_a_plan_are_reported_together() -> None:
+    plan = MixedPrecisionPlan(
+        "bf16-true",
+        pins={"lm_haed": "fp32", "*nrom*": "fp32", "lm_head": "fp32", "wte": "bf16"},
+        checkpointing="GPT2Blokc",
+    )
+    error = _refused(Language(gpt2()), plan, tokens())
+    assert len(error.faults) == 4
+    given = " ".join(fault.given for fault in error.faults)
+    for word in ("'lm_haed'", "'*nrom*'", "'GPT2Blokc'", "tied"):
+        assert word in given
+    assert "'lm_head'" in str(error)  # the nearest names
+    assert "'GPT2Block'" in str(error)
+
+
+@pytest.mark.parametrize("pattern", ["norm", "LAYERNORM", "net.9", "layernorm", "x*"])
+def test_a_pattern_that_matches_nothing_is_refused(pattern: str) -> None:
+    error = _refused(Regression(), plan_for("bf16-mixed", pins={pattern: "fp32"}))
+    assert repr(pattern) in error.faults[0].given
+    error = _refused(Regression(), plan_for("bf16-mixed", checkpointing=pattern))
+    assert repr(pattern) in error.faults[0].given
+
+
+class Sharded(FSDPStrategy):
+    """FSDP that Lightning lets onto a CPU, being a subclass."""
+
+
+class Anything(SingleDeviceStrategy):
+    """A user's own strategy for one device: what is declared still holds there."""
+
+
+def _on(strategy: Any) -> Regression:
+    """A module whose trainer runs on ``strategy``, as far as one process without a group can get."""
+    module = Regression()
+    module.trainer = trainer(plugins=[plan_for("bf16-mixed")])
+    strategy.parallel_devices, strategy.cluster_environment = [torch.device("cpu")], LightningEnvironment()
+    module.trainer._accelerator_connector.strategy = strategy
+    return module
+
+
+@pytest.mark.parametrize("kind", [Sharded, ModelParallelStrategy])
+def test_a_sharded_strategy_is_refused_by_name(kind: Any) -> None:
+    module = _on(kind())
+    before = weights(module)
+    with pytest.raises(PlanError) as caught:
+        plan_for("bf16-true").convert_module(module)
+    assert f"strategy {kind.__name__}" in caught.value.faults[0].given
+    assert "strategy='ddp'" in caught.value.faults[0].fix
+    assert same_weights(before, weights(module))
+
+
+def test_a_sharded_strategy_and_other_faults_come_in_one_error() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_for("bf16-true", pins={"nothing": "fp32"}, checkpointing="nobody").convert_module(_on(Sharded()))
+    assert len(caught.value.faults) == 3
+
+
+def test_a_users_own_single_device_strategy_is_taken() -> None:
+    plan = plan_for("16-mixed")
+    strategy: Strategy = Anything(torch.device("cpu"))
+    fit(Regression(), plugins=[plan], strategy=strategy, accelerator="auto")
+    assert plan.applied_steps == 8
+
+
+@pytest.mark.parametrize(
+    ("hook", "plan", "refused"),
+    [
+        ("fp16_compress_hook", {"precision": "bf16-mixed"}, True),
+        ("bf16_compress_hook", {"precision": "32-true"}, True),
+        ("allreduce_hook", {"precision": "bf16-mixed"}, False),
+        ("allreduce_hook", {"precision": "bf16-true"}, True),
+        ("allreduce_hook", {"precision": "bf16-mixed", "reduce_dtype": "bf16"}, True),
+        ("allreduce_hook", {"precision": "bf16-mixed", "pins": {"LayerNorm": "bf16"}}, True),
+    ],
+)
+def test_a_communication_hook_that_decides_another_dtype_is_refused(
+    hook: str, plan: dict[str, Any], refused: bool
+) -> None:
+    module = _on(DDPStrategy(ddp_comm_hook=getattr(default_hooks, hook)))
+    if not refused:
+        MixedPrecisionPlan(**plan).convert_module(module)
+        return
+    with pytest.raises(PlanError, match=hook):
+        MixedPrecisionPlan(**plan).convert_module(module)
+
+
+def test_a_device_that_cannot_do_the_mode_is_refused() -> None:
+    module = nn.Linear(2, 2, device="meta")
+    with pytest.raises(PlanError, match="meta"):
+        MixedPrecisionPlan("bf16-mixed").convert_module(module)
+
+
+@pytest.mark.parametrize("mode", ["fp8-mixed", "bf17-mixed", "transformer-engine", "64-true", ""])
+def test_an_unknown_mode_is_refused_with_a_list_of_what_exists(mode: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        MixedPrecisionPlan(mode)
+    for known in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "auto"):
+        assert known in str(caught.value)
+
+
+def test_a_refused_plan_can_be_mended_and_run() -> None:
+    module = Regression()
+    _refused(module, plan_for("bf16-true", pins={"nothing": "fp32"}))
+    fit(module, plugins=[plan_for("bf16-true", pins={"LayerNorm": "fp32"})])
+    oracle = Regression()
+    fit(oracle, plugins=[plan_for("bf16-true", pins={"LayerNorm": "fp32"})], data=batches())
+    assert module.losses == oracle.losses

@@ -1,0 +1,164 @@
+"""A run that was saved and taken up again is the run that was not interrupted: scale, counters, weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, PrecisionPolicy
+from support.models import Regression, same_weights, weights
+from support.oracles import MODES, SCALED, plan_for, stock_for
+from support.running import fit
+from support.saving import ResumableBatches, SaveAt
+from support.traces import Trace
+
+adamw = partial(AdamW, lr=1e-2, eps=1e-4, fused=True)
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def _save(folder: Path, plan: Any, *steps: int, bad: tuple[int, ...] = (), **options: Any) -> tuple[Any, Trace]:
+    module, trace = Regression(adamw, overflow_at=bad), Trace()
+    callbacks = [trace, SaveAt(folder, *steps)]
+    fit(module, plugins=[plan], callbacks=callbacks, data=ResumableBatches(), max_epochs=2, **options)
+    return module, trace
+
+
+def _resume(path: Path, plan: Any, bad: tuple[int, ...] = (), **options: Any) -> tuple[Any, Trace]:
+    module, trace = Regression(adamw, overflow_at=bad), Trace()
+    fit(module, plugins=[plan], callbacks=[trace], data=ResumableBatches(), max_epochs=2, ckpt_path=path, **options)
+    return module, trace
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 8, 11])
+@every_mode
+def test_the_continuation_is_the_uninterrupted_run(mode: str, at: int, tmp_path: Path) -> None:
+    bad = (0, 1, 4, 9, 10)
+    whole, trace = _save(tmp_path, plan_for(mode), at, bad=bad)
+    plan = plan_for(mode)
+    resumed, rest = _resume(tmp_path / f"{at}.ckpt", plan, bad)
+    assert resumed.losses == whole.losses[at:]
+    assert rest.scales == trace.scales[at:]
+    assert rest.skipped == trace.skipped[at:]
+    assert same_weights(rest.weights[-1], trace.weights[-1])
+    assert (plan.applied_steps, plan.skipped_steps) == (11, 5)
+
+
+RULES = {
+    "growth counter": LossScaling(init_scale=4.0, growth_interval=5),
+    "hysteresis counter": LossScaling(init_scale=64.0, hysteresis=3, growth_interval=100),
+    "deepspeed": LossScaling.deepspeed(initial_scale_power=4, loss_scale_window=4, hysteresis=2, at_min="hold"),
+    "megatron": LossScaling.megatron(initial_scale=16.0, growth_interval=4),
+}
+
+
+@pytest.mark.parametrize("at", [2, 3, 4, 7])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_counter_of_the_rule_is_kept(rule: str, at: int, tmp_path: Path) -> None:
+    bad = (1, 3, 6, 12)
+    _, trace = _save(tmp_path, plan_for("16-mixed", RULES[rule]), at, bad=bad)
+    _, rest = _resume(tmp_path / f"{at}.ckpt", plan_for("16-mixed", RULES[rule]), bad)
+    assert rest.scales == trace.scales[at:]
+
+
+@every_mode
+def test_the_checkpoint_is_plain_and_under_the_plans_name(mode: str, tmp_path: Path) -> None:
+    plan = plan_for(mode, pins={"net.1": "fp32"}, nonfinite=NonFinite(max_consecutive=7))
+    _save(tmp_path, plan, 4, bad=(1, 2))
+    saved = torch.load(tmp_path / "4.ckpt", weights_only=True)["MixedPrecisionPlan"]
+    assert saved["steps"] == {"applied_steps": 2, "skipped_steps": 2, "streak": 0, "step_skipped": False}
+    assert PrecisionPolicy.from_dict(saved["policy"]) == plan.policy
+    assert ("scaler" in saved) == (mode in SCALED)
+    if mode in SCALED:
+        assert saved["scaler"]["scale"] == 64.0
+        assert saved["scaler"]["_growth_tracker"] == 1
+
+
+def test_a_checkpoint_written_right_after_a_skip_remembers_it(tmp_path: Path) -> None:
+    _save(tmp_path, plan_for("16-mixed"), 3, bad=(2,))
+    state = torch.load(tmp_path / "3.ckpt", weights_only=True)["MixedPrecisionPlan"]
+    plan = plan_for("16-mixed")
+    plan.load_state_dict(state)
+    assert (plan.step_skipped, plan.skipped_steps, plan.applied_steps) == (True, 1, 2)
+    assert plan.state_dict() == state
+
+
+def test_a_streak_goes_on_over_the_interruption(tmp_path: Path) -> None:
+    """Two bad steps before, two after, three allowed: the fourth stops the run."""
+    budget = NonFinite(max_consecutive=3)
+    bad = (2, 3, 4, 5)
+    with pytest.raises(NonFiniteError):
+        _save(tmp_path, plan_for("bf16-mixed", nonfinite=budget), 4, bad=bad)
+    with pytest.raises(NonFiniteError) as caught:
+        _resume(tmp_path / "4.ckpt", plan_for("bf16-mixed", nonfinite=budget), bad)
+    assert caught.value.step == 5
+
+
+def test_a_stock_16_mixed_checkpoint_hands_over_scale_and_growth_tracker(tmp_path: Path) -> None:
+    """Saved after step 4 by Lightning's own plugin, it goes on as Lightning itself would have gone on."""
+    module, trace = Regression(partial(SGD, lr=1e-3, momentum=0.9), overflow_at=(1,)), Trace()
+    stock = stock_for("16-mixed", init_scale=64.0, growth_interval=4)
+    options: dict[str, Any] = {"data": ResumableBatches(), "max_epochs": 2}
+    fit(module, callbacks=[trace, SaveAt(tmp_path, 4)], **stock, **options)
+    resumed, rest = Regression(partial(SGD, lr=1e-3, momentum=0.9)), Trace()
+    plan = MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling.torch(growth_interval=4))
+    options["data"] = ResumableBatches()
+    fit(resumed, plugins=[plan], callbacks=[rest], ckpt_path=tmp_path / "4.ckpt", **options)
+    assert trace.scales[3] == 32.0
+    assert rest.scales == trace.scales[4:]
+    assert resumed.losses == module.losses[4:]
+    assert same_weights(rest.weights[-1], trace.weights[-1])
+    assert plan.skipped_steps == 0  # stock Lightning counted none
+
+
+def test_our_checkpoint_loads_into_stock_lightning(tmp_path: Path) -> None:
+    whole, _ = _save(tmp_path, plan_for("bf16-mixed"), 4)
+    module = Regression(adamw)
+    fit(module, precision="bf16-mixed", data=ResumableBatches(), max_epochs=2, ckpt_path=tmp_path / "4.ckpt")
+    assert module.losses == whole.losses[4:]
+    scaled = Regression(adamw)
+    _save(tmp_path / "scaled", plan_for("16-mixed"), 4)
+    path = tmp_path / "scaled" / "4.ckpt"
+    fit(scaled, **stock_for("16-mixed"), data=ResumableBatches(), max_epochs=2, ckpt_path=path)
+    assert len(scaled.losses) == 12
+
+
+def test_the_declared_rule_bounds_an_adopted_scale(tmp_path: Path) -> None:
+    _save(tmp_path, plan_for("16-mixed", LossScaling(init_scale=2.0**10)), 4)
+    plan = plan_for("16-mixed", LossScaling(init_scale=64.0, max_scale=128.0))
+    _, rest = _resume(tmp_path / "4.ckpt", plan)
+    assert set(rest.scales) == {128.0}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("16-mixed", "bf16-mixed"), ("bf16-mixed", "16-mixed"), ("32-true", "16-true")]
+)
+def test_a_run_may_go_on_in_another_mode(before: str, after: str, tmp_path: Path) -> None:
+    """The counts go on; a scale starts where the new plan says."""
+    _save(tmp_path, plan_for(before), 4, bad=(1,))
+    plan = plan_for(after)
+    module, trace = _resume(tmp_path / "4.ckpt", plan)
+    assert (plan.applied_steps, plan.skipped_steps) == (15, 1)
+    assert all(torch.isfinite(value).all() for value in weights(module).values())
+    if after in SCALED:
+        assert trace.scales[0] == 256.0
+
+
+def test_validating_with_a_checkpoint_keeps_what_it_says(tmp_path: Path) -> None:
+    from support.models import batches
+    from support.running import trainer
+
+    class Validated(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.losses.append(self.loss(batch).item())
+
+    whole, _ = _save(tmp_path, plan_for("bf16-mixed"), 16)
+    module, oracle = Validated(), Validated()
+    trainer(plugins=[plan_for("bf16-mixed")]).validate(module, batches(), ckpt_path=tmp_path / "16.ckpt", verbose=False)
+    oracle.load_state_dict(whole.state_dict())
+    trainer(precision="bf16-mixed").validate(oracle, batches(), verbose=False)
+    assert module.losses == oracle.losses

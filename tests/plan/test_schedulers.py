@@ -1,0 +1,238 @@
+"""Complaint 1 (PL 5558, 16228, 21339): a skipped step does not advance the learning rate."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
+
+from support.models import Regression
+from support.oracles import MODES, plan_for
+from support.running import fit
+from support.saving import ResumableBatches, SaveAt
+
+STEPS = 16  # two epochs
+adamw, adamw_fused = partial(AdamW, lr=1e-2, eps=1e-4), partial(AdamW, lr=1e-2, eps=1e-4, fused=True)
+
+
+def _warm_up(step: int) -> float:
+    return min(1.0, (step + 1) / 5)
+
+
+def _hf_cosine(optimizer: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=4, num_training_steps=STEPS)
+
+
+def _sequence(optimizer: Any) -> Any:
+    halves = [LinearLR(optimizer, 0.1, total_iters=4), ConstantLR(optimizer, 0.5, total_iters=100)]
+    return SequentialLR(optimizer, halves, milestones=[6])
+
+
+SCHEDULERS: dict[str, Any] = {
+    "OneCycleLR": partial(OneCycleLR, max_lr=1e-2, total_steps=STEPS),
+    "warm-up lambda": partial(LambdaLR, lr_lambda=_warm_up),
+    "transformers cosine with warm-up": _hf_cosine,
+    "SequentialLR": _sequence,
+}
+BAD = [(), (0,), (1, 3), (0, 1, 2), (7,), (7, 8, 15)]
+
+
+def _stock_sequence(scheduler: Any) -> list[float]:
+    """The learning rate of each step of stock Lightning when nothing is skipped."""
+    module = Regression(adamw, scheduler)
+    fit(module, precision="32-true", max_epochs=2)
+    return module.lrs
+
+
+def _held(sequence: list[float], bad: tuple[int, ...]) -> list[float]:
+    """The sequence with those steps removed: a skipped step's rate is used again by the next."""
+    return [sequence[step - sum(1 for other in bad if other < step)] for step in range(len(sequence))]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("optimizer", [adamw, adamw_fused], ids=["plain", "fused"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
+def test_the_schedule_is_stocks_with_the_skipped_steps_removed(
+    mode: str, scheduler: str, optimizer: Any, bad: tuple[int, ...]
+) -> None:
+    module = Regression(optimizer, SCHEDULERS[scheduler], overflow_at=bad)
+    plan = plan_for(mode)
+    runner = fit(module, plugins=[plan], max_epochs=2)
+    assert plan.skipped_steps == len(bad)
+    assert module.lrs == _held(_stock_sequence(SCHEDULERS[scheduler]), bad)
+    assert runner.lr_scheduler_configs[0].scheduler.last_epoch == STEPS - len(bad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_is_held_in_every_mode(mode: str) -> None:
+    module = Regression(adamw, SCHEDULERS["warm-up lambda"], overflow_at=(1, 2))
+    fit(module, plugins=[plan_for(mode)])
+    assert module.lrs == _held([1e-2 * _warm_up(step) for step in range(8)], (1, 2))
+
+
+def test_accumulated_windows_hold_it_too() -> None:
+    module = Regression(adamw, SCHEDULERS["warm-up lambda"], overflow_at=(1,))
+    fit(module, plugins=[plan_for("16-mixed")], accumulate_grad_batches=2)
+    # four windows of two batches; the second is skipped, and the third uses its rate
+    assert module.lrs == [pytest.approx(1e-2 * _warm_up(k)) for k in (0, 0, 1, 1, 1, 1, 2, 2)]
+
+
+class EachEpoch(Regression):
+    """Its scheduler steps once an epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def test_epoch_schedulers_step_even_if_the_epochs_last_step_was_skipped() -> None:
+    module = EachEpoch(adamw, overflow_at=(7,))
+    plan = plan_for("16-mixed")
+    fit(module, plugins=[plan], max_epochs=2)
+    assert plan.step_skipped is False
+    assert plan.skipped_steps == 1
+    assert module.lrs == [1e-2] * 8 + [5e-3] * 8
+
+
+class OnPlateau(Regression):
+    """A scheduler that needs a metric, at step interval."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "monitor": "always the same"},
+        }
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("always the same", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_plateau_scheduler_is_held_and_gets_its_metric() -> None:
+    module = OnPlateau(adamw, overflow_at=(2, 3))
+    fit(module, plugins=[plan_for("16-mixed")])
+    assert module.lrs == [1e-2, 1e-2, 5e-3, 5e-3, 5e-3, 2.5e-3, 1.25e-3, 6.25e-4]
+
+
+class OwnHook(Regression):
+    """Overrides ``lr_scheduler_step``."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.hook_calls: list[int] = []
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.hook_calls.append(self.trainer.global_step)
+        scheduler.step()
+        scheduler.step()
+
+
+def test_the_modules_own_hook_is_honoured_and_not_called_on_a_skip() -> None:
+    module = OwnHook(adamw, SCHEDULERS["warm-up lambda"], overflow_at=(1, 2))
+    runner = fit(module, plugins=[plan_for("16-mixed")])
+    assert module.hook_calls == [1, 4, 5, 6, 7, 8]
+    assert runner.lr_scheduler_configs[0].scheduler.last_epoch == 12
+
+
+def test_a_hook_set_on_the_instance_is_honoured_and_comes_back() -> None:
+    module, calls = Regression(adamw, SCHEDULERS["warm-up lambda"], overflow_at=(1,)), []
+
+    def own(scheduler: Any, metric: Any) -> None:
+        calls.append(module.trainer.global_step)
+        scheduler.step()
+
+    module.lr_scheduler_step = own
+    fit(module, plugins=[plan_for("16-mixed")])
+    assert calls == [1, 3, 4, 5, 6, 7, 8]
+    assert module.lr_scheduler_step is own
+
+
+def test_the_learning_rate_monitor_logs_what_was_used(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    module = Regression(adamw, SCHEDULERS["OneCycleLR"], overflow_at=(1, 3))
+    monitor = LearningRateMonitor("step")
+    fit(module, plugins=[plan_for("16-mixed")], logger=logger, callbacks=[monitor], log_every_n_steps=1, max_epochs=2)
+    lines = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("lr-AdamW")
+    logged = [float(line.split(",")[column]) for line in lines[1:]]
+    assert logged == pytest.approx(_held(_stock_sequence(SCHEDULERS["OneCycleLR"]), (1, 3)))
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_saving_and_resuming_midway_keeps_the_schedule(tmp_path: Path, at: int) -> None:
+    """Saved right after a skip (step 1), between, and later: what follows is the uninterrupted schedule."""
+    bad = (1, 3, 9)
+    whole = Regression(adamw, SCHEDULERS["OneCycleLR"], overflow_at=bad)
+    saver = SaveAt(tmp_path, at + 1)
+    fit(whole, plugins=[plan_for("16-mixed")], callbacks=[saver], max_epochs=2, data=ResumableBatches())
+    resumed = Regression(adamw, SCHEDULERS["OneCycleLR"], overflow_at=bad)
+    plan, path = plan_for("16-mixed"), tmp_path / f"{at + 1}.ckpt"
+    fit(resumed, plugins=[plan], max_epochs=2, ckpt_path=path, data=ResumableBatches())
+    assert resumed.lrs == whole.lrs[at + 1 :]
+    assert resumed.losses == whole.losses[at + 1 :]
+    assert plan.skipped_steps == 3
+
+
+class Copies(Callback):
+    """Copies the module in the middle of a fit."""
+
+    def __init__(self, way: Any) -> None:
+        self.way = way
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+        if trainer.global_step == 3:
+            self.copied = self.way(pl_module)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_module_copied_in_the_middle_of_a_fit_has_plain_schedulers(way: Any) -> None:
+    """WeightAveraging, sweeps and loggers copy modules: the copy must not be tied to the run it came from."""
+    copies = Copies(way)
+    fit(Regression(adamw, SCHEDULERS["warm-up lambda"]), plugins=[plan_for("16-mixed")], callbacks=[copies])
+    copied = copies.copied
+    copied.losses, copied.lrs = [], []
+    fit(copied, precision="32-true")
+    assert copied.lrs == pytest.approx([1e-2 * _warm_up(step) for step in range(8)])
+    assert copied.lr_scheduler_step.__func__ is Regression.lr_scheduler_step
+
+
+class Fails(Regression):
+    """Its fourth training step raises."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            raise RuntimeError("planned")
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_hook_is_given_back_after_success_and_failure() -> None:
+    module, failing = Regression(adamw, SCHEDULERS["warm-up lambda"]), Fails(adamw, SCHEDULERS["warm-up lambda"])
+    fit(module, plugins=[plan_for("16-mixed")])
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(failing, plugins=[plan_for("16-mixed")])
+    assert (len(module.lrs), len(failing.lrs)) == (8, 3)
+    for used in (module, failing):
+        assert "lr_scheduler_step" not in used.__dict__
+
+
+def test_a_later_stock_run_of_the_same_module_is_not_held() -> None:
+    module = Regression(adamw, SCHEDULERS["warm-up lambda"], overflow_at=(0, 1, 2, 3, 4, 5, 6, 7))
+    fit(module, plugins=[plan_for("16-mixed")])
+    assert module.lrs == [2e-3] * 8
+    module.overflow_at, module.lrs = (), []
+    fit(module, precision="32-true")
+    assert module.lrs == pytest.approx([1e-2 * _warm_up(step) for step in range(8)])

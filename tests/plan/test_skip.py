@@ -1,0 +1,165 @@
+"""A step whose gradients overflow changes nothing, is counted, and lets the run go on as if it had not been."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.utils.data import DataLoader, Subset
+
+from lightning_mp import LossScaling
+from support.models import Regression, batches, same_weights
+from support.oracles import MODES, SCALED, plan_for
+from support.running import fit
+from support.traces import Trace, equal_states
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(AdamW, lr=1e-2, eps=1e-4),
+    "adamw-fused": partial(AdamW, lr=1e-2, eps=1e-4, fused=True),
+    "adam-amsgrad-fused": partial(Adam, lr=1e-2, eps=1e-4, amsgrad=True, fused=True),
+    "sgd-momentum": partial(SGD, lr=1e-3, momentum=0.9),
+    "sgd-momentum-fused": partial(SGD, lr=1e-3, momentum=0.9, fused=True),
+    "adagrad-fused": partial(Adagrad, lr=1e-2, fused=True),
+    "rmsprop": partial(RMSprop, lr=1e-3, eps=1e-4),
+}
+STEPS = 8
+every_mode = pytest.mark.parametrize("mode", MODES)
+static = LossScaling.static(256.0)  # the same scale with and without the bad step, so that fp16 rounds the same
+
+#: torch's fused SGD (2.13, CPU) does not train half parameters at all: whole vectors stay, their momentum is garbage
+REPEATABLE = [
+    (mode, optimizer)
+    for mode in MODES
+    for optimizer in OPTIMIZERS
+    if not (mode in ("bf16-true", "16-true") and optimizer == "sgd-momentum-fused")
+]
+
+
+def _without(*bad: int) -> Any:
+    """``batches()`` without some of them."""
+    rows = [row for batch in range(STEPS) if batch not in bad for row in range(8 * batch, 8 * batch + 8)]
+    return DataLoader(Subset(batches().dataset, rows), batch_size=8)
+
+
+@pytest.mark.parametrize("at", [0, 3, STEPS - 1])
+@pytest.mark.parametrize(("mode", "optimizer"), REPEATABLE)
+def test_nothing_changes_on_it(mode: str, optimizer: str, at: int) -> None:
+    """Not a parameter, not a moment, not a step count: DESIGN section 4, item 7."""
+    trace = Trace()
+    fit(Regression(OPTIMIZERS[optimizer], overflow_at=(at,)), plugins=[plan_for(mode)], callbacks=[trace])
+    before = trace.weights[at - 1] if at else trace.start
+    assert same_weights(before, trace.weights[at])
+    if at:
+        assert equal_states(trace.states[at - 1], trace.states[at])
+    else:  # a fused optimizer may have made its state by now; it has to be fresh
+        assert all(not state.any() for state in trace.states[at])
+    assert trace.skipped == [step == at for step in range(STEPS)]
+    others = [step for step in range(1, STEPS) if step != at]
+    assert not any(same_weights(trace.weights[step - 1], trace.weights[step]) for step in others)
+
+
+@pytest.mark.parametrize("bad", [(0,), (3,), (0, 1), (2, 5), (STEPS - 1,)])
+@pytest.mark.parametrize(("mode", "optimizer"), REPEATABLE)
+def test_the_run_equals_one_without_it(mode: str, optimizer: str, bad: tuple[int, ...]) -> None:
+    """Complaint 6 (PL 21928): in bf16 and fp32 too, a non-finite step is left out."""
+    skipping, clean, here, there = (
+        Regression(OPTIMIZERS[optimizer], overflow_at=bad),
+        Regression(OPTIMIZERS[optimizer]),
+        Trace(),
+        Trace(),
+    )
+    plan = plan_for(mode, static)
+    fit(skipping, plugins=[plan], callbacks=[here])
+    fit(clean, plugins=[plan_for(mode, static)], callbacks=[there], data=_without(*bad))
+    assert plan.skipped_steps == len(bad)
+    assert same_weights(here.weights[-1], there.weights[-1])
+    assert equal_states(here.states[-1], there.states[-1])
+    assert [loss for step, loss in enumerate(skipping.losses) if step not in bad] == clean.losses
+
+
+@every_mode
+def test_it_is_counted_and_global_step_keeps_lightnings_meaning(mode: str) -> None:
+    module, plan = Regression(overflow_at=(1, 4, 5)), plan_for(mode)
+    trace = Trace()
+    runner = fit(module, plugins=[plan], callbacks=[trace])
+    assert (plan.applied_steps, plan.skipped_steps) == (5, 3)
+    assert runner.global_step == STEPS  # attempts
+    assert trace.global_steps == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert plan.step_skipped is False
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_max_steps_counts_attempts(mode: str) -> None:
+    plan = plan_for(mode)
+    runner = fit(Regression(overflow_at=(0, 1)), plugins=[plan], max_steps=4, max_epochs=None)
+    assert (runner.global_step, plan.applied_steps, plan.skipped_steps) == (4, 2, 2)
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_the_scale_halves_once(mode: str) -> None:
+    trace = Trace()
+    fit(Regression(overflow_at=(2, 5)), plugins=[plan_for(mode)], callbacks=[trace])
+    assert trace.scales == [256.0, 256.0, 128.0, 128.0, 128.0, 64.0, 64.0, 64.0]
+
+
+def test_a_real_fp16_overflow_is_skipped() -> None:
+    """Not a planted infinity: at scale 2**24 fp16 gradients of this model exceed 65,504 by themselves."""
+    trace, plan = Trace(), plan_for("16-mixed", LossScaling(init_scale=2.0**24))
+    fit(Regression(), plugins=[plan], callbacks=[trace], max_epochs=4)
+    first = trace.skipped.index(False)
+    assert first > 2
+    assert all(same_weights(trace.start, weights) for weights in trace.weights[:first])
+    assert trace.scales[:first] == [2.0 ** (23 - step) for step in range(first)]
+    assert not same_weights(trace.start, trace.weights[first])
+
+
+@every_mode
+def test_the_flag_is_false_before_the_first_step_and_lives_until_the_next(mode: str) -> None:
+    class Looks(Trace):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            self.before_each.append(trainer.precision_plugin.step_skipped)
+
+    looks, plan = Looks(), plan_for(mode)
+    looks.before_each = []
+    assert plan.step_skipped is False
+    fit(Regression(overflow_at=(1, 2)), plugins=[plan], callbacks=[looks])
+    assert looks.before_each == [False, False, True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@every_mode
+def test_any_non_finite_gradient_counts(mode: str, bad: float) -> None:
+    class Planted(Regression):
+        def on_after_backward(self) -> None:
+            if self.trainer.global_step == 2:
+                self.net[0].bias.grad[7] = bad
+
+    trace, plan = Trace(), plan_for(mode)
+    fit(Planted(), plugins=[plan], callbacks=[trace])
+    assert trace.skipped == [step == 2 for step in range(STEPS)]
+    assert same_weights(trace.weights[1], trace.weights[2])
+
+
+@every_mode
+def test_a_frozen_parameter_and_one_without_a_gradient_do_no_harm(mode: str) -> None:
+    module = Regression(overflow_at=(2,))
+    module.net[1].requires_grad_(False)
+    module.unused = torch.nn.Linear(2, 2)
+    trace, plan = Trace(), plan_for(mode)
+    fit(module, plugins=[plan], callbacks=[trace])
+    assert trace.skipped == [step == 2 for step in range(STEPS)]
+    assert torch.equal(trace.start["unused.weight"], trace.weights[-1]["unused.weight"])
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed"])
+def test_an_lbfgs_step_is_undone(mode: str) -> None:
+    """An optimizer that calls the closure itself has moved already when the infinity shows: it is put back."""
+    trace, plan = Trace(), plan_for(mode)
+    build = partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
+    fit(Regression(build, overflow_at=(3,)), plugins=[plan], callbacks=[trace])
+    assert trace.skipped == [step == 3 for step in range(STEPS)]
+    assert same_weights(trace.weights[2], trace.weights[3])
+    assert all(torch.isfinite(value).all() for value in trace.weights[-1].values())

@@ -1,0 +1,102 @@
+"""Complaint 1, second half: a skipped step is not averaged into the weights a run ends with."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_mp import LossScaling
+from support.models import Regression, same_weights, weights
+from support.oracles import plan_for
+from support.running import fit
+from support.traces import Trace
+
+callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+if not hasattr(callbacks, "WeightAveraging"):
+    pytest.skip("WeightAveraging came with Lightning 2.6", allow_module_level=True)
+
+AVERAGES: dict[str, Any] = {
+    "mean": callbacks.WeightAveraging,
+    "ema": lambda: callbacks.EMAWeightAveraging(decay=0.5),
+}
+modes = pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "32-true"])
+
+
+def _expected(kind: str, start: Any, applied: list[Any]) -> Any:
+    """The average, by hand, of the weights after each applied step."""
+    average = dict(start)
+    for count, step in enumerate(applied):
+        for name, weight in step.items():
+            # as torch.optim.swa_utils writes them: the first update copies
+            part = 1 / (count + 1) if kind == "mean" else 0.5
+            average[name] = weight if count == 0 else average[name] + (weight - average[name]) * part
+    return average
+
+
+def _run(kind: str, bad: tuple[int, ...], mode: str, **options: Any) -> tuple[Regression, Trace, Any]:
+    # Average after the trace has looked: the last thing Lightning does is to put the average in the module's place.
+    trace, average = Trace(), AVERAGES[kind]()
+    module = Regression(partial(torch.optim.AdamW, lr=1e-2, eps=1e-4), overflow_at=bad)
+    plan = plan_for(mode, LossScaling.static(64.0))
+    fit(module, plugins=[plan], callbacks=[trace, average], **options)
+    assert plan.skipped_steps == len(bad)
+    return module, trace, average
+
+
+@pytest.mark.parametrize("bad", [(), (0,), (3,), (2, 3), (7,), (0, 4, 7)])
+@pytest.mark.parametrize("kind", AVERAGES)
+@modes
+def test_only_applied_steps_are_averaged(mode: str, kind: str, bad: tuple[int, ...]) -> None:
+    module, trace, _ = _run(kind, bad, mode)
+    applied = [weights for step, weights in enumerate(trace.weights) if step not in bad]
+    expected = _expected(kind, trace.start, applied)
+    for name, weight in weights(module).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [(0,), (1,), (3,), (1, 2)])
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_with_accumulation_the_batches_after_a_skip_do_not_average_it_either(kind: str, bad: tuple[int, ...]) -> None:
+    """Lightning asks again after every micro-batch until an update happens: the answer stays no."""
+    module, trace, _ = _run(kind, bad, "16-mixed", accumulate_grad_batches=2)
+    applied = [trace.weights[2 * step + 1] for step in range(4) if step not in bad]
+    expected = _expected(kind, trace.start, applied)
+    for name, weight in weights(module).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_without_skips_the_average_is_stocks(kind: str) -> None:
+    ours, _, _ = _run(kind, (), "32-true")
+    stock = Regression(partial(torch.optim.AdamW, lr=1e-2, eps=1e-4))
+    fit(stock, precision="32-true", callbacks=[AVERAGES[kind]()])
+    assert same_weights(weights(ours), weights(stock))
+
+
+def test_epoch_averages_are_left_alone() -> None:
+    """An average taken at an epoch's end is taken even if its last step was skipped: the weights are the epoch's."""
+
+    class AtEpochEnd(callbacks.WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return epoch_idx is not None
+
+    module, trace = Regression(partial(torch.optim.AdamW, lr=1e-2), overflow_at=(7,)), Trace()
+    plan = plan_for("16-mixed")
+    fit(module, plugins=[plan], callbacks=[trace, AtEpochEnd()])
+    assert plan.step_skipped
+    assert same_weights(weights(module), trace.weights[-1])
+
+
+def test_the_callback_is_given_back_and_can_be_saved(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=4)
+    average = AVERAGES["ema"]()
+    module = Regression(partial(torch.optim.AdamW, lr=1e-2), overflow_at=(1,))
+    fit(module, plugins=[plan_for("16-mixed")], callbacks=[average, saver], enable_checkpointing=True)
+    assert "should_update" not in average.__dict__
+    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    assert "averaging_state" in saved
