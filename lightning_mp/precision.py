@@ -317,7 +317,7 @@ class MixedPrecisionPlan(FSDPPrecision):
                 return result  # training_step returned None: neither applied nor skipped
             engine.unscale(optimizer)
             self._after_closure(model, optimizer)
-            if self.scaler is None:  # some optimizers (SAM and its kind) evaluate the closure again
+            if self.scaler is None and engine.may_call_closure(optimizer):
                 kwargs["closure"] = _Evaluated(result, partial(self._wrap_closure, model, optimizer, closure))
             engine.step(optimizer, **kwargs)
         engine.settle(replay)

@@ -48,6 +48,7 @@ class EagerEngine:
         self._loss: Tensor | None = None
         self._found: dict[int, Tensor] = {}
         self._closure_optimizers: set[int] = set()
+        self._spare: Tensor | None = None
         self._one = torch.ones((), device=device)
         self._next_look = self._next_floor_look = 0
 
@@ -137,6 +138,11 @@ class EagerEngine:
         """Whether the optimizer evaluates the closure itself."""
         return id(optimizer) in self._closure_optimizers
 
+    @staticmethod
+    def may_call_closure(optimizer: Optimizer) -> bool:
+        """Whether the optimizer may evaluate a closure of its own accord (SAM and its kind); torch's own do not."""
+        return not type(optimizer).__module__.startswith("torch.optim.")
+
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the gradients: true units, and the flag, reduced over ranks."""
         if self.scaler is not None:
@@ -144,7 +150,9 @@ class EagerEngine:
                 self.scaler.update()
             self.scaler.found_inf(optimizer)
             return
-        found = self._one.new_zeros(())
+        found, self._spare = self._spare, None
+        if found is None:
+            found = self._one.new_zeros(())
         if self.policy.nonfinite.action != "ignore":
             members = grads.gradients(grads.parameters_of(optimizer))
             grads.unscale_and_check_(members, self._one, found)
@@ -167,6 +175,8 @@ class EagerEngine:
             else:
                 grads.step_unless(optimizer, found, self.ledger.read, **kwargs)
             self.ledger.record(found)
+            if self.ledger.known_clean:
+                self._spare = found  # still 0: the next step need not allocate one
             return
         found = self.scaler.found_inf(optimizer)
         self.ledger.open(found)

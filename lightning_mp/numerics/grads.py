@@ -50,13 +50,13 @@ def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Te
 
 
 def _by_device_and_dtype(grads: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    members = list(grads)
+    kinds = [(gradient.device, gradient.dtype) for gradient in members]
+    if kinds and kinds.count(kinds[0]) == len(kinds):
+        return (members,)  # nearly always
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    last: list[Tensor] = []
-    for gradient in grads:
-        # Nearly always like the one before: comparing is cheaper than looking the pair up.
-        if not last or gradient.dtype is not last[0].dtype or gradient.device != last[0].device:
-            last = groups.setdefault((gradient.device, gradient.dtype), [])
-        last.append(gradient)
+    for kind, gradient in zip(kinds, members, strict=True):
+        groups.setdefault(kind, []).append(gradient)
     return groups.values()
 
 

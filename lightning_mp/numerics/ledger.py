@@ -50,6 +50,11 @@ class StepLedger:
         self._counts_read = None
 
     @property
+    def known_clean(self) -> bool:
+        """Whether the host has read the last flag already, and it was 0."""
+        return self._found_read is False
+
+    @property
     def step_skipped(self) -> bool:
         """Whether the last step was skipped; a host read, once a step."""
         return self.read(self._found) if self._found is not None else False
