@@ -18,5 +18,6 @@ def describe(device: torch.device) -> Device:
     if device.type == "mps":
         return Device("mps", "Apple GPU", None, "native" if torch.backends.mps.is_macos_or_newer(14, 0) else "none")
     if device.type == "cpu":
-        return Device("cpu", "CPU", None, "native" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "emulated")
+        native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return Device("cpu", "CPU", None, "native" if native else "emulated")
     return Device(device.type, device.type, None, "none")

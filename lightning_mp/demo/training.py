@@ -1,0 +1,262 @@
+"""One mode from the first step to the final validation loss, as an ordinary Lightning project would run it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_mp.demo.memory import PeakMemory
+from lightning_mp.demo.modes import MODES
+from lightning_mp.demo.quiet import quiet
+from lightning_mp.demo.records import WARM_UP_STEPS, Job, MetricsFile, Reading, Result
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from lightning_mp.demo.shapes import Shape
+    from lightning_mp.demo.tokens import Corpus
+
+
+class Windows(Dataset[Tensor]):
+    """``context + 1`` tokens (int64) from each of ``starts``; the order is fixed here, not by a sampler."""
+
+    def __init__(self, tokens: NDArray[np.uint16], starts: list[int], context: int) -> None:
+        self._tokens = torch.from_numpy(tokens.astype("int64"))
+        self._starts = starts
+        self._width = context + 1
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = self._starts[index]
+        return self._tokens[start : start + self._width]
+
+    def crc(self) -> int:
+        """A checksum of every window in order."""
+        value = 0
+        for index in range(len(self)):
+            value = zlib.crc32(self[index].numpy().tobytes(), value)
+        return value
+
+
+def train_windows(tokens: NDArray[np.uint16], shape: Shape, steps: int, seed: int) -> Windows:
+    """``steps * batch`` windows at random places, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    last = tokens.size - shape.context - 1
+    starts = torch.randint(0, last + 1, (steps * shape.batch,), generator=generator).tolist()
+    return Windows(tokens, cast("list[int]", starts), shape.context)
+
+
+def val_windows(tokens: NDArray[np.uint16], shape: Shape) -> Windows:
+    """Windows side by side from the start of the held-out tokens, at most ``val_batches`` batches of them."""
+    starts = list(range(0, tokens.size - shape.context, shape.context))[: shape.val_batches * shape.batch]
+    return Windows(tokens, starts, shape.context)
+
+
+class GPT2(LightningModule):
+    """A GPT-2 of ``shape`` with random weights from ``seed``. A batch is int64 of (batch, context + 1)."""
+
+    def __init__(self, shape: Shape, steps: int, seed: int) -> None:
+        super().__init__()
+        # No dropout: its random numbers would differ between devices and hide what the format alone changes.
+        config = GPT2Config(
+            vocab_size=shape.rows,
+            n_positions=shape.context,
+            n_layer=shape.layers,
+            n_embd=shape.width,
+            n_head=shape.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+            use_cache=False,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.model: nn.Module = GPT2LMHeadModel(config)
+        self._steps = steps
+        self._lr = shape.lr
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        logits = self.model(input_ids=batch[:, :-1]).logits
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Mean next-token loss in nats."""
+        return self._loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Log the mean next-token loss over the held-out windows."""
+        self.log("val/loss", self._loss(batch), batch_size=batch.shape[0])
+
+    def configure_optimizers(self) -> Any:
+        """Fused AdamW; the rate rises over the first fifth of the steps, then falls to a tenth along a cosine."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self._lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        # Shorter, and the loss jumps when the rate peaks; what a mode is then left with is chance, not its format.
+        warm_up = max(1, self._steps // 5)
+
+        def factor(step: int) -> float:
+            if step < warm_up:
+                return (step + 1) / warm_up
+            share = min(1.0, (step - warm_up) / max(1, self._steps - warm_up))
+            return 0.1 + 0.45 * (1 + math.cos(math.pi * share))
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Recorder(Callback):
+    """Times every step, reads loss and scale after it, writes them down and passes them on."""
+
+    def __init__(
+        self, plan: Any, tokens_per_step: int, metrics: MetricsFile, report: Callable[[Reading], None]
+    ) -> None:
+        self._plan = plan
+        self._tokens = tokens_per_step
+        self._metrics = metrics
+        self._report = report
+        self._lr = 0.0
+        self._start = 0.0
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the clock."""
+        self._lr = float(trainer.optimizers[0].param_groups[0]["lr"])
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop the clock (reading the loss waits for the device), then read the plan."""
+        loss = float(outputs["loss"])
+        seconds = time.perf_counter() - self._start
+        self.seconds.append(seconds)
+        scale = None if self._plan.scaler is None else float(self._plan.scaler.get_scale())
+        reading = Reading(batch_idx + 1, loss, scale, int(self._plan.skipped_steps), self._lr, seconds)
+        self._metrics.write(
+            reading.step,
+            {
+                "train/loss": reading.loss,
+                "health/loss_scale": reading.scale,
+                "health/skipped_steps": reading.skipped,
+                "health/lr": reading.lr,
+                "health/tokens_per_s": round(self._tokens / seconds, 1),
+            },
+        )
+        self._report(reading)
+
+
+class Witness(Callback):
+    """Notes the dtype in which the first block's first matrix product comes out: what ran, not what was asked for."""
+
+    def __init__(self) -> None:
+        self.dtype = "not seen"
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Watch one forward of ``h.0.attn.c_attn``."""
+
+        def note(module: nn.Module, args: Any, output: Tensor) -> None:
+            self.dtype = str(output.dtype).removeprefix("torch.")
+            handle.remove()
+
+        handle = pl_module.get_submodule("model.transformer.h.0.attn.c_attn").register_forward_hook(note)
+
+
+def train_mode(job: Job, corpus: Corpus, report: Callable[[Reading], None]) -> Result:
+    """Train and validate one mode in this process; ``report`` gets every step, ``job.folder`` the metrics.
+
+    Raises:
+        Exception: whatever the training raises; metrics up to there are on disk.
+    """
+    with quiet(), MetricsFile(job.folder) as metrics:
+        if job.device == "cpu":
+            _touch_everything(job, corpus)
+        memory = PeakMemory(job.device)
+        return _fit(job, corpus, metrics, report, memory)
+
+
+def _touch_everything(job: Job, corpus: Corpus) -> None:
+    """One step of a thumbnail through the same plan.
+
+    A library's code becomes resident when it first runs, and thread pools when they first work; neither is the
+    model's memory, so both have to be there before the measurement begins.
+    """
+    shape = replace(job.shape, layers=1, width=8 * job.shape.heads, context=16, batch=1, val_batches=1)
+    plan = MODES[job.mode].plan()
+    module = GPT2(shape, 1, job.seed)
+    _trainer(plan, job.device, 1, []).fit(
+        module, _loader(train_windows(corpus.train, shape, 1, job.seed), 1), _loader(val_windows(corpus.val, shape), 1)
+    )
+
+
+def _fit(
+    job: Job, corpus: Corpus, metrics: MetricsFile, report: Callable[[Reading], None], memory: PeakMemory
+) -> Result:
+    shape = job.shape
+    train, val = train_windows(corpus.train, shape, job.steps, job.seed), val_windows(corpus.val, shape)
+    module = GPT2(shape, job.steps, job.seed)
+    init_crc = _crc(module)
+    plan = MODES[job.mode].plan()
+    recorder, witness = Recorder(plan, shape.tokens_per_step, metrics, report), Witness()
+    trainer = _trainer(plan, job.device, job.steps, [recorder, witness])
+    trainer.fit(module, _loader(train, shape.batch), _loader(val, shape.batch))
+    peak = memory.read()
+    val_loss = float(trainer.callback_metrics["val/loss"])
+    metrics.write(job.steps, {"val/loss": val_loss})
+    median = statistics.median(recorder.seconds[min(WARM_UP_STEPS, job.steps // 2) :])
+    return Result(
+        mode=job.mode,
+        compute_dtype=witness.dtype,
+        step_ms=1000 * median,
+        tokens_per_s=shape.tokens_per_step / median,
+        peak_mib=peak,
+        val_loss=val_loss,
+        skipped=int(plan.skipped_steps),
+        final_scale=None if plan.scaler is None else float(plan.scaler.get_scale()),
+        data_crc=train.crc(),
+        init_crc=init_crc,
+    )
+
+
+def _crc(module: nn.Module) -> int:
+    value = 0
+    for parameter in module.parameters():
+        value = zlib.crc32(parameter.detach().numpy().tobytes(), value)
+    return value
+
+
+def _loader(windows: Windows, batch: int) -> DataLoader[Tensor]:
+    return DataLoader(windows, batch_size=batch, shuffle=False, num_workers=0)
+
+
+def _trainer(plan: Any, device: str, steps: int, callbacks: list[Callback]) -> Trainer:
+    return Trainer(
+        accelerator="cuda" if device == "cuda" else "cpu",
+        devices=1,
+        # The environment is named, so that a demo inside a cluster job does not take itself for a rank of that job.
+        plugins=[plan, LightningEnvironment()],
+        max_steps=steps,
+        max_epochs=1,
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
