@@ -40,7 +40,7 @@ test: $(DONE)/test ## run every test (those that need a GPU skip themselves wher
 lint: $(DONE)/dev ## check style (ruff), types (pyright, strict on the package) and floors (import-linter)
 	@$(BIN)/ruff check $(LINTED)
 	@$(BIN)/ruff format --check $(LINTED)
-	@$(BIN)/pyright
+	@$(BIN)/pyright --project pyproject.toml
 	@$(BIN)/lint-imports --no-cache
 
 format: $(DONE)/dev ## write the style that `make lint` asks for

@@ -195,7 +195,7 @@ def _check_deepspeed(window: object, hysteresis: object, minimum: Any, faults: F
 
 
 def _fp32(value: float) -> float:
-    return struct.unpack("f", struct.pack("f", value))[0] if _is_number(value) and abs(value) <= FP32_MAX else value
+    return struct.unpack("<f", struct.pack("<f", value))[0] if _is_number(value) and abs(value) <= FP32_MAX else value
 
 
 def _default(name: str) -> object:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp import hardware, presets, reading, strategy_support
+from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.eager import EagerEngine, loses_updates
 from lightning_mp.errors import Faults
 from lightning_mp.holding import Holding
@@ -79,7 +80,7 @@ class MixedPrecisionPlan(FSDPPrecision):
         self._device = torch.device("cpu")
         self._trainer: weakref.ref[Trainer] | None = None
         self._ran = False
-        self._engine: EagerEngine | None = None
+        self._engine: StepEngine | None = None
         self._holding = Holding()
         self._restore_tf32: Callable[[], None] | None = None
         self._start_over()

@@ -86,7 +86,7 @@ def run_demo(options: Options, console: Console) -> Report:
     processes = Processes()
     setting = _setting(options, find_device(), text)
     if options.steps is None:
-        setting = replace(setting, steps=_affordable_steps(modes, setting, processes))
+        setting = replace(setting, steps=affordable_steps(modes, setting, processes))
     _print_header(console, setting, shortened=options.steps is None and setting.steps < setting.shape.steps)
     setting.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
@@ -118,7 +118,7 @@ def _setting(options: Options, device: Device, text: Text) -> Setting:
     return Setting(device, shape, options.steps or shape.steps, text, corpus, options.out)
 
 
-def _affordable_steps(modes: Sequence[Mode], setting: Setting, processes: Processes) -> int:
+def affordable_steps(modes: Sequence[Mode], setting: Setting, processes: Processes) -> int:
     """The default number of steps, or as many as a slow CPU does in ``BUDGET``: a few steps of every mode tell."""
     if setting.device.kind != "cpu":
         return setting.steps

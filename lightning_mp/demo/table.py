@@ -71,7 +71,8 @@ def _note(row: Row) -> str:
 
 def _footnotes(rows: Sequence[Row], device: Device, baseline: Result | None, warm_up: int) -> list[tuple[str, str]]:
     """What the columns mean, as (column, meaning)."""
-    lines = [("step", f"median, the reading of the loss included, the first {warm_up} left out")]
+    left_out = f", the first {warm_up} left out" if warm_up else ""
+    lines = [("step", f"median, the reading of the loss included{left_out}")]
     if device.kind == "cuda":
         lines.append(("peak", "most memory CUDA's allocator had given out at once (torch.cuda.max_memory_allocated)"))
     else:

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.errors import Faults
-from lightning_mp.numerics.ledger import StepLedger
-from lightning_mp.numerics.scaler import LossScaler
 
 #: runs the last batch forward and backward again, without summing over ranks, to find what broke it; or cannot
 Replay = Callable[[], Tensor | None] | None
@@ -19,11 +17,18 @@ Replay = Callable[[], Tensor | None] | None
 class StepEngine(Protocol):
     """Carries one policy out on one kind of strategy."""
 
-    ledger: StepLedger
-    scaler: LossScaler | None
+    #: gradients came in since the last step
+    pending: bool
+    #: gradients are summed over ranks
+    distributed: bool
 
     def check(self, module: nn.Module, faults: Faults) -> None:
         """Note what in ``module`` the policy cannot be carried out on; change nothing."""
+        ...
+
+    @property
+    def shadowed_pins(self) -> tuple[str, ...]:
+        """Patterns that earlier ones leave nothing to; known after ``check``."""
         ...
 
     def prepare(self, module: nn.Module) -> None:
@@ -42,6 +47,14 @@ class StepEngine(Protocol):
         """Bring gradients into the state in which users may look at them."""
         ...
 
+    def steps_with_closure(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer cannot step without evaluating the closure itself (LBFGS)."""
+        ...
+
+    def may_call_closure(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer may evaluate a closure of its own accord (SAM and its kind)."""
+        ...
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring gradients into true units and find out whether they are finite on every rank."""
         ...
@@ -54,8 +67,16 @@ class StepEngine(Protocol):
         """Step the optimizer, or leave everything as it was if a gradient was not finite."""
         ...
 
+    def step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """The whole step of an optimizer that evaluates the closure itself; what it returns."""
+        ...
+
     def settle(self, replay: Replay) -> None:
         """Adjust the scale and look at the budget."""
+        ...
+
+    def close_group(self) -> None:
+        """``training_step`` is over: optimizers that did not step in it are not waited for."""
         ...
 
     def release(self) -> None:

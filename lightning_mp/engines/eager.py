@@ -72,9 +72,8 @@ class EagerEngine:
         covered = {id(member.module) for member in self._pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
         storage = to_torch(policy.storage_dtype)
-        buffers = policy.buffer_dtype or (
-            policy.storage_dtype if policy.precision.startswith(("bf16-t", "16-t")) else None
-        )
+        # Buffers follow half-precision parameters; beside fp32 ones they stay what the user made them.
+        buffers = policy.buffer_dtype or (policy.storage_dtype if policy.storage_dtype != "fp32" else None)
         for submodule in module.modules():
             if id(submodule) not in covered:
                 cast_module_(submodule, storage, buffers=False)
@@ -105,8 +104,7 @@ class EagerEngine:
                     "use AdamW or SGD, or a precision without loss scaling ('bf16-mixed', '32-true')",
                 )
         faults.raise_if_any()
-        hooked = isinstance(model, DistributedDataParallel) and reduce.needs_hook(model, self.policy.reduce_dtype)
-        if hooked and isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel) and reduce.needs_hook(model, self.policy.reduce_dtype):
             reduce.reduce_in(model, self.policy.reduce_dtype)
 
     def release(self) -> None:
@@ -138,8 +136,7 @@ class EagerEngine:
         """Whether the optimizer evaluates the closure itself."""
         return id(optimizer) in self._closure_optimizers
 
-    @staticmethod
-    def may_call_closure(optimizer: Optimizer) -> bool:
+    def may_call_closure(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer may evaluate a closure of its own accord (SAM and its kind); torch's own do not."""
         return not type(optimizer).__module__.startswith("torch.optim.")
 

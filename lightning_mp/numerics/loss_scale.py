@@ -90,7 +90,7 @@ class _OnHost:
     @staticmethod
     def times(scale: float, factor: float) -> float:
         try:
-            return struct.unpack("f", struct.pack("f", scale * factor))[0]
+            return struct.unpack("<f", struct.pack("<f", scale * factor))[0]
         except OverflowError:  # past fp32: only a rule without a ceiling keeps that
             return scale * factor
 

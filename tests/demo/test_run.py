@@ -55,8 +55,8 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _demo(folder: Path, *arguments: str) -> Finished:
-    out = folder / "out"
+def _demo(folder: Path, *arguments: str, name: str = "out") -> Finished:
+    out = folder / name
     done = subprocess.run(
         [*COMMAND, "--text", str(folder / "text"), "--out", str(out), *arguments],
         env=_environment(folder),
@@ -163,6 +163,19 @@ def test_a_second_run_reads_its_tokens_from_the_cache(ladder: Finished, folder: 
     # What another run left for other modes is still there.
     assert len(again.metrics("fp32")) == 5
     assert len(again.metrics("bf16")) == 2
+
+
+def test_a_mode_that_fails_has_its_reason_in_its_row_and_the_others_run(folder: Path) -> None:
+    in_the_way = folder / "partly" / "fp32" / "metrics.jsonl"
+    in_the_way.mkdir(parents=True)
+    run = _demo(folder, "--steps", "1", "--modes", "fp32,bf16", name="partly")
+    assert run.status == 1
+    assert "Traceback" not in run.stdout + run.stderr
+    fp32, bf16 = run.summary["modes"]
+    assert (fp32["status"], bf16["status"]) == ("failed", "done")
+    assert "IsADirectoryError" in fp32["reason"]
+    assert "failed: IsADirectoryError" in run.stdout
+    assert "Traceback" in (run.out / "fp32" / "error.txt").read_text()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
