@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_mp.errors import LossScaleError, MissingExtraError, NonFiniteError, PlanError
     from lightning_mp.loss_scaling import LossScaling
+    from lightning_mp.numerics.pins import unpin
     from lightning_mp.policy import Checkpointing, NonFinite, Pin, PrecisionPolicy
     from lightning_mp.precision import MixedPrecisionPlan
 
@@ -24,6 +25,7 @@ _HOMES = {
     "Pin": "policy",
     "PlanError": "errors",
     "PrecisionPolicy": "policy",
+    "unpin": "numerics.pins",
 }
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Pin",
     "PlanError",
     "PrecisionPolicy",
+    "unpin",
 ]
 
 

@@ -53,8 +53,7 @@ class LossScaling:
     def __post_init__(self) -> None:
         faults = Faults("LossScaling")
         self._check_numbers(faults)
-        if self.dynamic and not faults.found:
-            self._check_bounds(faults)
+        self._check_bounds(faults)
         for name in ("dynamic", "consecutive_hysteresis"):
             if not isinstance(getattr(self, name), bool):
                 faults.add(f"{name}={getattr(self, name)!r}", "True, False", "write a boolean, without quotes")
@@ -87,12 +86,17 @@ class LossScaling:
             faults.add(f"max_scale={ceiling!r}", "None or a number > 0", "leave it out for torch's own ceiling")
 
     def _check_bounds(self, faults: Faults) -> None:
+        wrong = {fault.given.partition("=")[0] for fault in faults.found}
+        if wrong & {"min_scale", "max_scale"}:
+            return
         if self.max_scale is not None and self.min_scale > self.max_scale:
             faults.add(
                 f"min_scale={self.min_scale!r} above max_scale={self.max_scale!r}",
                 "min_scale <= max_scale",
                 "swap them, or leave max_scale out",
             )
+        elif not self.dynamic or "init_scale" in wrong:  # no bounds apply to it, or it was refused already
+            return
         elif self.init_scale < self.min_scale or (self.max_scale is not None and self.init_scale > self.max_scale):
             faults.add(
                 f"init_scale={self.init_scale!r} with min_scale={self.min_scale!r}, max_scale={self.max_scale!r}",

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp import hardware, presets, reading, strategy_support
+from lightning_mp.engines import closures, optimizer_facts
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.eager import EagerEngine, loses_updates
+from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults
 from lightning_mp.holding import Holding
+from lightning_mp.loss_scaling import LossScaling
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.ledger import StepLedger
@@ -80,6 +82,8 @@ class MixedPrecisionPlan(FSDPPrecision):
         self._device = torch.device("cpu")
         self._trainer: weakref.ref[Trainer] | None = None
         self._ran = False
+        #: the present call of optimizer_step came to a step: not so where training_step returned None
+        self._stepped = False
         self._engine: StepEngine | None = None
         self._holding = Holding()
         self._restore_tf32: Callable[[], None] | None = None
@@ -111,10 +115,19 @@ class MixedPrecisionPlan(FSDPPrecision):
         self.precision = cast("Any", self.policy.precision)
         self.ledger = StepLedger()
         config = self.policy.loss_scaling if self.policy.precision != "auto" else None
-        self.scaler = cast("Any", None if config is None else LossScaler(config, read=self._read_flag))
+        self.scaler = cast("Any", None if config is None else self._make_scaler(config))
         self._desired_input_dtype = to_torch(self.policy.storage_dtype)
         self._autocast_dtype = to_torch(self.policy.compute_dtype) if self.policy.mixed else None
         self._half_storage = self._desired_input_dtype != torch.float32
+
+    def _make_scaler(self, config: LossScaling) -> LossScaler:
+        return LossScaler(config, read=self._read_flag, on_step=self._on_users_step)
+
+    def _on_users_step(self, found_inf: Tensor) -> None:
+        if self._engine is not None:
+            self.ledger.open(found_inf)
+            self._engine.record(found_inf)
+            self._engine.look(None)
 
     def _global_step(self) -> int:
         trainer = None if self._trainer is None else self._trainer()
@@ -233,11 +246,8 @@ class MixedPrecisionPlan(FSDPPrecision):
             if self.scaler is not None and self._engine.distributed:
                 self.scaler.sync_with(strategy_support.max_over_ranks_)
             self._engine.connect(model, optimizers)
-            if any(map(loses_updates, optimizers)):
-                rank_zero_warn(
-                    "SGD(fused=True) on the CPU leaves most half-precision parameters as they were (a fault of torch's "
-                    "kernel): drop fused=True, or store parameters in fp32"
-                )
+            for warning in (text for optimizer in optimizers for text in optimizer_facts.warnings(optimizer)):
+                rank_zero_warn(warning)
         return model, optimizers, lr_schedulers
 
     # ------------------------------------------------------------------ forward
@@ -307,7 +317,8 @@ class MixedPrecisionPlan(FSDPPrecision):
         if engine is None:
             raise RuntimeError("MixedPrecisionPlan.optimizer_step() was called before the plan was attached to a model")
         if not self._holding.active:
-            self._holding.hold(model.trainer, model, lambda: self.step_skipped)
+            self._holding.hold(model.trainer, model, lambda: self._stepped and self.step_skipped)
+        self._stepped = False
         replay = partial(self._replay, optimizer, model, closure) if model.automatic_optimization else None
         if engine.steps_with_closure(optimizer):
             wrapped = partial(self._wrap_closure, model, optimizer, closure)
@@ -318,9 +329,11 @@ class MixedPrecisionPlan(FSDPPrecision):
                 return result  # training_step returned None: neither applied nor skipped
             engine.unscale(optimizer)
             self._after_closure(model, optimizer)
-            if self.scaler is None and engine.may_call_closure(optimizer):
-                kwargs["closure"] = _Evaluated(result, partial(self._wrap_closure, model, optimizer, closure))
+            if engine.may_call_closure(optimizer):
+                again = partial(self._wrap_closure, model, optimizer, closure)
+                kwargs["closure"] = closures.Evaluated(result, again if self.scaler is None else closures.refuse)
             engine.step(optimizer, **kwargs)
+        self._stepped = True
         engine.settle(replay)
         return result
 
@@ -369,16 +382,3 @@ class MixedPrecisionPlan(FSDPPrecision):
         if self._restore_tf32 is not None:
             self._restore_tf32()
             self._restore_tf32 = None
-
-
-class _Evaluated:
-    """A closure that was evaluated once already: the first call returns that, later ones evaluate it again."""
-
-    def __init__(self, result: Any, closure: Callable[[], Any]) -> None:
-        self._result, self._closure, self._fresh = result, closure, True
-
-    def __call__(self) -> Any:
-        if self._fresh:
-            self._fresh = False
-            return self._result
-        return self._closure()

@@ -67,12 +67,20 @@ class StepEngine(Protocol):
         """Step the optimizer, or leave everything as it was if a gradient was not finite."""
         ...
 
+    def record(self, found: Tensor) -> None:
+        """Count a step that was made elsewhere, with its flag."""
+        ...
+
     def step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """The whole step of an optimizer that evaluates the closure itself; what it returns."""
         ...
 
     def settle(self, replay: Replay) -> None:
         """Adjust the scale and look at the budget."""
+        ...
+
+    def look(self, replay: Replay) -> None:
+        """Raise if the budget of skips was passed."""
         ...
 
     def close_group(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_mp.engines import diagnosis, reduce
+from lightning_mp.engines import diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.base import Replay
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.numerics import checkpointing, grads, pins
@@ -48,8 +47,10 @@ class EagerEngine:
         self._loss: Tensor | None = None
         self._found: dict[int, Tensor] = {}
         self._closure_optimizers: set[int] = set()
+        self._may_call: set[int] = set()
         self._spare: Tensor | None = None
-        self._one = torch.ones((), device=device)
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         self._next_look = self._next_floor_look = 0
 
     # ------------------------------------------------------------------ the module
@@ -71,6 +72,8 @@ class EagerEngine:
         policy = self.policy
         covered = {id(member.module) for member in self._pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
+        if self.scaler is not None:  # connect() may yet refuse an optimizer
+            self._before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
         storage = to_torch(policy.storage_dtype)
         # Buffers follow half-precision parameters; beside fp32 ones they stay what the user made them.
         buffers = policy.buffer_dtype or (policy.storage_dtype if policy.storage_dtype != "fp32" else None)
@@ -93,7 +96,8 @@ class EagerEngine:
         self.optimizers = list(optimizers)
         if self.scaler is not None:
             self.scaler.forget()
-        self._closure_optimizers = {id(optimizer) for optimizer in optimizers if calls_closure_again(optimizer)}
+        self._closure_optimizers = set(map(id, filter(optimizer_facts.calls_closure_again, optimizers)))
+        self._may_call = set(map(id, filter(optimizer_facts.takes_closure, optimizers)))
         self._next_look = self._next_floor_look = self.ledger.attempts + 1
         faults = Faults()
         for optimizer in self.optimizers:
@@ -103,16 +107,28 @@ class EagerEngine:
                     "an optimizer that does not evaluate the closure itself, since the loss scale may change between",
                     "use AdamW or SGD, or a precision without loss scaling ('bf16-mixed', '32-true')",
                 )
+        if faults.found:
+            self._revert()
         faults.raise_if_any()
+        self._before = []
         if isinstance(model, DistributedDataParallel) and reduce.needs_hook(model, self.policy.reduce_dtype):
             reduce.reduce_in(model, self.policy.reduce_dtype)
+
+    def _revert(self) -> None:
+        """Bring back the module that ``prepare`` was given."""
+        if self._module is not None:
+            pins.remove(self._module.modules())
+        for tensor, data in self._before:
+            if tensor.dtype != data.dtype:
+                tensor.data = data
+        self._before = []
 
     def release(self) -> None:
         """Take activation checkpointing out again; pins stay, as the dtypes they protect do."""
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
-        self._module, self._loss = None, None
+        self._module, self._loss, self._before = None, None, []
         self._pin_map, self._checkpointed = pins.PinMap((), ()), []
         self.optimizers, self._found, self.pending = [], {}, False
 
@@ -138,7 +154,7 @@ class EagerEngine:
 
     def may_call_closure(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer may evaluate a closure of its own accord (SAM and its kind); torch's own do not."""
-        return not type(optimizer).__module__.startswith("torch.optim.")
+        return id(optimizer) in self._may_call
 
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the gradients: true units, and the flag, reduced over ranks."""
@@ -177,8 +193,12 @@ class EagerEngine:
             return
         found = self.scaler.found_inf(optimizer)
         self.ledger.open(found)
-        self.scaler.step(optimizer, **kwargs)
-        # With a loss scale an overflow is ordinary, until the scale can go no lower.
+        self.scaler.step_checked(optimizer, **kwargs)
+        self.record(found)
+
+    def record(self, found: Tensor) -> None:
+        """Count a step under loss scaling: there an overflow is ordinary, until the scale can go no lower."""
+        assert self.scaler is not None, "counts by the floor of a scale"
         scale = self.scaler.place(found.device).scale
         self.ledger.record(found, torch.as_tensor(scale <= self.scaler.config.floor))
 
@@ -187,7 +207,7 @@ class EagerEngine:
         parameters = grads.parameters_of(optimizer)
         before = [parameter.detach().clone() for parameter in parameters]
         state = deepcopy(optimizer.state_dict())
-        found = torch.zeros((), device=self.device)
+        found = self._one.new_zeros(())
 
         def watched() -> Any:
             result = closure()
@@ -212,14 +232,18 @@ class EagerEngine:
         """Adjust the scale once every optimizer of the group stepped, and look at the budget."""
         if self.scaler is not None and all(map(self.scaler.stepped, self.optimizers)):
             self.scaler.update()
+        self.look(replay)
+
+    def look(self, replay: Replay) -> None:
+        """Raise if the budget of skips, or the floor under ``at_min="raise"``, was passed."""
         self._look_at_streak(replay)
         self._look_at_floor(replay)
 
     def close_group(self) -> None:
         """The training step is over: optimizers that did not step in it are not waited for."""
-        if self.scaler is not None:
+        if self.scaler is not None and self.scaler.group_open:
             self.scaler.update()
-            self._look_at_floor(None)
+            self.look(None)
 
     # ------------------------------------------------------------------ the budget
 
@@ -271,23 +295,3 @@ class EagerEngine:
             at_min=at_min,
             distributed=self.distributed,
         )
-
-
-def calls_closure_again(optimizer: Optimizer) -> bool:
-    """Whether the optimizer cannot step without a closure (LBFGS and its kind)."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def loses_updates(optimizer: Optimizer) -> bool:
-    """Whether torch's fused SGD would leave half-precision parameters on the CPU as they were.
-
-    Seen with torch 2.13: of 32 bf16 numbers it updates none, of 100 four. AdamW, Adam and Adagrad are right.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return False
-    return any(
-        group.get("fused") and parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )

@@ -28,9 +28,9 @@ class _ReduceIn:
 def _average_in(state: _ReduceIn, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket in ``state.dtype`` and hand it back in its own."""
     buffer = bucket.buffer()
-    wire = buffer.to(state.dtype).div_(dist.get_world_size()) if buffer.dtype != state.dtype else None
-    summed = buffer.div_(dist.get_world_size()) if wire is None else wire
-    work: Any = dist.all_reduce(summed, async_op=True)
+    # A complex bucket keeps its dtype; ``to`` makes no copy where none is needed.
+    wire = buffer if buffer.is_complex() else buffer.to(state.dtype)
+    work: Any = dist.all_reduce(wire.div_(dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 import torch
@@ -21,8 +22,8 @@ def to_torch(name: str) -> torch.dtype:
 def cast_floating(data: Any, dtype: torch.dtype) -> Any:
     """``data`` with every real floating tensor in it cast to ``dtype``.
 
-    Looks into tuples, named tuples, lists and mappings (transformers' ``ModelOutput`` included); anything else, such
-    as a key-value cache, is handed through as it is. What needs no cast is not copied.
+    Looks into tuples, named tuples, lists, mappings (transformers' ``ModelOutput`` included) and dataclasses; anything
+    else, such as a key-value cache, is handed through as it is. What needs no cast is not copied.
     """
     if isinstance(data, Tensor):
         return data.to(dtype) if data.is_floating_point() and data.dtype != dtype else data
@@ -33,7 +34,22 @@ def cast_floating(data: Any, dtype: torch.dtype) -> Any:
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     if isinstance(data, Mapping):
         return _cast_mapping(cast("Mapping[Any, Any]", data), dtype)
-    return data
+    return _cast_fields(data, dtype) if is_dataclass(data) and not isinstance(data, type) else data
+
+
+def _cast_fields(data: Any, dtype: torch.dtype) -> Any:
+    changed: dict[str, Any] = {}
+    for item in fields(data):
+        old = getattr(data, item.name)
+        new = cast_floating(old, dtype)
+        if new is not old:
+            changed[item.name] = new
+    if not changed:
+        return data
+    copied = copy(data)
+    for name, value in changed.items():
+        object.__setattr__(copied, name, value)  # also where it is frozen
+    return copied
 
 
 def _cast_mapping(data: Mapping[Any, Any], dtype: torch.dtype) -> Mapping[Any, Any]:
@@ -58,6 +74,8 @@ def floating_dtype(data: Any) -> torch.dtype | None:
         return data.dtype if data.is_floating_point() else None
     if isinstance(data, Mapping):
         data = list(cast("Mapping[Any, Any]", data).values())
+    elif is_dataclass(data) and not isinstance(data, type):
+        data = [getattr(data, item.name) for item in fields(data)]
     if isinstance(data, (tuple, list)):
         for item in cast("list[Any]", data):
             found = floating_dtype(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -44,9 +45,26 @@ def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Te
         here = device == found_inf.device
         flag = found_inf if here else torch.zeros_like(found_inf, device=device)
         inverse = inv_scale if here else inv_scale.to(device)
-        torch._amp_foreach_non_finite_check_and_unscale_(members, flag, inverse)  # pyright: ignore[reportPrivateUsage]
+        if members[0].dtype is torch.bfloat16 and device.type != "cpu":
+            _unscale_and_check_by_norm_(members, inverse, flag)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
+                members, flag, inverse
+            )
         if not here:
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
+
+
+def _unscale_and_check_by_norm_(members: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """The same for bf16, which torch's kernel does not take on CUDA (pytorch/pytorch issue 127176).
+
+    The largest magnitude of a tensor is finite exactly where all of it is.
+    """
+    foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateUsage]
+    largest = torch.stack([norm.float() for norm in foreach_norm(members, math.inf)])
+    found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(largest)).any().to(found_inf.dtype)))
+    for member in members:
+        member.mul_(inv_scale)
 
 
 def _by_device_and_dtype(grads: Iterable[Tensor]) -> Iterable[list[Tensor]]:

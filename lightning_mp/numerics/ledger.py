@@ -91,7 +91,7 @@ class StepLedger:
         self._counts_read = (skipped, streak)
         self._found, self._found_read = None, None
         if state.get("step_skipped"):
-            self._found, self._found_read = torch.ones(()), True
+            self._found, self._found_read = torch.ones((), dtype=torch.float32), True
 
     def _counts(self) -> tuple[int, int]:
         if self._counts_read is None:
@@ -104,6 +104,7 @@ class StepLedger:
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._skipped is None or self._streak is None:
             skipped, streak = self._counts()
-            self._skipped = torch.full((), float(skipped), device=device)
-            self._streak = torch.full((), float(streak), device=device)
+            # Not the default dtype: under manual optimization that may be a half one, which cannot count past 256.
+            self._skipped = torch.full((), float(skipped), dtype=torch.float32, device=device)
+            self._streak = torch.full((), float(streak), dtype=torch.float32, device=device)
         return self._skipped, self._streak

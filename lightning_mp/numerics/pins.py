@@ -216,6 +216,14 @@ def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device
     return PinState(dtype, fallback if returns else None, to_input_dtype=returns, device_type=device_type)
 
 
+def unpin(module: nn.Module) -> None:
+    """Give ``module`` and all below it their own forward back after a run with pins; dtypes stay as they are.
+
+    For what wants the plain classes: scripting, parametrizations, another framework.
+    """
+    remove(module.modules())
+
+
 def remove(modules: Iterable[nn.Module]) -> None:
     """Undo the forward of every pinned module among ``modules``; what is stored stays as it is."""
     for module in modules:

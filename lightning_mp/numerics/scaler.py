@@ -44,7 +44,8 @@ class LossScaler(GradScaler):
 
     Unlike torch's, it takes fp16 gradients (``16-true``), complex and sparse ones, steps fused optimizers whose
     gradients were unscaled and clipped before, and can keep gradients in true units between backward passes.
-    ``read`` is asked for the flag where an optimizer cannot take it on the device.
+    ``read`` is asked for the flag where an optimizer cannot take it on the device; ``on_step`` is told the flag of
+    every step that a user asks for directly.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class LossScaler(GradScaler):
         config: LossScaling,
         *,
         read: HostRead = _read,
+        on_step: Callable[[Tensor], None] | None = None,
     ) -> None:
         super().__init__("cpu", config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval)
         self.config = config
         self._sync: Callable[[Tensor], None] | None = None
-        self._host_read = read
+        self._host_read, self._on_step = read, on_step
         self._records: dict[int, _Record] = {}
         #: optimizers whose gradients wait in true units, to be multiplied back before a backward pass adds to them
         self._in_true_units: set[int] = set()
@@ -193,6 +195,12 @@ class LossScaler(GradScaler):
         if _plain(optimizer) is not optimizer:
             cast("Any", optimizer).step(**kwargs)  # a trainer's wrapper counts the step and comes back here
             return
+        found_inf = self.step_checked(optimizer, **kwargs)
+        if self._on_step is not None:
+            self._on_step(found_inf)
+
+    def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> Tensor:
+        """``step`` for a trainer's own call: nobody is told, and ``closure`` is handed on; the flag."""
         record = self._record(optimizer)
         if record.stepped:
             raise RuntimeError("step() has already been called since the last update().")
@@ -201,6 +209,12 @@ class LossScaler(GradScaler):
         record.stepped = True
         before = self._group.get(id(optimizer))
         self._group[id(optimizer)] = found_inf if before is None else torch.maximum(before, found_inf)
+        return found_inf
+
+    @property
+    def group_open(self) -> bool:
+        """Whether an optimizer stepped since the last update."""
+        return bool(self._group)
 
     def stepped(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer stepped since the last update."""
@@ -269,7 +283,8 @@ class LossScaler(GradScaler):
 
     def _found(self, record: _Record) -> Tensor:
         if record.found_inf is None:
-            record.found_inf = torch.zeros((), device=cast("Tensor", self._placed().scale).device)
+            # dtypes are written out: manual optimization runs where the default dtype may be a half one
+            record.found_inf = torch.zeros((), dtype=torch.float32, device=cast("Tensor", self._placed().scale).device)
         return record.found_inf
 
     def _divide(self, optimizer: Optimizer, record: _Record, seen: set[int]) -> None:

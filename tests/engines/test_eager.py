@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp import LossScaleError, LossScaling, NonFiniteError, PlanError, PrecisionPolicy
-from lightning_mp.engines.eager import EagerEngine, calls_closure_again, loses_updates
+from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.engines.optimizer_facts import calls_closure_again, eps_is_zero, loses_updates
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.ledger import StepLedger
 from lightning_mp.numerics.scaler import LossScaler
@@ -236,3 +237,24 @@ def test_the_warning_about_fused_sgd_is_about_what_torch_really_does(optimizer: 
     parameter.grad = torch.ones_like(parameter)
     build.step()
     assert bool((parameter == 1).any()) is warned
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "eps", "warned"),
+    [
+        (torch.optim.AdamW, torch.float16, 1e-8, True),
+        (torch.optim.Adagrad, torch.float16, 1e-10, True),
+        (torch.optim.AdamW, torch.float16, 1e-4, False),
+        (partial(torch.optim.AdamW, fused=True), torch.float16, 1e-8, False),
+        (torch.optim.AdamW, torch.bfloat16, 1e-8, False),
+        (torch.optim.AdamW, torch.float32, 1e-8, False),
+    ],
+)
+def test_an_eps_that_fp16_state_rounds_to_zero(optimizer: Any, dtype: Any, eps: float, warned: bool) -> None:
+    """What the warning says is what the step does: NaN wherever the gradient's square underflows."""
+    parameter = nn.Parameter(torch.ones(8, dtype=dtype))
+    built = optimizer([parameter], lr=1e-2, eps=eps)
+    assert eps_is_zero(built) is warned
+    parameter.grad = torch.zeros_like(parameter)
+    built.step()
+    assert bool(parameter.isnan().any()) is warned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -159,3 +160,15 @@ def test_complex_parameters_and_tensor_subclasses_are_left_alone() -> None:
     module.packed = nn.Parameter(X.clone().as_subclass(Quantised))
     module.register_buffer("table", X.clone().as_subclass(Quantised))
     assert cast_module_(module, BF16) == 0
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_dataclass_is_copied_with_its_floating_fields_cast(frozen: bool) -> None:
+    kind = dataclasses.make_dataclass("Batch", ["x", "labels", "name"], frozen=frozen)
+    given = kind(torch.ones(2), torch.ones(2, dtype=torch.int64), "a")
+    cast = cast_floating(given, BF16)
+    assert type(cast) is kind
+    assert (cast.x.dtype, cast.labels, cast.name) == (BF16, given.labels, "a")
+    assert given.x.dtype == torch.float32
+    assert floating_dtype(cast) is BF16
+    assert cast_floating(cast, BF16) is cast

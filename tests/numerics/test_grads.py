@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lightning_mp.numerics import grads
 from lightning_mp.numerics.grads import clip_grad_norm_, gradients, parameters_of, step_unless, unscale_and_check_
 from support.loops import FUSED, INF, OPTIMIZERS, net
 from support.models import same_weights, weights
@@ -221,3 +223,22 @@ def test_arguments_go_to_the_optimizer() -> None:
     optimizer = Recording([parameter(None)], lr=0.1)
     step_unless(optimizer, torch.zeros(()), lambda flag: bool(flag.item()), note="kept")
     assert optimizer.note == "kept"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.3e38, None])
+def test_bf16_is_checked_without_torchs_kernel_as_with_it(bad: float | None) -> None:
+    """On CUDA that kernel takes no bf16 (pytorch/pytorch issue 127176): the largest magnitude tells the same."""
+    flags, results = [], []
+    for check in (grads._unscale_and_check_by_norm_, torch._amp_foreach_non_finite_check_and_unscale_):
+        members = [torch.arange(1.0, 7.0, dtype=torch.bfloat16), torch.full((3, 2), -2.5, dtype=torch.bfloat16)]
+        if bad is not None:
+            members[1][2, 1] = bad
+        found, inverse = torch.zeros(()), torch.tensor(1 / 64)
+        if check is torch._amp_foreach_non_finite_check_and_unscale_:
+            check(members, found, inverse)
+        else:
+            check(members, inverse, found)
+        flags.append(found.item())
+        results.append([member.nan_to_num(7.0).tolist() for member in members])
+    assert flags[0] == flags[1] == float(bad is not None and not math.isfinite(torch.tensor(bad).bfloat16().item()))
+    assert results[0] == results[1]

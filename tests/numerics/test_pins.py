@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
+import lightning_mp
 from lightning_mp.numerics import pins
 from lightning_mp.policy import Pin
 from support.pinning import Ran, pin, products, resolve, stored
@@ -367,3 +368,11 @@ def test_the_pin_map_of_a_pinned_model_is_that_of_the_plain_one() -> None:
     spec = {"Probe": "bf16", "LayerNorm": "fp32"}
     plain = [(m.name, m.pin, m.entry) for m in resolve(Net(), spec).members]
     assert [(m.name, m.pin, m.entry) for m in resolve(pin(Net(), spec), spec).members] == plain
+
+
+def test_unpin_gives_the_plain_classes_back() -> None:
+    root = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    pin(root, {"1": "fp32", "Linear": "bf16"})
+    lightning_mp.unpin(root)
+    assert [type(module) for module in root] == [nn.Linear, nn.LayerNorm, nn.Linear]
+    assert [module.weight.dtype for module in root] == [torch.bfloat16, torch.float32, torch.bfloat16]

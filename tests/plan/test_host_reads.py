@@ -57,7 +57,7 @@ FUSED = {
     "adagrad": partial(Adagrad, lr=1e-2, fused=True),
 }
 PLAIN = {
-    "adamw": partial(AdamW, lr=1e-2),
+    "adamw": partial(AdamW, lr=1e-2, eps=1e-4),
     "sgd": partial(SGD, lr=1e-2),
     "sgd-momentum": partial(SGD, lr=1e-2, momentum=0.9, foreach=True),
 }

@@ -64,12 +64,12 @@ def test_precision_beside_the_plan_is_refused_by_the_trainer(precision: str) -> 
 
 @pytest.mark.parametrize("mode", ["16-mixed", "16-true"])
 def test_lbfgs_under_scaling_is_refused(mode: str) -> None:
+    """The optimizer is known only after the module was prepared: all of that is taken back."""
     module = Regression(partial(torch.optim.LBFGS, lr=0.1))
-    with pytest.raises(PlanError) as caught:
-        fit(module, plugins=[plan_for(mode)])
-    assert module.losses == []
+    plan = MixedPrecisionPlan(mode, pins={"LayerNorm": "bf16"}, checkpointing="Linear")
+    error = _refused(module, plan)
     for word in ("LBFGS", repr(mode), "bf16-mixed", "32-true"):
-        assert word in str(caught.value)
+        assert word in str(error)
 
 
 def test_an_optimizer_that_takes_a_closure_of_its_own_kind_is_refused_too() -> None:
@@ -196,3 +196,18 @@ def test_a_refused_plan_can_be_mended_and_run() -> None:
     oracle = Regression()
     fit(oracle, plugins=[plan_for("bf16-true", pins={"LayerNorm": "fp32"})], data=batches())
     assert module.losses == oracle.losses
+
+
+@pytest.mark.parametrize("mode", ["16-mixed", "16-true"])
+def test_an_optimizer_that_turns_out_to_evaluate_its_closure_is_refused_by_name(mode: str) -> None:
+    """SAM and its kind take ``closure=None`` and call it all the same: only the call itself shows it."""
+
+    class Sharp(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            first = closure()
+            super().step()
+            closure()
+            return first
+
+    with pytest.raises(PlanError, match="evaluates its closure again, under loss scaling"):
+        fit(Regression(partial(Sharp, lr=1e-3)), plugins=[plan_for(mode)])

@@ -236,3 +236,18 @@ def test_a_later_stock_run_of_the_same_module_is_not_held() -> None:
     module.overflow_at, module.lrs = (), []
     fit(module, precision="32-true")
     assert module.lrs == pytest.approx([1e-2 * _warm_up(step) for step in range(8)])
+
+
+def test_a_step_that_came_to_nothing_moves_the_schedule_as_in_stock_whatever_came_before() -> None:
+    """``training_step`` returning None is neither applied nor skipped: an older skip must not hold its schedule."""
+
+    class Sometimes(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx in (2, 3, 5) else loss
+
+    module = Sometimes(scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)), overflow_at=(1,))
+    with pytest.warns(UserWarning, match="returned `None`"):
+        fit(module, plugins=[plan_for("bf16-mixed")])
+    # step 1 is skipped, so steps 1 and 2 see the same rate; every other batch moves it on
+    assert [round(1e-2 / rate) - 1 for rate in module.lrs] == [0, 1, 1, 2, 3, 4, 5, 6]
