@@ -44,15 +44,12 @@ class Holding:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
-
-    @property
-    def active(self) -> bool:
-        """Whether something is held."""
-        return bool(self._undo)
+        #: whether ``hold`` was called since the last ``release``
+        self.active = False
 
     def hold(self, trainer: Trainer, module: LightningModule, skipped: Skipped) -> None:
         """Hold every step-interval scheduler and every weight average of the trainer while ``skipped()`` is true."""
-        self._undo.append(lambda: None)
+        self.active = True
         if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
             self._shadow(module, "lr_scheduler_step", _HeldSchedulerStep(module, skipped))
         for callback in cast("list[Any]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
@@ -61,6 +58,7 @@ class Holding:
 
     def release(self) -> None:
         """Undo every shadow."""
+        self.active = False
         while self._undo:
             self._undo.pop()()
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from lightning_mp.errors import Fault, Faults, PlanError, nearest
 from lightning_mp.loss_scaling import LossScaling
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "auto"]
-DType = Literal["fp32", "bf16", "fp16"]
-
-PRECISIONS: tuple[str, ...] = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "auto")
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 SCALED_PRECISIONS = ("16-mixed", "16-true", "auto")
 
 _ALIASES = {

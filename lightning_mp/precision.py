@@ -35,6 +35,7 @@ from lightning_mp.policy import (
     LossScalingLike,
     NonFiniteLike,
     PinsLike,
+    Precision,
     PrecisionPolicy,
 )
 
@@ -64,7 +65,7 @@ class MixedPrecisionPlan(FSDPPrecision):
 
     def __init__(
         self,
-        precision: str = "bf16-mixed",
+        precision: Precision = "bf16-mixed",
         *,
         loss_scaling: LossScalingLike = None,
         pins: PinsLike = None,
@@ -74,10 +75,17 @@ class MixedPrecisionPlan(FSDPPrecision):
         reduce_dtype: str | None = None,
         buffer_dtype: str | None = None,
     ) -> None:
-        given: dict[str, Any] = {"loss_scaling": loss_scaling, "pins": pins, "tf32": tf32}
-        given |= {"checkpointing": checkpointing, "nonfinite": nonfinite}
-        given |= {"reduce_dtype": reduce_dtype or "fp32", "buffer_dtype": buffer_dtype}
-        self.policy = PrecisionPolicy(precision=precision, **given)
+        given: dict[str, Any] = {
+            "precision": precision,
+            "loss_scaling": loss_scaling,
+            "pins": pins,
+            "tf32": tf32,
+            "checkpointing": checkpointing,
+            "nonfinite": nonfinite,
+            "reduce_dtype": reduce_dtype or "fp32",
+            "buffer_dtype": buffer_dtype,
+        }
+        self.policy = PrecisionPolicy(**given)
         self._declared = self.policy
         self._device = torch.device("cpu")
         self._trainer: weakref.ref[Trainer] | None = None
