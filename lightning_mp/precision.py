@@ -251,8 +251,6 @@ class MixedPrecisionPlan(FSDPPrecision):
             PlanError: an optimizer that evaluates its closure again, under loss scaling.
         """
         if self._engine is not None:
-            if self.scaler is not None and self._engine.distributed:
-                self.scaler.sync_with(strategy_support.max_over_ranks_)
             self._engine.connect(model, optimizers)
             for warning in (text for optimizer in optimizers for text in optimizer_facts.warnings(optimizer)):
                 rank_zero_warn(warning)

@@ -7,11 +7,8 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 
-from lightning_mp.engines.reduce import max_over_ranks_
 from lightning_mp.errors import Faults
 from lightning_mp.policy import PrecisionPolicy
-
-__all__ = ["check", "is_distributed", "max_over_ranks_"]
 
 
 def is_distributed(strategy: Strategy) -> bool:

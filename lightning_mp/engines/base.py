@@ -19,8 +19,6 @@ class StepEngine(Protocol):
 
     #: gradients came in since the last step
     pending: bool
-    #: gradients are summed over ranks
-    distributed: bool
 
     def check(self, module: nn.Module, faults: Faults) -> None:
         """Note what in ``module`` the policy cannot be carried out on; change nothing."""

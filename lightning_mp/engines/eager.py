@@ -96,6 +96,8 @@ class EagerEngine:
         self.optimizers = list(optimizers)
         if self.scaler is not None:
             self.scaler.forget()
+            if self.distributed:
+                self.scaler.sync_with(reduce.max_over_ranks_)
         self._closure_optimizers = set(map(id, filter(optimizer_facts.calls_closure_again, optimizers)))
         self._may_call = set(map(id, filter(optimizer_facts.takes_closure, optimizers)))
         self._next_look = self._next_floor_look = self.ledger.attempts + 1

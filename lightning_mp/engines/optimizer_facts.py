@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.optim import Optimizer
 
-_HALF = (torch.bfloat16, torch.float16)
+from lightning_mp.numerics.dtypes import HALF
 
 
 def _closure_parameter(optimizer: Optimizer) -> inspect.Parameter | None:
@@ -49,7 +49,7 @@ def loses_updates(optimizer: Optimizer) -> bool:
     if not isinstance(optimizer, torch.optim.SGD):
         return False
     return any(
-        group.get("fused") and parameter.device.type == "cpu" and parameter.dtype in _HALF
+        group.get("fused") and parameter.device.type == "cpu" and parameter.dtype in HALF
         for group in optimizer.param_groups
         for parameter in group["params"]
     )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mp.numerics.dtypes import HALF
+
 HostRead = Callable[[Tensor], bool]
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -85,10 +86,10 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     would overflow at 65,504.
     """
     members = [parameter for parameter in parameters if parameter.grad is not None]
-    if not any(parameter.dtype in _HALF for parameter in members):
+    if not any(parameter.dtype in HALF for parameter in members):
         return torch.nn.utils.clip_grad_norm_(members, max_norm)
     grads = [cast("Tensor", parameter.grad) for parameter in members]
-    wide = [torch.float32 if gradient.dtype in _HALF else None for gradient in grads]
+    wide = [torch.float32 if gradient.dtype in HALF else None for gradient in grads]
     norms = [torch.linalg.vector_norm(grad, dtype=dtype).float() for grad, dtype in zip(grads, wide, strict=True)]
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     torch.nn.utils.clip_grads_with_norm_(members, max_norm, total)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.loss_scaling import LossScaling
 from lightning_mp.numerics import loss_scale
+from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.numerics.grads import HostRead, gradients, parameters_of, step_unless, unscale_and_check_
 from lightning_mp.numerics.loss_scale import LossScaleState
 
@@ -128,8 +129,8 @@ class LossScaler(GradScaler):
         """A tensor, or each of a list, tuple or iterable of tensors, times the scale; half ones become fp32 first."""
         if isinstance(outputs, Tensor):
             state = self.place(outputs.device)
-            half = outputs.dtype in (torch.float16, torch.bfloat16)  # the scale itself may be beyond fp16
-            return (outputs.float() if half else outputs) * state.scale
+            # the scale itself may be beyond fp16
+            return (outputs.float() if outputs.dtype in HALF else outputs) * state.scale
         if isinstance(outputs, (list, tuple)):
             return type(outputs)([self.scale(output) for output in cast("list[Any]", outputs)])
         return map(self.scale, cast("Iterable[Any]", outputs))

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from lightning_mp.numerics.device import describe
+
 Restore = Callable[[], None]
 
 
 def has_tf32(device: torch.device) -> bool:
     """Whether products on ``device`` can run in TF32: CUDA with compute capability 8.0 (Ampere) or newer."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and describe(device).tf32
 
 
 def set_tf32(setting: str) -> Restore:
