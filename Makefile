@@ -22,7 +22,7 @@ LINTED := $(wildcard lightning_mp tests benchmarks examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench clean conformance
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
@@ -53,6 +53,10 @@ bench: $(DONE)/demo ## measure step times and host reads against stock Lightning
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.md (about 20 minutes)
+	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
+	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m conformance $(ARGS)
 
 # --- installing ------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_mp.registering import register_with_lightning
+
 if TYPE_CHECKING:
+    from lightning_mp.assemble import make_strategy, trainer_kwargs
+    from lightning_mp.checkpoints import consolidate
     from lightning_mp.errors import LossScaleError, MissingExtraError, NonFiniteError, PlanError
     from lightning_mp.loss_scaling import LossScaling
     from lightning_mp.numerics.pins import unpin
@@ -25,6 +29,9 @@ _HOMES = {
     "Pin": "policy",
     "PlanError": "errors",
     "PrecisionPolicy": "policy",
+    "consolidate": "checkpoints",
+    "make_strategy": "assemble",
+    "trainer_kwargs": "assemble",
     "unpin": "numerics.pins",
 }
 
@@ -39,8 +46,13 @@ __all__ = [
     "Pin",
     "PlanError",
     "PrecisionPolicy",
+    "consolidate",
+    "make_strategy",
+    "trainer_kwargs",
     "unpin",
 ]
+
+register_with_lightning()
 
 
 def __getattr__(name: str) -> Any:

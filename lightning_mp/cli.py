@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 
@@ -57,12 +57,53 @@ def demo(
     try:
         report = run_demo(Options(text=text, modes=modes, steps=steps, out=out), _console())
     except (InputError, MissingExtraError) as error:
-        typer.echo(f"lightning-mp demo: {error}", err=True)
-        raise typer.Exit(_USAGE_ERROR) from None
+        _refuse("demo", str(error))
     except KeyboardInterrupt:
         typer.echo(f"\nlightning-mp demo: stopped; what was measured so far is in {out}", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def consolidate(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A .ckpt file, a folder of shards, or a DeepSpeed folder.", show_default=False)
+    ],
+    output: Annotated[
+        Path, typer.Argument(help="What to write: .pt, .pth, .bin, .ckpt or .safetensors.", show_default=False)
+    ],
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Cast floating tensors to fp32, bf16 or fp16.", show_default="as stored"),
+    ] = None,
+    prefix: Annotated[
+        str, typer.Option(help="Write what is under this name only, and without it: 'model.' for transformers.")
+    ] = "",
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Unpickle objects too, from a .ckpt file whose origin you trust.")
+    ] = False,
+) -> None:
+    """Write the weights of any checkpoint, sharded or DeepSpeed's too, as one plain state dict."""
+    from lightning_mp.checkpoints.consolidating import write_consolidated
+    from lightning_mp.checkpoints.formats import CheckpointFormatError
+    from lightning_mp.errors import MissingExtraError, PlanError
+
+    try:
+        written = write_consolidated(checkpoint, output, dtype, prefix=prefix, weights_only=False if trust else None)
+    except PlanError as error:
+        _refuse("consolidate", "; ".join(map(str, error.faults)))
+    except (CheckpointFormatError, MissingExtraError, OSError) as error:
+        _refuse("consolidate", str(error))
+    if written.left_out:
+        typer.echo(f"left out, since they are no tensors: {', '.join(written.left_out)}", err=True)
+    unit, name = (2**20, "MiB") if written.size >= 2**20 else (2**10, "KiB")
+    size = f"{written.size / unit:.1f} {name}"
+    typer.echo(f"{written.path}: {written.tensors} tensors, {size}, {', '.join(written.dtypes)}")
+
+
+def _refuse(command: str, message: str) -> NoReturn:
+    typer.echo(f"lightning-mp {command}: {message}", err=True)
+    raise typer.Exit(_USAGE_ERROR) from None
 
 
 def _console() -> Console:

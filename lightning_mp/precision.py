@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any, cast
@@ -14,14 +13,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp import hardware, presets, reading, strategy_support
+from lightning_mp import device_rules, hardware, presets, reading, strategy_support
 from lightning_mp.engines import closures, optimizer_facts
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults
 from lightning_mp.holding import Holding
 from lightning_mp.loss_scaling import LossScaling
@@ -29,7 +27,6 @@ from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.ledger import StepLedger
 from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.tf32 import set_tf32
 from lightning_mp.policy import (
     CheckpointingLike,
     LossScalingLike,
@@ -169,6 +166,16 @@ class MixedPrecisionPlan(FSDPPrecision):
         """How many optimizer steps were applied since the run began."""
         return self.ledger.applied_steps
 
+    @property
+    def engine(self) -> StepEngine | None:
+        """What carries the plan out on the strategy at hand, while a run lasts."""
+        return self._engine
+
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """The global gradient norm of the last clipping by norm, before it: an fp32 scalar on the device."""
+        return None if self._engine is None else self._engine.last_norm
+
     # ------------------------------------------------------------------ the module
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -185,24 +192,24 @@ class MixedPrecisionPlan(FSDPPrecision):
         refused = hardware.refusal(device, self.precision)
         if refused is not None:
             faults.add(*refused)
-        if trainer is not None:
-            strategy_support.check(trainer.strategy, self.policy, module, faults)
-        distributed = trainer is not None and strategy_support.is_distributed(trainer.strategy)
-        engine = EagerEngine(
+        strategy = None if trainer is None else trainer.strategy
+        engine = strategy_support.engine_of(strategy)(
             self.policy,
             device=self._device,
             ledger=self.ledger,
             scaler=self.scaler,
-            distributed=distributed,
+            distributed=isinstance(strategy, ParallelStrategy),
             global_step=self._global_step,
         )
         engine.check(module, faults)
+        if strategy is not None:
+            strategy_support.check(strategy, engine, module, faults)
         faults.raise_if_any()
-        for pattern in engine.shadowed_pins:
+        for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
         self._engine = engine
         engine.prepare(module)
-        self._set_tf32(device)
+        self._restore_tf32 = device_rules.switch_tf32(self.policy, device)
         return module
 
     def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:
@@ -221,26 +228,8 @@ class MixedPrecisionPlan(FSDPPrecision):
     def _resolve_auto(self, device: hardware.Device, module: nn.Module) -> None:
         if self.policy.precision != "auto":
             return
-        choice = hardware.choose(device, sum(parameter.numel() for parameter in module.parameters()))
-        scaled = choice.precision.startswith("16")
-        self.policy = replace(
-            self.policy,
-            precision=choice.precision,
-            tf32=self.policy.tf32 or choice.tf32,
-            loss_scaling=self.policy.loss_scaling if scaled else None,
-        )
+        self.policy = device_rules.resolved(self.policy, device, module)
         self._start_over()
-        rank_zero_info(f"precision 'auto' is {choice.precision!r}: {choice.reason}")
-
-    def _set_tf32(self, device: hardware.Device) -> None:
-        if device.bf16 == "emulated" and self.precision.startswith("bf16"):
-            rank_zero_info(f"bf16 is emulated on {device.name}: right, but no faster than fp32")
-        if self.policy.tf32 is None:
-            return
-        if device.tf32:
-            self._restore_tf32 = set_tf32(self.policy.tf32)
-        else:
-            rank_zero_info(f"tf32={self.policy.tf32!r} changes nothing on {device.name}: it has no TF32")
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -301,6 +290,8 @@ class MixedPrecisionPlan(FSDPPrecision):
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward, outside autocast: manual optimization calls it from within ``training_step``."""
+        if self._engine is not None and self._engine.backward(tensor, *args, **kwargs):
+            return
         if self._autocast_dtype is None or model.automatic_optimization:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
@@ -354,6 +345,11 @@ class MixedPrecisionPlan(FSDPPrecision):
         """Clip by the global norm, taken in fp32."""
         if self._engine is not None:
             self._engine.clip_norm(optimizer, float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip every entry of the gradients, in true units."""
+        if self._engine is not None:
+            self._engine.clip_value(optimizer, float(clip_val))
 
     # ------------------------------------------------------------------ checkpoints and the end
 

@@ -1,42 +1,84 @@
-"""Which Lightning strategies a plan runs on, and what it refuses on them."""
+"""Which Lightning strategies a plan runs on, with which engine, and what it refuses on them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from torch import nn
 
+from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.engines.sharded import ShardedEngine
+from lightning_mp.engines.users_sharding import check_users_sharding
 from lightning_mp.errors import Faults
 from lightning_mp.policy import PrecisionPolicy
 
 
-def is_distributed(strategy: Strategy) -> bool:
-    """Whether gradients are summed over ranks."""
-    return isinstance(strategy, DDPStrategy)
+def engine_of(strategy: Strategy | None) -> type[EagerEngine]:
+    """The engine for ``strategy``; this package's own strategies name theirs in ``plan_engine``."""
+    own = getattr(strategy, "plan_engine", None)
+    if own is not None:
+        return cast("type[EagerEngine]", own)
+    return ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
 
 
-def check(strategy: Strategy, policy: PrecisionPolicy, module: nn.Module, faults: Faults) -> None:
-    """Note why the plan cannot run on ``strategy``."""
-    # DeepSpeedStrategy is a DDPStrategy by inheritance only
-    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(strategy, DeepSpeedStrategy):
-        faults.add(
-            f"strategy {type(strategy).__name__}",
-            "a single device, or DDP: Trainer(strategy='auto') or Trainer(strategy='ddp')",
-            "use strategy='ddp'; sharded strategies would change what the plan means",
-        )
-        return
+def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
+    """Note why the plan cannot run on ``strategy``, and which ``mp_*`` strategy can."""
+    policy = engine.policy
+    own = getattr(strategy, "check_plan", None)
+    if own is not None:
+        own(engine, module, faults)
+    # before DDP: DeepSpeedStrategy is a DDPStrategy by inheritance only
+    elif isinstance(strategy, DeepSpeedStrategy):
+        _refuse_stock(strategy, _zero_name(strategy), "its engine casts, scales and skips by rules of its own", faults)
+    elif isinstance(strategy, FSDPStrategy):
+        _refuse_stock(strategy, "mp_fsdp1", "it would put pinned and unpinned weights into one flat parameter", faults)
+    elif isinstance(strategy, ModelParallelStrategy):
+        check_users_sharding(module, policy, engine.pin_map, faults)
+    elif isinstance(strategy, DDPStrategy):
+        _check_hook(strategy, policy, faults)
+    elif not isinstance(strategy, SingleDeviceStrategy):
+        _refuse_stock(strategy, "mp_ddp", "nobody has tried what it makes of a plan", faults)
+
+
+def _refuse_stock(strategy: Strategy, instead: str, why: str, faults: Faults) -> None:
+    faults.add(
+        f"strategy {type(strategy).__name__}",
+        f"a single device, DDP, or this package's own strategies: {why}",
+        f"use Trainer(strategy={instead!r})",
+    )
+
+
+def _zero_name(strategy: DeepSpeedStrategy) -> str:
+    config = cast("Any", strategy.config)
+    zero = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
+    offload = "_offload" if {"offload_optimizer", "offload_param"} & set(zero) else ""
+    return f"mp_deepspeed_zero{zero.get('stage') or 1}{offload}"
+
+
+def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) -> None:
+    """A communication hook of the user's own decides what is summed; so does ``reduce_dtype``."""
     hook: Any = getattr(strategy, "_ddp_comm_hook", None)
-    if hook is not None and _decides_dtype(hook, strategy):
+    if hook is None:
+        return
+    given = f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)})"
+    if _decides_dtype(hook, strategy):
         faults.add(
-            f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)}) beside reduce_dtype={policy.reduce_dtype!r}",
+            f"{given} beside reduce_dtype={policy.reduce_dtype!r}",
             "one of the two to decide the dtype gradients are summed in",
             "remove the hook and set MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16'",
         )
-    elif hook is not None and {policy.storage_dtype, *(pin.dtype for pin in policy.pins)} != {policy.reduce_dtype}:
+    elif {policy.storage_dtype, *(pin.dtype for pin in policy.pins)} != {policy.reduce_dtype}:
         faults.add(
-            f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)}) where gradients are summed in another dtype "
-            "than their own",
+            f"{given} where gradients are summed in another dtype than their own",
             "no communication hook where parameters or pins are not stored in reduce_dtype",
             "remove the hook",
         )

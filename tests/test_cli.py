@@ -50,7 +50,9 @@ def test_the_version_is_printed() -> None:
     assert result.output == f"lightning-mp {lightning_mp.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["--version"], ["demo", "--modes", "fp99"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["consolidate", "--help"], ["--version"], ["demo", "--modes", "fp99"]]
+)
 def test_nothing_heavy_is_imported_before_a_command_needs_it(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom lightning_mp.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
@@ -126,3 +128,71 @@ def test_a_missing_package_names_the_extra_that_brings_it(
     line = _refusal(tmp_path, "--steps", "1")
     assert f"'{package}'" in line
     assert f"lightning-mp[{extra}]" in line
+
+
+# ------------------------------------------------------------------ consolidate
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from support.models import Regression
+    from support.running import fit
+    from support.saving import SaveAt
+
+    class WithExtraState(Regression):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"version": 1}
+
+    folder = tmp_path_factory.mktemp("run")
+    fit(WithExtraState(), callbacks=[SaveAt(folder, 8)])
+    return folder / "8.ckpt"
+
+
+def test_consolidate_writes_and_says_what(checkpoint: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    out = tmp_path / "net.safetensors"
+    result = _run("consolidate", str(checkpoint), str(out), "--dtype", "bfloat16", "--prefix", "net.")
+    assert result.exit_code == 0
+    assert result.output == f"{out}: 6 tensors, {out.stat().st_size / 1024:.1f} KiB, bf16\n"
+    assert sorted(load_file(out)) == ["0.bias", "0.weight", "1.bias", "1.weight", "3.bias", "3.weight"]
+
+
+def test_consolidate_says_what_it_left_out(checkpoint: Path, tmp_path: Path) -> None:
+    result = _run("consolidate", str(checkpoint), str(tmp_path / "w.pt"))
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"{tmp_path / 'w.pt'}: 6 tensors, ")
+    assert result.stderr == "left out, since they are no tensors: _extra_state\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{missing}", "{out}"], "which does not exist"),
+        (["{checkpoint}", "{out}", "--dtype", "fp9"], "given dtype 'fp9'; allowed: fp32, bf16, fp16"),
+        (["{checkpoint}", "{out}", "--prefix", "model."], "given the prefix 'model.'"),
+        (["{checkpoint}", "{out}x"], "a name ending in .pt, .pth, .bin, .ckpt, .safetensors"),
+        (["{checkpoint}", "{checkpoint}/w.pt"], "exists"),
+    ],
+)
+def test_a_refused_consolidate_is_one_line(checkpoint: Path, tmp_path: Path, arguments: list[str], says: str) -> None:
+    names = {"checkpoint": checkpoint, "missing": tmp_path / "missing.ckpt", "out": tmp_path / "w.pt"}
+    result = _run("consolidate", *(argument.format(**names) for argument in arguments))
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("lightning-mp consolidate: ")
+    assert says in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_consolidate_reads_objects_only_with_trust(tmp_path: Path) -> None:
+    from fractions import Fraction
+
+    import torch
+
+    torch.save({"state_dict": {"a": torch.zeros(2)}, "hyper_parameters": Fraction(1, 2)}, tmp_path / "x.ckpt")
+    arguments = ["consolidate", str(tmp_path / "x.ckpt"), str(tmp_path / "w.pt")]
+    refused = _run(*arguments)
+    assert refused.exit_code == 2
+    assert "--trust" in refused.stderr
+    assert _run(*arguments, "--trust").exit_code == 0

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.errors import Faults
+from lightning_mp.numerics.pins import PinMap
+from lightning_mp.policy import PrecisionPolicy
 
 #: runs the last batch forward and backward again, without summing over ranks, to find what broke it; or cannot
 Replay = Callable[[], Tensor | None] | None
@@ -17,16 +19,19 @@ Replay = Callable[[], Tensor | None] | None
 class StepEngine(Protocol):
     """Carries one policy out on one kind of strategy."""
 
+    policy: PrecisionPolicy
     #: gradients came in since the last step
     pending: bool
+    #: the global gradient norm of the last clipping, before it
+    last_norm: Tensor | None
 
     def check(self, module: nn.Module, faults: Faults) -> None:
         """Note what in ``module`` the policy cannot be carried out on; change nothing."""
         ...
 
     @property
-    def shadowed_pins(self) -> tuple[str, ...]:
-        """Patterns that earlier ones leave nothing to; known after ``check``."""
+    def pin_map(self) -> PinMap:
+        """Which pin covers which module; known after ``check``."""
         ...
 
     def prepare(self, module: nn.Module) -> None:
@@ -39,6 +44,10 @@ class StepEngine(Protocol):
 
     def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
         """The loss to run backward on."""
+        ...
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> bool:
+        """Run backward where the strategy's own engine has to; whether it did."""
         ...
 
     def after_backward(self, *, manual: bool) -> None:
@@ -57,8 +66,12 @@ class StepEngine(Protocol):
         """Bring gradients into true units and find out whether they are finite on every rank."""
         ...
 
-    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Clip by the global norm; the norm before."""
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
+        """Clip by the global norm, and note it."""
+        ...
+
+    def clip_value(self, optimizer: Optimizer, value: float) -> None:
+        """Clip every entry to ``[-value, value]``."""
         ...
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:

@@ -40,6 +40,8 @@ class EagerEngine:
         self.optimizers: list[Optimizer] = []
         #: gradients came in since the last step
         self.pending = False
+        #: the global gradient norm of the last clipping, before it, on the device
+        self.last_norm: Tensor | None = None
         self._module: nn.Module | None = None
         self._pin_map = pins.PinMap((), ())
         self._checkpointed: list[nn.Module] = []
@@ -63,9 +65,9 @@ class EagerEngine:
             self._checkpointed = checkpointing.select(module, self.policy.checkpointing, faults)
 
     @property
-    def shadowed_pins(self) -> tuple[str, ...]:
-        """Patterns that earlier ones leave nothing to."""
-        return self._pin_map.shadowed
+    def pin_map(self) -> pins.PinMap:
+        """Which pin covers which module."""
+        return self._pin_map
 
     def prepare(self, module: nn.Module) -> None:
         """Cast what no pin covers, then pin, then checkpoint."""
@@ -145,6 +147,10 @@ class EagerEngine:
             self.scaler.multiply_back_(self.optimizers)
         return self.scaler.scale(loss)
 
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> bool:
+        """Autograd does it."""
+        return False
+
     def after_backward(self, *, manual: bool) -> None:
         """Under manual optimization gradients are in true units at once: users clip them before they step."""
         if self.scaler is not None and manual:
@@ -175,9 +181,13 @@ class EagerEngine:
                 reduce.max_over_ranks_(found)
         self._found[id(optimizer)] = found
 
-    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the global 2-norm, in fp32."""
-        return grads.clip_grad_norm_(grads.parameters_of(optimizer), max_norm)
+        self.last_norm = grads.clip_grad_norm_(grads.parameters_of(optimizer), max_norm)
+
+    def clip_value(self, optimizer: Optimizer, value: float) -> None:
+        """Clip every entry to ``[-value, value]``."""
+        torch.nn.utils.clip_grad_value_(grads.parameters_of(optimizer), value)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Step the optimizer, or leave everything as it was."""

@@ -47,11 +47,12 @@ class CheckpointedForward(class_swap.Swapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, checkpointed wherever gradients are on."""
         run = cast("Any", super()).forward
-        if not torch.is_grad_enabled():
+        state = self.__dict__.get("_lmp_checkpoint")
+        if state is None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        options: dict[str, Any] = {"preserve_rng_state": self._lmp_checkpoint.preserve_rng}
-        if self._lmp_checkpoint.save_ops is not None:
-            options["context_fn"] = partial(_selective_contexts, self._lmp_checkpoint.save_ops)
+        options: dict[str, Any] = {"preserve_rng_state": state.preserve_rng}
+        if state.save_ops is not None:
+            options["context_fn"] = partial(_selective_contexts, state.save_ops)
         # Not the reentrant form: with frozen inputs (LoRA) it computes no gradients at all.
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 

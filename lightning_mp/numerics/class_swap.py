@@ -65,13 +65,21 @@ def _rebuild(mixins: tuple[type[Swapped], ...], base: type[nn.Module]) -> nn.Mod
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module`` before anything was swapped in."""
-    return _layers(type(module))[1]
+    """The class of ``module`` before anything was swapped in, here or by ``fully_shard``."""
+    cls = type(module)
+    while True:
+        if issubclass(cls, Swapped):
+            cls = _layers(cls)[1]
+        elif len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule":
+            cls = cast("type[nn.Module]", cls.__bases__[1])
+        else:
+            return cls
 
 
 def swap_in(module: nn.Module, mixin: type[Swapped]) -> None:
-    """Make ``module`` an instance of ``mixin`` over its present class."""
-    module.__class__ = _swapped_class(mixin, type(module))
+    """Make ``module`` an instance of ``mixin`` over its present class, unless it is one."""
+    if not isinstance(module, mixin):
+        module.__class__ = _swapped_class(mixin, type(module))
 
 
 def swapped_with(module: nn.Module, mixin: type[Swapped]) -> bool:
@@ -80,6 +88,12 @@ def swapped_with(module: nn.Module, mixin: type[Swapped]) -> bool:
 
 
 def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:
-    """Take ``mixin`` out again, whatever was swapped in around it."""
+    """Take ``mixin`` out again, whatever was swapped in around it.
+
+    Where ``fully_shard`` put a class of its own on top since, the mix-in stays below it: a mix-in whose state is gone
+    from the instance does nothing.
+    """
+    if "lmp_mixin" not in vars(type(module)):
+        return
     mixins, base = _layers(type(module))
     module.__class__ = _combined((layer for layer in mixins if layer is not mixin), base)

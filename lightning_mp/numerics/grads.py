@@ -31,8 +31,17 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
             # Entries of one index add up when coalesced, which may overflow: so that must come before the check.
             parameter.grad = gradient.coalesce()
             gradient = parameter.grad.values()
+        gradient = local(gradient)
         found.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
     return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, in the same storage; any other tensor itself."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():  # else to_local() would be recorded, and hand out a view
+        return cast("Any", tensor).to_local()
 
 
 def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:

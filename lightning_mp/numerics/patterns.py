@@ -15,7 +15,9 @@ def matches(pattern: str, name: str, module: nn.Module) -> bool:
     """Whether ``pattern`` (case-sensitive ``fnmatch``) is the module's name, a dotted suffix of it, or its class."""
     parts = name.split(".")
     suffixes = (".".join(parts[start:]) for start in range(len(parts)))
-    return any(fnmatchcase(suffix, pattern) for suffix in suffixes) or fnmatchcase(type(module).__name__, pattern)
+    return any(fnmatchcase(suffix, pattern) for suffix in suffixes) or fnmatchcase(
+        original_class(module).__name__, pattern
+    )
 
 
 def named_submodules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -39,4 +41,4 @@ def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
 
 
 def _words(name: str, module: nn.Module) -> tuple[str, ...]:
-    return name.rpartition(".")[2], type(module).__name__, name
+    return name.rpartition(".")[2], original_class(module).__name__, name

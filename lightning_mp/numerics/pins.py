@@ -36,9 +36,13 @@ class PinMap:
     members: tuple[PinnedModule, ...]
     shadowed: tuple[str, ...]
 
-    def parameters(self) -> set[int]:
-        """``id`` of every parameter that a pin decides."""
-        return {id(parameter) for member in self.members for parameter in member.module.parameters(recurse=False)}
+    def dtypes(self) -> dict[int, str]:
+        """``id`` of every parameter that a pin decides → the pin's dtype."""
+        return {
+            id(parameter): member.pin.dtype
+            for member in self.members
+            for parameter in member.module.parameters(recurse=False)
+        }
 
 
 def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
@@ -164,7 +168,9 @@ class PinnedForward(class_swap.Swapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cast floating inputs, run outside autocast, cast floating outputs as the pin says."""
-        pin = self._lmp_pin
+        pin = self.__dict__.get("_lmp_pin")
+        if pin is None:
+            return cast("Any", super()).forward(*args, **kwargs)
         came_in = (floating_dtype(args) or floating_dtype(kwargs)) if pin.to_input_dtype else None
         args, kwargs = cast_floating(args, pin.dtype), cast_floating(kwargs, pin.dtype)
         with torch.autocast(pin.device_type, enabled=False):
@@ -173,7 +179,10 @@ class PinnedForward(class_swap.Swapped):
         return output if wanted is None else cast_floating(output, wanted)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        dtype = self._lmp_pin.dtype
+        pin = self.__dict__.get("_lmp_pin")
+        if pin is None:
+            return cast("Any", super())._apply(fn, recurse)
+        dtype = pin.dtype
 
         def keeping_the_pin(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -200,8 +209,7 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
         if not owns and not (member.entry and has_own_forward(module)):
             continue
         object.__setattr__(module, "_lmp_pin", _state(member, mixed, compute_dtype, device_type))
-        if not class_swap.swapped_with(module, PinnedForward):
-            class_swap.swap_in(module, PinnedForward)
+        class_swap.swap_in(module, PinnedForward)
 
 
 def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
@@ -227,6 +235,6 @@ def unpin(module: nn.Module) -> None:
 def remove(modules: Iterable[nn.Module]) -> None:
     """Undo the forward of every pinned module among ``modules``; what is stored stays as it is."""
     for module in modules:
-        if class_swap.swapped_with(module, PinnedForward):
+        if "_lmp_pin" in module.__dict__:
             class_swap.swap_out(module, PinnedForward)
             del module.__dict__["_lmp_pin"]

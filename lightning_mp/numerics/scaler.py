@@ -212,6 +212,10 @@ class LossScaler(GradScaler):
         self._group[id(optimizer)] = found_inf if before is None else torch.maximum(before, found_inf)
         return found_inf
 
+    def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
+        """Take note of a step that an engine of another's unscaled, checked and made, with its flag."""
+        self._group[id(_plain(optimizer))] = found_inf
+
     @property
     def group_open(self) -> bool:
         """Whether an optimizer stepped since the last update."""

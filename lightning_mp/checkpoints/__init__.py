@@ -1,0 +1,9 @@
+"""Checkpoints of every strategy, told apart, read whole, and written as one plain state dict."""
+
+from __future__ import annotations
+
+from lightning_mp.checkpoints.consolidating import consolidate
+from lightning_mp.checkpoints.formats import CheckpointFormatError, Kind, kind_of
+from lightning_mp.checkpoints.reading import plan_state, read_full
+
+__all__ = ["CheckpointFormatError", "Kind", "consolidate", "kind_of", "plan_state", "read_full"]

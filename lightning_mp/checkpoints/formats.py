@@ -1,0 +1,97 @@
+"""The three formats a strategy writes, how each is told from the others, and what is said where none is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from lightning_mp.errors import Fault
+
+Kind = Literal["file", "sharded", "deepspeed"]
+
+#: what Lightning puts beside the shards of torch.distributed.checkpoint, and that package's own index
+SHARDED_EXTRA, SHARDED_INDEX = "meta.pt", ".metadata"
+#: the file that names DeepSpeed's folder, and the name Lightning gives that folder
+DEEPSPEED_LATEST, DEEPSPEED_TAG = "latest", "checkpoint"
+DEEPSPEED_MODEL = "*_model_states.pt"
+
+ALLOWED = (
+    f"a .ckpt file of Lightning, a folder of shards with {SHARDED_INDEX} and {SHARDED_EXTRA}, "
+    f"or a folder of DeepSpeed's with {DEEPSPEED_LATEST!r}"
+)
+
+
+class CheckpointFormatError(ValueError):
+    """A checkpoint that cannot be read, or an output that cannot be written from it."""
+
+    def __init__(self, given: str, allowed: str, fix: str) -> None:
+        self.fault = Fault(given, allowed, fix)
+        super().__init__(str(self.fault))
+
+    def __reduce__(self) -> tuple[type[CheckpointFormatError], tuple[str, str, str]]:
+        return type(self), (self.fault.given, self.fault.allowed, self.fault.fix)
+
+
+def kind_of(path: str | os.PathLike[str]) -> Kind:
+    """Which of the formats lies at ``path``, told by the names of the files alone.
+
+    Raises:
+        CheckpointFormatError: none of them, or a part of one; it says what is there and what is missing.
+    """
+    place = Path(path)
+    if place.is_file():
+        _check_no_part(place)
+        return "file"
+    if not place.is_dir():
+        raise CheckpointFormatError(f"{str(place)!r}, which does not exist", ALLOWED, "check the path")
+    if (place / SHARDED_INDEX).exists() or (place / SHARDED_EXTRA).exists():
+        _check_sharded(place)
+        return "sharded"
+    if (place / DEEPSPEED_LATEST).is_file() or (place / DEEPSPEED_TAG).is_dir():
+        deepspeed_folder(place)
+        return "deepspeed"
+    if any(place.glob(DEEPSPEED_MODEL)):
+        raise CheckpointFormatError(
+            f"{str(place)!r}, the inner folder of a DeepSpeed checkpoint", ALLOWED, f"give {str(place.parent)!r}"
+        )
+    raise CheckpointFormatError(
+        f"{str(place)!r}, a folder with neither {SHARDED_INDEX} and {SHARDED_EXTRA} nor {DEEPSPEED_LATEST!r}",
+        ALLOWED,
+        "give the folder that ModelCheckpoint wrote, whose name ends in .ckpt",
+    )
+
+
+def deepspeed_folder(place: Path) -> Path:
+    """The folder inside a DeepSpeed checkpoint that holds its files.
+
+    Raises:
+        CheckpointFormatError: it is not there or has no model states.
+    """
+    latest = place / DEEPSPEED_LATEST
+    tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else DEEPSPEED_TAG
+    if any((place / tag).glob(DEEPSPEED_MODEL)):
+        return place / tag
+    raise CheckpointFormatError(
+        f"{str(place)!r}, whose folder {tag!r} has no file {DEEPSPEED_MODEL}",
+        ALLOWED,
+        "the checkpoint is incomplete: copy it again, or take an earlier one",
+    )
+
+
+def _check_no_part(file: Path) -> None:
+    shard = (file.name == SHARDED_EXTRA or file.suffix == ".distcp") and (file.parent / SHARDED_INDEX).exists()
+    piece = file.match("*mp_rank_*_states.pt")
+    if shard or piece or file.name == SHARDED_INDEX:
+        whole = file.parent.parent if piece else file.parent
+        raise CheckpointFormatError(f"{str(file)!r}, one file of a sharded checkpoint", ALLOWED, f"give {str(whole)!r}")
+
+
+def _check_sharded(place: Path) -> None:
+    missing = [name for name in (SHARDED_INDEX, SHARDED_EXTRA) if not (place / name).is_file()]
+    if missing:
+        raise CheckpointFormatError(
+            f"{str(place)!r}, a folder of shards without {missing[0]}",
+            ALLOWED,
+            "its writing was cut short: take an earlier checkpoint",
+        )

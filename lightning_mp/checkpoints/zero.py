@@ -1,0 +1,176 @@
+"""Folders that DeepSpeed wrote through Lightning: full fp32 weights out of each rank's part of the masters."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_mp.checkpoints import files
+from lightning_mp.checkpoints.formats import ALLOWED, DEEPSPEED_MODEL, CheckpointFormatError, deepspeed_folder
+from lightning_mp.checkpoints.names import plain_name, plain_names
+from lightning_mp.errors import MissingExtraError
+
+LEFT_OUT = "DeepSpeed keeps optimizer states flat, a piece a rank: only DeepSpeed at the same world size resumes them"
+
+# What DeepSpeedEngine puts beside Lightning's own keys.
+_OWN = frozenset({
+    "module", "optimizer", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_config", "ds_version",
+})  # fmt: skip
+
+
+def weights(path: Path) -> dict[str, Any]:
+    """The full state dict on the CPU."""
+    return checkpoint(path)["state_dict"]
+
+
+def checkpoint(path: Path) -> dict[str, Any]:
+    """Everything but the optimizer states, as Lightning's single file has it.
+
+    Raises:
+        CheckpointFormatError: files are missing or damaged, or the model was split by tensor or pipeline parallelism.
+        MissingExtraError: DeepSpeed is not installed; its files hold its classes.
+    """
+    masters_of = _tool()
+    folder = deepspeed_folder(path)
+    states = _model_states(path, folder)
+    state_dict = plain_names(_full(path, states, lambda: _masters(path, folder, states, masters_of)))
+    record: Mapping[str, Any] = states.get("lightning_mp") or {}
+    return {
+        **{key: value for key, value in states.items() if key not in _OWN},
+        "state_dict": _as_recorded(path, state_dict, record.get("dtypes", {})),
+        "optimizer_states": [],
+        "optimizer_left_out": LEFT_OUT,
+    }
+
+
+def _tool() -> Callable[..., dict[str, Tensor]]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # on import DeepSpeed says at length which device it found
+    try:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    except ImportError:
+        raise MissingExtraError("deepspeed", "deepspeed", "reading a DeepSpeed checkpoint") from None
+    finally:
+        logging.disable(before)
+    return cast("Callable[..., dict[str, Tensor]]", get_fp32_state_dict_from_zero_checkpoint)
+
+
+def _model_states(path: Path, folder: Path) -> dict[str, Any]:
+    others = sorted(file.name for file in folder.glob(DEEPSPEED_MODEL) if "mp_rank_00" not in file.name)
+    if others:
+        raise CheckpointFormatError(
+            f"{str(path)!r}, a model split by pipeline, tensor or expert parallelism ({others[0]})",
+            "DeepSpeed checkpoints of data-parallel runs",
+            "use DeepSpeed's own ds_to_universal.py",
+        )
+    candidates = [folder / "mp_rank_00_model_states.pt", folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"]
+    found = [file for file in candidates if file.is_file()]
+    if not found:
+        raise CheckpointFormatError(
+            f"{str(path)!r}, without the model states of rank 0", ALLOWED, "copy the files of all nodes into it"
+        )
+    states = files.load(found[0], weights_only=False)
+    if not isinstance(states.get("module"), dict):
+        raise CheckpointFormatError(f"{str(found[0])!r}, which holds no module", ALLOWED, "check the path")
+    return states
+
+
+def _full(path: Path, states: Mapping[str, Any], masters: Callable[[], dict[str, Tensor]]) -> dict[str, Any]:
+    """The engine's state dict, with what ZeRO split or keeps more exactly put in; buffers stay as they are."""
+    state_dict: dict[str, Any] = states["module"]
+    groups: list[Mapping[str, Any]] = [*(states.get("param_shapes") or ()), states.get("frozen_param_shapes") or {}]
+    shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    if not shapes:  # stage 0: DDP by another name
+        return state_dict
+    shared: Mapping[str, str] = states.get("shared_params") or {}
+    shapes |= {name: shapes[other] for name, other in shared.items() if other in shapes}
+    rebuilt = masters()
+    full: dict[str, Any] = {
+        name: rebuilt.get(name, value) if name in shapes else value for name, value in state_dict.items()
+    }
+    # Under stage 3 the engine's own entries are empty: none may be left.
+    wrong = [name for name, shape in shapes.items() if name in full and tuple(full[name].shape) != shape]
+    if wrong:
+        raise files.damaged(path, ValueError(f"its parts do not make up {wrong[0]!r}"))
+    return full
+
+
+def _masters(
+    path: Path, folder: Path, states: Mapping[str, Any], tool: Callable[..., dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    try:
+        found = _bf16_optimizers(states, folder)
+        if found is None:
+            with _silence():
+                found = tool(str(folder.parent), tag=folder.name)
+    except CheckpointFormatError:
+        raise
+    except (ValueError, OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise files.damaged(path, error) from error
+    # The masters were saved as what the optimizer steps: with requires_grad, which what is cut out of them inherits.
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _bf16_optimizers(states: Mapping[str, Any], folder: Path) -> dict[str, Tensor] | None:
+    """The masters of DeepSpeed's ``BF16_Optimizer``, which its tool does not know; ``None`` for ZeRO's optimizers."""
+    ranks = {int(file.name.split("_")[4]): file for file in folder.glob("bf16_zero_pp_rank_*_optim_states.pt")}
+    parts = [files.load(ranks[rank], weights_only=False, mmap=True)["optimizer_state_dict"] for rank in sorted(ranks)]
+    if not parts or "zero_stage" in parts[0]:
+        return None
+    expected = max(parts[0]["partition_count"])
+    if len(parts) != expected:
+        raise ValueError(f"Expected {expected} optimizer states, found {len(parts)}")
+    masters: dict[str, Tensor] = {}
+    for group, shapes in enumerate(states["param_shapes"]):
+        flat = torch.cat([part["single_partition_of_fp32_groups"][group] for part in parts])
+        pieces = flat.split([shape.numel() for shape in shapes.values()] + [flat.numel() - _numel(shapes)])
+        masters |= {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=False)}
+    shared: Mapping[str, str] = states.get("shared_params") or {}
+    masters |= {name: masters[other] for name, other in shared.items() if other in masters}
+    exact: dict[str, Any] = {"rtol": 0, "atol": 0, "equal_nan": True}
+    module: Mapping[str, Tensor] = states["module"]
+    wrong = [
+        name for name, master in masters.items() if not torch.allclose(master.to(module[name]), module[name], **exact)
+    ]
+    if wrong:
+        raise ValueError(f"the fp32 masters of {wrong[0]!r} do not round to its bf16 weights")
+    return masters
+
+
+def _numel(shapes: Mapping[str, torch.Size]) -> int:
+    return sum(shape.numel() for shape in shapes.values())
+
+
+@contextmanager
+def _silence() -> Generator[None, None, None]:
+    # The tool was a script: it prints, and draws progress bars.
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        yield
+
+
+def _as_recorded(path: Path, state_dict: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """Floating tensors in the dtype recorded for their name; tied tensors stay tied."""
+    wanted = {plain_name(name): dtype for name, dtype in dtypes.items()}
+    unknown = sorted(set(wanted.values()) - set(files.STORAGE))
+    if unknown:
+        raise CheckpointFormatError(
+            f"{str(path)!r}, which records the dtype {unknown[0]!r}", ", ".join(files.STORAGE), "update lightning-mp"
+        )
+    made: dict[tuple[int, torch.Size, str], Tensor] = {}
+    for name, value in state_dict.items():
+        if name in wanted and isinstance(value, Tensor) and value.is_floating_point():
+            key = value.data_ptr(), value.shape, wanted[name]
+            made.setdefault(key, value.to(files.STORAGE[wanted[name]]))
+            state_dict[name] = made[key]
+    return state_dict

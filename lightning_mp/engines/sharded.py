@@ -1,0 +1,61 @@
+"""The step where each rank holds a part of every parameter: a DTensor (FSDP2, tensor parallel) or a flat view (FSDP1).
+
+Everything of the eager step holds on the local parts; what has to know about the others is the norm and who may step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.optim import Optimizer
+
+from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.errors import Faults
+from lightning_mp.numerics import grads, sharded_norm
+
+
+class ShardedEngine(EagerEngine):
+    """Carries a policy out on sharded parameters."""
+
+    #: the groups that plain gradients are split over
+    _whole: sharded_norm.Groups = ()
+
+    def prepare(self, module: nn.Module) -> None:
+        """Cast, pin and checkpoint, before the strategy shards: storage is of one dtype within a shard unit then."""
+        super().prepare(module)
+        self._before = []  # what is sharded since cannot be brought back, and would be kept whole by it
+
+    def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take the optimizers, and find out how FSDP1 split its flat parameters."""
+        super().connect(model, optimizers)
+        faults = Faults()
+        for optimizer in filter(self.steps_with_closure, optimizers):
+            faults.add(
+                f"{type(optimizer).__name__} on sharded parameters",
+                "an optimizer that updates each parameter by itself",
+                "use AdamW or SGD, or strategy='mp_ddp'",
+            )
+        faults.raise_if_any()
+        self._whole = _flat_groups(model)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """One pass over the local parts; the flag is reduced over every rank of every mesh dimension."""
+        sharded_norm.sum_partial_(grads.parameters_of(optimizer))
+        super().unscale(optimizer)
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
+        """Clip by the norm over all parts, in fp32."""
+        parameters = grads.parameters_of(optimizer)
+        self.last_norm = sharded_norm.global_norm(parameters, self.device, self._whole)
+        sharded_norm.clip_to_(parameters, max_norm, self.last_norm)
+
+
+def _flat_groups(model: nn.Module) -> sharded_norm.Groups:
+    """The process group over which FSDP1 splits flat parameters, if it does."""
+    if not isinstance(model, FullyShardedDataParallel):
+        return ()
+    group = model.process_group
+    sharded = model.sharding_strategy is not ShardingStrategy.NO_SHARD
+    return (group,) if group is not None and sharded and group.size() > 1 else ()

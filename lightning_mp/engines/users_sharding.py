@@ -1,0 +1,63 @@
+"""Whether a model that its user sharded with ``fully_shard`` still means what the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_mp.errors import Faults
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.pins import PinMap
+from lightning_mp.policy import PrecisionPolicy
+
+_INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after the plan is applied"
+
+
+def check_users_sharding(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults) -> None:
+    """Note what ``configure_model`` decided otherwise than the plan: storage, computation, reduction."""
+    _check_storage(module, policy, pin_map, faults)
+    reduce_dtype, storage = to_torch(policy.reduce_dtype), to_torch(policy.storage_dtype)
+    for name, mixed in _policies(module):
+        if mixed.param_dtype is not None:
+            faults.add(
+                f"fully_shard on {name!r} with MixedPrecisionPolicy(param_dtype={mixed.param_dtype})",
+                "no param_dtype: the plan's autocast and pins decide what each module computes in",
+                f"remove param_dtype, or {_INSTEAD}",
+            )
+        if (mixed.reduce_dtype or storage) != reduce_dtype:
+            faults.add(
+                f"fully_shard on {name!r} with MixedPrecisionPolicy(reduce_dtype={mixed.reduce_dtype}) beside the "
+                f"plan's reduce_dtype={policy.reduce_dtype!r}",
+                "gradients summed in the plan's reduce_dtype",
+                f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}",
+            )
+
+
+def _check_storage(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults) -> None:
+    """A sharded parameter can no longer be cast: it has to be stored as declared already."""
+    pinned = pin_map.dtypes()
+    wrong: list[tuple[str, torch.dtype, str]] = []
+    for name, parameter in module.named_parameters():
+        wanted = pinned.get(id(parameter), policy.storage_dtype)
+        sharded = hasattr(parameter.data, "to_local")
+        if sharded and parameter.is_floating_point() and parameter.dtype != to_torch(wanted):
+            wrong.append((name, parameter.dtype, wanted))
+    if wrong:
+        name, dtype, wanted = wrong[0]
+        faults.add(
+            f"{len(wrong)} parameters sharded in configure_model, such as {name!r} in {dtype}, where the plan "
+            f"stores {wanted}",
+            "parameters that are stored as the plan says before they are sharded",
+            _INSTEAD,
+        )
+
+
+def _policies(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, FSDPModule):
+            state = cast("Any", submodule)._get_fsdp_state()
+            yield name, state._mp_policy

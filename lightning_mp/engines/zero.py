@@ -1,0 +1,146 @@
+"""The step under DeepSpeed's ZeRO: its optimizer shards, reduces and updates; scale, skips and counts are the plan's.
+
+DeepSpeed's own fp16 and bf16 engines cast every parameter, adjust the scale before they divide by it, and stop at the
+smallest scale. None of them runs here: parameters are stored as the policy says, autocast and pins compute, and the
+ZeRO optimizer asks the plan's scaler what to divide by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.errors import Faults
+from lightning_mp.numerics.dtypes import HALF
+
+
+class ZeroEngine(EagerEngine):
+    """Carries a policy out through a ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3."""
+
+    #: the DeepSpeedEngine and its ZeRO optimizer, typed by nobody
+    _deepspeed: Any = None
+    _zero: Any = None
+    #: ``gradient_clipping`` of the JSON, where the Trainer says nothing
+    _default_clip = 0.0
+
+    def check(self, module: nn.Module, faults: Faults) -> None:
+        """Match patterns, and refuse what a ZeRO optimizer cannot be made to do."""
+        super().check(module, faults)
+        if self.policy.nonfinite.action == "ignore":
+            faults.add(
+                "nonfinite='ignore' with ZeRO",
+                "'skip' or 'raise': a ZeRO optimizer does not step on a gradient norm that is not finite",
+                "use nonfinite='skip', or strategy='mp_fsdp2'",
+            )
+
+    def prepare(self, module: nn.Module) -> None:
+        """Cast, pin and checkpoint, before DeepSpeed flattens and partitions."""
+        super().prepare(module)
+        self._before = []
+
+    def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take the DeepSpeedEngine and its optimizer, and put the plan's scale in place of DeepSpeed's."""
+        super().connect(model, [])
+        self.optimizers = list(optimizers)
+        if not optimizers:  # validation
+            return
+        self._deepspeed, self._zero = cast("Any", model), cast("Any", optimizers[0])
+        self._default_clip = float(self._zero.clip_grad)
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Put the plan's scale in place of DeepSpeed's, again after it loaded a checkpoint with its own."""
+        if self.scaler is not None and self._zero is not None:
+            from lightning_mp.engines.zero_scale import PlanScale  # needs deepspeed
+
+            self._zero.loss_scaler = PlanScale(self.scaler)
+        if self._zero is not None and self._zero.dtype == torch.bfloat16:
+            self._zero.check_grad_overflow = True  # else bf16 gradients are never asked whether they are finite
+
+    # ------------------------------------------------------------------ the step
+
+    def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
+        """The loss, times the scale where there is one.
+
+        Raises:
+            RuntimeError: under manual optimization, a second backward pass before a step: ZeRO would lose the first.
+        """
+        if manual and self.pending:
+            raise RuntimeError(
+                "given two manual_backward() before a step with ZeRO; allowed: one, since each reduces and partitions "
+                "the gradients anew; do: add the losses up, or use strategy='mp_fsdp2'"
+            )
+        self.pending, self._loss = True, loss.detach()
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> bool:
+        """DeepSpeed's backward, which reduces; Lightning has divided by the accumulation already."""
+        self._deepspeed.backward(loss, *args, scale_wrt_gas=False, **kwargs)
+        return True
+
+    def after_backward(self, *, manual: bool) -> None:
+        """Nothing: gradients are in DeepSpeed's partitions, where users do not look."""
+
+    def steps_with_closure(self, optimizer: Optimizer) -> bool:
+        """A ZeRO optimizer takes no closure."""
+        return False
+
+    def may_call_closure(self, optimizer: Optimizer) -> bool:
+        """A ZeRO optimizer takes no closure."""
+        return False
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Left to the step, which divides by the plan's scale and asks every rank; here the clipping is reset."""
+        if self.scaler is not None and self.scaler.stepped(optimizer):
+            self.scaler.update()
+        self._zero.clip_grad = self._default_clip
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
+        """Have the step clip by the norm over all partitions."""
+        self._zero.clip_grad = max_norm
+
+    def clip_value(self, optimizer: Optimizer, value: float) -> None:
+        """ZeRO has no clipping by value.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "given clip_gradients(gradient_clip_algorithm='value') with ZeRO; allowed: 'norm'; do: clip by norm"
+        )
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Let DeepSpeed step or skip, and count what it did."""
+        self.pending = False
+        self._deepspeed.step()
+        overflow = bool(self._zero.overflow)
+        found = self._one.new_full((), float(overflow))
+        self.ledger.open(found)
+        if self.scaler is None:
+            self.ledger.record(found)
+        else:
+            self.scaler.note_step(optimizer, found)
+            self.record(found)
+        if not overflow:
+            self.last_norm = torch.as_tensor(self._zero._global_grad_norm, dtype=torch.float32)
+
+    def release(self) -> None:
+        """Let go of the DeepSpeedEngine too."""
+        super().release()
+        self._deepspeed = self._zero = None
+
+
+def store_masters_as_parameters(zero: Any) -> None:
+    """Let ZeRO-1/2 keep no fp32 copy of half-precision weights: the policy's optimizer state is half precision too."""
+    changed = False
+    for flat, master in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True):
+        if flat.dtype in HALF:
+            master.data = master.data.to(flat.dtype)
+            changed = True
+    if changed:
+        zero._link_all_hp_params()  # parameters hold views of their masters

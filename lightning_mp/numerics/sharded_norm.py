@@ -1,0 +1,97 @@
+"""The global norm of gradients of which every rank holds a part, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mp.numerics.grads import gradients, local
+
+#: process groups over which a gradient's parts add up to the whole
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+def shard_groups(gradient: Tensor, whole: Groups) -> Groups:
+    """The process groups ``gradient`` is split over; ``whole`` for a plain tensor, whose placement it does not tell."""
+    if not hasattr(gradient, "to_local"):
+        return whole
+    sharded = cast("Any", gradient)
+    dimensions = enumerate(sharded.placements)
+    # a split may also be a strided one (FSDP over tensor parallel), which does not call itself a Shard
+    return tuple(sharded.device_mesh.get_group(index) for index, kind in dimensions if not kind.is_replicate())
+
+
+def sum_partial_(parameters: Iterable[Tensor]) -> None:
+    """Bring gradients that are still to be summed over ranks (tensor parallel leaves such) into one whole."""
+    for parameter in parameters:
+        gradient = cast("Any", parameter.grad)
+        if gradient is None or not hasattr(gradient, "to_local"):
+            continue
+        if any(kind.is_partial() for kind in gradient.placements):
+            parameter.grad = gradient.redistribute(gradient.device_mesh, cast("Any", parameter).placements)
+
+
+def global_norm(parameters: Iterable[Tensor], device: torch.device, whole: Groups = ()) -> Tensor:
+    """The 2-norm over every parameter's gradient, wherever its parts lie: an fp32 scalar on ``device``.
+
+    One pass over the local parts and one all-reduce for each set of process groups (one, without tensor parallel).
+    ``whole`` are the groups over which *plain* gradients are split, as FSDP1's are.
+    """
+    squares: dict[Groups, Tensor] = {}
+    for groups, members in _by_groups(parameters, whole).items():
+        squares[groups] = _sum_of_squares(members, device)
+        for group in groups:
+            dist.all_reduce(squares[groups], group=group)
+    total = sum(squares.values(), torch.zeros((), dtype=torch.float32, device=device))
+    return total.sqrt()
+
+
+def _by_groups(parameters: Iterable[Tensor], whole: Groups) -> dict[Groups, list[Tensor]]:
+    """Parameters with a gradient by the process groups it is split over, in an order that is the same on all ranks.
+
+    A rank without a part (a parameter smaller than the world) takes part in the sum all the same.
+    """
+    found: dict[Groups, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault(shard_groups(parameter.grad, whole), []).append(parameter)
+        elif whole:
+            found.setdefault(whole, [])
+    return found
+
+
+def _sum_of_squares(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+    norms = [
+        norm.float().to(device)
+        for dtype, members in _by_dtype(gradients(parameters)).items()
+        for norm in _norms(members, dtype)
+    ]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float32, device=device)
+
+
+def _norms(members: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateUsage]
+    # A norm of half-precision numbers taken in half precision would overflow, or stop growing.
+    return foreach_norm(members, 2) if dtype == torch.float64 else foreach_norm(members, 2, dtype=torch.float32)
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():  # a rank may hold nothing of a small parameter
+            found.setdefault(tensor.dtype, []).append(tensor)
+    return found
+
+
+def clip_to_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
+    """Scale every gradient so that the global norm ``total`` becomes at most ``max_norm``, without a host read."""
+    # torch.nn.utils.clip_grads_with_norm_'s rule, its constant included
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            part = local(parameter.grad)
+            part.mul_(factor.to(part.device))

@@ -1,0 +1,62 @@
+"""What the strategies share: the plan they need, and steps that run through the sharded module's own hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning.pytorch.strategies import Strategy
+
+from lightning_mp.errors import Faults
+from lightning_mp.precision import MixedPrecisionPlan
+
+_Base = Strategy if TYPE_CHECKING else object
+
+
+def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
+    """The plan that the strategy carries out.
+
+    Raises:
+        PlanError: the Trainer has another precision plugin, or none.
+    """
+    plugin = strategy.precision_plugin
+    if not isinstance(plugin, MixedPrecisionPlan):
+        faults = Faults("strategy")
+        faults.add(
+            f"{type(strategy).__name__} with {type(plugin).__name__}",
+            "a MixedPrecisionPlan, which says what to run",
+            "write Trainer(plugins=[MixedPrecisionPlan(...)], strategy=...), or use trainer_kwargs(plan, strategy=...)",
+        )
+        faults.raise_if_any()
+    return cast("MixedPrecisionPlan", plugin)
+
+
+class StepsThroughModule(_Base):
+    """Runs ``training_step`` and its kind as the module's forward, so that the root unit is gathered around it.
+
+    A parameter that belongs to no inner unit can then be used anywhere in the step, as under DDP.
+    """
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The training step, within the root's forward."""
+        with self.precision_plugin.train_step_context():
+            return self._through("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The validation step, within the root's forward."""
+        with self.precision_plugin.val_step_context():
+            return self._through("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The test step, within the root's forward."""
+        with self.precision_plugin.test_step_context():
+            return self._through("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The prediction step, within the root's forward."""
+        with self.precision_plugin.predict_step_context():
+            return self._through("predict_step", args, kwargs)
+
+    def _through(self, method: str, args: Any, kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        return self._forward_redirection(module, module, method, *args, **kwargs)

@@ -1,0 +1,217 @@
+"""FSDP2 for any LightningModule: the plan is applied, then the model is cut into units and sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device  # pyright: ignore[reportPrivateUsage]
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.sharded import ShardedEngine
+from lightning_mp.engines.users_sharding import check_users_sharding
+from lightning_mp.errors import Faults
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.shard_units import Units, Wrap, units
+from lightning_mp.strategies import tensor_parallel
+from lightning_mp.strategies.carrying import CarriesCheckpoints
+from lightning_mp.strategies.common import StepsThroughModule, plan_of
+from lightning_mp.strategies.sharding import Sharding, broadcast_from_first, cannot_initialise, is_sharded, shard
+
+
+class PlanFSDP2Strategy(StepsThroughModule, CarriesCheckpoints, ModelParallelStrategy):
+    """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
+
+    Args:
+        wrap: module classes, names of classes or patterns that become shard units; by default transformers'
+            ``_no_split_modules``, else modules of 100M parameters.
+        device_mesh: ``(replicas, shards)``: shard within a group, replicate across groups (HSDP).
+        data_parallel_size: ranks with data of their own, as in Lightning; by default what the others leave.
+        tensor_parallel: ranks that split each layer between them, within the data-parallel ones.
+        tensor_parallel_size: the same, by Lightning's name.
+        tp_plan: module pattern to style (``"colwise"``, ``"rowwise"``, …); by default the transformers model's own.
+        compile: ``torch.compile`` each block before it is sharded.
+        prefetch: how many blocks to gather ahead.
+        cpu_offload: keep shards, gradients and optimizer state on the CPU.
+        reshard_after_forward: as in ``fully_shard``.
+        shard_placement_fn: as in ``fully_shard``.
+        offload_policy: as in ``fully_shard``; ``cpu_offload`` is the short way.
+        ignored_params: as in ``fully_shard``.
+        save_distributed_checkpoint: a folder of shards (the default), or one file assembled on rank 0.
+        process_group_backend: as in Lightning.
+        timeout: as in Lightning.
+
+    Raises:
+        PlanError: at start: a mesh that the number of processes does not fill, ``wrap`` that matches nothing, a pin
+            that would put two dtypes into one unit, a layer that tensor parallelism cannot split.
+    """
+
+    plan_engine = ShardedEngine
+    own_formats = frozenset({"file", "sharded"})
+
+    def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
+        self,
+        *,
+        wrap: Wrap = None,
+        device_mesh: tuple[int, int] | None = None,
+        data_parallel_size: int | str = "auto",
+        tensor_parallel: int = 1,
+        tensor_parallel_size: int | str = "auto",
+        tp_plan: tensor_parallel.Plan | None = None,
+        compile: bool = False,
+        prefetch: int | None = None,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool | int | None = None,
+        shard_placement_fn: Any = None,
+        offload_policy: OffloadPolicy | None = None,
+        ignored_params: set[nn.Parameter] | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        given = {
+            "reshard_after_forward": reshard_after_forward,
+            "shard_placement_fn": shard_placement_fn,
+            "offload_policy": offload_policy,
+            "ignored_params": ignored_params,
+        }
+        options = {key: value for key, value in given.items() if value is not None}
+        offloads = cpu_offload or isinstance(offload_policy, CPUOffloadPolicy)
+        self.sharding = Sharding(compile=compile, prefetch=prefetch, cpu_offload=offloads, options=options)
+        self._wrap = wrap
+        self._replicas_and_shards: tuple[int, int] | None = device_mesh
+        self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
+        self._shards, self._tp_plan = data_parallel_size, tp_plan
+        self._units: Units | None = None
+        self._split: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------ processes
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        size = self._tensor_parallel
+        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+    def setup_environment(self) -> None:
+        """Start the process group and lay the mesh.
+
+        Raises:
+            PlanError: the mesh has not as many places as there are processes.
+        """
+        shape, names = self._mesh_shape()
+        self._setup_distributed()
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh  # pyright: ignore[reportPrivateUsage]
+
+    def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        world, size = self.num_nodes * self.num_processes, self._tensor_parallel
+        shards = max(world // max(size, 1), 1) if self._shards == "auto" else int(self._shards)
+        replicas, shards = self._replicas_and_shards or (1, shards)
+        if min(replicas, shards, size) < 1 or replicas * shards * size != world:
+            faults = Faults("strategy")
+            mesh = (
+                f"device_mesh=({replicas}, {shards})" if self._replicas_and_shards else f"{shards} data-parallel ranks"
+            )
+            faults.add(
+                f"{mesh} and tensor_parallel={size} with {world} processes",
+                "replicas x shards x tensor_parallel = the number of processes (devices x num_nodes)",
+                f"use sizes whose product is {world}, or start {max(replicas * shards * size, 1)} processes",
+            )
+            faults.raise_if_any()
+        shape, names = ((replicas, shards), ("replicate", "shard"))
+        if self._replicas_and_shards is None:
+            shape, names = (shards,), ("data_parallel",)
+        return ((*shape, size), (*names, "tensor_parallel")) if size > 1 else (shape, names)
+
+    @property
+    def _shard_mesh(self) -> DeviceMesh:
+        names = self.device_mesh.mesh_dim_names or ()
+        return self.device_mesh[tuple(name for name in names if name != "tensor_parallel")]
+
+    # ------------------------------------------------------------------ the model
+
+    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
+        """Cut the model into units, and note what cannot be; changes nothing."""
+        if is_sharded(module):  # by the user's configure_model, or by the stage before
+            if self._units is None:
+                check_users_sharding(module, engine.policy, engine.pin_map, faults)
+            return
+        policy, pinned = engine.policy, engine.pin_map.dtypes()
+
+        def stored(parameter: Tensor) -> torch.dtype:
+            return to_torch(pinned.get(id(parameter), policy.storage_dtype))
+
+        self._units = units(module, self._wrap, engine.pin_map, stored, faults)
+        if self._tensor_parallel > 1:
+            self._split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
+        for name in cannot_initialise(module):
+            faults.add(
+                f"module {name!r} on the meta device, which has no reset_parameters()",
+                "modules that can be initialised after they are made",
+                "give the module reset_parameters(), or build it outside init_module(empty_init=True)",
+            )
+
+    def setup(self, trainer: Trainer) -> None:
+        """Apply the plan, shard, then make the optimizers on what is left here."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        plan = plan_of(self)
+        whole = not is_sharded(self.model)
+        self.model = cast("LightningModule", plan.convert_module(self.model))
+        if whole:
+            self._shard(self.model, plan.policy)
+        self.model_to_device()
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting and not self.sharding.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard(self, model: nn.Module, policy: Any) -> None:
+        assert self._units is not None
+        broadcast_from_first(model, self.root_device)
+        if self._tensor_parallel > 1:
+            if self.root_device.type != "cpu":
+                model.to(self.root_device)
+            tensor_parallel.parallelize(model, self._split, self.device_mesh["tensor_parallel"])
+        shard(model, self._units, self._shard_mesh, policy, self.sharding)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        if not self.sharding.cpu_offload:
+            super().model_to_device()
+            return
+        for buffer in self.model.buffers():  # parameters stay where they are offloaded to
+            buffer.data = buffer.data.to(self.root_device)
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        yield
+
+
+class PlanHSDPStrategy(PlanFSDP2Strategy):
+    """Shards within a node and replicas across nodes; ``device_mesh=(replicas, shards)`` lays them otherwise."""
+
+    def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        if self._replicas_and_shards is None:
+            self._replicas_and_shards = (self.num_nodes, max(self.num_processes // max(self._tensor_parallel, 1), 1))
+        return super()._mesh_shape()

@@ -1,0 +1,76 @@
+"""What lies at a path is told by its file names; where it is no whole checkpoint, one line says what is missing."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from lightning_mp.checkpoints import CheckpointFormatError, kind_of
+
+
+def _touch(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+SHARDED = (".metadata", "meta.pt", "__0_0.distcp")
+DEEPSPEED = ("latest", "global_step7/mp_rank_00_model_states.pt")
+
+
+def test_the_three_formats(tmp_path: Path) -> None:
+    deepspeed = _touch(tmp_path / "c.ckpt", *DEEPSPEED)
+    (deepspeed / "latest").write_text("global_step7\n")
+    assert kind_of(_touch(tmp_path, "a.ckpt") / "a.ckpt") == "file"
+    assert kind_of(str(_touch(tmp_path / "b.ckpt", *SHARDED))) == "sharded"
+    assert kind_of(deepspeed) == "deepspeed"
+    assert kind_of(_touch(tmp_path / "d.ckpt", "checkpoint/mp_rank_00_model_states.pt")) == "deepspeed"
+
+
+@pytest.mark.parametrize("name", ["latest", "meta.pt", "my_states.pt"])
+def test_a_single_file_may_have_any_name(tmp_path: Path, name: str) -> None:
+    assert kind_of(_touch(tmp_path, name) / name) == "file"
+
+
+@pytest.mark.parametrize(
+    ("names", "path", "says"),
+    [
+        ((), "x.ckpt", "which does not exist"),
+        (("a.txt",), "", "a folder with neither .metadata and meta.pt nor 'latest'"),
+        (SHARDED[1:], "", "without .metadata"),
+        ((SHARDED[0],), "", "without meta.pt"),
+        (SHARDED, "meta.pt", "one file of a sharded checkpoint"),
+        (SHARDED, "__0_0.distcp", "one file of a sharded checkpoint"),
+        (DEEPSPEED, "", "whose folder '' has no file *_model_states.pt"),
+        (("latest", "checkpoint/other.pt"), "", "has no file *_model_states.pt"),
+        (DEEPSPEED, "global_step7", "the inner folder of a DeepSpeed checkpoint"),
+        (DEEPSPEED, DEEPSPEED[1], "one file of a sharded checkpoint"),
+    ],
+)
+def test_what_is_none_of_them_is_refused(tmp_path: Path, names: tuple[str, ...], path: str, says: str) -> None:
+    place = _touch(tmp_path / "given", *names) / path
+    with pytest.raises(CheckpointFormatError) as caught:
+        kind_of(place)
+    message = str(caught.value)
+    assert says in message
+    assert message.startswith(f"given {str(place)!r}")
+    assert "; allowed: " in message
+    assert "; do: " in message
+    assert "\n" not in message
+
+
+def test_a_part_names_the_folder_to_give(tmp_path: Path) -> None:
+    inner = _touch(tmp_path / "x.ckpt", *DEEPSPEED) / DEEPSPEED[1]
+    for part in (inner, inner.parent):
+        with pytest.raises(CheckpointFormatError, match=f"do: give '{tmp_path / 'x.ckpt'}'"):
+            kind_of(part)
+
+
+def test_the_error_survives_a_process_boundary() -> None:
+    error = CheckpointFormatError("a", "b", "c")
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, CheckpointFormatError)
+    assert (str(copy), copy.fault) == (str(error), error.fault)

@@ -1,0 +1,263 @@
+"""Lightning's single file, from real runs on one device: read whole, and consolidated."""
+
+from __future__ import annotations
+
+import os
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lightning_mp import MissingExtraError, MixedPrecisionPlan, PlanError
+from lightning_mp.checkpoints import CheckpointFormatError, consolidate, plan_state, read_full
+from support.hub import check_in_transformers
+from support.models import Regression, same_weights
+from support.running import fit
+from support.saved import Held, Net, full_state
+from support.saving import SaveAt
+
+WRITTEN = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+
+
+def _saved(folder: Path, module: Any, *plans: Any) -> Path:
+    fit(module, callbacks=[SaveAt(folder, 8)], plugins=list(plans))
+    return folder / "8.ckpt"
+
+
+@pytest.fixture(scope="module")
+def held() -> Held:
+    return Held()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, held: Held) -> Path:
+    """A checkpoint of ``held``, whose weights are still those of the module."""
+    return _saved(tmp_path_factory.mktemp("single"), held, MixedPrecisionPlan("bf16-mixed"))
+
+
+def _loaded(path: Path) -> dict[str, Tensor]:
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+# ------------------------------------------------------------------ reading
+
+
+def test_a_file_is_read_as_it_is(saved: Path, held: Held) -> None:
+    full, plain = read_full(saved), torch.load(saved, weights_only=True)
+    assert full.keys() == plain.keys()
+    assert same_weights(full["state_dict"], full_state(held))
+    assert full["optimizer_states"][0]["param_groups"] == plain["optimizer_states"][0]["param_groups"]
+    assert full["lr_schedulers"] == plain["lr_schedulers"]
+
+
+def test_the_plans_state_is_found(saved: Path, tmp_path: Path) -> None:
+    state = plan_state(read_full(saved))
+    assert state is not None
+    assert state["policy"]["precision"] == "bf16-mixed"
+    assert state["steps"]["applied_steps"] == 8
+    assert plan_state(read_full(_saved(tmp_path, Regression()))) is None
+
+
+def test_a_compiled_model_has_its_plain_names(tmp_path: Path) -> None:
+    module = Regression()
+    module.net = torch.compile(module.net, backend="eager")
+    path = _saved(tmp_path, module)
+    assert "net._orig_mod.0.weight" in torch.load(path, weights_only=True)["state_dict"]
+    assert read_full(path)["state_dict"].keys() == Regression().state_dict().keys()
+
+
+def test_a_model_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
+    class Named(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = self.net
+
+    assert "module.0.weight" in read_full(_saved(tmp_path, Named()))["state_dict"]
+
+
+def test_objects_are_read_only_on_request(tmp_path: Path) -> None:
+    class WithObject(Regression):
+        def __init__(self, rate: Fraction = Fraction(1, 2)) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    path = _saved(tmp_path, WithObject())
+    for reader in (read_full, lambda p: consolidate(p, tmp_path / "out.pt")):
+        with pytest.raises(CheckpointFormatError, match="pass weights_only=False"):
+            reader(path)
+    assert read_full(path, weights_only=False)["hyper_parameters"]["rate"] == Fraction(1, 2)
+    assert consolidate(path, tmp_path / "out.pt", weights_only=False).exists()
+
+
+def test_what_is_no_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("text", "short", "safe", "plain", "list")}
+    files["text"].write_text("hello")
+    files["short"].write_bytes(saved.read_bytes()[:2000])
+    save_file({"a": torch.zeros(2)}, files["safe"])
+    torch.save({"a": torch.zeros(2)}, files["plain"])
+    torch.save([1], files["list"])
+    for name, says in {"plain": "without 'state_dict'", "list": "holds a list"}.items():
+        with pytest.raises(CheckpointFormatError, match=says):
+            read_full(files[name])
+    for name in ("text", "short", "safe"):
+        with pytest.raises(CheckpointFormatError, match=r"torch\.save did not write, or not to its end"):
+            read_full(files[name])
+
+
+# ------------------------------------------------------------------ consolidating
+
+
+@pytest.mark.parametrize("suffix", WRITTEN)
+def test_the_output_is_names_and_tensors_only(saved: Path, held: Held, tmp_path: Path, suffix: str) -> None:
+    path = consolidate(str(saved), tmp_path / "new" / f"weights{suffix}")
+    assert path == tmp_path / "new" / f"weights{suffix}"
+    assert same_weights(_loaded(path), full_state(held))
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    held.load_state_dict(_loaded(path), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"),
+    [
+        ("bf16", torch.bfloat16),
+        ("bfloat16", torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        ("torch.float16", torch.float16),
+        ("FP32", torch.float32),
+    ],
+)
+def test_only_floating_tensors_are_cast(
+    saved: Path, held: Held, tmp_path: Path, dtype: object, wanted: torch.dtype
+) -> None:
+    tensors = _loaded(consolidate(saved, tmp_path / "w.safetensors", dtype))
+    assert tensors.pop("model.calls").dtype == torch.int64
+    assert same_weights(tensors, {name: full_state(held)[name].to(wanted) for name in tensors})
+
+
+@pytest.mark.parametrize("dtype", ["tf32", "fp8", "int8", "b16", 16.5])
+def test_what_is_no_storage_format_is_refused(saved: Path, tmp_path: Path, dtype: object) -> None:
+    with pytest.raises(PlanError, match="allowed: fp32, bf16, fp16"):
+        consolidate(saved, tmp_path / "w.pt", dtype)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model"])
+def test_a_prefix_selects_and_is_taken_off(saved: Path, held: Held, tmp_path: Path, prefix: str) -> None:
+    Net().load_state_dict(_loaded(consolidate(saved, tmp_path / "w.pt", prefix=prefix)), strict=True)
+    inner = _loaded(consolidate(saved, tmp_path / "w.pt", prefix=f"{prefix.rstrip('.')}.first"))
+    assert same_weights(inner, full_state(held.model.first))
+
+
+@pytest.mark.parametrize("prefix", ["modle.", "mod", "encoder"])
+def test_a_prefix_that_matches_nothing_lists_those_there_are(saved: Path, tmp_path: Path, prefix: str) -> None:
+    with pytest.raises(CheckpointFormatError, match=r"allowed: model\.; do: "):
+        consolidate(saved, tmp_path / "w.pt", prefix=prefix)
+    assert not (tmp_path / "w.pt").exists()
+
+
+def test_tied_tensors_share_in_torchs_file_and_are_copies_in_safetensors(saved: Path, tmp_path: Path) -> None:
+    plain = _loaded(consolidate(saved, tmp_path / "w.pt", "bf16"))
+    safe = _loaded(consolidate(saved, tmp_path / "w.safetensors", "bf16"))
+    tied, twin = "model.tied.weight", "model.twin.weight"
+    assert plain[tied].data_ptr() == plain[twin].data_ptr()
+    assert safe[tied].data_ptr() != safe[twin].data_ptr()
+    assert same_weights(plain, safe)
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+class Odd(Regression):
+    """A transposed tensor, a small view of a large one, an empty one, and an entry that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+        self.register_buffer("part", torch.zeros(100_000)[5:7])
+        self.register_buffer("empty", torch.zeros(0, 4))
+
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_odd_entries(tmp_path: Path, suffix: str) -> None:
+    module = Odd()
+    path = _saved(tmp_path, module)
+    with pytest.warns(UserWarning, match="no tensors, so left out: _extra_state"):
+        out = consolidate(path, tmp_path / f"w{suffix}")
+    assert same_weights(_loaded(out), full_state(module))
+    assert out.stat().st_size < 50_000
+
+
+@pytest.mark.parametrize("suffix", [".gguf", "", ".pt.gz"])
+def test_another_suffix_is_refused_before_anything_is_read(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(CheckpointFormatError, match=r"\.pt, \.pth, \.bin, \.ckpt, \.safetensors"):
+        consolidate(tmp_path / "missing.ckpt", tmp_path / f"w{suffix}")
+
+
+def test_a_checkpoint_is_not_written_over_itself(saved: Path, tmp_path: Path) -> None:
+    before = saved.read_bytes()
+    with pytest.raises(CheckpointFormatError, match="as checkpoint and as output"):
+        consolidate(saved, saved.parent / "." / saved.name)
+    (tmp_path / "w.pt").mkdir()
+    with pytest.raises(CheckpointFormatError, match="a folder; allowed: a file"):
+        consolidate(saved, tmp_path / "w.pt")
+    assert saved.read_bytes() == before
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "w.pt").write_text("old")
+
+    def fails(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(OSError, match="disk full"):
+        consolidate(saved, tmp_path / "w.pt")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_an_output_is_replaced_and_as_readable_as_any_file(saved: Path, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"w{suffix}"
+    path.write_text("old")
+    consolidate(saved, path)
+    assert "model.head.bias" in _loaded(path)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_without_safetensors_the_extra_is_named(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(MissingExtraError, match=r"lightning-mp\[hf\]"):
+        consolidate(saved, tmp_path / "w.safetensors")
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
+    class Weightless(Regression):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = {}
+
+    with pytest.raises(CheckpointFormatError, match="holds no tensor"):
+        consolidate(_saved(tmp_path, Weightless()), tmp_path / "w.pt")
+
+
+def test_transformers_loads_what_is_under_model(tmp_path: Path) -> None:
+    from support import language
+
+    for name, model in {"tied": language.llama(tie_word_embeddings=True), "own": language.llama()}.items():
+        module = language.Language(model)
+        fit(module, data=language.tokens(), callbacks=[SaveAt(tmp_path / name, 4)])
+        check_in_transformers(tmp_path / name / "4.ckpt", model.config, full_state(model), tmp_path / name)

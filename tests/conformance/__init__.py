@@ -1,0 +1,1 @@
+"""The conformance matrix: every policy under every strategy, in real processes, against what the policy declares."""

@@ -1,0 +1,48 @@
+"""``python -m conformance``: the whole matrix, written down in docs/conformance.md."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from conformance import matrix, report
+from conformance.judge import Verdict
+from conformance.policies import POLICIES
+from conformance.strategies import STRATEGIES
+
+ROOT = Path(__file__).parents[2]
+
+
+def _progress(strategy: str, policy: str, verdict: Verdict, seconds: float) -> None:
+    first = verdict.reasons[0].strip().splitlines() if verdict.reasons else [""]
+    why = first[-1] if verdict.word == "FAILED" else " ".join(first)
+    print(f"{strategy:24} {policy:22} {verdict.word:8} {seconds:5.1f} s  {why[:300]}", flush=True)
+    for reason in verdict.reasons[1:]:
+        if verdict.word == "DIFFERS":
+            print(f"{'':58}{reason[:300]}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 where every cell is the same or refused."""
+    parser = argparse.ArgumentParser(prog="conformance", description=__doc__)
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES, metavar="NAME")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="NAME")
+    parser.add_argument("--out", type=Path, help="by default docs/conformance.md, if nothing is filtered")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".venv" / "torch_extensions"))
+    result = matrix.run(options.strategies, options.policies, _progress)
+    whole = set(options.strategies) == set(STRATEGIES) and set(options.policies) == set(POLICIES)
+    out = options.out or (ROOT / "docs" / "conformance.md" if whole else None)
+    if out is not None:
+        out.write_text(report.text(result))
+        print(f"wrote {out}")
+    bad = [key for key, verdict in result.verdicts.items() if not verdict.good]
+    print(f"{len(result.verdicts) - len(bad)} of {len(result.verdicts)} cells are as declared, {result.seconds:.0f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

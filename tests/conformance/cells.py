@@ -1,0 +1,129 @@
+"""One cell on one rank: the fits it is made of, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conformance import plain
+from conformance.model import CLIP, Batches, Language, batches
+from conformance.observe import Observer, Run
+from conformance.policies import POLICIES, Policy
+from conformance.strategies import NotBuiltError, trainer_arguments
+
+SAVED_AT = 12
+#: in the fits with an overflow: how many batches, and which of them overflows on one rank
+SHORT, BAD_STEP = 6, 2
+INIT_SCALE, GROWTH_INTERVAL = 256.0, 8
+#: on both sides of a comparison, so that fp16 rounds the same with and without a skipped step
+STATIC_SCALE = 64.0
+
+
+@dataclass
+class Cell:
+    """How a cell ended on one rank, and what its fits did."""
+
+    rank: int
+    runs: dict[str, Run] = field(default_factory=dict)
+    #: "not built yet", "refused" or "FAILED" where it did not run to its end, and why
+    word: str = ""
+    reason: str = ""
+    #: training steps begun in the fit that ended it
+    steps_begun: int = 0
+
+
+def run_cell(strategy: str, policy_name: str, folder: str) -> Cell:
+    """Every fit of a cell; a refusal or failure ends it and is written down."""
+    cell = Cell(rank=int(os.environ.get("RANK", "0")))
+    policy = POLICIES[policy_name]
+    fits = _Fits(strategy, policy, Path(folder))
+    try:
+        for name in fits.names():
+            Language.steps_begun = 0
+            cell.runs[name] = getattr(fits, name)()
+    except NotBuiltError:
+        cell.word, cell.reason = "not built yet", f"lightning_mp has no {strategy!r} yet"
+    except Exception as error:
+        cell.steps_begun = Language.steps_begun
+        early = not cell.runs and cell.steps_begun == 0
+        cell.word = "refused" if early and _is_refusal(error) else "FAILED"
+        cell.reason = str(error) if cell.word == "refused" else traceback.format_exc()
+    return cell
+
+
+def _is_refusal(error: Exception) -> bool:
+    """A message somebody wrote for a user; any other exception before the first step is a failure too."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    from lightning_mp import MissingExtraError, PlanError
+
+    return isinstance(error, (PlanError, MissingExtraError, MisconfigurationException, NotImplementedError))
+
+
+class _Fits:
+    """The fits of one cell, by name."""
+
+    def __init__(self, strategy: str, policy: Policy, folder: Path) -> None:
+        self.strategy, self.policy, self.folder = strategy, policy, folder
+        self.checkpoint = folder / "step.ckpt"
+
+    def names(self) -> list[str]:
+        """In the order they run; the first one decides whether a cell is refused."""
+        names = ["main", "resumed", "overflow", "clean"]
+        names += ["dynamic"] if self.policy.scaled else []
+        return names + (["plain"] if self.strategy == "single" else [])
+
+    def main(self) -> Run:
+        """20 steps, dtypes watched in the first two, the scale growing twice, saved on the way."""
+        return self._fit(Observer(watch=True, save_at=(self.checkpoint, SAVED_AT)), batches())
+
+    def resumed(self) -> Run:
+        """From the checkpoint of ``main`` to its end."""
+        return self._fit(Observer(), batches(), ckpt_path=self.checkpoint)
+
+    def overflow(self) -> Run:
+        """One rank alone has infinite gradients in one step."""
+        return self._fit(Observer(), batches(SHORT), scale=self._static(), overflow_at=(BAD_STEP,))
+
+    def clean(self) -> Run:
+        """``overflow`` without that batch."""
+        return self._fit(Observer(), batches(SHORT, without=(BAD_STEP,)), scale=self._static())
+
+    def dynamic(self) -> Run:
+        """``overflow`` under a scale that moves."""
+        return self._fit(Observer(), batches(SHORT), overflow_at=(BAD_STEP,))
+
+    def plain(self) -> Run:
+        """No Lightning, no plan."""
+        return plain.train(self.policy)
+
+    def _static(self) -> Any:
+        from lightning_mp import LossScaling
+
+        return LossScaling.static(STATIC_SCALE)
+
+    def _fit(
+        self, observer: Observer, data: Any, *, scale: Any = None, overflow_at: Any = (), ckpt_path: Any = None
+    ) -> Run:
+        from lightning_mp import LossScaling
+        from support.running import fit
+
+        scale = scale or LossScaling(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+        plan = self.policy.plan(scale)
+        arguments = trainer_arguments(self.strategy, plan)
+        module = Language(overflow_at)
+        try:
+            fit(
+                module,
+                data=Batches(data),
+                ckpt_path=ckpt_path,
+                callbacks=[observer],
+                gradient_clip_val=CLIP,
+                **arguments,
+            )
+        finally:
+            observer.stop_watching()
+        return observer.run

@@ -1,0 +1,113 @@
+"""What a policy declares, worked out from it and from an untouched model: dtypes, schedule, scales, bytes."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import nn
+
+from conformance.cells import GROWTH_INTERVAL, INIT_SCALE
+from conformance.model import LEARNING_RATE, learning_rate, llama
+from conformance.policies import CHECKPOINTED, Policy
+from conformance.strategies import world
+
+SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+#: gradients are summed in this dtype unless a plan says otherwise
+REDUCED = "fp32"
+
+
+@cache
+def _model() -> nn.Module:
+    return llama()
+
+
+@cache
+def whole() -> dict[str, int]:
+    """Parameter name → how many numbers it has before anything is sharded."""
+    return {f"model.{name}": parameter.numel() for name, parameter in _model().named_parameters()}
+
+
+def stored(policy: Policy) -> dict[str, str]:
+    """Parameter name → dtype."""
+    return {name: policy.norm_storage if "norm" in name else policy.storage for name in whole()}
+
+
+def computed(policy: Policy) -> dict[str, str]:
+    """Module name → the dtype it computes in: products of linears and attention, a norm's last factor, a look-up."""
+    found = {}
+    for name, module in _model().named_modules():
+        if isinstance(module, nn.Linear) or name.endswith("self_attn"):
+            found[f"model.{name}"] = policy.compute
+        elif "norm" in name:  # under autocast the residual stream, and so a norm, is fp32
+            found[f"model.{name}"] = "fp32" if policy.mixed else policy.norm_storage
+        elif isinstance(module, nn.Embedding):
+            found[f"model.{name}"] = policy.storage
+    return found
+
+
+def handed_on(policy: Policy) -> dict[str, str]:
+    """Module name → the dtype of its output: under the true modes a pinned norm returns to what came in."""
+    found = {name: dtype for name, dtype in computed(policy).items() if not name.endswith("self_attn")}
+    return {name: policy.storage if "norm" in name else dtype for name, dtype in found.items()}
+
+
+def calls(policy: Policy) -> dict[str, float]:
+    """Module name → how often its forward begins in a step: once more where its activations are recomputed."""
+    again = CHECKPOINTED if policy.checkpointing else None
+    inside = [name for name, module in _model().named_modules() if type(module).__name__ == again]
+    leaves = [name for name, module in _model().named_modules() if isinstance(module, nn.Linear)]
+    return {f"model.{leaf}": 1.0 + any(leaf.startswith(f"{name}.") for name in inside) for leaf in leaves}
+
+
+def rates(attempts: int, skipped: tuple[int, ...] = ()) -> list[float]:
+    """The learning rate of each attempt; a skipped one holds the next one where it is."""
+    done = [attempt - sum(step < attempt for step in skipped) for attempt in range(attempts)]
+    return [LEARNING_RATE * learning_rate(step) for step in done]
+
+
+def growing_scales(steps: int) -> list[float]:
+    """The scale after each step without an overflow."""
+    return [INIT_SCALE * 2.0 ** ((step + 1) // GROWTH_INTERVAL) for step in range(steps)]
+
+
+def halved_scales(steps: int, bad: int) -> list[float]:
+    """The scale after each step with one overflow."""
+    return [INIT_SCALE / 2 if step >= bad else INIT_SCALE for step in range(steps)]
+
+
+def bytes_per_rank(strategy: str, policy: Policy) -> dict[str, float]:
+    """Parameters, gradients and optimizer state at the optimizer step. S: bytes as stored, N: ranks."""
+    numbers = sum(whole().values())
+    as_stored = float(sum(count * SIZES[stored(policy)[name]] for name, count in whole().items()))
+    ranks = SHARDS.get(strategy, world(strategy))
+    parts = {"parameters": as_stored, "gradients": as_stored, "optimizer": 2 * as_stored}
+    if strategy in REPLICATED:
+        return parts
+    if not strategy.startswith("deepspeed"):
+        return {key: value / ranks for key, value in parts.items()}
+    # ZeRO steps a copy of its partition, and gathers its gradients in the dtype they are summed in.
+    shard = as_stored / ranks
+    return {
+        "parameters": shard + (shard if "zero3" in strategy else as_stored),
+        "gradients": SIZES[REDUCED] * numbers / ranks,
+        "optimizer": 2 * shard,
+    }
+
+
+#: nothing is sharded
+REPLICATED = ("single", "ddp")
+#: into how many shards, where that is not the number of ranks: two ranks of HSDP are two replicas of one shard
+SHARDS = {"hsdp": 1}
+FORMULAS = {
+    "single": "S, S, 2S",
+    "ddp": "S, S, 2S",
+    "fsdp2": "S/N, S/N, 2S/N",
+    "hsdp": "S, S, 2S (one shard)",
+    "fsdp1": "S/N, S/N, 2S/N",
+    "fsdp2_offload": "S/N, S/N, 2S/N",
+    "deepspeed_zero1": "S + S/N, 4P/N, 2S/N",
+    "deepspeed_zero2": "S + S/N, 4P/N, 2S/N",
+    "deepspeed_zero2_offload": "S + S/N, 4P/N, 2S/N",
+    "deepspeed_zero3": "S/N + S/N, 4P/N, 2S/N",
+    "deepspeed_zero3_offload": "S/N + S/N, 4P/N, 2S/N",
+}

@@ -1,0 +1,273 @@
+"""Whether what was observed is what the policy declares. Pure: observations in, a verdict with reasons out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance import expected
+from conformance.cells import BAD_STEP, SAVED_AT, SHORT, Cell
+from conformance.model import CLIP, STEPS
+from conformance.observe import Parts, Run
+from conformance.policies import Policy
+
+SAME, REFUSED, DIFFERS, FAILED, NOT_BUILT = "same", "refused", "DIFFERS", "FAILED", "not built yet"
+FP32_TOLERANCE, HALF_TOLERANCE = 1e-5, 2e-2
+MEMORY_TOLERANCE = 0.10
+
+
+@dataclass
+class Verdict:
+    """One cell of the matrix."""
+
+    word: str
+    #: why it was refused, what differs, or how it failed
+    reasons: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        """Whether the command may end well."""
+        return self.word in (SAME, REFUSED)
+
+
+def judge(strategy: str, policy: Policy, cells: Sequence[Cell], reference: Run | None) -> Verdict:
+    """The verdict on what every rank saw, beside the run on a single device."""
+    ended = [cell for cell in cells if cell.word]
+    if ended:
+        return _ended(cells, ended)
+    if reference is None:
+        return Verdict(FAILED, ["there is no run on a single device to compare with"])
+    mains = [cell.runs["main"] for cell in cells]
+    figures: dict[str, Any] = {}
+    differences = [
+        *_dtypes(policy, mains),
+        *_reductions(mains),
+        *_recomputation(policy, mains),
+        *_losses(policy, mains, reference, figures),
+        *_norms(policy, mains, reference, figures),
+        *_steps("main", mains, STEPS, ()),
+        *_scales("main", mains, expected.growing_scales(STEPS) if policy.scaled else []),
+        *_ranks_agree("main", mains),
+        *_skip(policy, cells),
+        *_resume(policy, cells),
+        *_memory(strategy, policy, mains, figures),
+    ]
+    figures["dtypes"] = _summary(mains)
+    return Verdict(DIFFERS if differences else SAME, differences, figures)
+
+
+def _ended(cells: Sequence[Cell], ended: Sequence[Cell]) -> Verdict:
+    words = {cell.word for cell in ended}
+    if len(words) == 1 and len(ended) == len(cells) and words != {FAILED}:
+        return Verdict(ended[0].word, [ended[0].reason])
+    reasons = [f"rank {cell.rank} after {cell.steps_begun} steps, {cell.word}: {cell.reason}" for cell in ended]
+    return Verdict(FAILED, reasons)
+
+
+# ---------------------------------------------------------------------- dtypes
+
+
+def _dtypes(policy: Policy, mains: Sequence[Run]) -> Iterator[str]:
+    stored, computed, handed_on = expected.stored(policy), expected.computed(policy), expected.handed_on(policy)
+    state = {policy.storage, policy.norm_storage}
+    for rank, run in enumerate(mains):
+        yield from _differing(rank, "is stored", stored, {name: {dtype} for name, dtype in run.stored.items()})
+        yield from _differing(rank, "computed", computed, run.computed)
+        yield from _differing(rank, "handed on", handed_on, run.handed_on)
+        if run.backward != {policy.compute}:
+            yield f"dtype: rank {rank} ran backward's products in {_list(run.backward)}, not {policy.compute}"
+        if run.state != state:
+            yield f"dtype: rank {rank} keeps optimizer state in {_list(run.state)}, not {_list(state)}"
+
+
+def _differing(rank: int, what: str, declared: dict[str, str], seen: dict[str, set[str]]) -> Iterator[str]:
+    wrong = [(name, dtype) for name, dtype in declared.items() if seen.get(name) != {dtype}]
+    if wrong:
+        name, dtype = wrong[0]
+        found = _list(seen[name]) if seen.get(name) else "nothing that was seen"
+        yield f"dtype: rank {rank}, {name} {what} in {found}, not {dtype}; {len(wrong)} of {len(declared)} differ"
+
+
+def _reductions(mains: Sequence[Run]) -> Iterator[str]:
+    for rank, run in enumerate(mains):
+        seen = {dtype for _, dtype in run.reduced}
+        if len(mains) > 1 and seen != {expected.REDUCED}:
+            yield f"dtype: rank {rank} reduced gradients in {_list(seen) or 'nothing'}, not {expected.REDUCED}"
+
+
+def _recomputation(policy: Policy, mains: Sequence[Run]) -> Iterator[str]:
+    for rank, run in enumerate(mains):
+        for name, wanted in expected.calls(policy).items():
+            if run.calls.get(name) != wanted:
+                yield f"checkpointing: rank {rank}, {name} ran {run.calls.get(name, 0):g} times a step, not {wanted:g}"
+                break
+
+
+def _list(names: Iterable[str]) -> str:
+    return "+".join(sorted(names))
+
+
+def _summary(mains: Sequence[Run]) -> dict[str, str]:
+    run = mains[0]
+    linear = {d for name, dtypes in run.computed.items() if "proj" in name or "lm_head" in name for d in dtypes}
+    norm = {d for name, dtypes in run.computed.items() if "norm" in name for d in dtypes}
+    return {
+        "stored": _list(set(run.stored.values())),
+        "products": _list(linear | run.backward),
+        "norms": _list(norm),
+        "reduced": _list(f"{dtype} {name}" for name, dtype in run.reduced) or "-",
+        "state": _list(run.state),
+    }
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def tolerance(policy: Policy) -> float:
+    """How far a loss or a norm may be from the single device's, relatively."""
+    return FP32_TOLERANCE if policy.mode == "32-true" else HALF_TOLERANCE
+
+
+def _deviation(seen: float, wanted: float) -> float:
+    return abs(seen - wanted) / abs(wanted) if math.isfinite(seen) else math.inf
+
+
+def _losses(policy: Policy, mains: Sequence[Run], reference: Run, figures: dict[str, Any]) -> Iterator[str]:
+    means = [sum(losses) / len(mains) for losses in zip(*(run.losses for run in mains), strict=True)]
+    if len(means) != len(reference.losses):
+        yield f"loss: {len(means)} steps, not {len(reference.losses)}"
+        return
+    deviations = [_deviation(*pair) for pair in zip(means, reference.losses, strict=True)]
+    figures["loss"] = worst = max(deviations)
+    if worst > tolerance(policy):
+        step = deviations.index(worst)
+        yield f"loss: {means[step]:.6g} at step {step}, {reference.losses[step]:.6g} on one device ({worst:.1e} off)"
+
+
+def norm_of(parts: Sequence[Parts]) -> float | None:
+    """The global norm from every rank's parts; a number that lies on two ranks counts once."""
+    whole, total = expected.whole(), 0.0
+    names = {name for part in parts for name in part}
+    if names != set(whole):
+        return None
+    for name in names:
+        here = sum(part.get(name, (0, 0.0))[0] for part in parts)
+        total += sum(part.get(name, (0, 0.0))[1] for part in parts) * whole[name] / here
+    return math.sqrt(total)
+
+
+def _norms(policy: Policy, mains: Sequence[Run], reference: Run, figures: dict[str, Any]) -> Iterator[str]:
+    if any(run.norms != mains[0].norms for run in mains[1:]):
+        yield "norm: the ranks clipped by different norms"
+    used, wanted = mains[0].norms, reference.norms
+    if len(used) != len(wanted) or None in used:
+        yield f"norm: {sum(norm is not None for norm in used)} norms were seen, not {len(wanted)}"
+        return
+    deviations = [_deviation(*pair) for pair in zip(used, wanted, strict=True)]  # type: ignore[arg-type]
+    figures["norm"] = worst = max(deviations)
+    if worst > tolerance(policy):
+        step = deviations.index(worst)
+        yield f"norm: clipped by {used[step]:.6g} at step {step}, {wanted[step]:.6g} on one device ({worst:.1e} off)"
+    yield from _clipped(policy, mains, used)
+
+
+def _clipped(policy: Policy, mains: Sequence[Run], used: Sequence[Any]) -> Iterator[str]:
+    """Where gradients lie in ``.grad``: their norm before is the one used, after it the clipped one."""
+    for when, limit in (("before", math.inf), ("after", CLIP)):
+        for step, parts in enumerate(zip(*(getattr(run, when) for run in mains), strict=True)):
+            seen, wanted = norm_of(parts), min(used[step], limit)
+            if seen is not None and _deviation(seen, wanted) > tolerance(policy):
+                yield f"norm: {when} clipping the gradients' norm was {seen:.6g} at step {step}, not {wanted:.6g}"
+                break
+
+
+# ---------------------------------------------------------------------- steps, skips and scales
+
+
+def _steps(name: str, runs: Sequence[Run], attempts: int, skipped: tuple[int, ...], begun: int = 0) -> Iterator[str]:
+    """Counts, flags and the schedule; ``begun``: attempts made before, in the run this one goes on from."""
+    counts = attempts - len(skipped), len(skipped)
+    flags = [step in skipped for step in range(begun, attempts)]
+    rates = expected.rates(attempts, skipped)[begun:]
+    for rank, run in enumerate(runs):
+        if run.counts != counts:
+            yield f"counters: {name}, rank {rank} counts (applied, skipped) {run.counts}, not {counts}"
+        if run.skipped != flags:
+            yield f"skip: {name}, rank {rank}, step_skipped was {run.skipped}, not {flags}"
+        if len(run.lrs) != len(rates) or not all(map(math.isclose, run.lrs, rates)):
+            seen, wanted = ([f"{rate:.4g}" for rate in each] for each in (run.lrs, rates))
+            yield f"schedule: {name}, rank {rank}, learning rates were {seen}, not {wanted}"
+
+
+def _scales(name: str, runs: Sequence[Run], wanted: list[float]) -> Iterator[str]:
+    for rank, run in enumerate(runs):
+        if run.scales != wanted:
+            yield f"scale: {name}, rank {rank}, {run.scales}, not {wanted}"
+
+
+def _ranks_agree(name: str, runs: Sequence[Run]) -> Iterator[str]:
+    """Whatever lies whole on several ranks is equal there, bit for bit."""
+    for parameter, numbers in expected.whole().items():
+        copies = [run.weights[parameter] for run in runs if parameter in run.weights]
+        copies = [copy for copy in copies if copy.numel() == numbers]
+        if any(not torch.equal(copy, copies[0]) for copy in copies[1:]):
+            yield f"ranks: {name}, {parameter} differs between ranks"
+            return
+
+
+def _skip(policy: Policy, cells: Sequence[Cell]) -> Iterator[str]:
+    """One rank alone overflowed: all skip, and nothing is left of that batch."""
+    overflow, clean = ([cell.runs[name] for cell in cells] for name in ("overflow", "clean"))
+    yield from _steps("overflow", overflow, SHORT, (BAD_STEP,))
+    yield from _ranks_agree("overflow", overflow)
+    yield from _equal("skip", overflow, clean, "a run without that batch")
+    if policy.scaled:
+        dynamic = [cell.runs["dynamic"] for cell in cells]
+        yield from _steps("dynamic", dynamic, SHORT, (BAD_STEP,))
+        yield from _ranks_agree("dynamic", dynamic)
+        yield from _scales("dynamic", dynamic, expected.halved_scales(SHORT, BAD_STEP))
+
+
+def _resume(policy: Policy, cells: Sequence[Cell]) -> Iterator[str]:
+    """From the checkpoint on, the run is the one that was not interrupted."""
+    mains, resumed = ([cell.runs[name] for cell in cells] for name in ("main", "resumed"))
+    yield from _steps("resumed", resumed, STEPS, (), begun=SAVED_AT)
+    yield from _scales("resumed", resumed, expected.growing_scales(STEPS)[SAVED_AT:] if policy.scaled else [])
+    yield from _equal("resume", resumed, mains, "the run that was not interrupted")
+    for rank, (one, other) in enumerate(zip(resumed, mains, strict=True)):
+        if one.losses != other.losses[SAVED_AT:]:
+            yield f"resume: rank {rank}, losses differ from those of the run that was not interrupted"
+
+
+def _equal(what: str, ones: Sequence[Run], others: Sequence[Run], than: str) -> Iterator[str]:
+    """Weights and optimizer state are equal bit for bit, rank by rank."""
+    for rank, (one, other) in enumerate(zip(ones, others, strict=True)):
+        yield from _first_unequal(f"{what}: rank {rank}, weights", one.weights, other.weights, than)
+        states = [{f"{i}.{k}": v for i, s in enumerate(run.moments) for k, v in s.items()} for run in (one, other)]
+        yield from _first_unequal(f"{what}: rank {rank}, optimizer state", states[0], states[1], than)
+
+
+def _first_unequal(what: str, one: dict[str, Tensor], other: dict[str, Tensor], than: str) -> Iterator[str]:
+    if not one or one.keys() != other.keys():
+        yield f"{what} {'have other names than ' + than if one else 'was not seen'}"
+        return
+    unequal = [name for name in one if not torch.equal(one[name], other[name])]
+    if unequal:
+        pairs = [(one[name].double(), other[name].double()) for name in unequal]
+        off = max((a - b).abs().max().item() if a.shape == b.shape else math.inf for a, b in pairs)
+        yield f"{what} differ from {than} in {len(unequal)} of {len(one)}, {unequal[0]} first, by up to {off:.1e}"
+
+
+def _memory(strategy: str, policy: Policy, mains: Sequence[Run], figures: dict[str, Any]) -> Iterator[str]:
+    formula = expected.bytes_per_rank(strategy, policy)
+    measured = {key: max(run.bytes.get(key, 0) for run in mains) for key in formula}
+    figures["measured"], figures["formula"] = measured, formula
+    for key, wanted in formula.items():
+        if abs(measured[key] / wanted - 1) > MEMORY_TOLERANCE:
+            yield f"memory: {key} take {measured[key]} bytes on a rank, the formula says {wanted:.0f}"

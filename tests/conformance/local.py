@@ -1,0 +1,75 @@
+"""What lies on this rank: the local part of parameters, gradients and optimizer state under any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` → ``"fp32"``."""
+    return DTYPE_NAMES.get(dtype, str(dtype))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a parameter, gradient or state tensor that this rank stores."""
+    shard = getattr(tensor, "ds_tensor", None)  # ZeRO-3: the parameter itself is empty between uses
+    if shard is not None:
+        return shard
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as the LightningModule gave it, without what wrappers put in."""
+    for inserted in ("_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."):
+        name = name.replace(inserted, "")
+    return name
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Name → the local part."""
+    return {plain_name(name): local(parameter) for name, parameter in module.named_parameters()}
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Name → the local part of the gradient, where ``.grad`` holds one."""
+    return {plain_name(n): local(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+
+
+def base_optimizer(optimizer: Any) -> Any:
+    """The ``torch.optim`` optimizer inside DeepSpeed's."""
+    while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def moments(optimizer: Any) -> list[dict[str, Tensor]]:
+    """A mapping a stepped parameter, in the optimizer's order: exp_avg, exp_avg_sq, step."""
+    inner = base_optimizer(optimizer)
+    members = [parameter for group in inner.param_groups for parameter in group["params"]]
+    # ZeRO-3 fills the groups for the length of a step only
+    states = [inner.state.get(parameter, {}) for parameter in members or list(inner.state)]
+    return [{k: local(v) for k, v in sorted(state.items()) if isinstance(v, Tensor)} for state in states]
+
+
+def floating(states: Iterable[dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Moments alone: step counts are not of the parameters' dtype."""
+    for state in states:
+        yield from ((key, value) for key, value in state.items() if key != "step")
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages below ``tensors``, padding included."""
+    storages = {s.data_ptr(): s.nbytes() for t in tensors for s in [t.untyped_storage()] if s.nbytes()}
+    return sum(storages.values())
+
+
+def squares(found: dict[str, Tensor]) -> dict[str, tuple[int, float]]:
+    """Name → how many numbers lie here and the sum of their squares: a global norm's parts, without a collective."""
+    return {name: (tensor.numel(), tensor.double().pow(2).sum().item()) for name, tensor in found.items()}

@@ -1,0 +1,81 @@
+"""Runs the matrix: strategy by strategy, in processes that live as long as nothing goes wrong in them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from conformance import judge
+from conformance.cells import Cell, run_cell
+from conformance.judge import Verdict
+from conformance.observe import Run
+from conformance.policies import POLICIES
+from conformance.pool import Pool, PoolError
+from conformance.strategies import world
+
+Progress = Callable[[str, str, Verdict, float], None]
+Key = tuple[str, str]
+
+
+@dataclass
+class Matrix:
+    """Verdicts by (strategy, policy), and what they took."""
+
+    verdicts: dict[Key, Verdict] = field(default_factory=dict)
+    seconds: float = 0.0
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+
+
+def run(strategies: Sequence[str], policies: Iterable[str], progress: Progress) -> Matrix:
+    """Every cell; those of ``single`` always, as what the others are compared with."""
+    start, names = time.monotonic(), list(policies)
+    matrix, references = Matrix(), {}
+    for strategy in ["single", *(name for name in strategies if name != "single")]:
+        verdicts = column(strategy, names, references, progress)
+        matrix.verdicts |= {(strategy, name): verdict for name, verdict in verdicts.items()}
+    matrix.seconds = time.monotonic() - start
+    return matrix
+
+
+def column(
+    strategy: str, names: Sequence[str], references: dict[str, Run], progress: Progress | None = None
+) -> dict[str, Verdict]:
+    """The cells of one strategy by policy; ``single`` fills ``references``, the others are compared with them."""
+    folder = Path(tempfile.mkdtemp(prefix=f"conformance-{strategy}-"))
+    verdicts: dict[str, Verdict] = {}
+    try:
+        with Pool(world(strategy), folder) as pool:
+            for name in names:
+                start = time.monotonic()
+                verdicts[name] = _cell(pool, strategy, name, references, folder / name)
+                if progress is not None:
+                    progress(strategy, name, verdicts[name], time.monotonic() - start)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return verdicts
+
+
+def _cell(pool: Pool, strategy: str, name: str, references: dict[str, Run], folder: Path) -> Verdict:
+    folder.mkdir()
+    try:
+        cells: list[Cell] = pool.call(run_cell, strategy, name, str(folder))
+    except PoolError as error:
+        return Verdict(judge.FAILED, [str(error)])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    broken = [cell for cell in cells if not isinstance(cell, Cell)]
+    if broken:
+        pool.stop(kill=True)
+        return Verdict(judge.FAILED, [str(broken[0])])
+    if strategy == "single" and not cells[0].word:
+        references[name] = cells[0].runs["main"]
+    reference = cells[0].runs.get("plain") if strategy == "single" else references.get(name)
+    verdict = judge.judge(strategy, POLICIES[name], cells, reference)
+    if verdict.word == judge.FAILED:  # a rank that raised leaves the other's collectives behind
+        pool.stop(kill=True)
+    return verdict

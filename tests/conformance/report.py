@@ -1,0 +1,154 @@
+"""The matrix as a page: a summary with its footnotes, then what was observed, a table a strategy."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+from conformance import expected, judge
+from conformance.cells import SAVED_AT
+from conformance.judge import Verdict
+from conformance.matrix import Matrix
+from conformance.model import CLIP, ROWS, STEPS
+from conformance.strategies import STRATEGIES
+
+PACKAGES = ("torch", "lightning", "deepspeed", "transformers")
+DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+PARTS = ("parameters", "gradients", "optimizer")
+
+HEADER = """# Conformance
+
+`make conformance` wrote this page: every policy was run under every strategy, and what that did was compared with what
+the policy declares. Nothing here is written by hand.
+
+{cells}: {same} the same, {refused} refused, {other} otherwise; {seconds:.0f} seconds on {cores} cores.
+{versions}.
+
+**What ran.** A two-layer Llama of {numbers} parameters from its configuration, {steps} steps of fused AdamW on global
+batches of {rows} rows, clipped to a norm of {clip}. `single` is one process; every other strategy is two processes on
+CPU joined by gloo, each with its half of every global batch. `+pins` keeps the norms in fp32 (`{{"*norm*": "fp32"}}`),
+`+ckpt` recomputes the decoder layers' activations.
+
+**`same`** means that in that cell
+
+- parameters are stored, linears, norms, embeddings and attention compute and hand on, gradients are summed over ranks
+  and optimizer state is kept in the declared dtype, as seen operator by operator in the first steps; activations are
+  recomputed where declared and nowhere else;
+- losses, and the norm that gradients are clipped by, are those of one device on the same global batches at every step,
+  within {fp32:.0e} of it in `32-true` and {half:.0e} in the other modes; for `single`, those of a plain torch loop;
+- where one rank alone has infinite gradients in one step, all ranks skip it: afterwards weights and optimizer state
+  equal those of a run without that batch bit for bit, the learning rate was held, the counters say one skip, and a
+  dynamic scale was halved once;
+- a run that was saved at step {saved} and taken up again ends with the losses, weights, optimizer state, schedule,
+  scale and counters of the one that was not interrupted, bit for bit;
+- parameters, gradients and optimizer state take the bytes of the strategy's formula, within {memory:.0%}.
+
+**`refused`** means that it raised, with the reason below, before the first training step. **`DIFFERS`** and
+**`FAILED`** are faults: it ran and was not the same, or it ended in another exception.
+"""
+
+
+def text(matrix: Matrix) -> str:
+    """The whole page."""
+    strategies = [name for name in STRATEGIES if any(key[0] == name for key in matrix.verdicts)]
+    policies = list(dict.fromkeys(policy for _, policy in matrix.verdicts))
+    notes: dict[str, int] = {}
+    lines = [_header(matrix), "", "## Summary", "", *_summary(matrix, strategies, policies, notes), ""]
+    lines += [f"{_superscript(number)} {reason}\n" for reason, number in notes.items()]
+    lines += ["## Observed", "", *_legend(), ""]
+    for strategy in strategies:
+        verdicts = {policy: matrix.verdicts[strategy, policy] for policy in policies}
+        if any(verdict.figures for verdict in verdicts.values()):
+            lines += [f"### {strategy}", "", f"Bytes a rank by formula: {expected.FORMULAS[strategy]}.", ""]
+            lines += [*_observed(verdicts), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _header(matrix: Matrix) -> str:
+    words = [verdict.word for verdict in matrix.verdicts.values()]
+    same, refused = words.count(judge.SAME), words.count(judge.REFUSED)
+    return HEADER.format(
+        cells=f"{len(words)} cells",
+        same=same,
+        refused=refused,
+        other=len(words) - same - refused,
+        seconds=matrix.seconds,
+        cores=matrix.cores,
+        saved=SAVED_AT,
+        versions=", ".join([f"Python {platform.python_version()}", *map(_version, PACKAGES)]),
+        numbers=sum(expected.whole().values()),
+        steps=STEPS,
+        rows=ROWS,
+        clip=CLIP,
+        fp32=judge.FP32_TOLERANCE,
+        half=judge.HALF_TOLERANCE,
+        memory=judge.MEMORY_TOLERANCE,
+    ).rstrip()
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"
+
+
+def _summary(matrix: Matrix, strategies: list[str], policies: list[str], notes: dict[str, int]) -> Iterable[str]:
+    yield _row(["", *strategies])
+    yield _row(["---"] * (len(strategies) + 1))
+    for policy in policies:
+        yield _row([f"`{policy}`", *(_word(matrix.verdicts[strategy, policy], notes) for strategy in strategies)])
+
+
+def _word(verdict: Verdict, notes: dict[str, int]) -> str:
+    if verdict.word == judge.SAME:
+        return verdict.word
+    reason = "; ".join(_one_line(reason) for reason in verdict.reasons)
+    number = notes.setdefault(reason, len(notes) + 1)
+    return f"{verdict.word}{_superscript(number)}"
+
+
+def _one_line(reason: str) -> str:
+    """A refusal whole, a traceback's last line."""
+    lines = [line.strip() for line in reason.strip().splitlines()]
+    return lines[-1] if any(line.startswith("Traceback") for line in lines) else " ".join(lines)
+
+
+def _superscript(number: int) -> str:
+    return "".join(DIGITS[int(digit)] for digit in str(number))
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _legend() -> list[str]:
+    return [
+        "`loss` and `norm`: the largest relative distance from one device over all steps. `products`: matrix products,",
+        "forward and backward. `norms`: what the norms computed in. `reduced`: what gradients were summed over ranks",
+        "in, and by which collectives. Bytes on a rank of parameters, gradients and optimizer state: measured / by",
+        "formula; S is what the parameters take as stored, P their number, N the number of ranks.",
+    ]
+
+
+def _observed(verdicts: dict[str, Verdict]) -> Iterable[str]:
+    heads = ["policy", "loss", "norm", "stored", "products", "norms", "reduced", "state", *PARTS, "ratio"]
+    yield _row(heads)
+    yield _row(["---"] * len(heads))
+    for policy, verdict in verdicts.items():
+        figures = verdict.figures
+        if not figures:
+            continue
+        dtypes = [figures["dtypes"][key] for key in ("stored", "products", "norms", "reduced", "state")]
+        yield _row([f"`{policy}`", *(_figure(figures.get(key)) for key in ("loss", "norm")), *dtypes, *_bytes(figures)])
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def _bytes(figures: dict[str, dict[str, float]]) -> list[str]:
+    measured, formula = figures["measured"], figures["formula"]
+    ratio = sum(measured.values()) / sum(formula.values())
+    return [*(f"{measured[part]} / {formula[part]:.0f}" for part in PARTS), f"{ratio:.3f}"]
