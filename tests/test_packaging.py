@@ -18,7 +18,17 @@ import lightning_mp
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning-mp"
 HEAVY = ("torch", "lightning", "pytorch_lightning", "transformers", "deepspeed", "omegaconf", "hydra", "matplotlib")
-FLOOR_0 = ("errors", "hardware", "loss_scaling", "policy", "presets", "reading")
+FLOOR_0 = (
+    "deepspeed_config",
+    "deepspeed_keys",
+    "errors",
+    "hardware",
+    "loss_scaling",
+    "policy",
+    "presets",
+    "reading",
+    "registering",
+)
 EXTRAS = {
     "hf": {"transformers", "peft", "tokenizers"},
     "deepspeed": {"deepspeed"},

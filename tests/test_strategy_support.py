@@ -10,14 +10,15 @@ from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
     FSDPStrategy,
-    ModelParallelStrategy,
     SingleDeviceStrategy,
     StrategyRegistry,
 )
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lightning_mp import strategy_support
+from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Fault, Faults
+from lightning_mp.numerics.ledger import StepLedger
 from lightning_mp.policy import PrecisionPolicy
 from support.models import Regression
 
@@ -31,23 +32,32 @@ class OwnDDP(DDPStrategy):
 
 
 def _faults(strategy: Any, precision: str = "bf16-mixed", **fields: Any) -> tuple[Fault, ...]:
-    faults = Faults()
-    strategy_support.check(strategy, PrecisionPolicy(precision=precision, **fields), Regression(), faults)
+    faults, module = Faults(), Regression()
+    engine = strategy_support.engine_of(strategy)(
+        PrecisionPolicy(precision=precision, **fields),
+        device=torch.device("cpu"),
+        ledger=StepLedger(),
+        scaler=None,
+        distributed=True,
+        global_step=int,
+    )
+    engine.check(module, faults)
+    strategy_support.check(strategy, engine, module, faults)
     return faults.found
 
 
 @pytest.mark.parametrize(
-    ("build", "distributed"),
+    "build",
     [
-        (lambda: SingleDeviceStrategy(torch.device("cpu")), False),
-        (DDPStrategy, True),
-        (OwnDDP, True),
-        (lambda: DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True, static_graph=True), True),
+        lambda: SingleDeviceStrategy(torch.device("cpu")),
+        DDPStrategy,
+        OwnDDP,
+        lambda: DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True, static_graph=True),
     ],
 )
-def test_single_device_and_ddp_are_taken(build: Any, distributed: bool) -> None:
+def test_single_device_and_ddp_are_taken(build: Any) -> None:
     assert _faults(build()) == ()
-    assert strategy_support.is_distributed(build()) is distributed
+    assert strategy_support.engine_of(build()) is EagerEngine
 
 
 @pytest.mark.parametrize("name", [name for name in StrategyRegistry.available_strategies() if name.startswith("ddp")])
@@ -56,14 +66,25 @@ def test_every_registered_ddp_is_taken(name: str) -> None:
     assert _faults(registered["strategy"](**registered["init_params"])) == ()
 
 
-@pytest.mark.parametrize("kind", [FSDPStrategy, OwnFSDP, ModelParallelStrategy, DeepSpeedStrategy])
-def test_sharded_strategies_are_refused_by_name(kind: Any) -> None:
-    if kind is DeepSpeedStrategy:
-        pytest.importorskip("deepspeed")
-    (fault,) = _faults(kind())
+STOCK = {
+    "FSDP": (FSDPStrategy, {}, "mp_fsdp1"),
+    "a subclass of FSDP": (OwnFSDP, {}, "mp_fsdp1"),
+    "DeepSpeed": (DeepSpeedStrategy, {}, "mp_deepspeed_zero2"),
+    "ZeRO-1": (DeepSpeedStrategy, {"stage": 1}, "mp_deepspeed_zero1"),
+    "ZeRO-3": (DeepSpeedStrategy, {"stage": 3}, "mp_deepspeed_zero3"),
+    "ZeRO-2 with offload": (DeepSpeedStrategy, {"stage": 2, "offload_optimizer": True}, "mp_deepspeed_zero2_offload"),
+    "a JSON": (DeepSpeedStrategy, {"config": {"zero_optimization": {"stage": 3}}}, "mp_deepspeed_zero3"),
+}
+
+
+@pytest.mark.parametrize(("kind", "options", "instead"), STOCK.values(), ids=STOCK)
+def test_a_stock_sharded_strategy_is_refused_with_the_name_of_the_one_that_does_it(
+    kind: Any, options: dict[str, Any], instead: str
+) -> None:
+    (fault,) = _faults(kind(**options))
     assert fault.given == f"strategy {kind.__name__}"
-    assert "single device, or DDP" in fault.allowed
-    assert "strategy='ddp'" in fault.fix
+    assert f"strategy={instead!r}" in fault.fix
+    assert instead in StrategyRegistry.available_strategies()
 
 
 HOOKS: dict[str, Any] = {

@@ -91,7 +91,7 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
     for key in overrides:
         if key in entry.fixed:
             faults.add(f"{key}={overrides[key]!r} with {name!r}", "the strategy whose name says it", "choose by name")
-        elif key in _THE_PLANS and key not in own:
+        elif key in _THE_PLANS:
             faults.add(f"{key}=... with {name!r}", "a plan that says it", _THE_PLANS[key])
         elif key not in allowed:
             near = nearest(key, allowed)

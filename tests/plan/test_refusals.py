@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
-    ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
 )
@@ -129,14 +128,14 @@ def _on(strategy: Any) -> Regression:
     return module
 
 
-@pytest.mark.parametrize("kind", [Sharded, ModelParallelStrategy])
-def test_a_sharded_strategy_is_refused_by_name(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [Sharded])
+def test_a_stock_sharded_strategy_is_refused_by_name(kind: Any) -> None:
     module = _on(kind())
     before = weights(module)
     with pytest.raises(PlanError) as caught:
         plan_for("bf16-true").convert_module(module)
     assert f"strategy {kind.__name__}" in caught.value.faults[0].given
-    assert "strategy='ddp'" in caught.value.faults[0].fix
+    assert "strategy='mp_fsdp1'" in caught.value.faults[0].fix
     assert same_weights(before, weights(module))
 
 
