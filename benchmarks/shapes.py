@@ -60,7 +60,8 @@ class Tiny(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def _tokens() -> DataLoader[Any]:
+def tokens() -> DataLoader[Any]:
+    """Random tokens, 8 sequences a batch."""
     generator = torch.Generator().manual_seed(0)
     return DataLoader(TensorDataset(torch.randint(VOCABULARY, (512, CONTEXT), generator=generator)), batch_size=8)
 
@@ -71,6 +72,6 @@ def _vectors() -> DataLoader[Any]:
 
 
 SHAPES = (
-    Shape("compute-bound GPT-2", LanguageModel, _tokens, rounds=6, steps=17),
+    Shape("compute-bound GPT-2", LanguageModel, tokens, rounds=6, steps=17),
     Shape("tiny MLP", Tiny, _vectors, rounds=10, steps=305),
 )

@@ -27,6 +27,8 @@ HOSTS: dict[str, Any] = {
     "fsdp": ModelParallelStrategy,
     "hsdp": ModelParallelStrategy,
     "fsdp1": FSDPStrategy,
+    "fsdp2_offload": ModelParallelStrategy,
+    "fsdp1_offload": FSDPStrategy,
     **{f"deepspeed_zero{stage}{form}": DeepSpeedStrategy for stage in (1, 2, 3) for form in ("", "_offload")},
 }
 

@@ -39,6 +39,9 @@ _FSDP1_HOME = "lightning_mp.strategies.fsdp1:PlanFSDP1Strategy"
 _DEEPSPEED = ("lightning.pytorch.strategies:DeepSpeedStrategy",)
 
 
+_OFFLOAD = {"cpu_offload": True}
+
+
 def _zero(stage: int, **fixed: Any) -> Entry:
     where = " with CPU offload" if fixed else ""
     home = "lightning_mp.strategies.deepspeed:PlanDeepSpeedStrategy"
@@ -54,6 +57,8 @@ STRATEGIES: dict[str, Entry] = {
     "fsdp1": Entry(
         "lightning_mp.strategies.fsdp1:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", {}, _FSDP1
     ),
+    "fsdp2_offload": Entry(_FSDP2_HOME, "FSDP2 under a plan, shards on the CPU", _OFFLOAD),
+    "fsdp1_offload": Entry(_FSDP1_HOME, "FullyShardedDataParallel under a plan, shards on the CPU", _OFFLOAD, _FSDP1),
     "deepspeed_zero1": _zero(1),
     "deepspeed_zero2": _zero(2),
     "deepspeed_zero3": _zero(3),

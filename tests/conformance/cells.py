@@ -12,7 +12,7 @@ from conformance import plain
 from conformance.model import CLIP, Batches, Language, batches
 from conformance.observe import Observer, Run
 from conformance.policies import POLICIES, Policy
-from conformance.strategies import NotBuiltError, trainer_arguments
+from conformance.strategies import trainer_arguments
 
 SAVED_AT = 12
 #: in the fits with an overflow: how many batches, and which of them overflows on one rank
@@ -28,7 +28,7 @@ class Cell:
 
     rank: int
     runs: dict[str, Run] = field(default_factory=dict)
-    #: "not built yet", "refused" or "FAILED" where it did not run to its end, and why
+    #: "refused" or "FAILED" where it did not run to its end, and why
     word: str = ""
     reason: str = ""
     #: training steps begun in the fit that ended it
@@ -44,8 +44,6 @@ def run_cell(strategy: str, policy_name: str, folder: str) -> Cell:
         for name in fits.names():
             Language.steps_begun = 0
             cell.runs[name] = getattr(fits, name)()
-    except NotBuiltError:
-        cell.word, cell.reason = "not built yet", f"lightning_mp has no {strategy!r} yet"
     except Exception as error:
         cell.steps_begun = Language.steps_begun
         early = not cell.runs and cell.steps_begun == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from lightning_mp import make_strategy
+
 STRATEGIES = (
     "single",
     "ddp",
@@ -22,10 +24,6 @@ STRATEGIES = (
 TIMEOUT = timedelta(seconds=60)
 
 
-class NotBuiltError(Exception):
-    """The package has no such strategy yet."""
-
-
 def world(strategy: str) -> int:
     """How many processes it runs in."""
     return 1 if strategy == "single" else 2
@@ -36,16 +34,6 @@ def trainer_arguments(strategy: str, plan: Any) -> dict[str, Any]:
     shared = {"plugins": [plan], "devices": world(strategy), "use_distributed_sampler": False}
     if strategy == "single":
         return shared
-    return {**shared, "strategy": _made(strategy, plan)}
-
-
-def _made(strategy: str, plan: Any) -> Any:
-    try:
-        from lightning_mp import make_strategy
-    except (ImportError, AttributeError) as error:
-        if strategy == "ddp":
-            from lightning.pytorch.strategies import DDPStrategy
-
-            return DDPStrategy(timeout=TIMEOUT, process_group_backend="gloo")
-        raise NotBuiltError(strategy) from error
-    return make_strategy(strategy, plan)
+    # one node has one replica by default: with two, gradients are summed over both mesh dimensions
+    own = {"device_mesh": (2, 1)} if strategy == "hsdp" else {}
+    return {**shared, "strategy": make_strategy(strategy, plan, timeout=TIMEOUT, **own)}

@@ -1,0 +1,166 @@
+"""Step time of the ``mp_*`` strategies against Lightning's own under the same dtypes, in two processes.
+
+Both sides take turns in the same two processes; printed are medians and their ratio, of rank 0.
+``python benchmarks/sharded.py [--quick]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from rich.console import Console
+from rich.table import Table
+from run import StepTimes, processor
+from shapes import LanguageModel, tokens
+
+from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support import sharded_hosts  # Lightning's own strategies, let onto the CPU
+from support.gloo import run_ranks
+
+TARGET = 1.05
+BF16 = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+Side = Callable[[str], tuple[dict[str, Any], LightningModule]]
+
+
+class ShardedByHand(LanguageModel):
+    """What Lightning asks of a user for FSDP2."""
+
+    def configure_model(self) -> None:
+        """Shard every block, then the rest, summing gradients in fp32."""
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        if isinstance(self.model, FSDPModule):
+            return
+        options: dict[str, Any] = {
+            "mesh": self.device_mesh["data_parallel"],
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        }
+        for block in self.model.transformer.h:
+            fully_shard(block, **options)
+        fully_shard(self.model, **options)
+
+
+def _plugin(mode: str) -> dict[str, Any]:
+    if mode == "32-true":
+        return {}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if mode == "16-mixed" else None
+    return {"plugins": [MixedPrecision(mode, "cpu", scaler)]}  # pyright: ignore[reportArgumentType]
+
+
+def _ddp(mode: str) -> tuple[dict[str, Any], LightningModule]:
+    return {"strategy": DDPStrategy(process_group_backend="gloo"), **_plugin(mode)}, LanguageModel()
+
+
+def _fsdp2(mode: str) -> tuple[dict[str, Any], LightningModule]:
+    return {"strategy": sharded_hosts.fsdp2(), **_plugin(mode)}, ShardedByHand()
+
+
+def _fsdp1(mode: str) -> tuple[dict[str, Any], LightningModule]:
+    from torch.distributed.fsdp import MixedPrecision as Fsdp1MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    own = {} if mode == "32-true" else {"mixed_precision": Fsdp1MixedPrecision(reduce_dtype=torch.float32)}
+    strategy = sharded_hosts.fsdp1(auto_wrap_policy=ModuleWrapPolicy({GPT2Block}), **own)
+    plugins = [] if mode == "32-true" else [FSDPPrecision(mode)]  # pyright: ignore[reportArgumentType]
+    return {"strategy": strategy, "plugins": plugins}, LanguageModel()
+
+
+def _zero(stage: int) -> Side:
+    def side(mode: str) -> tuple[dict[str, Any], LightningModule]:
+        own = {} if mode == "32-true" else {"torch_autocast": BF16}
+        return {"strategy": sharded_hosts.deepspeed(stage, **own)}, LanguageModel()
+
+    return side
+
+
+ROWS: tuple[tuple[str, Side, tuple[str, ...]], ...] = (
+    ("ddp", _ddp, ("32-true", "bf16-mixed", "16-mixed")),
+    ("fsdp2", _fsdp2, ("32-true", "bf16-mixed", "16-mixed")),
+    # stock FSDP1 and DeepSpeed have no 16-mixed on the CPU that keeps fp32 weights
+    ("fsdp1", _fsdp1, ("32-true", "bf16-mixed")),
+    ("deepspeed_zero1", _zero(1), ("32-true", "bf16-mixed")),
+    ("deepspeed_zero2", _zero(2), ("32-true", "bf16-mixed")),
+    ("deepspeed_zero3", _zero(3), ("32-true", "bf16-mixed")),
+)
+
+
+def _ours(name: str, mode: str) -> tuple[dict[str, Any], LightningModule]:
+    plan = MixedPrecisionPlan(mode, loss_scaling=LossScaling.torch(2.0**8) if mode == "16-mixed" else None)
+    return {"plugins": [plan], "strategy": make_strategy(name, plan)}, LanguageModel()
+
+
+def _seconds(arguments: dict[str, Any], module: LightningModule, steps: int, clip: float | None) -> list[float]:
+    times = StepTimes()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_steps=steps,
+        gradient_clip_val=clip,
+        callbacks=[times],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+    trainer.fit(module, tokens())
+    dist.barrier()
+    return times.seconds
+
+
+def measure(row: int, mode: str, rounds: int, steps: int) -> tuple[float, float]:
+    """Median seconds a step: (stock, plan), in turn, the order swapped every round; run by every rank."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    name, stock, _ = ROWS[row]
+    sides: dict[str, tuple[Callable[[], Any], list[float]]] = {
+        "stock": (lambda: stock(mode), []),
+        "plan": (lambda: _ours(name, mode), []),
+    }
+    for number in range(rounds):
+        for side in sorted(sides, reverse=bool(number % 2)):
+            build, seconds = sides[side]
+            torch.manual_seed(0)
+            # Lightning's FSDP1 cannot clip by norm
+            seconds += _seconds(*build(), steps, clip=None if name == "fsdp1" else 1.0)
+    return statistics.median(sides["stock"][1]), statistics.median(sides["plan"][1])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke run: the figures mean nothing")
+    parser.add_argument("--strategies", nargs="*", default=[name for name, _, _ in ROWS])
+    given = parser.parse_args()
+    rounds, steps = (2, 8) if given.quick else (6, 17)
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(".venv/torch_extensions").resolve()))
+    table = Table("strategy", "mode", "stock", "plan", "ratio", "asked for", title="A step, two processes on gloo")
+    for row, (name, _, modes) in enumerate(ROWS):
+        for mode in modes if name in given.strategies else ():
+            theirs, ours = run_ranks(measure, row, mode, rounds, steps, timeout=600)[0]
+            ratio = f"{ours / theirs:.3f}"
+            table.add_row(name, mode, f"{theirs * 1e3:.1f} ms", f"{ours * 1e3:.1f} ms", ratio, f"<= {TARGET}")
+            print(f"{name} {mode}: {ratio}", flush=True)
+    Console(width=120).print(table)
+    print(f"{processor()} a process; torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
