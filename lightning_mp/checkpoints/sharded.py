@@ -27,6 +27,11 @@ def weights(path: Path) -> dict[str, Any]:
     return plain_names(_assembled(path, {key})[key])
 
 
+def entries(path: Path) -> list[str]:
+    """The dotted names of everything in the shards."""
+    return list(_metadata(path).state_dict_metadata)
+
+
 def checkpoint(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """Everything, as Lightning's single file has it."""
     metadata = _metadata(path)

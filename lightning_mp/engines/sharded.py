@@ -5,15 +5,20 @@ Everything of the eager step holds on the local parts; what has to know about th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
+from lightning_mp.engines.base import Replay
 from lightning_mp.engines.eager import EagerEngine
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.numerics import grads, sharded_norm
+
+#: what FSDP1's wrappers add to the names of modules
+_WRAPPER = "._fsdp_wrapped_module"
 
 
 class ShardedEngine(EagerEngine):
@@ -45,11 +50,35 @@ class ShardedEngine(EagerEngine):
         sharded_norm.sum_partial_(grads.parameters_of(optimizer))
         super().unscale(optimizer)
 
+    def after_backward(self, *, manual: bool) -> None:
+        """Bring gradients into the state in which users may look at them: whole, and in true units."""
+        if manual:
+            for optimizer in self.optimizers:
+                sharded_norm.sum_partial_(grads.parameters_of(optimizer))
+        super().after_backward(manual=manual)
+
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all parts, in fp32."""
         parameters = grads.parameters_of(optimizer)
         self.last_norm = sharded_norm.global_norm(parameters, self.device, self._whole)
         sharded_norm.clip_to_(parameters, max_norm, self.last_norm)
+
+    def _error(self, replay: Replay, what: str, *, at_min: bool = False) -> NonFiniteError:
+        alone = None if replay is None else partial(_alone, self._module, replay)
+        error = super()._error(alone, what, at_min=at_min)
+        error.args = (str(error).replace(_WRAPPER, ""), *error.args[1:])
+        error.module, error.parameter = (
+            name and name.replace(_WRAPPER, "") for name in (error.module, error.parameter)
+        )
+        return error
+
+
+def _alone(module: nn.Module | None, replay: Callable[[], Tensor | None]) -> Tensor | None:
+    """Replay without summing gradients over ranks, so that each rank sees its own; the run ends with it."""
+    for unit in () if module is None else module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_requires_gradient_sync(False, recurse=False)
+    return replay()
 
 
 def _flat_groups(model: nn.Module) -> sharded_norm.Groups:

@@ -8,12 +8,14 @@ ZeRO optimizer asks the plan's scaler what to divide by.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.dtypes import HALF
@@ -25,6 +27,8 @@ class ZeroEngine(EagerEngine):
     #: the DeepSpeedEngine and its ZeRO optimizer, typed by nobody
     _deepspeed: Any = None
     _zero: Any = None
+    #: what tells the ZeRO optimizer the plan's scale
+    _scale: Any = None
     #: ``gradient_clipping`` of the JSON, where the Trainer says nothing
     _default_clip = 0.0
 
@@ -40,7 +44,28 @@ class ZeroEngine(EagerEngine):
 
     def prepare(self, module: nn.Module) -> None:
         """Cast, pin and checkpoint, before DeepSpeed flattens and partitions."""
+        before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
         super().prepare(module)
+        self._before = before
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """The last check before DeepSpeed takes the module.
+
+        Raises:
+            PlanError: the optimizer evaluates its closure itself; the module is as ``prepare`` found it.
+        """
+        faults = Faults("strategy")
+        if optimizer_facts.calls_closure_again(optimizer) or optimizer_facts.takes_closure(optimizer):
+            self._revert()
+            faults.add(
+                f"{type(optimizer).__name__} with ZeRO, whose step takes no closure",
+                "an optimizer that does not evaluate the closure itself",
+                "use AdamW or SGD, or strategy='mp_ddp'",
+            )
+        faults.raise_if_any()
+
+    def give_away(self) -> None:
+        """DeepSpeed takes the module now: it cannot be brought back any more."""
         self._before = []
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -50,17 +75,23 @@ class ZeroEngine(EagerEngine):
         if not optimizers:  # validation
             return
         self._deepspeed, self._zero = cast("Any", model), cast("Any", optimizers[0])
-        self._default_clip = float(self._zero.clip_grad)
+        trainer = getattr(self._module, "_trainer", None)
+        if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
+            self._default_clip = float(self._zero.clip_grad)
+        self._zero.clip_grad = self._default_clip
         self.take_over()
 
     def take_over(self) -> None:
         """Put the plan's scale in place of DeepSpeed's, again after it loaded a checkpoint with its own."""
-        if self.scaler is not None and self._zero is not None:
+        if self._zero is None:
+            return
+        if self.scaler is not None:
             from lightning_mp.engines.zero_scale import PlanScale  # needs deepspeed
 
-            self._zero.loss_scaler = PlanScale(self.scaler)
-        if self._zero is not None and self._zero.dtype == torch.bfloat16:
-            self._zero.check_grad_overflow = True  # else bf16 gradients are never asked whether they are finite
+            self._scale = self._zero.loss_scaler = PlanScale(self.scaler)
+        if self._zero.dtype == torch.bfloat16 or not getattr(self._zero, "compute_grad_norm", True):
+            self._zero.check_grad_overflow = True  # else gradients are never asked whether they are finite
+        self._zero.clip_grad = self._default_clip  # a checkpoint brings that of the run that wrote it
 
     # ------------------------------------------------------------------ the step
 
@@ -80,7 +111,8 @@ class ZeroEngine(EagerEngine):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's backward, which reduces; Lightning has divided by the accumulation already."""
-        self._deepspeed.backward(loss, *args, scale_wrt_gas=False, **kwargs)
+        with torch.autocast(self.device.type, enabled=False):  # manual optimization calls it within training_step
+            self._deepspeed.backward(loss, *args, scale_wrt_gas=False, **kwargs)
         return True
 
     def after_backward(self, *, manual: bool) -> None:
@@ -95,10 +127,9 @@ class ZeroEngine(EagerEngine):
         return False
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Left to the step, which divides by the plan's scale and asks every rank; here the clipping is reset."""
+        """Left to the step, which divides by the plan's scale and asks every rank."""
         if self.scaler is not None and self.scaler.stepped(optimizer):
             self.scaler.update()
-        self._zero.clip_grad = self._default_clip
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Have the step clip by the norm over all partitions."""
@@ -115,9 +146,21 @@ class ZeroEngine(EagerEngine):
         )
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Let DeepSpeed step or skip, and count what it did."""
+        """Let DeepSpeed step or skip, and count what it did.
+
+        Raises:
+            RuntimeError: ``training_step`` returned None where a window of accumulation ends: no gradient was reduced.
+        """
+        if not self._deepspeed.is_gradient_accumulation_boundary():
+            raise RuntimeError(
+                "given a training_step that returned None on the last batch of a window of accumulation with ZeRO, "
+                "which reduces in that batch's backward pass; allowed: None where accumulate_grad_batches=1, or on "
+                "other batches; do: return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'"
+            )
         self.pending = False
-        self._deepspeed.step()
+        with nullcontext() if self._scale is None else self._scale.held():
+            self._deepspeed.step()
+        self._zero.clip_grad = self._default_clip
         overflow = bool(self._zero.overflow)
         found = self._one.new_full((), float(overflow))
         self.ledger.open(found)
@@ -126,13 +169,13 @@ class ZeroEngine(EagerEngine):
         else:
             self.scaler.note_step(optimizer, found)
             self.record(found)
-        if not overflow:
-            self.last_norm = torch.as_tensor(self._zero._global_grad_norm, dtype=torch.float32)
+        norm = self._zero._global_grad_norm
+        self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     def release(self) -> None:
         """Let go of the DeepSpeedEngine too."""
         super().release()
-        self._deepspeed = self._zero = None
+        self._deepspeed = self._zero = self._scale = None
 
 
 def store_masters_as_parameters(zero: Any) -> None:

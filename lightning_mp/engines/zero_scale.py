@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16 import loss_scaler as host
 
 from lightning_mp.numerics.scaler import LossScaler
 
 
-class PlanScale(DynamicLossScaler):
+class PlanScale(host.DynamicLossScaler):
     """Tells a ZeRO optimizer the scale that the backward pass used, and leaves moving it to the plan.
 
     DeepSpeed's own scaler is updated before gradients are divided, so that a step on which the scale grows is made
-    with half of its gradients. A checkpoint holds it as DeepSpeed's ``DynamicLossScaler``, which DeepSpeed alone can
-    go on from.
+    with half of its gradients. A checkpoint holds it as the scaler DeepSpeed would have, from which DeepSpeed alone can
+    go on.
     """
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler
+        self._held: float | None = None
         rule = scaler.config
         super().__init__(
             init_scale=rule.init_scale,
@@ -30,10 +33,19 @@ class PlanScale(DynamicLossScaler):
         )
         self.dynamic = rule.dynamic
 
+    @contextmanager
+    def held(self) -> Generator[None, None, None]:
+        """One host read for a whole step, in which ZeRO asks for the scale several times a param group."""
+        self._held = self._scaler.get_scale()
+        try:
+            yield
+        finally:
+            self._held = None
+
     @property
     def cur_scale(self) -> float:
         """The scale of the step at hand."""
-        return self._scaler.get_scale()
+        return self._scaler.get_scale() if self._held is None else self._held
 
     @cur_scale.setter
     def cur_scale(self, value: float) -> None:
@@ -48,7 +60,13 @@ class PlanScale(DynamicLossScaler):
         self.cur_iter += 1
 
     def __reduce__(self) -> Any:
-        plain = DynamicLossScaler(
+        plain = self._plain()
+        return type(plain).__new__, (type(plain),), vars(plain)
+
+    def _plain(self) -> host.LossScalerBase:
+        if not self.dynamic:
+            return host.LossScaler(self.cur_scale)
+        plain = host.DynamicLossScaler(
             self.cur_scale,
             self.scale_window,
             self.min_scale,
@@ -56,4 +74,9 @@ class PlanScale(DynamicLossScaler):
             self.consecutive_hysteresis,
             self.raise_error_at_min_scale,
         )
-        return DynamicLossScaler.__new__, (DynamicLossScaler,), vars(plain)
+        state = self._scaler.state_dict()
+        plain.cur_iter = self.cur_iter
+        # At its next step DeepSpeed counts (cur_iter - last_overflow_iter) - 1 clean ones, which is one more than now.
+        plain.last_overflow_iter = self.cur_iter - state["_growth_tracker"] - 2
+        plain.cur_hysteresis = state["hysteresis_left"]
+        return plain

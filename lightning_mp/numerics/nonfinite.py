@@ -10,6 +10,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.numerics.grads import local
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -129,13 +131,14 @@ class _Watch:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    return bool(torch.isfinite(local(tensor)).all())  # local: a rank may look alone
 
 
 def _healthy(tensor: Tensor, module: nn.Module) -> bool:
     """A module without parameters may well hand on ``-inf`` (a mask); a product with weights may not."""
     if next(module.parameters(), None) is not None:
         return _finite(tensor)
+    tensor = local(tensor)
     return not bool(torch.isnan(tensor).any() | torch.isposinf(tensor).any())
 
 

@@ -55,24 +55,55 @@ def units(root: nn.Module, wrap: Wrap, pin_map: PinMap, stored: Stored, faults: 
 def _blocks(root: nn.Module, wrap: Wrap, faults: Faults) -> list[nn.Module]:
     if wrap is None:
         names = _no_split_modules(root)
-        return _matching(root, names) if names else _by_size(root)
+        return _in_order(root, (_matching(root, name) for name in names)) if names else _by_size(root)
     given = [wrap] if isinstance(wrap, (str, type)) else list(wrap)
-    patterns = [item.__name__ if isinstance(item, type) else item for item in given]
-    named = list(named_submodules(root))
-    for pattern in patterns:
-        if not any(matches(pattern, name, module) for name, module in named):
-            no_match(pattern, root, "wrap=", faults)
-    return _matching(root, patterns)
+    return _in_order(root, (_wrapped(root, item, faults) for item in given))
 
 
-def _matching(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
-    wanted = list(patterns)
-    found = {
-        id(module): module
-        for name, module in named_submodules(root)
-        if _can_be_unit(module) and any(matches(pattern, name, module) for pattern in wanted)
-    }
+def _wrapped(root: nn.Module, item: str | type[nn.Module], faults: Faults) -> list[nn.Module]:
+    """The units that one entry of ``wrap`` means; an entry that means none is noted."""
+    name = item if isinstance(item, str) else item.__name__
+    if not any(_means(item, *named) for named in named_submodules(root)):
+        no_match(name, root, "wrap=", faults)
+        return []
+    found = _matching(root, item)
+    if not found:
+        faults.add(
+            f"wrap= {name!r}, which matches only modules that are not called or hold no parameters",
+            "modules with parameters and a forward of their own",
+            "name the blocks that hold the weights, or leave wrap= out",
+        )
+    return found
+
+
+def _means(item: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    return matches(item, name, module) if isinstance(item, str) else issubclass(original_class(module), item)
+
+
+def _matching(root: nn.Module, item: str | type[nn.Module]) -> list[nn.Module]:
+    """What ``item`` matches; of nested matches the outermost, and for a ``ModuleList`` what it holds."""
+    found: dict[int, nn.Module] = {}
+    covered: list[str] = []
+    for name, module in named_submodules(root):
+        if any(name.startswith(f"{above}.") for above in covered) or not _means(item, name, module):
+            continue
+        covered.append(name)
+        found.update((id(called), called) for called in _called(module) if _can_be_unit(called))
     return list(found.values())
+
+
+def _called(module: nn.Module) -> Iterable[nn.Module]:
+    if has_own_forward(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _called(child)
+
+
+def _in_order(root: nn.Module, chosen: Iterable[Iterable[nn.Module]]) -> list[nn.Module]:
+    """The modules of every list once, in definition order, which is the order they run in as far as anyone knows."""
+    ids = {id(module) for modules in chosen for module in modules}
+    return [module for module in root.modules() if id(module) in ids]
 
 
 def _no_split_modules(root: nn.Module) -> list[str]:
@@ -96,7 +127,7 @@ def _by_size(root: nn.Module) -> list[nn.Module]:
         return 0
 
     left_over(root)
-    return list(reversed(found))
+    return _in_order(root, [found])
 
 
 def _can_be_unit(module: nn.Module) -> bool:

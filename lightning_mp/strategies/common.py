@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from lightning.pytorch.strategies import Strategy
 
 from lightning_mp.errors import Faults
@@ -59,4 +62,21 @@ class StepsThroughModule(_Base):
     def _through(self, method: str, args: Any, kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        return self._forward_redirection(module, module, method, *args, **kwargs)
+        patched = "forward" in module.__dict__
+        try:
+            with _children_called():
+                return self._forward_redirection(module, module, method, *args, **kwargs)
+        finally:
+            if not patched:  # Lightning leaves a bound forward on the instance, which a copy would carry along
+                module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def _children_called() -> Generator[None, None, None]:
+    """Torch's attention layers call their children, whose hooks gather and cast, instead of reading their weights."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -22,12 +22,11 @@ from torch.optim import Optimizer
 
 from lightning_mp import deepspeed_config
 from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
-from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.zero import ZeroEngine, store_masters_as_parameters
 from lightning_mp.errors import Faults, MissingExtraError, PlanError
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.numerics.param_groups import regroup, split_by_dtype
+from lightning_mp.numerics.param_groups import by_dtype, regroup, split_by_dtype
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.carrying import CarriesCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import plan_of
@@ -170,16 +169,19 @@ class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
     ) -> tuple[Any, Any]:
         import deepspeed
 
+        step = cast("ZeroEngine", plan_of(self).engine)
         if optimizer is not None:
-            _check_optimizer(optimizer)
+            step.check_optimizer(optimizer)
             self._groups_before = len(optimizer.param_groups)
             self._came_from = split_by_dtype(optimizer, lr_scheduler)
+        step.give_away()
+        trained = by_dtype(parameter for parameter in model.parameters() if parameter.requires_grad)
         with _casts_left_to_the_plan():
             engine, zero, _, _ = deepspeed.initialize(
                 args=Namespace(device_rank=self.local_rank),
                 config=self.config,
                 model=model,
-                model_parameters=cast("Any", [p for p in model.parameters() if p.requires_grad]),
+                model_parameters=cast("Any", [{"params": members} for members in trained]),
                 optimizer=optimizer,
                 lr_scheduler=lr_scheduler,
                 dist_init_required=False,
@@ -326,17 +328,6 @@ def _check_storage(engine: StepEngine, module: nn.Module, stage: int, offload: b
 
 def _trains(module: nn.Module, trained: set[int]) -> bool:
     return any(id(parameter) in trained for parameter in module.parameters(recurse=False))
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    if optimizer_facts.calls_closure_again(optimizer) or optimizer_facts.takes_closure(optimizer):
-        faults = Faults("strategy")
-        faults.add(
-            f"{type(optimizer).__name__} with ZeRO, whose step takes no closure",
-            "an optimizer that does not evaluate the closure itself",
-            "use AdamW or SGD, or strategy='mp_ddp'",
-        )
-        faults.raise_if_any()
 
 
 def _check_world_size(path: Any, world_size: int) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.names import plain_name
@@ -137,17 +137,33 @@ def _chosen_by_size(policy: Callable[..., bool], root: nn.Module) -> list[nn.Mod
     return chosen
 
 
-def check_flat(module: nn.Module, cut: Units, stored: Stored, faults: Faults) -> None:
+def ignored(root: nn.Module, options: Mapping[str, Any], faults: Faults) -> set[int]:
+    """``id`` of the parameters that FSDP's keywords leave out; trainable ones would go apart on every rank."""
+    given = [item for key, value in options.items() if key.startswith("ignored_") for item in value or ()]
+    left_out = [item for item in given if isinstance(item, Tensor)]
+    left_out += [p for item in given if isinstance(item, nn.Module) for p in item.parameters()]
+    ids = set(map(id, left_out))
+    for name, parameter in root.named_parameters():
+        if id(parameter) in ids and parameter.requires_grad:
+            faults.add(
+                f"ignored_states= with {name!r}, which is trained",
+                "frozen parameters there: nobody would sum the gradients of others over ranks",
+                "freeze it, or take it out of ignored_states",
+            )
+    return ids
+
+
+def check_flat(module: nn.Module, cut: Units, stored: Stored, left_out: set[int], faults: Faults) -> None:
     """A flat parameter has one dtype, which its frozen parameters share; ``units`` notes what trainable ones break."""
     chosen = set(map(id, cut.inner))
     for unit in (*cut.inner, module):
-        own = list(_own(unit, chosen))
+        own = [(name, parameter) for name, parameter in _own(unit, chosen) if id(parameter) not in left_out]
         for name, parameter in own:
             if not parameter.is_floating_point():
                 faults.add(
                     f"parameter {name!r} in {short(parameter.dtype)}",
                     "floating parameters, since FSDP1 makes one flat parameter of each unit",
-                    "use strategy='mp_fsdp2', or keep it in a buffer",
+                    "keep it in a buffer, pass it in ignored_states=, or use strategy='mp_fsdp2'",
                 )
         floating = [(name, parameter) for name, parameter in own if parameter.is_floating_point()]
         trainable = {stored(parameter): name for name, parameter in floating if parameter.requires_grad}
@@ -172,7 +188,12 @@ def _own(unit: nn.Module, chosen: set[int]) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_again(
-    root: FullyShardedDataParallel, module: nn.Module, policy: PrecisionPolicy, stored: Stored, faults: Faults
+    root: FullyShardedDataParallel,
+    module: nn.Module,
+    policy: PrecisionPolicy,
+    sharding: ShardingStrategy,
+    stored: Stored,
+    faults: Faults,
 ) -> None:
     """A module that an earlier run wrapped stays as it was cut and stored: another plan has to want the same."""
     for name, parameter in module.named_parameters():
@@ -184,6 +205,12 @@ def check_again(
                 "build the module anew, or keep the plan",
             )
             break
+    if dist.get_world_size() > 1 and root.sharding_strategy is not sharding:
+        faults.add(
+            f"sharding_strategy={sharding.name} for a module that an earlier run wrapped with {root.sharding_strategy}",
+            "the sharding of the earlier run",
+            "build the module anew, or keep the strategy",
+        )
     before = cast("Any", root).mixed_precision.reduce_dtype
     if before != to_torch(policy.reduce_dtype):
         faults.add(
@@ -254,6 +281,11 @@ def _check_sizes(saved: list[int], here: list[int]) -> None:
     faults.raise_if_any()
 
 
-def is_of_fsdp1(path: Path) -> bool:
-    """Whether a folder of shards has FSDP1's layout (FSDP2's keeps the weights under another key)."""
-    return any(name.startswith("model.") for name in FileSystemReader(path).read_metadata().state_dict_metadata)
+def loads_in_parts(path: Path, optimizers: int) -> bool:
+    """Whether a folder of shards has FSDP1's layout (FSDP2 calls the weights otherwise), and a state an optimizer.
+
+    Lightning cannot load an optimizer that keeps no state, or kept none yet.
+    """
+    names = list(FileSystemReader(path).read_metadata().state_dict_metadata)
+    wanted = ("model.", *(f"optimizer_{index}.state." for index in range(optimizers)))
+    return all(any(name.startswith(prefix) for name in names) for prefix in wanted)

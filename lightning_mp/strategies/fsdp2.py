@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,13 +24,14 @@ from lightning_mp.engines.users_sharding import check_users_sharding
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.shard_units import Units, Wrap, units
-from lightning_mp.strategies import tensor_parallel
-from lightning_mp.strategies.carrying import CarriesCheckpoints
+from lightning_mp.strategies import full_state, meta, tensor_parallel
+from lightning_mp.strategies.carrying import CarriesDTensors
 from lightning_mp.strategies.common import StepsThroughModule, plan_of
-from lightning_mp.strategies.sharding import Sharding, broadcast_from_first, cannot_initialise, is_sharded, shard
+from lightning_mp.strategies.root_unit import RootUnit
+from lightning_mp.strategies.sharding import Sharding, broadcast_from_first, device_of, is_sharded, shard
 
 
-class PlanFSDP2Strategy(StepsThroughModule, CarriesCheckpoints, ModelParallelStrategy):
+class PlanFSDP2Strategy(StepsThroughModule, CarriesDTensors, ModelParallelStrategy):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 
     Args:
@@ -57,7 +59,6 @@ class PlanFSDP2Strategy(StepsThroughModule, CarriesCheckpoints, ModelParallelStr
     """
 
     plan_engine = ShardedEngine
-    own_formats = frozenset({"file", "sharded"})
 
     def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
         self,
@@ -99,6 +100,7 @@ class PlanFSDP2Strategy(StepsThroughModule, CarriesCheckpoints, ModelParallelStr
         self._shards, self._tp_plan = data_parallel_size, tp_plan
         self._units: Units | None = None
         self._split: dict[str, Any] = {}
+        self._root: RootUnit | None = None
 
     # ------------------------------------------------------------------ processes
 
@@ -148,9 +150,8 @@ class PlanFSDP2Strategy(StepsThroughModule, CarriesCheckpoints, ModelParallelStr
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
         """Cut the model into units, and note what cannot be; changes nothing."""
-        if is_sharded(module):  # by the user's configure_model, or by the stage before
-            if self._units is None:
-                check_users_sharding(module, engine.policy, engine.pin_map, faults)
+        if is_sharded(module):  # by the user's configure_model, or by a run before
+            check_users_sharding(module, engine.policy, engine.pin_map, faults)
             return
         policy, pinned = engine.policy, engine.pin_map.dtypes()
 
@@ -160,7 +161,7 @@ class PlanFSDP2Strategy(StepsThroughModule, CarriesCheckpoints, ModelParallelStr
         self._units = units(module, self._wrap, engine.pin_map, stored, faults)
         if self._tensor_parallel > 1:
             self._split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
-        for name in cannot_initialise(module):
+        for name in meta.cannot_initialise(module):
             faults.add(
                 f"module {name!r} on the meta device, which has no reset_parameters()",
                 "modules that can be initialised after they are made",
@@ -177,6 +178,7 @@ class PlanFSDP2Strategy(StepsThroughModule, CarriesCheckpoints, ModelParallelStr
         self.model = cast("LightningModule", plan.convert_module(self.model))
         if whole:
             self._shard(self.model, plan.policy)
+        self._root = RootUnit(self.model)
         self.model_to_device()
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -190,10 +192,17 @@ class PlanFSDP2Strategy(StepsThroughModule, CarriesCheckpoints, ModelParallelStr
         assert self._units is not None
         broadcast_from_first(model, self.root_device)
         if self._tensor_parallel > 1:
-            if self.root_device.type != "cpu":
-                model.to(self.root_device)
-            tensor_parallel.parallelize(model, self._split, self.device_mesh["tensor_parallel"])
+            mesh = self.device_mesh["tensor_parallel"]
+            place = device_of(mesh)
+            tensor_parallel.draw_alike(mesh)
+            tensor_parallel.parallelize(model, self._split, mesh, partial(self._whole_on, place, model))
         shard(model, self._units, self._shard_mesh, policy, self.sharding)
+
+    def _whole_on(self, place: torch.device, model: nn.Module, module: nn.Module) -> None:
+        """Make ``module`` and move it before it is split, so that only one is whole on a device at a time."""
+        meta.materialize(module, model, place, place)
+        if place.type != "cpu":
+            module.to(place)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -202,6 +211,39 @@ class PlanFSDP2Strategy(StepsThroughModule, CarriesCheckpoints, ModelParallelStr
             return
         for buffer in self.model.buffers():  # parameters stay where they are offloaded to
             buffer.data = buffer.data.to(self.root_device)
+
+    # ------------------------------------------------------------------ steps
+
+    def _through(self, method: str, args: Any, kwargs: Any) -> Any:
+        assert self._root is not None
+        assert self.lightning_module is not None
+        manual = method == "training_step" and not self.lightning_module.automatic_optimization
+        with self._root.step(backward_inside=manual):
+            output = super()._through(method, args, kwargs)
+        if method != "training_step" or manual or output is None:  # else backward follows, and shards again
+            self._root.reshard()
+        return output
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        assert self._root is not None
+        self._root.before_backward(closure_loss)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load as Lightning does what it wrote for this strategy; anything else is read whole."""
+        path = self.broadcast(checkpoint_path)
+        if full_state.is_own(path):
+            return super().load_checkpoint(path, weights_only=weights_only)
+        checkpoint = full_state.read(path, weights_only)
+        self.load_foreign(checkpoint)
+        return checkpoint
+
+    def load_foreign(self, checkpoint: dict[str, Any]) -> None:
+        """Give every rank its part of whole weights and optimizer states, which each has read for itself."""
+        assert self.lightning_module is not None
+        strict = self.lightning_module.strict_loading
+        full_state.load(self.lightning_module, self.optimizers, checkpoint, strict=strict)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:

@@ -67,13 +67,14 @@ STRATEGIES: dict[str, Entry] = {
     "deepspeed_zero3_offload": _zero(3, offload_optimizer=True, offload_parameters=True),
 }
 
-#: keywords of the hosts that the plan answers
+#: keywords of the hosts that the plan or the Trainer answers
 _THE_PLANS = {
     "precision_plugin": "the plan is the precision plugin",
     "mixed_precision": "the plan says which dtypes are gathered and reduced",
     "mp_policy": "the plan says which dtypes are gathered and reduced",
     "activation_checkpointing": "use MixedPrecisionPlan(checkpointing=...)",
     "activation_checkpointing_policy": "use MixedPrecisionPlan(checkpointing=...)",
+    "device_id": "use Trainer(accelerator=..., devices=...)",
     "loss_scale": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
     "initial_scale_power": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
     "loss_scale_window": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
@@ -97,7 +98,7 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
         if key in entry.fixed:
             faults.add(f"{key}={overrides[key]!r} with {name!r}", "the strategy whose name says it", "choose by name")
         elif key in _THE_PLANS:
-            faults.add(f"{key}=... with {name!r}", "a plan that says it", _THE_PLANS[key])
+            faults.add(f"{key}=... with {name!r}", "what plan and Trainer leave open", _THE_PLANS[key])
         elif key not in allowed:
             near = nearest(key, allowed)
             fix = f"did you mean {near}?" if near else "remove it"

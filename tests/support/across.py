@@ -1,0 +1,183 @@
+"""Runs that are saved under one strategy and go on under another; the tests look at what came back."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
+from support import language
+from support.models import InfiniteGradient
+from support.running import fit
+from support.saved import Held, full_state, gathered
+from support.saving import ResumableBatches
+from support.traces import lightning_says
+
+#: how long a run is, the step it is saved at, and the steps that overflow: two before, one after
+STEPS, AT, OVERFLOWS = 12, 5, (1, 3, 6)
+#: all that a scale is made of moves within the run: hysteresis is spent at step 1 and missing at step 6
+RULE = LossScaling(init_scale=64.0, hysteresis=2, growth_interval=4)
+
+_WAIT = {"timeout": timedelta(seconds=30), "process_group_backend": "gloo"}
+#: what writes: a name for ``make_strategy`` and its keywords
+WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", _WAIT),
+    "fsdp2": ("fsdp2", _WAIT),
+    "fsdp2 file": ("fsdp2", {**_WAIT, "save_distributed_checkpoint": False}),
+    "fsdp1": ("fsdp1", _WAIT),
+    "fsdp1 folder": ("fsdp1", {**_WAIT, "state_dict_type": "sharded"}),
+    "zero1": ("deepspeed_zero1", _WAIT),
+    "zero2": ("deepspeed_zero2", _WAIT),
+    "zero3": ("deepspeed_zero3", _WAIT),
+}
+READERS = ("ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
+#: a unit of its own beside the root's, in either model
+_WRAPPED = {"held": "model.first", "llama": "LlamaDecoderLayer"}
+#: model, mode, pins
+CASES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "16-mixed": ("held", "16-mixed", {}),
+    "32-true": ("held", "32-true", {}),
+    "bf16-true": ("held", "bf16-true", {"norm": "fp32"}),
+    "llama": ("llama", "16-mixed", {"*norm*": "fp32"}),
+    "half pin": ("llama", "16-mixed", {"*norm*": "fp32", "lm_head": "bf16"}),
+}
+
+
+class Carried(Held):
+    """Two parameter groups with rates of their own; gradients overflow on the last rank alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return _overflowing(self, super().training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in made["optimizer"].param_groups]
+        return _scheduled(torch.optim.AdamW(groups, lr=1e-2, eps=1e-4), [1e-2, 5e-3])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """What the run is made of, the strategy writes."""
+
+
+class CarriedLanguage(language.Language):
+    """A Llama, likewise."""
+
+    def __init__(self) -> None:
+        super().__init__(language.llama())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return _overflowing(self, super().training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return _scheduled(super().configure_optimizers(), [1e-2])
+
+
+def _scheduled(optimizer: Any, rates: list[float]) -> dict[str, Any]:
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=STEPS + 1)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _overflowing(module: LightningModule, loss: Tensor) -> Tensor:
+    last = module.global_rank == module.trainer.world_size - 1
+    return InfiniteGradient.apply(loss) if last and module.trainer.global_step in OVERFLOWS else loss
+
+
+class TokenBatches(ResumableBatches):
+    """Token ids, and a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = list(language.tokens(32))
+
+
+class Watch(Callback):
+    """Weights and the plan's state at the start, at the save and at the end; rates, scales and skips by step."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.seen: dict[str, Any] = {"rates": [], "scales": [], "skipped": []}
+
+    def _now(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        plan: Any = trainer.precision_plugin
+        with gathered(trainer):
+            return {"weights": full_state(module), "plan": plan.state_dict(), "step": trainer.global_step}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen["start"] = self._now(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, *rest: Any) -> None:
+        # ZeRO may have split a group: its parts have one rate
+        self.seen["rates"].append(sorted({group["lr"] for group in trainer.optimizers[0].param_groups}))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+        plan: Any = trainer.precision_plugin
+        self.seen["scales"].append(None if plan.scaler is None else plan.scaler.get_scale())
+        self.seen["skipped"].append(plan.step_skipped)
+        if self.folder is not None and trainer.global_step == AT:
+            trainer.save_checkpoint(self.folder / "saved.ckpt")
+            self.seen["saved"] = self._now(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen["end"] = self._now(trainer, pl_module)
+
+
+def plan_of(case: str) -> MixedPrecisionPlan:
+    """The plan of a case."""
+    _, mode, pins = CASES[case]
+    scaling = {"loss_scaling": RULE} if mode.startswith("16") else {}
+    return MixedPrecisionPlan(mode, pins=pins, **scaling)
+
+
+def module_of(case: str) -> LightningModule:
+    """The model of a case, as its user made it."""
+    return CarriedLanguage() if CASES[case][0] == "llama" else Carried()
+
+
+def host(name: str, plan: MixedPrecisionPlan, case: str) -> dict[str, Any]:
+    """Trainer arguments: ``stock`` and ``auto`` are one device, all else two processes."""
+    if name == "stock":
+        return {"devices": 1}
+    if name == "auto":
+        return {"devices": 1, "strategy": make_strategy("auto", plan)}
+    strategy, options = WRITERS[name]
+    wrap = {"wrap": _WRAPPED[CASES[case][0]]} if strategy.startswith("fsdp") else {}
+    return {
+        "devices": 2,
+        "strategy": make_strategy(strategy, plan, **options, **wrap),
+        "use_distributed_sampler": False,
+    }
+
+
+def train(case: str, name: str, folder: str | None = None, ckpt_path: str | None = None) -> dict[str, Any]:
+    """One run, saved on its way or going on from a checkpoint; what was seen of it."""
+    plan, module, watch = plan_of(case), module_of(case), Watch(None if folder is None else Path(folder))
+    data = TokenBatches() if CASES[case][0] == "llama" else ResumableBatches()
+    options: dict[str, Any] = {"max_epochs": 2, "max_steps": STEPS, "gradient_clip_val": 0.5}
+    with lightning_says() as lines:
+        fit(
+            module,
+            data=data,
+            plugins=[plan],
+            callbacks=[watch],
+            ckpt_path=ckpt_path,
+            **options,
+            **host(name, plan, case),
+        )
+    return {**watch.seen, "said": lines, "losses": module.losses}
+
+
+def run(scenarios: list[tuple[str, tuple[Any, ...]]]) -> bytes:
+    """Each (key, arguments of :func:`train`) in turn; a failing one leaves its traceback, and the others run."""
+    results: dict[str, Any] = {}
+    for key, arguments in scenarios:
+        try:
+            results[key] = train(*arguments)
+        except BaseException:  # torch's CheckpointException is no Exception
+            results[key] = traceback.format_exc()
+    return pickle.dumps(results)
