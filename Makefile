@@ -22,7 +22,7 @@ LINTED := $(wildcard lightning_mp tests benchmarks examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint format bench clean conformance
+.PHONY: help demo test conformance lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
@@ -37,6 +37,10 @@ test: $(DONE)/test ## run every test (those that need a GPU skip themselves wher
 	@OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" \
 	    $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
+conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.md (about 20 minutes)
+	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
+	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m conformance $(ARGS)
+
 lint: $(DONE)/dev ## check style (ruff), types (pyright, strict on the package) and floors (import-linter)
 	@$(BIN)/ruff check $(LINTED)
 	@$(BIN)/ruff format --check $(LINTED)
@@ -47,16 +51,13 @@ format: $(DONE)/dev ## write the style that `make lint` asks for
 	@$(BIN)/ruff check --fix $(LINTED)
 	@$(BIN)/ruff format $(LINTED)
 
-bench: $(DONE)/demo ## measure step times and host reads against stock Lightning
+bench: $(DONE)/test ## measure step times and host reads against stock Lightning, on one device and on two processes
 	@$(BIN)/python benchmarks/run.py $(ARGS)
+	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python benchmarks/sharded.py $(ARGS)
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
-
-conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.md (about 20 minutes)
-	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
-	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m conformance $(ARGS)
 
 # --- installing ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from lightning_mp.errors import Faults
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.shard_units import Units
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.strategies.sharding import _initialise  # pyright: ignore[reportPrivateUsage]
+from lightning_mp.strategies.meta import initialise
 
 Stored = Callable[[Tensor], torch.dtype]
 
@@ -226,7 +226,7 @@ def materialise(module: nn.Module, *, root: nn.Module, device: torch.device) -> 
     if not any(tensor.is_meta for tensor in own):
         return
     module.to_empty(device=device, recurse=False)
-    _initialise(module, root)
+    initialise(module, root)
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         dist.broadcast(tensor.detach(), src=0)
 

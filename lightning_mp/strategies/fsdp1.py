@@ -45,7 +45,8 @@ from lightning_mp.numerics.shard_units import Units, Wrap, units
 from lightning_mp.strategies import flat_units as flat
 from lightning_mp.strategies.carrying import CarriesCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import plan_of
-from lightning_mp.strategies.sharding import broadcast_from_first, cannot_initialise
+from lightning_mp.strategies.meta import cannot_initialise
+from lightning_mp.strategies.sharding import broadcast_from_first
 
 
 class PlanFSDP1Strategy(CarriesCheckpoints, FSDPStrategy):

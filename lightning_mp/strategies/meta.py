@@ -40,7 +40,7 @@ def materialize(unit: nn.Module, root: nn.Module, place: torch.device, device: t
         return
     made = _make(waiting, root, place)
     for module in reversed(waiting):  # children before parents, as ``apply`` does
-        _initialise(module, root)
+        initialise(module, root)
     _refuse_untouched(made, root)
     for tensor in made:
         there = tensor.detach().to(device)
@@ -83,7 +83,7 @@ def _marked(tensor: Tensor, place: torch.device) -> Tensor:
     return new
 
 
-def _initialise(module: nn.Module, root: nn.Module) -> None:
+def initialise(module: nn.Module, root: nn.Module) -> None:
     """By the module's own ``reset_parameters``, then as the model around it initialises its modules."""
     reset, around = _own_reset(module), _initialiser_around(module, root)
     with torch.no_grad():

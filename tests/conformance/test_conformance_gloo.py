@@ -14,6 +14,12 @@ POLICIES = ("32-true", "bf16-mixed+pins", "16-mixed+pins")
 #: strategy → policy → the word of its cell, where that is not "same"
 EXPECTED: dict[str, dict[str, str]] = {
     "ddp": {},
+    "fsdp2": {},
+    "hsdp": {},
+    "fsdp1": {},
+    "deepspeed_zero1": {},
+    "deepspeed_zero2": {},
+    "deepspeed_zero3": {},
 }
 
 
