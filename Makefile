@@ -26,7 +26,7 @@ LINTED := $(wildcard lightning_mp tests benchmarks examples)
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
-	    printf '%-14s %s\n' "$$command" "$$text"; done
+	    printf '%-18s %s\n' "$$command" "$$text"; done
 
 demo: $(DONE)/demo ## train a small GPT-2 on real text in every mode this machine has, and compare them
 	@$(BIN)/lightning-mp demo $(ARGS)

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from lightning_mp.numerics.class_swap import Swapped, swap_in, swap_out, swapped_with
+from lightning_mp.errors import Faults
+from lightning_mp.numerics import checkpointing, pins
+from lightning_mp.numerics.class_swap import Swapped, original_class, swap_in, swap_out, swapped_with
+from lightning_mp.numerics.patterns import matches
+from lightning_mp.policy import Checkpointing, Pin
 
 
 class Doubled(Swapped):
@@ -124,3 +129,61 @@ def test_hooks_and_training_mode_travel_along() -> None:
 
 def _ten(*_: Any) -> Tensor:
     return torch.full((1,), 10.0)
+
+
+class TestBelowFullyShard:
+    """FSDP2 gives a module a class of its own; that class must outlive a run's mix-ins."""
+
+    @staticmethod
+    def sharded(module: nn.Module) -> nn.Module:
+        # what fully_shard does to the class; with a process group it is run in tests/strategies
+        cls = type(module)
+        module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+        return module
+
+    def test_the_original_class_is_found_below_it(self) -> None:
+        plain = self.sharded(nn.Linear(1, 1))
+        assert type(plain).__name__ == "FSDPLinear"
+        assert original_class(plain) is nn.Linear
+        module = nn.Linear(1, 1)
+        swap_in(module, Doubled)
+        assert original_class(self.sharded(module)) is nn.Linear
+        swap_in(module, Shifted)
+        assert original_class(module) is nn.Linear
+
+    def test_a_mixin_below_it_stays_and_so_does_fully_shards_class(self) -> None:
+        module = identity()
+        swap_in(module, Doubled)
+        self.sharded(module)
+        swap_out(module, Doubled)
+        assert isinstance(module, FSDPModule)
+        assert swapped_with(module, Doubled)
+
+    def test_a_mixin_is_swapped_in_once(self) -> None:
+        module = identity()
+        swap_in(module, Doubled)
+        swap_in(module, Doubled)
+        assert module(ONE) == 2
+
+    def test_pins_and_checkpointing_that_stay_below_it_are_off_once_removed(self) -> None:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        faults = Faults()
+        pinned = pins.resolve(net, [Pin("0", "bf16")], faults)
+        config = Checkpointing(modules="1")
+        pins.apply(pinned, mixed=True, compute_dtype=torch.float32, device_type="cpu")
+        applied = checkpointing.apply(net, checkpointing.select(net, config, faults), config)
+        for layer in net:
+            self.sharded(layer)
+        assert net[0](torch.ones(1, 2)).dtype == torch.bfloat16
+        pins.remove(net.modules())
+        applied.undo()
+        for parameter in net[0].parameters():
+            parameter.data = parameter.data.float()
+        assert all(isinstance(layer, FSDPModule) for layer in net)
+        assert net(torch.ones(1, 2)).dtype == torch.float32
+        assert net[0](torch.ones(1, 2)).dtype == torch.float32
+
+    @pytest.mark.parametrize("pattern", ["Linear", "FSDPLinear"])
+    def test_patterns_see_the_original_class(self, pattern: str) -> None:
+        layer = self.sharded(nn.Linear(1, 1))
+        assert matches(pattern, "x", layer) is (pattern == "Linear")
