@@ -198,7 +198,7 @@ class MixedPrecisionPlan(FSDPPrecision):
             device=self._device,
             ledger=self.ledger,
             scaler=self.scaler,
-            distributed=isinstance(strategy, ParallelStrategy),
+            distributed=isinstance(strategy, ParallelStrategy) and strategy.world_size > 1,
             global_step=self._global_step,
         )
         engine.check(module, faults)

@@ -18,7 +18,10 @@ from lightning_mp.checkpoints.formats import ALLOWED, DEEPSPEED_MODEL, Checkpoin
 from lightning_mp.checkpoints.names import plain_name, plain_names
 from lightning_mp.errors import MissingExtraError
 
-LEFT_OUT = "DeepSpeed keeps optimizer states flat, a piece a rank: only DeepSpeed at the same world size resumes them"
+LEFT_OUT = (
+    "DeepSpeed keeps optimizer states flat, a piece a rank: only as many ranks of the same ZeRO stage (1 and 2 are "
+    "one) resume them; they start anew."
+)
 
 # What DeepSpeedEngine puts beside Lightning's own keys.
 _OWN = frozenset({
@@ -27,6 +30,17 @@ _OWN = frozenset({
     "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
     "checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_config", "ds_version",
 })  # fmt: skip
+
+
+def resumable(path: Path, stage: int, processes: int) -> bool:
+    """Whether DeepSpeed itself can go on from a folder: stages 1 and 2 write alike, and each rank takes its own piece.
+
+    Raises:
+        CheckpointFormatError: files are missing.
+    """
+    folder = deepspeed_folder(path)
+    whole = (folder / "mp_rank_00_model_states.pt").is_file()
+    return whole == (stage < 3) and len(list(folder.glob("*_optim_states.pt"))) == processes
 
 
 def weights(path: Path) -> dict[str, Any]:

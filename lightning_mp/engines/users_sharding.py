@@ -18,17 +18,18 @@ _INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after 
 
 
 def check_users_sharding(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults) -> None:
-    """Note what ``configure_model`` decided otherwise than the plan: storage, computation, reduction."""
+    """Note what ``configure_model``, or a run before, decided otherwise than the plan."""
     _check_storage(module, policy, pin_map, faults)
-    reduce_dtype, storage = to_torch(policy.reduce_dtype), to_torch(policy.storage_dtype)
-    for name, mixed in _policies(module):
+    reduce_dtype = to_torch(policy.reduce_dtype)
+    for name, mixed, own in _policies(module):
         if mixed.param_dtype is not None:
             faults.add(
                 f"fully_shard on {name!r} with MixedPrecisionPolicy(param_dtype={mixed.param_dtype})",
                 "no param_dtype: the plan's autocast and pins decide what each module computes in",
                 f"remove param_dtype, or {_INSTEAD}",
             )
-        if (mixed.reduce_dtype or storage) != reduce_dtype:
+        # Without one, torch sums in the dtype that is gathered.
+        if (mixed.reduce_dtype or mixed.param_dtype or own) != reduce_dtype:
             faults.add(
                 f"fully_shard on {name!r} with MixedPrecisionPolicy(reduce_dtype={mixed.reduce_dtype}) beside the "
                 f"plan's reduce_dtype={policy.reduce_dtype!r}",
@@ -49,15 +50,24 @@ def _check_storage(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, 
     if wrong:
         name, dtype, wanted = wrong[0]
         faults.add(
-            f"{len(wrong)} parameters sharded in configure_model, such as {name!r} in {dtype}, where the plan "
-            f"stores {wanted}",
-            "parameters that are stored as the plan says before they are sharded",
-            _INSTEAD,
+            f"{len(wrong)} parameters sharded already, such as {name!r} in {dtype}, where the plan stores {wanted}",
+            "parameters that are stored as the plan says before configure_model, or a run before, shards them",
+            f"{_INSTEAD}; after a run under another plan, make the module anew",
         )
 
 
-def _policies(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _policies(module: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
+    """Each unit's name and policy, and the dtype its trainable parameters are stored in."""
     for name, submodule in module.named_modules():
-        if isinstance(submodule, FSDPModule):
-            state = cast("Any", submodule)._get_fsdp_state()
-            yield name, state._mp_policy
+        if not isinstance(submodule, FSDPModule):
+            continue
+        state = cast("Any", submodule)._get_fsdp_state()
+        held = (item.sharded_param for group in _groups(state) for item in group.fsdp_params)
+        stored = next((parameter.dtype for parameter in held if parameter.requires_grad), None)
+        if stored is not None:
+            yield name, state._mp_policy, stored
+
+
+def _groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # one, before torch 2.12 or so
+    return [group for group in (several or [state._fsdp_param_group]) if group is not None]

@@ -48,25 +48,26 @@ class ZeroEngine(EagerEngine):
         super().prepare(module)
         self._before = before
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """The last check before DeepSpeed takes the module.
-
-        Raises:
-            PlanError: the optimizer evaluates its closure itself; the module is as ``prepare`` found it.
-        """
-        faults = Faults("strategy")
+    def check_optimizer(self, optimizer: Optimizer, faults: Faults) -> None:
+        """Note why a ZeRO optimizer cannot stand in for ``optimizer``, which is known only after ``prepare``."""
         if optimizer_facts.calls_closure_again(optimizer) or optimizer_facts.takes_closure(optimizer):
-            self._revert()
             faults.add(
                 f"{type(optimizer).__name__} with ZeRO, whose step takes no closure",
                 "an optimizer that does not evaluate the closure itself",
                 "use AdamW or SGD, or strategy='mp_ddp'",
             )
-        faults.raise_if_any()
+
+    def take_back(self) -> None:
+        """Bring the module back to what ``prepare`` found."""
+        self._revert()
 
     def give_away(self) -> None:
         """DeepSpeed takes the module now: it cannot be brought back any more."""
         self._before = []
+        for parameter in () if self._module is None else self._module.parameters():
+            part = getattr(parameter, "ds_tensor", None)
+            if part is not None and part.dtype != parameter.dtype:  # made partitioned, and a pin cast the empty shell
+                part.data = part.data.to(parameter.dtype)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the DeepSpeedEngine and its optimizer, and put the plan's scale in place of DeepSpeed's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from deepspeed.runtime.fp16 import loss_scaler as host
 
@@ -65,7 +65,7 @@ class PlanScale(host.DynamicLossScaler):
 
     def _plain(self) -> host.LossScalerBase:
         if not self.dynamic:
-            return host.LossScaler(self.cur_scale)
+            return host.LossScaler(cast("Any", self.cur_scale))
         plain = host.DynamicLossScaler(
             self.cur_scale,
             self.scale_window,

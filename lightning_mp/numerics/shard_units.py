@@ -49,6 +49,26 @@ def units(root: nn.Module, wrap: Wrap, pin_map: PinMap, stored: Stored, faults: 
     return Units(tuple(block for block in blocks if block in chosen), tuple(inner))
 
 
+def for_compiling(cut: Units, stored: Stored) -> Units:
+    """The same without units inside a block that are stored as the block is: their hooks would interrupt its graph."""
+    dropped = {
+        id(unit) for block in cut.blocks for unit in inside(block, cut) if _stored_alike(unit, block, cut, stored)
+    }
+    return Units(cut.blocks, tuple(unit for unit in cut.inner if id(unit) not in dropped))
+
+
+def inside(block: nn.Module, cut: Units) -> list[nn.Module]:
+    """The units below ``block`` that are no blocks themselves."""
+    below, blocks = set(map(id, block.modules())), set(map(id, cut.blocks))
+    return [unit for unit in cut.inner if id(unit) in below - blocks]
+
+
+def _stored_alike(unit: nn.Module, block: nn.Module, cut: Units, stored: Stored) -> bool:
+    others = {id(parameter) for other in inside(block, cut) for parameter in other.parameters()}
+    own = {stored(parameter) for parameter in block.parameters() if id(parameter) not in others}
+    return own == {stored(parameter) for parameter in unit.parameters()}
+
+
 # ------------------------------------------------------------------ candidates
 
 
@@ -212,9 +232,10 @@ def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, f
                 dtypes.setdefault(stored(parameter), f"{name}.{key}".strip("."))
     for unit, dtypes in held.items():
         if len(dtypes) > 1:
+            where = repr(names[unit]) if unit in names else "of the whole model"
             given = " and ".join(f"{place} in {_short(dtype)}" for dtype, place in dtypes.items())
             faults.add(
-                f"a pin inside the shard unit {names.get(unit, 'of the whole model')!r} that cannot be split: {given}",
+                f"a pin inside the shard unit {where} that cannot be split: {given}",
                 "one dtype among the trainable parameters of a shard unit",
                 "pin a module that is called and shares no weight with others, or untie the weights "
                 "(transformers: tie_word_embeddings=False)",

@@ -59,7 +59,7 @@ class CarriesCheckpoints(_Base):
         checkpoint = read_full(path, weights_only=weights_only)
         left_out = checkpoint.pop("optimizer_left_out", None)
         if left_out:
-            rank_zero_info(f"{left_out}. The learning rate goes on from the scheduler.")
+            rank_zero_info(f"{left_out} The learning rate goes on from the scheduler.")
         self.load_foreign(checkpoint)
         return checkpoint
 

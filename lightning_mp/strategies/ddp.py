@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.strategies.carrying import CarriesCheckpoints
+from lightning_mp.strategies.ending import EndsTogether
 
 
-class PlanDDPStrategy(CarriesCheckpoints, DDPStrategy):
+class PlanDDPStrategy(EndsTogether, CarriesCheckpoints, DDPStrategy):
     """Lightning's ``DDPStrategy``, which also goes on from sharded and DeepSpeed checkpoints.
 
-    A single process is not wrapped: it runs as on one device. Takes the keywords of ``DDPStrategy``.
+    One process runs as Lightning's single device: no launcher, no process group, no wrapper, the user's own sampler.
+    Takes the keywords of ``DDPStrategy``.
     """
 
     plan_engine = EagerEngine
 
+    @property
+    def _alone(self) -> bool:
+        return self.num_nodes * self.num_processes == 1 == self.world_size
+
+    def _configure_launcher(self) -> None:
+        if not self._alone:  # with a launcher Lightning would refuse to run in a notebook
+            super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        if self._alone:
+            self.set_world_ranks()
+        else:
+            super().setup_distributed()
+
+    def setup(self, trainer: Trainer) -> None:
+        """As under DDP, or as on a single device."""
+        if not self._alone:
+            super().setup(trainer)
+            return
+        # DistributedSampler would draw another order than RandomSampler does, also for one process.
+        cast("Any", trainer)._accelerator_connector.use_distributed_sampler = False
+        super(DDPStrategy, self).setup(trainer)
+
     def _setup_model(self, model: nn.Module) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return model if self.world_size == 1 else super()._setup_model(model)
+        return model if self._alone else super()._setup_model(model)

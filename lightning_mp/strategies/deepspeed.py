@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.strategies.strategy import _ForwardRedirection  # pyright: ignore[reportPrivateUsage]
+from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,19 +23,23 @@ from torch.optim import Optimizer
 
 from lightning_mp import deepspeed_config
 from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
+from lightning_mp.checkpoints.zero import resumable
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.zero import ZeroEngine, store_masters_as_parameters
-from lightning_mp.errors import Faults, MissingExtraError, PlanError
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.param_groups import by_dtype, regroup, split_by_dtype
 from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.strategies import zero_host
 from lightning_mp.strategies.carrying import CarriesCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import plan_of
+from lightning_mp.strategies.ending import EndsTogether
+from lightning_mp.strategies.zero_loading import load_whole
 
 Json = Mapping[str, Any] | str | PathLike[str]
 
 
-class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
+class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy):
     """ZeRO stage 1, 2 or 3 under a plan, on CUDA, and on the CPU with gloo.
 
     Args:
@@ -63,7 +68,13 @@ class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
         policy: PrecisionPolicy | None = None,
         **host: Any,
     ) -> None:
-        _require_deepspeed()
+        zero_host.require_deepspeed()
+        if config is None:
+            config = os.environ.get(self.DEEPSPEED_ENV_VAR)  # Lightning's own place for it
+        if host.get("zero_optimization") is False:
+            faults = Faults("strategy")
+            faults.add(f"zero_optimization=False with stage={stage}", "ZeRO", "use strategy='mp_ddp'")
+            faults.raise_if_any()
         super().__init__(
             stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters, **host
         )
@@ -72,6 +83,7 @@ class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
         self._stage, self._offloads = stage, (offload_optimizer, offload_parameters)
         self._came_from: list[int] = []
         self._groups_before = 0
+        self._linear = zero_host.Linear()
         if policy is not None and policy.precision != "auto":
             self.config = self._composed(policy)
 
@@ -90,6 +102,9 @@ class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
         for note in composed.notes:
             rank_zero_info(f"DeepSpeed config: {note}")
         return _over(self._host_defaults, composed.config)
+
+    def _load_config(self, config: Json | None) -> None:
+        """Nothing: the JSON is merged with the plan's, and Lightning's defaults stand below both."""
 
     # ------------------------------------------------------------------ processes
 
@@ -130,15 +145,20 @@ class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
             )
         _check_storage(engine, module, self._stage, any(self._offloads), faults)
         try:
+            composed = self._composed(engine.policy)
+        except PlanError as error:
+            faults.extend(error.faults)
+            composed = self._given or {}
+        try:
             self.config = deepspeed_config.add_trainer(
-                self._composed(engine.policy),
+                composed,
                 clip_norm=trainer.gradient_clip_val if by_norm else None,
                 accumulate=trainer.accumulate_grad_batches,
                 world_size=self.world_size,
                 micro_batch=None,
             )
         except PlanError as error:
-            faults.extend(error.faults)
+            faults.extend(fault for fault in error.faults if fault not in faults.found)
         self._config_initialized = True
 
     def setup(self, trainer: Trainer) -> None:
@@ -146,7 +166,7 @@ class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         plan = plan_of(self)
-        self._forward_redirection = _InsideEngine(plan)
+        self._forward_redirection = zero_host.InsideEngine(plan)
         self.accelerator.setup(trainer)
         self.model = plan.convert_module(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -161,33 +181,63 @@ class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
         if self.lightning_module.trainer.training:
             self._initialize_deepspeed_train(self.model)
         else:
-            with _casts_left_to_the_plan():
-                self._initialize_deepspeed_inference(self.model)
+            self._initialize_deepspeed_inference(self.model)
 
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
-        import deepspeed
-
         step = cast("ZeroEngine", plan_of(self).engine)
         if optimizer is not None:
-            step.check_optimizer(optimizer)
+            self._check_optimizer(step, optimizer, lr_scheduler)
             self._groups_before = len(optimizer.param_groups)
             self._came_from = split_by_dtype(optimizer, lr_scheduler)
         step.give_away()
         trained = by_dtype(parameter for parameter in model.parameters() if parameter.requires_grad)
-        with _casts_left_to_the_plan():
-            engine, zero, _, _ = deepspeed.initialize(
-                args=Namespace(device_rank=self.local_rank),
-                config=self.config,
-                model=model,
-                model_parameters=cast("Any", [{"params": members} for members in trained]),
-                optimizer=optimizer,
-                lr_scheduler=lr_scheduler,
-                dist_init_required=False,
-            )
+        groups = [{"params": members} for members in trained]
+        engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
         if self._stage < 3:
             store_masters_as_parameters(zero)
+        return engine, zero
+
+    def _check_optimizer(self, step: ZeroEngine, optimizer: Optimizer, scheduler: Any) -> None:
+        faults = Faults("strategy")
+        step.check_optimizer(optimizer, faults)
+        if scheduler is not None and "scheduler" in (self.config or {}):
+            faults.add(
+                f"scheduler={cast('Any', self.config)['scheduler']!r} in the JSON and {type(scheduler).__name__} in "
+                "configure_optimizers",
+                "one of the two",
+                "remove one",
+            )
+        if faults.found:
+            step.take_back()
+        faults.raise_if_any()
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        """An engine without an optimizer; stage 3 gathers, the others have whole parameters."""
+        assert isinstance(self.config, dict)
+        config = {"train_micro_batch_size_per_gpu": 1, "fp16": self.config["fp16"], "bf16": self.config["bf16"]}
+        if self._stage == 3:
+            config |= {key: self.config[key] for key in ("zero_allow_untested_optimizer", "zero_optimization")}
+            remove_module_hooks(model)  # those of a training engine, which would gather a second time
+        self.model, _ = self._engine_of(model, config, [], None, None)
+
+    def _engine_of(self, model: nn.Module, config: Any, groups: Any, optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
+        import deepspeed
+
+        self._linear.remember()
+        zero_host.let_go(model)
+        with zero_host.casts_left_to_the_plan():
+            engine, zero, _, _ = deepspeed.initialize(
+                args=Namespace(device_rank=self.local_rank),  # as Lightning, but a CPU has no index
+                config=config,
+                model=model,
+                model_parameters=groups,
+                optimizer=optimizer,
+                lr_scheduler=scheduler,
+                dist_init_required=False,
+            )
+        zero_host.remember(model, engine.optimizer)
         return engine, zero
 
     @contextmanager
@@ -199,8 +249,28 @@ class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
         import deepspeed
 
         policy = plan_of(self).policy
-        with deepspeed.zero.Init(config_dict_or_path=self._composed(policy), dtype=to_torch(policy.storage_dtype)):
+        if policy.precision == "auto":
+            faults = Faults("strategy")
+            faults.add(
+                "precision='auto' with configure_model() under ZeRO-3, which partitions weights as they are made",
+                "a precision that says what is stored",
+                "write precision='bf16-mixed', or make the model in __init__",
+            )
+            faults.raise_if_any()
+        batch = ("train_batch_size", "gradient_accumulation_steps")  # the Trainer's; zero.Init only looks for any
+        config = {key: value for key, value in self._composed(policy).items() if key not in batch}
+        self._linear.remember()
+        with deepspeed.zero.Init(
+            remote_device=self.remote_device,
+            config_dict_or_path={**config, "train_micro_batch_size_per_gpu": 1},
+            dtype=to_torch(policy.storage_dtype),
+        ):
             yield
+
+    def teardown(self) -> None:
+        """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
+        self._linear.put_back()
+        super().teardown()
 
     # ------------------------------------------------------------------ the step
 
@@ -224,14 +294,14 @@ class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a DeepSpeed folder with everything, any other checkpoint without optimizer state.
+        """Load a folder that ranks of the same stage wrote with everything, all else without optimizer state.
 
         Raises:
-            CheckpointFormatError: no checkpoint, or one that another number of processes wrote.
+            CheckpointFormatError: no checkpoint; a ZeRO run that another number of processes is to go on with.
         """
         path = self.broadcast(checkpoint_path)
-        if kind_of(path) == "deepspeed":
-            _check_world_size(path, self.world_size)
+        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            _check_world_size(Path(path), self.world_size)
         checkpoint = super().load_checkpoint(path, weights_only=weights_only)
         engine = plan_of(self).engine
         if isinstance(engine, ZeroEngine):
@@ -239,9 +309,12 @@ class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
         if len(self._came_from) != self._groups_before:
             for state in checkpoint.get("lr_schedulers", ()):
                 regroup(state, self._groups_before, self._came_from)
-        if kind_of(path) != "deepspeed":
+        if not self.reads(path):
             set_learning_rates(self.optimizers, checkpoint)
         return checkpoint
+
+    def reads(self, path: Any) -> bool:
+        return super().reads(path) and resumable(Path(path), self._stage, self.world_size)
 
     def load_foreign(self, checkpoint: dict[str, Any]) -> None:
         """Load whole weights into the partitions."""
@@ -252,56 +325,22 @@ class PlanDeepSpeedStrategy(CarriesCheckpoints, DeepSpeedStrategy):
         if self._stage < 3:
             module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
         else:
-            self._restore_zero_state(checkpoint, strict=module.strict_loading)
+            load_whole(module, checkpoint["state_dict"], strict=module.strict_loading)
         for zero in self.optimizers:
             cast("Any", zero).refresh_fp32_params()
 
 
-class _InsideEngine(_ForwardRedirection):
-    """Runs a step in the plan's context *inside* DeepSpeed's forward, which turns autocast off around its module."""
-
-    def __init__(self, plan: Any) -> None:
-        self._plan = plan
-
-    def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        def step(*inner: Any, **named: Any) -> Any:
-            del original_module.forward
-            with self._plan.forward_context():
-                return getattr(original_module, method_name)(*inner, **named)
-
-        original_module.forward = step
-        device_type = original_module.device.type
-        with torch.autocast(device_type, enabled=False):
-            return wrapper_module(*args, **kwargs)
-
-
-@contextmanager
-def _casts_left_to_the_plan() -> Generator[None, None, None]:
-    """DeepSpeed casts every parameter where ``fp16.enabled`` is true; the plan has stored them as it declares."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    engine_class = cast("Any", DeepSpeedEngine)
-    cast_all = engine_class._cast_module_mixed_precision
-    engine_class._cast_module_mixed_precision = lambda *_args, **_kwargs: None
-    try:
-        yield
-    finally:
-        engine_class._cast_module_mixed_precision = cast_all
-
-
-def _require_deepspeed() -> None:
-    try:
-        from deepspeed.runtime.engine import DeepSpeedEngine
-    except ImportError as error:
-        raise MissingExtraError("deepspeed", "deepspeed", "a ZeRO strategy") from error
-    if not hasattr(DeepSpeedEngine, "_cast_module_mixed_precision"):
-        import deepspeed
-
-        faults = Faults("strategy")
-        faults.add(
-            f"deepspeed {deepspeed.__version__}", "deepspeed >= 0.19.8", "pip install -U 'lightning-mp[deepspeed]'"
+def _check_world_size(path: Path, processes: int) -> None:
+    """Each rank takes up its own piece; weights alone, to evaluate or consolidate, can be read by any number."""
+    if kind_of(path) != "deepspeed":
+        return
+    wrote = len(list(deepspeed_folder(path).glob("*_optim_states.pt")))
+    if wrote != processes:
+        raise CheckpointFormatError(
+            f"{str(path)!r}, a ZeRO run of {wrote} processes, to go on with {processes}",
+            "the number of processes that wrote it: optimizer state is in pieces, one a process",
+            f"start {wrote} processes, or use strategy='mp_fsdp2' or 'mp_ddp', which take up its weights and scale",
         )
-        faults.raise_if_any()
 
 
 def _check_storage(engine: StepEngine, module: nn.Module, stage: int, offload: bool, faults: Faults) -> None:
@@ -328,16 +367,6 @@ def _check_storage(engine: StepEngine, module: nn.Module, stage: int, offload: b
 
 def _trains(module: nn.Module, trained: set[int]) -> bool:
     return any(id(parameter) in trained for parameter in module.parameters(recurse=False))
-
-
-def _check_world_size(path: Any, world_size: int) -> None:
-    wrote = len(list(deepspeed_folder(Path(path)).glob("*_optim_states.pt")))
-    if wrote != world_size:
-        raise CheckpointFormatError(
-            f"{str(path)!r}, a ZeRO checkpoint that {wrote} processes wrote, with {world_size} processes",
-            "the same number of processes: each takes up its own partition",
-            f"start {wrote} processes, or write one file with lightning_mp.consolidate and load its weights",
-        )
 
 
 def _over(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,11 +45,12 @@ from lightning_mp.numerics.shard_units import Units, Wrap, units
 from lightning_mp.strategies import flat_units as flat
 from lightning_mp.strategies.carrying import CarriesCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import plan_of
+from lightning_mp.strategies.ending import EndsTogether
 from lightning_mp.strategies.meta import cannot_initialise
 from lightning_mp.strategies.sharding import broadcast_from_first
 
 
-class PlanFSDP1Strategy(CarriesCheckpoints, FSDPStrategy):
+class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
     """``FullyShardedDataParallel`` under a plan, on CUDA and on the CPU (gloo).
 
     Args:

@@ -17,21 +17,32 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.optim import Optimizer
 
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.users_sharding import check_users_sharding
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.numerics.shard_units import Units, Wrap, units
-from lightning_mp.strategies import full_state, meta, tensor_parallel
+from lightning_mp.numerics.shard_units import Units, Wrap, for_compiling, inside, units
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.strategies import meta, tensor_parallel
 from lightning_mp.strategies.carrying import CarriesDTensors
 from lightning_mp.strategies.common import StepsThroughModule, plan_of
+from lightning_mp.strategies.ending import EndsTogether
 from lightning_mp.strategies.root_unit import RootUnit
-from lightning_mp.strategies.sharding import Sharding, broadcast_from_first, device_of, is_sharded, shard
+from lightning_mp.strategies.sharding import (
+    Sharding,
+    broadcast_from_first,
+    device_of,
+    is_sharded,
+    shard,
+    share_buffers,
+    whole_optimizer_state,
+)
 
 
-class PlanFSDP2Strategy(StepsThroughModule, CarriesDTensors, ModelParallelStrategy):
+class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, ModelParallelStrategy):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 
     Args:
@@ -159,6 +170,9 @@ class PlanFSDP2Strategy(StepsThroughModule, CarriesDTensors, ModelParallelStrate
             return to_torch(pinned.get(id(parameter), policy.storage_dtype))
 
         self._units = units(module, self._wrap, engine.pin_map, stored, faults)
+        if self.sharding.compile:
+            self._units = for_compiling(self._units, stored)
+            _check_compiles(self._units, policy, module, faults)
         if self._tensor_parallel > 1:
             self._split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
         for name in meta.cannot_initialise(module):
@@ -195,14 +209,8 @@ class PlanFSDP2Strategy(StepsThroughModule, CarriesDTensors, ModelParallelStrate
             mesh = self.device_mesh["tensor_parallel"]
             place = device_of(mesh)
             tensor_parallel.draw_alike(mesh)
-            tensor_parallel.parallelize(model, self._split, mesh, partial(self._whole_on, place, model))
+            tensor_parallel.parallelize(model, self._split, mesh, partial(_whole_on, place, model))
         shard(model, self._units, self._shard_mesh, policy, self.sharding)
-
-    def _whole_on(self, place: torch.device, model: nn.Module, module: nn.Module) -> None:
-        """Make ``module`` and move it before it is split, so that only one is whole on a device at a time."""
-        meta.materialize(module, model, place, place)
-        if place.type != "cpu":
-            module.to(place)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -228,26 +236,62 @@ class PlanFSDP2Strategy(StepsThroughModule, CarriesDTensors, ModelParallelStrate
         assert self._root is not None
         self._root.before_backward(closure_loss)
 
+    def _share_buffers(self) -> None:
+        """As under DDP, the first rank's: what it is evaluated with is what it is saved with."""
+        assert self.model is not None
+        share_buffers(self.model, self.root_device)
+
+    def on_validation_start(self) -> None:
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        self._share_buffers()
+
+    def on_predict_start(self) -> None:
+        self._share_buffers()
+
+    def on_train_end(self) -> None:
+        self._share_buffers()
+
     # ------------------------------------------------------------------ checkpoints
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load as Lightning does what it wrote for this strategy; anything else is read whole."""
-        path = self.broadcast(checkpoint_path)
-        if full_state.is_own(path):
-            return super().load_checkpoint(path, weights_only=weights_only)
-        checkpoint = full_state.read(path, weights_only)
-        self.load_foreign(checkpoint)
-        return checkpoint
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Collect the weights, and the first rank's buffers."""
+        self._share_buffers()
+        return super().lightning_module_state_dict()
 
-    def load_foreign(self, checkpoint: dict[str, Any]) -> None:
-        """Give every rank its part of whole weights and optimizer states, which each has read for itself."""
-        assert self.lightning_module is not None
-        strict = self.lightning_module.strict_loading
-        full_state.load(self.lightning_module, self.optimizers, checkpoint, strict=strict)
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Collect the state; in a single file numbered by the optimizer's own groups, as any optimizer loads it."""
+        if self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        assert self.model is not None
+        plain = cast("Optimizer", getattr(optimizer, "_optimizer", optimizer))
+        return whole_optimizer_state(plain, keep=self.global_rank == 0)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         yield
+
+
+def _check_compiles(cut: Units, policy: PrecisionPolicy, model: nn.Module, faults: Faults) -> None:
+    """A unit's hooks interrupt a graph; in a region that is recomputed torch then compiles nothing, without a word."""
+    within = [unit for block in cut.blocks for unit in inside(block, cut)]
+    if policy.checkpointing is None or not within:
+        return
+    names = {id(module): name for name, module in model.named_modules()}
+    faults.add(
+        f"compile=True beside checkpointing, with {names[id(within[0])]!r} pinned inside a block to another dtype than "
+        "the block's",
+        "compiled blocks with checkpointing, or with modules of another dtype inside, not both",
+        "leave out compile=True or checkpointing=, or use a '*-mixed' precision with fp32 pins",
+    )
+
+
+def _whole_on(place: torch.device, model: nn.Module, module: nn.Module) -> None:
+    """Make ``module`` and move it before it is split, so that only one is whole on a device at a time."""
+    meta.materialize(module, model, place, place)
+    if place.type != "cpu":
+        module.to(place)
 
 
 class PlanHSDPStrategy(PlanFSDP2Strategy):

@@ -63,11 +63,11 @@ def _make(waiting: Iterable[nn.Module], root: nn.Module, place: torch.device) ->
                 made[id(tensor)] = _marked(tensor, place)
     kept: list[Tensor] = []  # an id is a tensor's own for as long as that is alive
     for module in root.modules():
-        for held in cast("tuple[dict[str, Tensor | None], ...]", (module._parameters, module._buffers)):
-            for key, tensor in held.items():
-                if tensor is not None and id(tensor) in made:
-                    kept.append(tensor)
-                    held[key] = made[id(tensor)]
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for key, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if id(tensor) in made:
+                kept.append(tensor)
+                setattr(module, key, made[id(tensor)])
     return list(made.values())
 
 
@@ -79,7 +79,9 @@ def _marked(tensor: Tensor, place: torch.device) -> Tensor:
         new.fill_(torch.iinfo(new.dtype).min)
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-    new.__dict__.update({key: value for key, value in tensor.__dict__.items() if key != "_is_hf_initialized"})
+    for key, value in vars(tensor).items():
+        if key != "_is_hf_initialized":
+            setattr(new, key, value)
     return new
 
 

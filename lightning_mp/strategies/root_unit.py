@@ -62,8 +62,7 @@ class RootUnit:
 
     def _gather(self, _module: nn.Module, _inputs: Any) -> None:
         assert self._root is not None
-        if any(group.is_sharded for group in self._state()._fsdp_param_groups):
-            self._root.unshard()
+        self._root.unshard()  # does nothing where it is gathered
 
 
 def _owns(module: nn.Module) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.shard_units import Units
@@ -45,6 +47,22 @@ def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
         tensor.data.copy_(there)
 
 
+def share_buffers(model: nn.Module, device: torch.device) -> None:
+    """Give every rank the first one's saved buffers (a batch norm's statistics), which each goes on with by itself."""
+    kept = {id(tensor) for tensor in _saved_buffers(model)}
+    for tensor in model.buffers():
+        if id(tensor) in kept and not isinstance(tensor, DTensor):
+            there = tensor.detach().to(device).contiguous()
+            dist.broadcast(there, src=0)
+            tensor.data.copy_(there)
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        left_out = cast("Any", module)._non_persistent_buffers_set
+        yield from (tensor for name, tensor in module.named_buffers(recurse=False) if name not in left_out)
+
+
 def shard(model: nn.Module, units: Units, mesh: DeviceMesh, policy: PrecisionPolicy, how: Sharding) -> None:
     """Shard ``model`` in place, unit by unit, inner ones first.
 
@@ -69,7 +87,8 @@ def shard(model: nn.Module, units: Units, mesh: DeviceMesh, policy: PrecisionPol
     meta.materialize(model, model, place, device)
     # The root's forward is the whole step, after which backward begins at once: nothing is to be freed in between, and
     # where the step calls self(x), what comes after that call still needs the root's weights.
-    fully_shard(model, **{**options, "reshard_after_forward": None})
+    options.pop("reshard_after_forward", None)
+    fully_shard(model, **options)
     cast("Any", model)._get_fsdp_state()._lazy_init()  # a block that is called before a step must not become the root
     if how.prefetch:
         _prefetch(units.blocks, how.prefetch)
@@ -88,3 +107,20 @@ def _prefetch(blocks: Sequence[nn.Module], depth: int) -> None:
     for index, block in enumerate(members):
         block.set_modules_to_forward_prefetch(list(members[index + 1 : index + 1 + depth]))
         block.set_modules_to_backward_prefetch(list(reversed(members[max(0, index - depth) : index])))
+
+
+def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with whole tensors on the CPU; every rank calls it, those that ``keep`` get it."""
+    content = optimizer.state_dict()
+    state = {
+        number: {key: _whole(value, keep=keep) for key, value in values.items()}
+        for number, values in content["state"].items()
+    }
+    return {**content, "state": state} if keep else {}
+
+
+def _whole(value: Any, *, keep: bool) -> Any:
+    if not isinstance(value, DTensor):
+        return value.cpu() if isinstance(value, Tensor) else value
+    whole = value.full_tensor()
+    return whole.cpu() if keep else None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from lightning_mp.errors import Faults, nearest
-from lightning_mp.numerics.patterns import has_own_forward, matches, named_submodules
+from lightning_mp.numerics.class_swap import original_class
+from lightning_mp.numerics.patterns import has_own_forward, matches, named_submodules, no_match
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -61,30 +64,111 @@ def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> d
             "pass tp_plan={'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}, or remove tensor_parallel",
         )
         return {}
+    named = list(named_submodules(model))
     found: dict[str, ParallelStyle] = {}
     for pattern, style in patterns.items():
         made = _style(pattern, style, faults)
-        names = [(name, module) for name, module in named_submodules(model) if matches(pattern, name, module)]
-        if not names and given is not None:
-            near = nearest(pattern.strip("*."), [name for name, _ in named_submodules(model)])
-            faults.add(f"tp_plan pattern {pattern!r}, which matches no module", "a module's name", f"nearest: {near}")
-        for name, module in names:
-            if made is not None and any(True for _ in module.parameters(recurse=False)):
+        matched = [(name, module) for name, module in named if matches(pattern, name, module)]
+        if not matched and given is not None:
+            no_match(pattern, model, "tp_plan pattern", faults)
+        for name, module in matched:
+            if made is not None and _is_for(module, style, name, faults):
                 _check_divides(name, module, made, size, faults)
                 found[name] = made
     _check_heads(model, size, faults)
+    _check_ties(named, found, faults)
     return found
 
 
-def parallelize(model: nn.Module, split: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Split ``model`` over ``mesh`` in place; what ``split`` does not name is computed whole by every rank."""
+def parallelize(
+    model: nn.Module,
+    split: Mapping[str, ParallelStyle],
+    mesh: DeviceMesh,
+    before: Callable[[nn.Module], None],
+) -> None:
+    """Split ``model`` over ``mesh`` in place; what ``split`` does not name is computed whole by every rank.
+
+    ``before`` is called with each module that is about to be split. Ties hold.
+    """
+    named = dict(named_submodules(model))
     whole = {
         name: Replicated()
-        for name, module in named_submodules(model)
-        if name not in split and has_own_forward(module) and any(True for _ in module.parameters(recurse=False))
+        for name, module in named.items()
+        if name not in split and has_own_forward(module) and _owns(module)
     }
-    for name, style in {**split, **whole}.items():
-        parallelize_module(model.get_submodule(name), mesh, style)
+    ties = _ties(named.items())
+    for name, style in {**whole, **split}.items():
+        before(named[name])
+        parallelize_module(named[name], mesh, style)
+    for first, *others in ties:
+        for name, key in others:
+            setattr(named[name], key, getattr(named[first[0]], first[1]))
+
+
+def draw_alike(mesh: DeviceMesh) -> None:
+    """Let the ranks of a group draw the same random numbers: what they compute whole must be the same on all."""
+    group = mesh.get_group()
+    first = dist.get_process_group_ranks(group)[0]
+    seed = [torch.random.initial_seed()]
+    dist.broadcast_object_list(seed, src=first, group=group)
+    if seed[0] != torch.random.initial_seed():
+        torch.manual_seed(seed[0])
+
+
+def _owns(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _is_for(module: nn.Module, style: str | ParallelStyle, name: str, faults: Faults) -> bool:
+    """Whether ``style`` has something to do in ``module``; torch's own styles by name split linear layers only."""
+    if isinstance(style, ParallelStyle):
+        return True
+    if _owns(module) and not isinstance(module, (nn.Linear, nn.Embedding)):
+        faults.add(
+            f"tensor-parallel style {style!r} for {name!r}, a {original_class(module).__name__}",
+            "nn.Linear and nn.Embedding under the styles that have names",
+            "pass a torch.distributed.tensor.parallel.ParallelStyle for it, or leave it out: it is then computed whole",
+        )
+        return False
+    return _owns(module)
+
+
+Place = tuple[str, str]
+
+
+def _ties(named: Iterable[tuple[str, nn.Module]]) -> list[list[Place]]:
+    """The places of every weight that more than one module holds."""
+    places: dict[int, dict[tuple[int, str], Place]] = {}
+    for name, module in named:
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), {}).setdefault((id(module), key), (name, key))
+    return [list(owners.values()) for owners in places.values() if len(owners) > 1]
+
+
+def _check_ties(named: Iterable[tuple[str, nn.Module]], found: Mapping[str, ParallelStyle], faults: Faults) -> None:
+    modules = dict(named)
+    for owners in _ties(modules.items()):
+        ways = {f"{name}.{key}": _along(modules[name], found.get(name)) for name, key in owners}
+        if len(set(ways.values())) > 1:
+            given = " and ".join(f"{place} {way}" for place, way in ways.items())
+            faults.add(
+                f"a tied weight that tensor parallelism splits in two ways: {given}",
+                "one way for all owners of a weight",
+                "give tp_plan= with matching styles, or untie them (transformers: tie_word_embeddings=False)",
+            )
+
+
+def _along(module: nn.Module, style: ParallelStyle | None) -> str:
+    if style is None:
+        return "whole"
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return type(style).__name__
+    return f"split along dimension {_dimension(module, style)}"
+
+
+def _dimension(module: nn.Module, style: ParallelStyle) -> int:
+    """The dimension of its weight: torch's Linear keeps (out, in), its Embedding (entries, width)."""
+    return int(isinstance(style, ColwiseParallel) == isinstance(module, nn.Embedding))
 
 
 def _patterns(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -117,12 +201,9 @@ def _style(pattern: str, style: Any, faults: Faults) -> ParallelStyle | None:
 
 def _check_divides(name: str, module: nn.Module, style: ParallelStyle, size: int, faults: Faults) -> None:
     weight = cast("Any", getattr(module, "weight", None))
-    if weight is None or weight.dim() < 2:
+    if weight is None or weight.dim() < 2 or not isinstance(style, (ColwiseParallel, RowwiseParallel)):
         return
-    # torch's Linear keeps (out, in), its Embedding (entries, width): both are split along 0 or 1
-    along = 0 if isinstance(style, ColwiseParallel) else 1
-    if isinstance(module, nn.Embedding):
-        along = 1 - along
+    along = _dimension(module, style)
     if weight.shape[along] % size:
         faults.add(
             f"tensor_parallel={size} with {name}.weight of shape {tuple(weight.shape)}",

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
 from support import language
-from support.models import InfiniteGradient
+from support.models import InfiniteGradient, batches
 from support.running import fit
 from support.saved import Held, full_state, gathered
 from support.saving import ResumableBatches
@@ -109,6 +110,11 @@ class Watch(Callback):
             return {"weights": full_state(module), "plan": plan.state_dict(), "step": trainer.global_step}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen["hosted"] = {
+            "wrapped": trainer.strategy.model is not pl_module,
+            "group": torch.distributed.is_initialized(),
+            "launcher": trainer.strategy.launcher is not None,
+        }
         self.seen["start"] = self._now(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, *rest: Any) -> None:
@@ -172,12 +178,36 @@ def train(case: str, name: str, folder: str | None = None, ckpt_path: str | None
     return {**watch.seen, "said": lines, "losses": module.losses}
 
 
+def shuffled(name: str) -> list[list[float]]:
+    """The first number of each batch, drawn by a shuffling loader on one device."""
+    drawn: list[list[float]] = []
+
+    class Drawing(Carried):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            drawn.append(batch[0][:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    torch.manual_seed(3)
+    plan = plan_of("32-true")
+    fit(
+        Drawing(),
+        data=DataLoader(batches().dataset, batch_size=8, shuffle=True),
+        plugins=[plan],
+        **host(name, plan, "32-true"),
+    )
+    return drawn
+
+
 def run(scenarios: list[tuple[str, tuple[Any, ...]]]) -> bytes:
     """Each (key, arguments of :func:`train`) in turn; a failing one leaves its traceback, and the others run."""
     results: dict[str, Any] = {}
     for key, arguments in scenarios:
-        try:
-            results[key] = train(*arguments)
-        except BaseException:  # torch's CheckpointException is no Exception
-            results[key] = traceback.format_exc()
+        results[key] = _or_traceback(arguments)
     return pickle.dumps(results)
+
+
+def _or_traceback(arguments: tuple[Any, ...]) -> Any:
+    try:
+        return train(*arguments)
+    except BaseException:  # torch's CheckpointException is no Exception
+        return traceback.format_exc()

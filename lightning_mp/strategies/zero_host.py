@@ -1,0 +1,109 @@
+"""What has to be kept from DeepSpeed, or undone after it: casts, autocast, torch's own functions, old hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.strategies.strategy import _ForwardRedirection  # pyright: ignore[reportPrivateUsage]
+from torch import nn
+from torch.nn import functional
+
+from lightning_mp.errors import Faults, MissingExtraError
+
+#: where the function comes from that stage 3 puts in place of torch's
+_ZERO_LINEAR = "deepspeed.runtime.zero.linear"
+#: what a module was given to last, which its hooks keep alive
+_former: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
+
+
+def require_deepspeed() -> None:
+    """Raise if DeepSpeed is missing, or older than what the strategy was written against."""
+    try:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+    except ImportError as error:
+        raise MissingExtraError("deepspeed", "deepspeed", "a ZeRO strategy") from error
+    if not hasattr(DeepSpeedEngine, "_cast_module_mixed_precision"):
+        import deepspeed
+
+        faults = Faults("strategy")
+        faults.add(
+            f"deepspeed {deepspeed.__version__}", "deepspeed >= 0.19.8", "pip install -U 'lightning-mp[deepspeed]'"
+        )
+        faults.raise_if_any()
+
+
+def let_go(module: nn.Module) -> None:
+    """Take the hooks of the ZeRO optimizer of an earlier run off ``module``; they would reduce its gradients too."""
+    before = _former.pop(module, None)
+    optimizer = None if before is None else before()
+    if optimizer is not None:
+        optimizer.destroy()
+
+
+def remember(module: nn.Module, optimizer: Any) -> None:
+    """Note which ZeRO optimizer put its hooks into ``module``."""
+    if hasattr(optimizer, "destroy"):
+        _former[module] = weakref.ref(optimizer)
+
+
+class Linear:
+    """Brings ``torch.nn.functional.linear`` back, which stage 3 replaces for the process and leaves replaced."""
+
+    def __init__(self) -> None:
+        self._own: Callable[..., torch.Tensor] | None = None
+
+    def remember(self) -> None:
+        """Before DeepSpeed makes or takes a model."""
+        if functional.linear.__module__ != _ZERO_LINEAR:
+            self._own = functional.linear
+
+    def put_back(self) -> None:
+        """After the run."""
+        if self._own is not None and functional.linear.__module__ == _ZERO_LINEAR:
+            functional.linear = self._own
+
+
+class InsideEngine(_ForwardRedirection):
+    """Runs a step in the plan's context *inside* DeepSpeed's forward, which turns autocast off around its module."""
+
+    def __init__(self, plan: Any) -> None:
+        self._plan = plan
+
+    def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the method as the forward of ``wrapper_module``; the module's own forward is back before it runs."""
+        own = original_module.__dict__.get("forward")  # a user's, put onto the instance
+
+        def bring_back() -> None:
+            original_module.__dict__.pop("forward", None)
+            if own is not None:
+                original_module.forward = own
+
+        def step(*inner: Any, **named: Any) -> Any:
+            bring_back()
+            with self._plan.forward_context():
+                return getattr(original_module, method_name)(*inner, **named)
+
+        original_module.forward = step
+        try:
+            with torch.autocast(original_module.device.type, enabled=False):
+                return wrapper_module(*args, **kwargs)
+        finally:
+            bring_back()
+
+
+@contextmanager
+def casts_left_to_the_plan() -> Generator[None, None, None]:
+    """DeepSpeed casts every parameter where ``fp16.enabled`` is true; the plan has stored them as it declares."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    engine_class = cast("Any", DeepSpeedEngine)
+    cast_all = engine_class._cast_module_mixed_precision
+    engine_class._cast_module_mixed_precision = lambda *_args, **_kwargs: None
+    try:
+        yield
+    finally:
+        engine_class._cast_module_mixed_precision = cast_all

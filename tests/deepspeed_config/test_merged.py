@@ -1,0 +1,276 @@
+"""A user's own DeepSpeed JSON merged with the plan's, and every contradiction between the two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from lightning_mp.deepspeed_keys import BLOCKS, TOP
+from lightning_mp.loss_scaling import LossScaling
+from support.deepspeed_json import (
+    OFF,
+    RESOLVED,
+    WHOLE_FP16,
+    composed,
+    faults_of,
+    the_fault,
+    with_trainer,
+)
+
+
+def test_the_rest_of_a_users_json_is_kept() -> None:
+    user = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": None}},
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8},
+        "zero_allow_untested_optimizer": False,
+        "zero_force_ds_cpu_optimizer": True,
+        "data_types": {"keep_in_fp32_modules": ["gate"]},
+        "steps_per_print": 2000,
+        "comms_config": {"verbose": False},
+        "seq_parallel_communication_data_type": "bf16",
+    }
+    made = composed("bf16-mixed", user)
+    kept = set(user) - {"zero_optimization", "data_types"}
+    assert {key: made.config[key] for key in kept} == {key: user[key] for key in kept}
+    assert made.config["zero_optimization"] == user["zero_optimization"]
+    assert made.config["data_types"] == {"keep_in_fp32_modules": ["gate"], "grad_accum_dtype": "fp32"}
+    assert made.notes == ()
+
+
+def test_the_users_dict_is_neither_changed_nor_shared() -> None:
+    user = {
+        "fp16": {"enabled": "auto"},
+        "optimizer": {"params": {"betas": [0.9, 0.95]}},
+        "_comment": "mine",
+        "amp": OFF,
+    }
+    before = deepcopy(user)
+    config = composed("16-mixed", user).config
+    config["optimizer"]["params"]["betas"].append(0)
+    with_trainer(config)["optimizer"]["params"]["betas"].append(1)
+    assert user == before
+    assert config["optimizer"]["params"]["betas"] == [0.9, 0.95, 0]
+
+
+AGREES: list[tuple[str, dict[str, Any], str | None]] = [
+    ("bf16-mixed", {"bf16": {"enabled": True}}, "bf16.enabled=True"),
+    ("bf16-true", {"bf16": {"enabled": True}}, "bf16.enabled=True"),
+    ("bf16-mixed", {"bfloat16": {"enabled": True}}, "bfloat16.enabled=True"),
+    ("bf16-mixed", {"bf16": {"enabled": False}, "fp16": {"enabled": False}}, None),
+    ("bf16-mixed", {"bf16": {"enabled": True, "bf16_master_weights_and_grads": False}}, "bf16.enabled=True"),
+    ("bf16-mixed", {"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow=False"),
+    ("bf16-mixed", {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, "torch_autocast.enabled=True"),
+    ("16-mixed", {"torch_autocast": {"enabled": True, "dtype": "half"}}, "torch_autocast.enabled=True"),
+    ("32-true", {"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}, None),
+    ("16-mixed", {"fp16": WHOLE_FP16}, None),
+    ("16-true", {"fp16": WHOLE_FP16 | {"loss_scale_window": 1000.0, "min_loss_scale": 1.0}}, None),
+    ("16-mixed", {"fp16": {"enabled": True, "fp16_master_weights_and_grads": False}}, None),
+    ("16-mixed", {"fp16": {"auto_cast": True}}, "fp16.auto_cast=True"),
+    ("32-true", {"fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 4}}, "fp16.hysteresis=4"),
+    ("16-mixed", {"communication_data_type": "FP32"}, None),
+    ("16-mixed", {"data_types": {"grad_accum_dtype": "float32"}}, None),
+    ("bf16-true", {"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype='bf16'"),
+    ("16-mixed", {"data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype='fp32'"),
+    ("32-true", {"amp": {"enabled": False, "opt_level": "O1"}}, "amp="),
+    ("32-true", {"sparse_gradients": False}, "sparse_gradients=False"),
+    ("32-true", {"zero_optimization": {"cpu_offload": True}}, "cpu_offload=True"),
+]
+
+
+@pytest.mark.parametrize(
+    ("precision", "user", "note"), AGREES, ids=[f"{row[0]} {json.dumps(row[1])}" for row in AGREES]
+)
+def test_what_agrees_with_the_plan_is_taken_over_with_a_note_where_the_plan_does_it(
+    precision: str, user: dict[str, Any], note: str | None, parse: Callable[..., Any]
+) -> None:
+    made = composed(precision, user)
+    assert len(made.notes) == (note is not None)
+    assert note is None or note in made.notes[0]
+    assert made.config["bf16"] == OFF
+    assert made.config["torch_autocast"] == OFF
+    assert "bfloat16" not in made.config
+    assert made.config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert made.config["communication_data_type"] == "fp32"
+    parse(with_trainer(made.config))
+
+
+def test_auto_cast_is_the_users_own() -> None:
+    assert composed("16-mixed", {"fp16": {"auto_cast": True}}).config["fp16"] == WHOLE_FP16 | {"auto_cast": True}
+
+
+def test_buffers_the_plan_stores_in_the_same_format_agree() -> None:
+    made = composed("bf16-mixed", {"data_types": {"buffer_dtype": "bfloat16"}}, buffer_dtype="bf16")
+    assert made.config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "data_types.buffer_dtype='bfloat16'" in made.notes[0]
+
+
+def test_beside_a_static_scale_the_keys_of_the_dynamic_one_say_nothing() -> None:
+    user = {"fp16": WHOLE_FP16 | {"loss_scale": 128, "loss_scale_window": 7, "min_loss_scale": 0.5}}
+    made = composed("16-mixed", user, loss_scaling=LossScaling.static(128))
+    assert made.config["fp16"]["loss_scale"] == 128
+    assert "fp16.loss_scale_window=7" in made.notes[0]
+
+
+@pytest.mark.parametrize("word", ["auto", None])
+@pytest.mark.parametrize("precision", RESOLVED)
+def test_auto_and_null_count_as_not_given_wherever_they_stand(precision: str, word: str | None) -> None:
+    every = {name: dict.fromkeys(table, "auto") for name, table in BLOCKS.items() if "." not in name}
+    zero = every["zero_optimization"]
+    zero |= {"offload_optimizer": {"pin_memory": "auto"}, "zenflow": {"topk_ratio": "auto"}}
+    user = {key: every.get(key, "auto") for key in TOP} | {"_comment": 1, "aio": {"block_size": "auto"}}
+    user = json.loads(json.dumps(user).replace('"auto"', json.dumps(word)))
+    config = composed(precision, user).config
+    plain = composed(precision).config
+    assert config.pop("aio") == config.pop("compile") == {}
+    assert config["zero_optimization"] == {"offload_optimizer": {}, "zenflow": {}, "stage": 2}
+    assert config | {"zero_optimization": 0} == plain | {"zero_optimization": 0}
+
+
+#: precision, the user's JSON, further words, and what the message shows of JSON and of plan
+CONTRADICTIONS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
+    ("16-mixed", {"bf16": {"enabled": True}}, {}, "bf16.enabled=True", "precision='16-mixed'"),
+    ("32-true", {"bf16": {"enabled": True}}, {}, "bf16.enabled=True", "precision='32-true'"),
+    ("16-true", {"bfloat16": {"enabled": True}}, {}, "bfloat16.enabled=True", "precision='16-true'"),
+    *[
+        (precision, {"fp16": {"enabled": True}}, {}, "fp16.enabled=True", f"precision={precision!r}")
+        for precision in ("32-true", "bf16-mixed", "bf16-true")
+    ],
+    *[
+        (precision, {"fp16": {"enabled": False}}, {}, "fp16.enabled=False", f"precision={precision!r}")
+        for precision in ("16-mixed", "16-true")
+    ],
+    *[
+        (
+            precision,
+            {"torch_autocast": {"enabled": True, "dtype": dtype}},
+            {},
+            f"torch_autocast.enabled=True with dtype={dtype!r}",
+            f"precision={precision!r}",
+        )
+        for precision, dtype in (
+            ("16-mixed", "bfloat16"),
+            ("bf16-mixed", "torch.float16"),
+            ("bf16-true", "bfloat16"),
+            ("32-true", "bf16"),
+            ("bf16-mixed", None),
+        )
+    ],
+    ("16-mixed", {"fp16": {"initial_scale_power": 32}}, {}, "initial_scale_power=32 (2**32)", "init_scale=65536.0"),
+    ("16-mixed", {"fp16": {"initial_scale_power": 9999}}, {}, "initial_scale_power=9999", "init_scale=65536.0"),
+    (
+        "16-mixed",
+        {"fp16": {"initial_scale_power": 16}},
+        {"loss_scaling": LossScaling(init_scale=3000.0)},
+        "initial_scale_power=16 (2**16)",
+        "init_scale=3000.0",
+    ),
+    ("16-mixed", {"fp16": {"loss_scale": 128}}, {}, "fp16.loss_scale=128", "fp16.loss_scale=0"),
+    (
+        "16-mixed",
+        {"fp16": {"loss_scale": 0}},
+        {"loss_scaling": LossScaling.static(512.0)},
+        "fp16.loss_scale=0",
+        "fp16.loss_scale=512.0",
+    ),
+    (
+        "16-mixed",
+        {"fp16": {"loss_scale": 128}},
+        {"loss_scaling": LossScaling.static(512.0)},
+        "fp16.loss_scale=128",
+        "fp16.loss_scale=512.0",
+    ),
+    ("16-mixed", {"fp16": {"loss_scale_window": 500}}, {}, "loss_scale_window=500", "growth_interval=1000"),
+    ("16-true", {"fp16": {"hysteresis": 4}}, {}, "fp16.hysteresis=4", "loss_scaling.hysteresis=2"),
+    (
+        "16-mixed",
+        {"fp16": {"consecutive_hysteresis": True}},
+        {},
+        "fp16.consecutive_hysteresis=True",
+        "loss_scaling.consecutive_hysteresis=False",
+    ),
+    ("16-mixed", {"fp16": {"min_loss_scale": 128}}, {}, "min_loss_scale=128", "min_scale=1"),
+    (
+        "16-mixed",
+        {"fp16": {"min_loss_scale": 1}},
+        {"loss_scaling": LossScaling.torch()},
+        "min_loss_scale=1",
+        "min_scale=0.0",
+    ),
+    ("16-mixed", {"communication_data_type": "fp16"}, {}, "communication_data_type='fp16'", "reduce_dtype='fp32'"),
+    (
+        "bf16-mixed",
+        {"communication_data_type": "fp32"},
+        {"reduce_dtype": "bf16"},
+        "communication_data_type='fp32'",
+        "reduce_dtype='bf16'",
+    ),
+    ("bf16-true", {"data_types": {"grad_accum_dtype": "bf16"}}, {}, "grad_accum_dtype='bf16'", "'fp32'"),
+    ("bf16-mixed", {"data_types": {"param_dtype": "bf16"}}, {}, "param_dtype='bf16'", "stored as 'fp32'"),
+    ("16-true", {"data_types": {"param_dtype": "fp32"}}, {}, "param_dtype='fp32'", "stored as 'fp16'"),
+    ("bf16-mixed", {"data_types": {"buffer_dtype": "fp16"}}, {}, "buffer_dtype='fp16'", "buffer_dtype=None"),
+    (
+        "bf16-mixed",
+        {"data_types": {"buffer_dtype": "fp16"}},
+        {"buffer_dtype": "fp32"},
+        "buffer_dtype='fp16'",
+        "buffer_dtype='fp32'",
+    ),
+    ("16-mixed", {"zero_optimization": {"stage": 3}}, {"stage": 2}, "zero_optimization.stage=3", "stage=2"),
+    ("16-mixed", {"zero_optimization": {"stage": 0}}, {"stage": 1}, "zero_optimization.stage=0", "stage=1"),
+    (
+        "16-mixed",
+        {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
+        {"offload_optimizer": True},
+        "zero_optimization.offload_optimizer.device='none'",
+        "offload_optimizer=True",
+    ),
+    (
+        "16-mixed",
+        {"zero_optimization": {"offload_param": {"device": "none"}}},
+        {"offload_parameters": True, "stage": 3},
+        "zero_optimization.offload_param.device='none'",
+        "offload_parameters=True",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("precision", "user", "words", "written", "planned"),
+    CONTRADICTIONS,
+    ids=[f"{row[0]} {row[3]} {row[4]}" for row in CONTRADICTIONS],
+)
+def test_a_contradiction_shows_both_values(
+    precision: str, user: dict[str, Any], words: dict[str, Any], written: str, planned: str
+) -> None:
+    fault = the_fault(lambda: composed(precision, user, **words))
+    shown, allowed = fault.split("; allowed: ")
+    left, right = shown.split(" in the JSON and ")
+    assert left.startswith("given ")
+    assert written in left
+    assert planned in right
+    assert right.endswith((" in the plan", " in the strategy"))
+    assert allowed.startswith("the same in both; do: ")
+
+
+def test_a_message_names_the_field_that_would_say_the_same() -> None:
+    fault = the_fault(lambda: composed("16-mixed", {"fp16": {"initial_scale_power": 12}}))
+    assert fault.endswith("do: remove fp16.initial_scale_power from the JSON, or set LossScaling(init_scale=2**12)")
+    fault = the_fault(lambda: composed("16-mixed", {"fp16": {"loss_scale": 128}}))
+    assert fault.endswith("or set loss_scaling=LossScaling.static(128)")
+
+
+def test_every_contradiction_is_reported_at_once() -> None:
+    user = {
+        "amp": {"enabled": True},
+        "nonsense": 1,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False, "hysteresis": 4, "loss_scale_window": "1000"},
+        "zero_optimization": {"stage": 1, "offload_param": {"device": "disk"}},
+        "communication_data_type": "bf16",
+    }
+    assert len(faults_of(lambda: composed("16-mixed", user))) == 9

@@ -1,0 +1,134 @@
+"""A user's script under torchrun, SLURM and Lightning's own launcher, on loopback, and how it ends if a rank fails."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import launching
+from support.gloo import free_port
+from support.launching import Ended
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+#: from the first rank's failure until everything is over
+SECONDS = 30
+#: what a rank printed before it ended, with torch's prefix
+_ERROR = re.compile(r"^\[rank(\d)\]: ((?:\w+\.)*\w*Error\b.*)$", re.MULTILINE)
+
+Launch = Callable[[Path], Ended]
+
+
+def _torchrun(**options: Any) -> Launch:
+    def launch(folder: Path) -> Ended:
+        command = launching.torchrun(*launching.on_loopback())
+        return launching.run([[*command, *launching.script(**options, out=folder)]], folder / "log")
+
+    return launch
+
+
+def _plain(**options: Any) -> Launch:
+    def launch(folder: Path) -> Ended:
+        return launching.run([[sys.executable, *launching.script(**options, out=folder)]], folder / "log")
+
+    return launch
+
+
+def _nodes(**options: Any) -> Launch:
+    def launch(folder: Path) -> Ended:
+        port, script = free_port(), launching.script(**options, devices=1, num_nodes=2, out=folder)
+        nodes = [[*launching.torchrun(*launching.as_node(rank, port)), *script] for rank in (0, 1)]
+        return launching.run(nodes, folder / "log")
+
+    return launch
+
+
+def _slurm(**options: Any) -> Launch:
+    def launch(folder: Path) -> Ended:
+        port, command = free_port(), [sys.executable, *launching.script(**options, out=folder)]
+        tasks = [launching.slurm_task(rank, port) for rank in (0, 1)]
+        return launching.run([command, command], folder / "log", tasks)
+
+    return launch
+
+
+TRAINS: dict[str, tuple[Launch, str]] = {
+    "torchrun, fsdp2": (_torchrun(strategy="fsdp2"), "TorchElasticEnvironment"),
+    "torchrun, zero2": (_torchrun(strategy="deepspeed_zero2"), "TorchElasticEnvironment"),
+    "two nodes, ddp": (_nodes(strategy="ddp"), "TorchElasticEnvironment"),
+    "slurm, fsdp2": (_slurm(strategy="fsdp2"), "SLURMEnvironment"),
+    "plain, ddp": (_plain(strategy="ddp"), "LightningEnvironment"),
+}
+#: what is launched, and the rank that fails; the other waits in a collective, or is busy with something of its own
+FAILS: dict[str, tuple[Launch, int]] = {
+    "torchrun, ddp, a step": (_torchrun(strategy="ddp", fail="step"), 1),
+    "torchrun, zero2, a step": (_torchrun(strategy="deepspeed_zero2", fail="step"), 1),
+    "torchrun, fsdp2, setup": (_torchrun(strategy="fsdp2", fail="setup"), 1),
+    "plain, fsdp2, a step": (_plain(strategy="fsdp2", fail="step"), 1),
+    "plain, ddp, rank 0": (_plain(strategy="ddp", fail="step", failing=0, busy=60), 0),
+}
+REFUSED: dict[str, Launch] = {
+    "torchrun": _torchrun(strategy="ddp", fail="plan"),
+    "plain": _plain(strategy="fsdp2", fail="plan"),
+}
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Future[Ended], Path]]]:
+    """Every launch, two at a time: most of each is spent importing and waiting."""
+    launches = {name: launch for name, (launch, _) in (TRAINS | FAILS).items()}
+    launches |= {f"refused, {name}": launch for name, launch in REFUSED.items()}
+    folders = {name: tmp_path_factory.mktemp("launch") for name in launches}
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: (pool.submit(launch, folders[name]), folders[name]) for name, launch in launches.items()}
+        pool.shutdown(cancel_futures=True)
+
+
+def _ended(launched: dict[str, tuple[Future[Ended], Path]], name: str) -> tuple[Ended, Path]:
+    future, folder = launched[name]
+    return future.result(), folder
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_it_trains_and_both_ranks_agree(launched: Any, name: str) -> None:
+    ended, folder = _ended(launched, name)
+    assert set(ended.codes) == {0}, ended.output[-4000:]
+    assert not ended.left
+    ranks = launching.seen(folder)
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert [rank["node"] for rank in ranks] == ([0, 1] if "nodes" in name else [0, 0])
+    assert {rank["environment"] for rank in ranks} == {TRAINS[name][1]}
+    assert {(rank["world"], rank["steps"]) for rank in ranks} == {(2, 4)}  # 8 batches, of which each has its half
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+
+
+def test_every_launcher_and_strategy_trains_to_the_same_weights(launched: Any) -> None:
+    ends = [launching.seen(_ended(launched, name)[1])[0]["weights"] for name in TRAINS]
+    assert ends == pytest.approx([ends[0]] * len(ends), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_a_failing_rank_ends_all_and_speaks_first(launched: Any, name: str) -> None:
+    ended, folder = _ended(launched, name)
+    assert all(ended.codes), ended.output[-4000:]
+    assert not ended.left, "a process outlived the others"
+    assert ended.at - (folder / "failed").stat().st_mtime < SECONDS
+    errors = _ERROR.findall(ended.output)
+    assert errors[0] == (str(FAILS[name][1]), "KeyError: 'planned'"), errors
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_that_cannot_run_is_refused_by_every_rank(launched: Any, name: str) -> None:
+    ended, _ = _ended(launched, f"refused, {name}")
+    assert all(ended.codes)
+    assert not ended.left
+    errors = _ERROR.findall(ended.output)
+    assert {rank for rank, error in errors if "PlanError" in error} == {"0", "1"}
+    assert all("PlanError" in error for _, error in errors), errors
+    assert "no such module" in ended.output

@@ -1,0 +1,119 @@
+"""A user's script, as a launcher starts it: ``python train.py --strategy fsdp2 --devices 2 --out FOLDER``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy, trainer_kwargs
+
+FEATURES = 16
+
+
+class Model(LightningModule):
+    """Fails where it is told to: on rank ``failing`` in ``configure_optimizers``, or in the third step.
+
+    The others go on until they wait for it, or are ``busy`` with something of their own.
+    """
+
+    def __init__(self, fail: str, failing: int, busy: float, out: Path) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+        self.fail, self.failing, self.busy, self.out = fail, failing, busy, out
+
+    def planned(self, where: str) -> None:
+        """Raise, if here is the place; some time after the others went on to wait."""
+        if self.fail != where:
+            return
+        if self.global_rank != self.failing:
+            time.sleep(self.busy)
+            return
+        time.sleep(1)
+        (self.out / "failed").touch()
+        raise KeyError("planned")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            self.planned("step")
+        return (self.net(batch[0]).float() - batch[1]).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        self.planned("setup")
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+def _data() -> DataLoader[tuple[Tensor, ...]]:
+    x = torch.randn(64, FEATURES, generator=torch.Generator().manual_seed(7))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+
+
+def _trainer(given: argparse.Namespace) -> Trainer:
+    plan = MixedPrecisionPlan(
+        "16-mixed",
+        loss_scaling=LossScaling(init_scale=256.0),
+        pins={"no such module": "fp32"} if given.fail == "plan" else {},
+    )
+    strategy = make_strategy(
+        given.strategy, plan, process_group_backend="gloo", timeout=timedelta(seconds=given.timeout)
+    )
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(
+        **trainer_kwargs(
+            plan,
+            strategy=strategy,
+            accelerator="cpu",
+            devices=given.devices,
+            num_nodes=given.num_nodes,
+            max_epochs=1,
+            gradient_clip_val=1.0,
+            enable_model_summary=False,
+            **quiet,
+        )
+    )
+
+
+def _whole(module: LightningModule) -> float:
+    """A number made of all weights, wherever they are."""
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in module.parameters():
+        held = parameter.detach()
+        total += (held.full_tensor() if hasattr(held, "full_tensor") else held).double().abs().sum()
+    return total.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=120)
+    parser.add_argument("--fail", choices=("nowhere", "plan", "setup", "step"), default="nowhere")
+    parser.add_argument("--failing", type=int, default=1)
+    parser.add_argument("--busy", type=float, default=0)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    module, trainer = Model(given.fail, given.failing, given.busy, given.out), _trainer(given)
+    trainer.fit(module, _data())
+    seen = {
+        "rank": trainer.global_rank,
+        "world": trainer.world_size,
+        "node": trainer.node_rank,
+        "steps": trainer.global_step,
+        "environment": type(trainer.strategy.cluster_environment).__name__,
+        "weights": _whole(module),
+    }
+    (given.out / f"{trainer.global_rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""What each rank of a run with tensor parallelism does, and the same run on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mp import LossScaling
+from support import hf
+from support.fsdp2 import BAD_RANK, OPTIMIZERS, fsdp2, full, refused, trained, whole
+from support.fsdp2_models import make, rank
+from support.models import FEATURES, InfiniteGradient, Regression
+from support.oracles import plan_for
+from support.running import fit
+
+PINS = {"*norm*": "fp32"}
+MLP_PLAN = {"up": "colwise", "down": "rowwise"}
+STATIC = LossScaling.static(64.0)
+
+
+class Shared(LightningModule):
+    """Every data-parallel rank has its own data; without ranks (``ranks``) one device has all of it.
+
+    Gradients overflow on rank ``BAD_RANK`` alone in the steps ``bad``.
+    """
+
+    def __init__(self, optimizer: str = "adamw", ranks: int = 0, bad: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.optimizer, self.ranks, self.bad = optimizer, ranks, bad
+        self.losses: list[float] = []
+
+    def shares(self) -> list[int]:
+        """Which shares of the data are this process's."""
+        return list(range(self.ranks)) if self.ranks else [self.trainer.distributed_sampler_kwargs["rank"]]
+
+    def spoiled(self, tensor: Tensor) -> Tensor:
+        """With an infinite gradient, where it is the turn of that."""
+        bad = not self.ranks and self.global_rank == BAD_RANK and len(self.losses) in self.bad
+        return InfiniteGradient.apply(tensor) if bad else tensor
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = torch.stack([self.loss_of(batch, share) for share in self.shares()]).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+class Language(Shared):
+    """A tiny Llama."""
+
+    def __init__(self, kind: str = "llama", meta: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        with torch.device("meta" if meta else "cpu"):
+            self.model = make(kind) if kind != "llama" else _llama()
+
+    def loss_of(self, batch: Any, share: int) -> Tensor:
+        """The language model's loss on one share."""
+        return self.spoiled(hf.loss_of(self.model, (batch + share) % hf.VOCABULARY))
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": hf.VOCABULARY, "hidden_size": hf.WIDTH, "intermediate_size": 24}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=False)).train()
+
+
+class Mlp(Shared):
+    """Plain modules, and a parameter of the LightningModule's own where ``gain`` says so."""
+
+    def __init__(self, gain: bool = False, width: int = 24, **options: Any) -> None:
+        super().__init__(**options)
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, width), nn.Linear(width, 1)
+        self.gain = nn.Parameter(torch.ones(3)) if gain else None
+
+    def loss_of(self, batch: Any, share: int) -> Tensor:
+        """Mean squared error on one share."""
+        x, y = batch
+        out = self.down(self.up(self.norm(x * (1 + share))).relu())
+        if self.gain is not None:
+            out = out * self.gain.mean()
+        return (self.spoiled(out).float() - y).pow(2).mean()
+
+
+def tokens() -> Any:
+    """Ten batches of token ids."""
+    return DataLoader(cast("Any", hf.tokens(20)), batch_size=2)
+
+
+def _data(module: LightningModule) -> Any:
+    return tokens() if isinstance(module, Language) else None
+
+
+def single(kind: str, mode: str, module: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """On one device."""
+    made = {"mlp": Mlp}.get(kind, Language)(**module)
+    return trained(mode, {}, made, data=_data(made), **options)
+
+
+def split(
+    kind: str, mode: str, module: dict[str, Any], options: dict[str, Any], strategy: dict[str, Any]
+) -> dict[str, Any]:
+    """Over all ranks; ``tp_plan`` of the test's own where the model has none."""
+    made = {"mlp": Mlp}.get(kind, Language)(**module)
+    if kind == "mlp":
+        strategy = {"tp_plan": MLP_PLAN, **strategy}
+    placed: dict[str, Any] = {}
+    made.on_train_start = lambda: placed.update({n: str(cast("Any", p).placements) for n, p in made.named_parameters()})
+    result = trained(mode, fsdp2(**{"wrap": None, **strategy}), made, data=_data(made), **options)
+    tied = None
+    if isinstance(made, Language):
+        model = cast("Any", made.model)
+        tied = model.lm_head.weight is model.get_input_embeddings().weight
+    return {**result, "placements": placed, "tied": tied}
+
+
+def started_on_meta(strategy: dict[str, Any]) -> dict[str, Any]:
+    """A Llama made on the meta device by ranks that draw different numbers."""
+    torch.manual_seed(rank())
+    module, start = Language("tied llama", meta=True), {}
+    module.on_train_start = lambda: start.update(whole(module))
+    result = trained("bf16-mixed", fsdp2(**{"wrap": None, **strategy}), module, data=tokens(), pins=PINS)
+    model = cast("Any", module.model)
+    result["tied"] = model.lm_head.weight is model.get_input_embeddings().weight
+    return {**result, "start": start, "usual": whole(Language("tied llama"))}
+
+
+class Watched(Regression):
+    """Notes the rows it was given and the random numbers it drew."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.rows = [*getattr(self, "rows", []), *batch[0][:, 0].tolist()]
+        self.drawn = torch.rand(3).tolist()
+        return (self.net(batch[0].repeat(1, FEATURES)).float() - 1).pow(2).mean()
+
+
+def given(strategy: dict[str, Any]) -> dict[str, Any]:
+    """What Lightning's sampler gives each rank, and what each draws after other seeds."""
+    torch.manual_seed(rank())
+    module = Watched()
+    rows = DataLoader(TensorDataset(torch.arange(16.0).view(16, 1)), batch_size=2, shuffle=True)
+    host = fsdp2(tp_plan={"net.0": "colwise_rep"}, **strategy)
+    host.pop("use_distributed_sampler")
+    fit(module, data=rows, plugins=[plan_for("32-true")], **host)
+    return {"rows": module.rows, "drawn": module.drawn}
+
+
+def norms(strategy: dict[str, Any], seed: int) -> dict[str, float]:
+    """The global norm over gradients on whatever meshes, and that of the same gradients put together."""
+    found: dict[str, float] = {}
+
+    class Compared(Mlp):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            generator = torch.Generator().manual_seed(seed)
+            for parameter in self.parameters():
+                numbers = torch.randn(parameter.shape, generator=generator) * 10.0 ** (seed % 5 - 2)
+                parameter.grad = _cut_as(parameter, numbers)
+            parts = [full(cast("Tensor", parameter.grad)) for parameter in self.parameters()]
+            found["whole"] = torch.cat([part.flatten().double() for part in parts]).norm().item()
+
+    module = Compared(gain=True)
+    host = fsdp2(**{"wrap": "Linear", **strategy})
+    seen = trained("32-true", host, module, gradient_clip_val=0.5, limit_train_batches=1)
+    found["taken"] = seen["norms"][0]
+    clipped = [full(cast("Tensor", p.grad)).flatten().double() for p in module.parameters() if p.grad is not None]
+    found["clipped"] = torch.cat(clipped).norm().item() if clipped else -1.0
+    return found
+
+
+def _cut_as(parameter: Any, numbers: Tensor) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(numbers, parameter.device_mesh, parameter.placements)
+
+
+def refusal(which: str) -> str:
+    """What is said instead of running."""
+    plan = {"plugins": [plan_for("bf16-mixed")]}
+    ways: dict[str, Callable[[], Any]] = {
+        "no plan": lambda: fit(Mlp(), **plan, **fsdp2(tensor_parallel=2)),
+        "features": lambda: fit(Mlp(width=25), **plan, **fsdp2(tensor_parallel=2, tp_plan=MLP_PLAN)),
+        "heads": lambda: fit(Language(), data=tokens(), **plan, **fsdp2(wrap=None, tensor_parallel=4)),
+        "style": lambda: fit(Mlp(), **plan, **fsdp2(tensor_parallel=2, tp_plan={"up": "colwize", "dawn": "rowwise"})),
+        "norm": lambda: fit(Mlp(), **plan, **fsdp2(tensor_parallel=2, tp_plan={"norm": "colwise"})),
+        "ties": lambda: fit(
+            Language("tied llama"),
+            data=tokens(),
+            **plan,
+            **fsdp2(wrap=None, tensor_parallel=2, tp_plan={"lm_head": ColwiseParallel(output_layouts=Replicate())}),
+        ),
+    }
+    said = refused(ways[which])
+    dist.barrier()
+    return said
