@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -183,6 +185,30 @@ class Blocks(Ranked):
 def blocks(mode: str, options: dict[str, Any], strategy: dict[str, Any]) -> dict[str, Any]:
     """Blocks under both."""
     return both(Blocks, mode, {"wrap": Net, **strategy}, **options)
+
+
+@contextmanager
+def recorded(seen: dict[str, set[str]]) -> Iterator[None]:
+    """The dtypes that cross between ranks."""
+    names = [name for name in dir(dist) if name.startswith(("reduce_scatter", "all_gather"))]
+    before = {name: getattr(dist, name) for name in names}
+
+    def recording(call: Any, what: str) -> Any:
+        def record(*args: Any, **options: Any) -> Any:
+            items = (*args, *options.values())
+            found = {str(item.dtype).removeprefix("torch.") for item in items if isinstance(item, Tensor)}
+            seen.setdefault(what, set()).update(found - {"uint8"})  # uint8: objects
+            return call(*args, **options)
+
+        return record
+
+    for name, call in before.items():
+        setattr(dist, name, recording(call, name.partition("_")[0]))
+    try:
+        yield
+    finally:
+        for name, call in before.items():
+            setattr(dist, name, call)
 
 
 def refused(call: Callable[[], Any]) -> str:

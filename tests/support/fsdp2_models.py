@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -31,6 +30,7 @@ from support.fsdp2 import (
     both,
     ddp,
     fsdp2,
+    recorded,
     refused,
     trained,
     whole,
@@ -294,36 +294,12 @@ def stopped(mode: str, how: str) -> dict[str, Any]:
     return {}
 
 
-@contextmanager
-def _recorded(seen: dict[str, set[str]]) -> Iterator[None]:
-    """The dtypes that cross between ranks."""
-    names = [name for name in dir(dist) if name.startswith(("reduce_scatter", "all_gather"))]
-    before = {name: getattr(dist, name) for name in names}
-
-    def recording(call: Any, what: str) -> Any:
-        def record(*args: Any, **options: Any) -> Any:
-            items = (*args, *options.values())
-            found = {str(item.dtype).removeprefix("torch.") for item in items if isinstance(item, Tensor)}
-            seen.setdefault(what, set()).update(found - {"uint8"})  # uint8: objects
-            return call(*args, **options)
-
-        return record
-
-    for name, call in before.items():
-        setattr(dist, name, recording(call, name.partition("_")[0]))
-    try:
-        yield
-    finally:
-        for name, call in before.items():
-            setattr(dist, name, call)
-
-
 def dtypes(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """What is stored, and what crosses between ranks."""
     seen: dict[str, set[str]] = {}
     module = Ranked()
     plan = plan_for(mode, **options)
-    with _recorded(seen):
+    with recorded(seen):
         fit(module, plugins=[plan], **fsdp2())
     stored = {name: str(p.dtype).removeprefix("torch.") for name, p in module.named_parameters()}
     return {"stored": stored, **seen}
