@@ -42,7 +42,9 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     elif isinstance(strategy, FSDPStrategy):
         _refuse_stock(strategy, "mp_fsdp1", "it would put pinned and unpinned weights into one flat parameter", faults)
     elif isinstance(strategy, ModelParallelStrategy):
-        check_users_sharding(module, policy, engine.pin_map, faults)
+        mesh = cast("Any", strategy)._device_mesh
+        replicas = 1 if mesh is None else mesh["data_parallel"].size()
+        check_users_sharding(module, policy, engine.pin_map, faults, replicas=replicas)
     elif isinstance(strategy, DDPStrategy):
         _check_hook(strategy, policy, faults)
     elif not isinstance(strategy, SingleDeviceStrategy):

@@ -17,9 +17,22 @@ from lightning_mp.policy import PrecisionPolicy
 _INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after the plan is applied"
 
 
-def check_users_sharding(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults) -> None:
-    """Note what ``configure_model``, or a run before, decided otherwise than the plan."""
+def check_users_sharding(
+    module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults, *, replicas: int = 1
+) -> None:
+    """Note what ``configure_model``, or a run before, decided otherwise than the plan.
+
+    ``replicas`` is how many ranks have data of their own: between them every gradient has to be summed.
+    """
     _check_storage(module, policy, pin_map, faults)
+    whole = [name for name, parameter in module.named_parameters() if _left_whole(parameter)]
+    if whole and replicas > 1:
+        faults.add(
+            f"{len(whole)} trained parameters that configure_model leaves whole, such as {whole[0]!r}, on {replicas} "
+            "data-parallel ranks",
+            "fully_shard around every trained parameter: nothing else sums gradients under this strategy",
+            f"shard the module they are in too, or {_INSTEAD}",
+        )
     reduce_dtype = to_torch(policy.reduce_dtype)
     for name, mixed, own in _policies(module):
         if mixed.param_dtype is not None:
@@ -36,6 +49,10 @@ def check_users_sharding(module: nn.Module, policy: PrecisionPolicy, pin_map: Pi
                 "gradients summed in the plan's reduce_dtype",
                 f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}",
             )
+
+
+def _left_whole(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and not hasattr(parameter.data, "to_local")
 
 
 def _check_storage(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults) -> None:

@@ -162,7 +162,9 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
         """Cut the model into units, and note what cannot be; changes nothing."""
         if is_sharded(module):  # by the user's configure_model, or by a run before
-            check_users_sharding(module, engine.policy, engine.pin_map, faults)
+            users = self._units is None
+            replicas = self.world_size // self._tensor_parallel if users else 1
+            check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
             return
         policy, pinned = engine.policy, engine.pin_map.dtypes()
 

@@ -77,6 +77,7 @@ USERS: dict[str, tuple[str, Any, dict[str, Any], tuple[str, ...]]] = {
     "true": ("bf16-true", (BF16, F32), {"reduce_dtype": F32}, ()),
     "reduces in half": ("bf16-true", (BF16, F32), {}, ("'net' with MixedPrecisionPolicy(reduce_dtype=None)",)),
     "stored otherwise": ("bf16-true", (F32, F32), {}, ("4 parameters", "'net.0.weight' in torch.float32", "bf16")),
+    "left whole": ("32-true", (F32, F32), {"norm_alone": True}, ("4 trained parameters", "'net.0.weight'", "2 data-")),
     "computes otherwise": ("16-mixed", (F32, F32), {"param_dtype": torch.float16}, ("param_dtype=torch.float16",)),
 }
 REFUSALS: dict[str, tuple[str, ...]] = {
