@@ -87,9 +87,11 @@ def bytes_per_rank(strategy: str, policy: Policy) -> dict[str, float]:
         return {key: value / ranks for key, value in parts.items()}
     # ZeRO steps a copy of its partition, and gathers its gradients in the dtype they are summed in.
     shard = as_stored / ranks
+    # With offload stage 3 accumulates on the device, and steps a copy on the CPU.
+    copies = 2 if strategy == "deepspeed_zero3_offload" else 1
     return {
         "parameters": shard + (shard if "zero3" in strategy else as_stored),
-        "gradients": SIZES[REDUCED] * numbers / ranks,
+        "gradients": copies * SIZES[REDUCED] * numbers / ranks,
         "optimizer": 2 * shard,
     }
 
@@ -109,5 +111,5 @@ FORMULAS = {
     "deepspeed_zero2": "S + S/N, 4P/N, 2S/N",
     "deepspeed_zero2_offload": "S + S/N, 4P/N, 2S/N",
     "deepspeed_zero3": "S/N + S/N, 4P/N, 2S/N",
-    "deepspeed_zero3_offload": "S/N + S/N, 4P/N, 2S/N",
+    "deepspeed_zero3_offload": "S/N + S/N, 4P/N + 4P/N, 2S/N",
 }
