@@ -18,24 +18,28 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -
 INSTALL := $(PIP) --no-build-isolation --editable
 # DeepSpeed compiles small extensions on first use. Kept with the environment they belong to.
 EXTENSIONS := $(CURDIR)/$(VENV)/torch_extensions
+# A build that was killed leaves a lock on which every later one would wait.
+PYTEST = mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete && \
+    OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" \
+    $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 LINTED := $(wildcard lightning_mp tests benchmarks examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test conformance lint format bench clean
+.PHONY: help demo test test-slow conformance lint format bench clean
 
 help: ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
 	    printf '%-18s %s\n' "$$command" "$$text"; done
 
 demo: $(DONE)/demo ## train a small GPT-2 on real text in every mode this machine has, and compare them
 	@$(BIN)/lightning-mp demo $(ARGS)
 
-test: $(DONE)/test ## run every test (those that need a GPU skip themselves where there is none)
-	@# A build that was killed leaves a lock on which every later one would wait.
-	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
-	@OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" \
-	    $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+test: $(DONE)/test ## run the tests (those that need a GPU skip themselves where there is none)
+	@$(PYTEST) -m 'not slow' $(ARGS)
+
+test-slow: $(DONE)/test ## run the rest: every way to launch, every pair of strategies that hand a checkpoint on
+	@$(PYTEST) -m slow $(ARGS)
 
 conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.md (about 20 minutes)
 	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
