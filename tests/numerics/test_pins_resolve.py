@@ -93,10 +93,12 @@ def test_resolving_changes_nothing() -> None:
     assert {name: (type(module), dict(vars(module))) for name, module in root.named_modules()} == before
 
 
-def test_the_parameters_a_pin_decides_are_known() -> None:
+def test_the_dtypes_that_pins_decide_are_known() -> None:
     root = Net()
-    assert resolve(root, {"head": "fp32", "mlp": "bf16"}).parameters() == {
-        id(parameter) for name, parameter in root.named_parameters() if name.startswith("head") or ".mlp." in name
+    assert resolve(root, {"head": "fp32", "mlp": "bf16"}).dtypes() == {
+        id(parameter): "fp32" if name.startswith("head") else "bf16"
+        for name, parameter in root.named_parameters()
+        if name.startswith("head") or ".mlp." in name
     }
 
 
