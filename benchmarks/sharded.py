@@ -148,12 +148,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run: the figures mean nothing")
     parser.add_argument("--strategies", nargs="*", default=[name for name, _, _ in ROWS])
+    parser.add_argument("--modes", nargs="*", default=["32-true", "bf16-mixed", "16-mixed"])
     given = parser.parse_args()
     rounds, steps = (2, 8) if given.quick else (6, 17)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(".venv/torch_extensions").resolve()))
     table = Table("strategy", "mode", "stock", "plan", "ratio", "asked for", title="A step, two processes on gloo")
     for row, (name, _, modes) in enumerate(ROWS):
-        for mode in modes if name in given.strategies else ():
+        for mode in (mode for mode in modes if name in given.strategies and mode in given.modes):
             theirs, ours = run_ranks(measure, row, mode, rounds, steps, timeout=600)[0]
             ratio = f"{ours / theirs:.3f}"
             table.add_row(name, mode, f"{theirs * 1e3:.1f} ms", f"{ours * 1e3:.1f} ms", ratio, f"<= {TARGET}")
