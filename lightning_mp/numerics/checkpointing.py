@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_mp.errors import Faults, nearest
 from lightning_mp.numerics import class_swap
-from lightning_mp.numerics.patterns import has_own_forward, matches, named_submodules, no_match
+from lightning_mp.numerics.patterns import called_in, matches, named_submodules, no_match
 from lightning_mp.policy import Checkpointing
 
 #: What ``mode="selective"`` keeps by default: matrix products and attention, whose recomputation costs the most for
@@ -84,16 +84,8 @@ def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Mo
             continue
         if any(matches(pattern, name, module) for pattern in config.patterns):
             covered.append(name)
-            outermost.update((id(called), called) for called in _called(module))
+            outermost.update((id(called), called) for called in called_in(module))
     return list(outermost.values())[:: config.every]
-
-
-def _called(module: nn.Module) -> Iterable[nn.Module]:
-    if has_own_forward(module):
-        yield module
-        return
-    for child in module.children():
-        yield from _called(child)
 
 
 @dataclass(slots=True)

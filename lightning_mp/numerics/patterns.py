@@ -32,6 +32,15 @@ def has_own_forward(module: nn.Module) -> bool:
     return original_class(module).forward is not nn.Module.forward
 
 
+def called_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The module itself where it has a forward; else the outermost below it that have one."""
+    if has_own_forward(module):
+        yield module
+        return
+    for child in module.children():
+        yield from called_in(child)
+
+
 def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
     """Note that ``pattern`` matches nothing in ``root``, with the names most like it."""
     words = dict.fromkeys(word for name, module in named_submodules(root) for word in _words(name, module))

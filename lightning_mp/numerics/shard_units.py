@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.class_swap import original_class
-from lightning_mp.numerics.patterns import has_own_forward, matches, named_submodules, no_match
+from lightning_mp.numerics.patterns import called_in, has_own_forward, matches, named_submodules, no_match
 from lightning_mp.numerics.pins import PinMap
 
 #: what makes a module a unit where nothing else says so: torch.distributed.fsdp.wrap.size_based_auto_wrap_policy's
@@ -108,16 +108,8 @@ def _matching(root: nn.Module, item: str | type[nn.Module]) -> list[nn.Module]:
         if any(name.startswith(f"{above}.") for above in covered) or not _means(item, name, module):
             continue
         covered.append(name)
-        found.update((id(called), called) for called in _called(module) if _can_be_unit(called))
+        found.update((id(called), called) for called in called_in(module) if _can_be_unit(called))
     return list(found.values())
-
-
-def _called(module: nn.Module) -> Iterable[nn.Module]:
-    if has_own_forward(module):
-        yield module
-        return
-    for child in module.children():
-        yield from _called(child)
 
 
 def _in_order(root: nn.Module, chosen: Iterable[Iterable[nn.Module]]) -> list[nn.Module]:

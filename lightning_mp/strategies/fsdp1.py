@@ -17,7 +17,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -33,9 +32,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import SHARDED_EXTRA, Kind, kind_of
+from lightning_mp.checkpoints.formats import SHARDED_EXTRA, Kind
 from lightning_mp.checkpoints.names import plain_names
-from lightning_mp.checkpoints.reading import read_full
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.errors import Faults
@@ -288,21 +286,9 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
             FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=not loading),
         )
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder of FSDP1's shards part by part; anything else is read whole, by every rank for itself.
-
-        Raises:
-            CheckpointFormatError: nothing at the path is a checkpoint.
-        """
-        path = Path(self.broadcast(checkpoint_path))
-        if kind_of(path) == "sharded" and flat.loads_in_parts(path, len(self.optimizers)):
-            return FSDPStrategy.load_checkpoint(self, path, weights_only=weights_only)
-        checkpoint = read_full(path, weights_only=weights_only)
-        left_out = checkpoint.pop("optimizer_left_out", None)
-        if left_out:
-            rank_zero_info(f"{left_out} The learning rate goes on from the scheduler.")
-        self.load_foreign(checkpoint)
-        return checkpoint
+    def reads(self, path: Any) -> bool:
+        """Whether it is a folder of FSDP1's shards that can be read part by part."""
+        return super().reads(path) and flat.loads_in_parts(Path(path), len(self.optimizers))
 
     def load_foreign(self, checkpoint: dict[str, Any]) -> None:
         """Shard whole weights, and while fitting whole optimizer states, into what this rank holds."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, make_strategy
 from support.ddp import STATIC, Sick
+from support.deepspeed_json import WHOLE_FP16
 from support.models import Regression, batches
 from support.oracles import plan_for
 from support.running import fit, trainer
@@ -88,16 +89,6 @@ def trained_as_on_cuda(stage: str, mode: str, **options: Any) -> dict[str, Any]:
         return trained(stage, mode, **options)
 
 
-LONGSPEC = {
-    "enabled": True,
-    "auto_cast": False,
-    "loss_scale": 0,
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,
-    "hysteresis": 2,
-    "consecutive_hysteresis": False,
-    "min_loss_scale": 1,
-}
 SCALER = ("cur_scale", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis", "dynamic")
 
 
@@ -108,12 +99,12 @@ def longspec(stage: str) -> dict[str, Any]:
     class Asks(Small):
         def on_train_start(self) -> None:
             engine: Any = self.trainer.strategy.deepspeed_engine
-            found["block"] = {key: getattr(engine._config.float16_config, key) for key in LONGSPEC}
+            found["block"] = {key: getattr(engine._config.float16_config, key) for key in WHOLE_FP16}
             found["scaler"] = {key: getattr(engine.optimizer.loss_scaler, key) for key in SCALER}
 
     plan = MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling.deepspeed(at_min="hold"))
     with fp16_supported():
-        fit(Asks(), **on(plan, stage, config={"fp16": LONGSPEC}))
+        fit(Asks(), **on(plan, stage, config={"fp16": WHOLE_FP16}))
     return found
 
 
