@@ -18,10 +18,11 @@ from lightning_mp.demo.inputs import InputError, check_extras
 from lightning_mp.demo.modes import LADDER, MODES, Mode, parse_modes, why_not
 from lightning_mp.demo.progress import view
 from lightning_mp.demo.quiet import quiet
-from lightning_mp.demo.records import WARM_UP_STEPS, Failure, Job, Reading, Result, Row, to_json
+from lightning_mp.demo.records import WARM_UP_STEPS, Failure, Job, Reading, Result, Row
 from lightning_mp.demo.shapes import Device, Shape, find_device, shape_for
 from lightning_mp.demo.table import print_table
 from lightning_mp.demo.text import Text, from_path, standard_library
+from lightning_mp.strict_json import to_json
 
 if TYPE_CHECKING:
     from lightning_mp.demo.tokens import Corpus

@@ -1,9 +1,7 @@
-"""What a mode says while it trains and when it is done, and the strict JSON it is written in."""
+"""What a mode says while it trains and when it is done."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from lightning_mp.demo.shapes import Shape
+from lightning_mp.strict_json import to_json
 
 # Steps in which allocators and kernels find their pace; they are left out of the median.
 WARM_UP_STEPS = 5
@@ -85,19 +84,6 @@ class Row:
         status = "done" if self.result else "failed" if self.failed else "not run"
         values = asdict(self.result) if self.result else {}
         return {"mode": self.mode, "status": status, "reason": self.failed or self.not_run, **values}
-
-
-def to_json(values: Mapping[str, Any], indent: int | None = None) -> str:
-    """Strict JSON: a float that is not finite becomes null."""
-    return json.dumps(_finite(values), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class MetricsFile:

@@ -16,7 +16,7 @@ import torch
 from demo.tiny import SHAPE, corpus, job
 from lightning_mp.demo.modes import FP16_INIT_SCALE, LADDER, MODES, parse_modes, why_not
 from lightning_mp.demo.quiet import quiet
-from lightning_mp.demo.records import Reading, Result, to_json
+from lightning_mp.demo.records import Reading, Result
 from lightning_mp.demo.shapes import CPU_SHAPE, SLOW_CPU_SHAPE, Device, Shape, find_device, shape_for
 from lightning_mp.demo.training import GPT2, train_mode, train_windows, val_windows
 
@@ -104,11 +104,6 @@ def test_a_mode_without_scaling_writes_null_for_its_scale(tmp_path: Path) -> Non
     _train("bf16", tmp_path, steps=1)
     first = _strict((tmp_path / "bf16" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["health/loss_scale"] is None
-
-
-def test_what_is_not_finite_is_written_as_null() -> None:
-    written = to_json({"step": 1, "a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}})
-    assert _strict(written) == {"step": 1, "a": None, "b": [None, 1.5], "c": {"d": None}}
 
 
 def test_training_leaves_loggers_filters_random_numbers_and_tf32_as_they_were(tmp_path: Path) -> None:

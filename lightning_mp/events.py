@@ -1,0 +1,76 @@
+"""What went wrong in a run, in numbers: one event, as it stands in ``events.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+Kind = Literal[
+    "nonfinite_loss",
+    "nonfinite_grad",
+    "grad_norm_spike",
+    "loss_plateau",
+    "loss_divergence",
+    "scale_collapse",
+    "skip_streak",
+    "scale_jump",
+    "throughput_drop",
+    "memory_growth",
+]
+Severity = Literal["info", "warning", "error"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that was noticed. An ordinary overflow under loss scaling is ``"info"``; anything else is an alert.
+
+    ``step`` is the Trainer's ``global_step`` of the bad step; ``rank``, ``module`` and ``parameter`` say where it came
+    from, ``None`` where that does not apply or could not be told; ``value`` is the offending number, ``None`` where it
+    is not finite; ``evidence`` holds the numbers the judgement rests on; ``action`` is what was done about it.
+    """
+
+    step: int
+    kind: Kind
+    severity: Severity
+    rank: int | None = None
+    module: str | None = None
+    parameter: str | None = None
+    value: float | None = None
+    evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    cause: str = ""
+    advice: str = ""
+    action: str = "log"
+
+    @property
+    def is_alert(self) -> bool:
+        """Whether someone should look at it."""
+        return self.severity != "info"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as plain values."""
+        return {**asdict(self), "evidence": dict(self.evidence)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Event:
+        """The event that ``to_dict`` gave; keys it does not know are left out."""
+        known = {item.name for item in fields(cls)}
+        return cls(**{key: value for key, value in values.items() if key in known})
+
+    def __str__(self) -> str:
+        places = [f"rank {self.rank}"] if self.rank is not None else []
+        places += [f"module {self.module!r}"] if self.module else []
+        places += [f"parameter {self.parameter!r}"] if self.parameter else []
+        where = f" in {', '.join(places)}" if places else ""
+        numbers = ", ".join(f"{key} {_short(value)}" for key, value in self.evidence.items())
+        text = f"step {self.step}: {self.kind.replace('_', ' ')}{where}"
+        text += f" ({numbers})" if numbers else ""
+        text += f"; likely cause: {self.cause}" if self.cause else ""
+        text += f"; do: {self.advice}" if self.advice else ""
+        return text if self.action == "log" else f"{text}; done: {self.action}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
