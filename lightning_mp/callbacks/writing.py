@@ -30,7 +30,9 @@ def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | N
     Raises:
         PlanError: someone is writing there already; on every rank.
     """
-    path = run_dir or trainer.log_dir or Path(trainer.default_root_dir) / "lightning_mp"
+    # every rank asks: the logger's folder is rank 0's, which tells the others; without a logger it is the root folder
+    logged = trainer.log_dir if trainer.loggers else None
+    path = run_dir or logged or Path(trainer.default_root_dir) / "lightning_mp"
     goes_on = trainer.ckpt_path is not None or trainer.global_step > 0
     folder: RunFolder | None = None
     refused: PlanError | None = None
