@@ -9,17 +9,24 @@ from lightning_mp.registering import register_with_lightning
 
 if TYPE_CHECKING:
     from lightning_mp.assemble import make_strategy, trainer_kwargs
+    from lightning_mp.auditing import AuditReport, audit
     from lightning_mp.checkpoints import consolidate
     from lightning_mp.errors import LossScaleError, MissingExtraError, NonFiniteError, PlanError
+    from lightning_mp.events import Event
+    from lightning_mp.findings import Finding
     from lightning_mp.loss_scaling import LossScaling
     from lightning_mp.numerics.pins import unpin
     from lightning_mp.policy import Checkpointing, NonFinite, Pin, PrecisionPolicy
     from lightning_mp.precision import MixedPrecisionPlan
+    from lightning_mp.preflight import doctor
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AuditReport": "auditing",
     "Checkpointing": "policy",
+    "Event": "events",
+    "Finding": "findings",
     "LossScaleError": "errors",
     "LossScaling": "loss_scaling",
     "MissingExtraError": "errors",
@@ -29,14 +36,19 @@ _HOMES = {
     "Pin": "policy",
     "PlanError": "errors",
     "PrecisionPolicy": "policy",
+    "audit": "auditing",
     "consolidate": "checkpoints",
+    "doctor": "preflight",
     "make_strategy": "assemble",
     "trainer_kwargs": "assemble",
     "unpin": "numerics.pins",
 }
 
 __all__ = [
+    "AuditReport",
     "Checkpointing",
+    "Event",
+    "Finding",
     "LossScaleError",
     "LossScaling",
     "MissingExtraError",
@@ -46,7 +58,9 @@ __all__ = [
     "Pin",
     "PlanError",
     "PrecisionPolicy",
+    "audit",
     "consolidate",
+    "doctor",
     "make_strategy",
     "trainer_kwargs",
     "unpin",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
@@ -99,6 +100,70 @@ def consolidate(
     unit, name = (2**20, "MiB") if written.size >= 2**20 else (2**10, "KiB")
     size = f"{written.size / unit:.1f} {name}"
     typer.echo(f"{written.path}: {written.tensors} tensors, {size}, {', '.join(written.dtypes)}")
+
+
+@app.command()
+def report(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR", help="A run's folder; several are compared.", show_default=False),
+    ],
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="The file to write.", show_default="report.html in RUN_DIR, or in what holds them all"),
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve it on this machine instead, refreshed while the run goes on.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="The port for --serve; 0 takes any.", min=0, max=65535)] = 8765,
+) -> None:
+    """Write what a run did, or how several compare, as one HTML file that opens without a network."""
+    from lightning_mp.errors import MissingExtraError, PlanError
+    from lightning_mp.report import write_report
+    from lightning_mp.report.serving import serve as serve_report
+
+    if serve and output is not None:
+        _refuse("report", "given --serve and --output; allowed: one of them; do: leave --output out to serve")
+    try:
+        if serve:
+            serve_report(run_dirs, port, lambda url: typer.echo(f"{url}  (Ctrl-C ends it)"))
+        else:
+            typer.echo(write_report(run_dirs, output))
+    except PlanError as error:
+        _refuse("report", "; ".join(map(str, error.faults)))
+    except (MissingExtraError, OSError) as error:
+        _refuse("report", str(error))
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path, typer.Argument(help="A YAML file with plan, model, strategy and trainer.", show_default=False)
+    ],
+    overrides: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Entries to change: plan.precision=16-mixed.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead.")] = False,
+) -> None:
+    """Say what will go wrong in a run before it starts; the exit status is 1 with warnings, 2 with errors."""
+    from lightning_mp.errors import MissingExtraError, PlanError
+    from lightning_mp.preflight import configured
+
+    try:
+        with redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the answer
+            findings = configured.examine(config, overrides or [])
+    except PlanError as error:
+        _refuse("doctor", "; ".join(map(str, error.faults)))
+    except (MissingExtraError, OSError) as error:
+        _refuse("doctor", str(error))
+    if as_json:
+        typer.echo(configured.as_json(findings))
+    else:
+        configured.show(findings, _console())
+    raise typer.Exit(configured.exit_status(findings))
 
 
 def _refuse(command: str, message: str) -> NoReturn:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,6 +36,7 @@ from lightning_mp.policy import (
     Precision,
     PrecisionPolicy,
 )
+from lightning_mp.preflight import warn_at_fit
 
 #: the keys under which stock Lightning's plugins keep a GradScaler's state
 _STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
@@ -207,6 +209,8 @@ class MixedPrecisionPlan(FSDPPrecision):
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            warn_at_fit(module, self.policy)
         self._engine = engine
         engine.prepare(module)
         self._restore_tf32 = device_rules.switch_tf32(self.policy, device)

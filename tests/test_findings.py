@@ -12,7 +12,7 @@ def test_every_code_is_stable_in_form_and_used_once() -> None:
 
 def test_a_finding_knows_its_code_and_reads_as_one_line() -> None:
     finding = Finding(
-        name="eval_mode", severity="warning", what="the model is in eval mode", why="w", fix="call train()"
+        name="eval_mode", severity="warning", what="it is off", why="w", fix="turn it on"
     )
     assert finding.code == CODES["eval_mode"]
     assert finding.to_dict()["code"] == finding.code

@@ -1,0 +1,40 @@
+"""The random number generators of this process: read without waiting for a device, and put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+RngState = dict[str, Any]
+
+
+def rng_state(device: torch.device) -> RngState:
+    """Where torch's (CPU, and ``device`` if it is CUDA), Python's and numpy's generators stand.
+
+    Tensors and plain values only, so that ``torch.load(weights_only=True)`` reads it; ``"cuda"`` is there on CUDA only.
+    """
+    state: RngState = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:  # else nobody has drawn from it
+        name, keys, *rest = numpy.random.get_state(legacy=True)
+        state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
+    return state
+
+
+def set_rng_state(state: RngState, device: torch.device) -> None:
+    """Put the generators back to where :func:`rng_state` found them; CUDA's state is left out where there is none."""
+    torch.set_rng_state(state["torch"])
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "numpy" in state:
+        import numpy
+
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, keys.numpy(), *rest))

@@ -1,0 +1,95 @@
+"""What the doctor's tests ask of it, and the models they ask about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_mp.findings import Finding
+from lightning_mp.hardware import Device
+from lightning_mp.preflight import doctor
+
+A100 = Device("cuda", "NVIDIA A100", (8, 0))
+V100 = Device("cuda", "Tesla V100", (7, 0), bf16="emulated")
+OLD = Device("cuda", "Tesla P100", (6, 0), bf16="none")
+#: what the tests run on, whatever this machine has
+CPU = Device("cpu", "CPU")
+
+
+def found(model: nn.Module, plan: Any = None, *rest: Any, **options: Any) -> dict[str, Finding]:
+    """The findings by name; no name comes twice in these tests."""
+    findings = doctor(model, plan, *rest, **{"device": CPU, **options})
+    assert len({finding.name for finding in findings}) == len(findings), findings
+    return {finding.name: finding for finding in findings}
+
+
+class Wrapped(LightningModule):
+    """``model`` as a LightningModule, trained by what ``optimizers`` makes of its parameters."""
+
+    def __init__(self, model: nn.Module, optimizers: Any = None) -> None:
+        super().__init__()
+        self.model = model
+        self.make = optimizers
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return (self.model(x).float() - y.float()).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.make([p for p in self.parameters() if p.requires_grad])
+
+
+def net() -> nn.Sequential:
+    """Two linear layers without a norm, in sizes that tensor cores like."""
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+def talking() -> nn.Sequential:
+    """``net``, from code that prints."""
+    print("hello")
+    return net()
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norms, and what came in."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.body(x))
+
+
+def resnet() -> nn.Sequential:
+    """A small residual net with ten classes."""
+    stem = (nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), Residual(32), Residual(32))
+    return nn.Sequential(*stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+class Tagger(nn.Module):
+    """An LSTM with dropout over embeddings, and ten classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(100, 32)
+        self.lstm = nn.LSTM(32, 64, num_layers=2, dropout=0.1)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.words(ids))[0])
+
+
+def bert(labels: bool = False) -> nn.Module:
+    """A two-layer BERT with a head for masked words, or for two classes."""
+    from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    config = BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
+    return (BertForSequenceClassification if labels else BertForMaskedLM)(config).train()
