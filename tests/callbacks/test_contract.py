@@ -1,4 +1,4 @@
-"""What every acting callback owes: it can be built, runs twice, gives everything back, and yields to a plan."""
+"""What every callback owes: it can be built, runs twice, gives everything back; one that acts yields to a plan."""
 
 from __future__ import annotations
 
@@ -7,32 +7,57 @@ import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 
 import lightning_mp.callbacks
 from lightning_mp import PlanError
-from lightning_mp.callbacks import ActivationCheckpointing, DtypePinning, EnableTF32
-from lightning_mp.callbacks.acting import ActingCallback
+from lightning_mp.callbacks import (
+    ActivationCheckpointing,
+    DtypePinning,
+    EnableTF32,
+    LossScaleMonitor,
+    NonFiniteGuard,
+    PrecisionAudit,
+    TrainingHealth,
+)
 from support.models import Regression, batches, same_weights, weights
 from support.oracles import MODES, plan_for, stock_for
 from support.running import fit, trainer
 
-#: how each is built, and the plan's field that does the same
-CALLBACKS: dict[str, tuple[Callable[[], ActingCallback], str]] = {
-    "EnableTF32": (lambda: EnableTF32("high"), "tf32"),
-    "DtypePinning": (lambda: DtypePinning({"LayerNorm": "bf16", "net.3": "fp32"}), "pins"),
-    "ActivationCheckpointing": (lambda: ActivationCheckpointing("net"), "checkpointing"),
+CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "EnableTF32": lambda: EnableTF32("high"),
+    "DtypePinning": lambda: DtypePinning({"LayerNorm": "bf16", "net.3": "fp32"}),
+    "ActivationCheckpointing": lambda: ActivationCheckpointing("net"),
+    "NonFiniteGuard": NonFiniteGuard,
+    "LossScaleMonitor": LossScaleMonitor,
+    "PrecisionAudit": PrecisionAudit,
+    "TrainingHealth": TrainingHealth,
 }
+#: those that change something, and the plan's field that does the same
+ACTING = {
+    "EnableTF32": "tf32",
+    "DtypePinning": "pins",
+    "ActivationCheckpointing": "checkpointing",
+    "NonFiniteGuard": "nonfinite",
+}
+MONITORS = sorted(CALLBACKS.keys() - ACTING)
 every_callback = pytest.mark.parametrize("name", CALLBACKS)
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def _build(name: str) -> ActingCallback:
-    return CALLBACKS[name][0]()
+@pytest.fixture(autouse=True)
+def _writes_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Monitors without a run_dir write under the root folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def _build(name: str) -> Callback:
+    return CALLBACKS[name]()
 
 
 def _process() -> list[Any]:
@@ -152,7 +177,7 @@ def test_every_stage_is_given_back(name: str) -> None:
     assert module.results[:8] == module.results[8:]
 
 
-@every_callback
+@pytest.mark.parametrize("name", ACTING)
 @every_mode
 def test_beside_a_plan_it_refuses_and_names_the_plans_field(name: str, mode: str) -> None:
     module = Regression()
@@ -160,10 +185,26 @@ def test_beside_a_plan_it_refuses_and_names_the_plans_field(name: str, mode: str
     with pytest.raises(PlanError) as caught:
         fit(module, plugins=[plan_for(mode)], callbacks=[_build(name)])
     assert f"{name} beside MixedPrecisionPlan('{mode}')" in str(caught.value)
-    assert f"MixedPrecisionPlan({CALLBACKS[name][1]}=...)" in str(caught.value)
+    assert f"MixedPrecisionPlan({ACTING[name]}=...)" in str(caught.value)
     assert _shape(module) == before
     assert same_weights(weights(module), numbers)
     assert module.losses == []
+
+
+@pytest.mark.parametrize("name", [*MONITORS, "NonFiniteGuard"])
+@every_mode
+def test_what_only_reads_changes_no_number(name: str, mode: str) -> None:
+    """Beside a plan where it may be there, beside Lightning's own plugin otherwise."""
+    runs = []
+    for callbacks in ([], [_build(name)]):
+        module = Regression(lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4))
+        precision = stock_for(mode) if name in ACTING and mode != "16-true" else {"precision": mode}
+        if name not in ACTING:
+            precision = {"plugins": [plan_for(mode)]}
+        fit(module, callbacks=callbacks, **precision)
+        runs.append((module.losses, weights(module)))
+    assert runs[0][0] == runs[1][0]
+    assert same_weights(runs[0][1], runs[1][1])
 
 
 @every_callback
