@@ -1,0 +1,181 @@
+"""Looks at what runs in which dtype during the first steps, and says where that is not what was declared."""
+
+from __future__ import annotations
+
+import math
+from shutil import get_terminal_size
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_mp.auditing import AuditReport, AuditRow, declared
+from lightning_mp.auditing.looking import Record, from_all_ranks, modules_of, states_of
+from lightning_mp.auditing.report import build
+from lightning_mp.callbacks.writing import RunDir, open_folder
+from lightning_mp.errors import Faults
+from lightning_mp.numerics.audit import Watch, note_gradients, note_parameters
+from lightning_mp.run_folder import AUDIT, RunFolder
+
+MARKDOWN = "audit.md"
+_LEAST_WIDTH, _WIDTH = 100, 110
+
+
+class PrecisionAudit(Callback):
+    """Records per module the dtypes of parameters, inputs, outputs, what was computed, gradients, reductions, state.
+
+    That is compared with what the ``MixedPrecisionPlan``, or Lightning's own plugin, declares. The table is printed,
+    and written to ``audit.json`` and ``audit.md``; a difference warns, or raises. It only reads: numbers are the same
+    with and without it, and once the steps are over no hook is left. Inside compiled modules nothing can be seen.
+
+    Args:
+        steps: how many optimizer steps are looked at, from the first one of the run.
+        on_mismatch: ``"warn"`` or ``"raise"``, on every rank, whichever saw it.
+        run_dir: where to write; the logger's folder, or ``lightning_mp`` under ``default_root_dir``, without one.
+        every_n_steps: look again at so many steps after the last look began; by default once a run.
+
+    Attributes:
+        rows: the rows of the last report, :class:`~lightning_mp.auditing.AuditRow`.
+        report: the last report, ``None`` before the first.
+
+    Raises:
+        PlanError: an argument that means nothing; while training under ``on_mismatch="raise"``, every difference.
+    """
+
+    def __init__(
+        self,
+        steps: int = 1,
+        on_mismatch: Literal["warn", "raise"] = "warn",
+        run_dir: RunDir = None,
+        *,
+        every_n_steps: int | None = None,
+    ) -> None:
+        faults = Faults("PrecisionAudit")
+        for name, value in (("steps", steps), ("every_n_steps", 1 if every_n_steps is None else every_n_steps)):
+            given: object = value
+            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+                faults.add(f"{name}={given!r}", "an integer >= 1", "steps=1 looks at the first step")
+        if on_mismatch not in ("warn", "raise"):
+            faults.add(f"on_mismatch={on_mismatch!r}", "'warn', 'raise'", "'warn' is the default")
+        if not faults.found and every_n_steps is not None and every_n_steps < steps:
+            faults.add(f"every_n_steps={every_n_steps} with steps={steps}", "every_n_steps >= steps", "set steps=1")
+        faults.raise_if_any()
+        self.steps, self.on_mismatch, self.run_dir, self.every_n_steps = steps, on_mismatch, run_dir, every_n_steps
+        self.report: AuditReport | None = None
+        #: what was seen, for ``lightning_mp.audit(trainer)``
+        self.record: Record | None = None
+        self._folder: RunFolder | None = None
+        self._watch: Watch | None = None
+        self._began: int | None = None
+        self._next: float = 0
+
+    @property
+    def rows(self) -> list[AuditRow]:
+        """A row a module, of the last report."""
+        return [] if self.report is None else list(self.report.rows)
+
+    # ------------------------------------------------------------------ the run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Open the folder.
+
+        Raises:
+            PlanError: someone is writing there already.
+        """
+        self._end()
+        if stage == "fit":
+            self.report = self.record = None
+            self._next = 0
+            self._folder = open_folder(trainer, self.run_dir, "PrecisionAudit")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the folder."""
+        self._end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Tell what was seen of a step that failed, and take everything out: Lightning calls no ``teardown`` then."""
+        try:
+            if self._watch is not None and self._began is not None:
+                self._watch.stop()
+                self._conclude(trainer, pl_module, self._watch, self._began, failed=True)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        if self._folder is not None:
+            self._folder.close("PrecisionAudit")
+        self._watch = self._folder = self._began = None
+
+    # ------------------------------------------------------------------ the steps looked at
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._began is None:
+            if trainer.global_step < self._next:
+                return
+            self._began = trainer.global_step
+        if self._watch is None:
+            zero = hasattr(trainer.strategy, "deepspeed_engine")
+            self._watch = Watch(modules_of(pl_module), gradient_hooks=zero)
+        self._watch.start()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        if self._watch is not None:
+            self._watch.in_backward = True
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._watch is not None:
+            self._watch.in_backward = False
+            note_gradients(self._watch.seen, modules_of(pl_module))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._watch is None or self._began is None:
+            return
+        self._watch.stop()
+        if trainer.global_step >= self._began + self.steps:
+            self._conclude(trainer, pl_module, self._watch, self._began)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._watch is not None:  # a batch that the module's on_train_batch_start left out has no end
+            self._watch.stop()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._watch is not None and self._began is not None:  # fewer steps than were to be looked at
+            self._conclude(trainer, pl_module, self._watch, self._began)
+
+    # ------------------------------------------------------------------ what came out
+
+    def _conclude(
+        self, trainer: Trainer, module: LightningModule, watch: Watch, began: int, failed: bool = False
+    ) -> None:
+        modules, first = modules_of(module), self.report is None
+        note_parameters(watch.seen, modules, states_of(trainer.optimizers))
+        watch.attribute_reductions()
+        declaration = declared.by_trainer(trainer, modules)
+        self._watch = self._began = None
+        self._next = math.inf if self.every_n_steps is None else began + self.every_n_steps
+        self.record = Record(declaration, watch.seen)
+        steps = f"step {began}" if trainer.global_step <= began + 1 else f"steps {began} to {trainer.global_step - 1}"
+        where = f"{steps}, {trainer.strategy.root_device.type}, {type(trainer.strategy).__name__}"
+        ranks = [watch.seen] if failed else from_all_ranks(watch.seen)  # the others may not have failed
+        self.report = build(declaration, ranks, where=where)
+        self._write(self.report)
+        if first and not failed:
+            width = max(_LEAST_WIDTH, get_terminal_size((_WIDTH, 0)).columns)
+            rank_zero_info(f"PrecisionAudit: {self.report.to_text(width)}")
+        if self.on_mismatch == "raise" and not failed:
+            self.report.raise_if_different()
+        elif not self.report.ok:
+            rank_zero_warn(f"PrecisionAudit: {self.report.summary}\n{self.report.explanation()}")
+
+    def _write(self, report: AuditReport) -> None:
+        if self._folder is not None:
+            self._folder.write(AUDIT, report.to_dict())
+            (self._folder.path / MARKDOWN).write_text(report.to_markdown(), encoding="utf-8")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy belongs to no run.
+        return {**self.__dict__, "_watch": None, "_folder": None, "_began": None}

@@ -1,0 +1,378 @@
+"""PrecisionAudit: every fault it is for is found and named, it only reads, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_mp import PlanError
+from lightning_mp.callbacks import DtypePinning
+from lightning_mp.callbacks.precision_audit import PrecisionAudit
+from support import audit_faults as faults
+from support.language import Language, gpt2, tokens
+from support.manual import Manual, Pair
+from support.models import Regression, batches, same_weights, weights
+from support.oracles import MODES, plan_for, stock_for
+from support.running import fit, trainer
+
+NORM_PIN = {"*Norm": "fp32"}
+
+
+def _bf16(**options: Any) -> dict[str, Any]:
+    return {"plugins": [plan_for("bf16-mixed", **options)]}
+
+
+def _audited(module: LightningModule, folder: Path, **arguments: Any) -> tuple[PrecisionAudit, list[str]]:
+    """A run of two steps with an audit, and what it warned of."""
+    callback = PrecisionAudit(run_dir=folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        others = arguments.pop("callbacks", [])
+        fit(module, callbacks=[*others, callback], max_steps=2, **arguments)
+    return callback, [str(one.message) for one in caught if "PrecisionAudit" in str(one.message)]
+
+
+# ---------------------------------------------------------------------- what it is for
+
+#: what is wrong, how it runs, the module and the column that differ, what is said of it
+FAULTS: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str, str, str]] = {
+    "a module cast behind the plan": (faults.CastBehind, _bf16(), "net.3", "param", "cast by hand"),
+    "a bf16 checkpoint under stock bf16-mixed": (
+        faults.HalfCheckpoint,
+        {"precision": "bf16-mixed"},
+        "net.0",
+        "param",
+        "no fp32 master weights",
+    ),
+    "a pin lost by loading": (faults.LostPin, _bf16(pins=NORM_PIN), "net.1", "param", "after the pin"),
+    "an op outside autocast": (faults.OutsideAutocast, _bf16(), "net.3", "compute", "autocast is off"),
+    "the same under a stock plugin": (
+        faults.OutsideAutocast,
+        {"precision": "bf16-mixed"},
+        "net.3",
+        "compute",
+        "autocast is off",
+    ),
+    "autocast off inside a module": (faults.Inside, _bf16(), "net.2", "compute", "autocast is off"),
+    "a product in the step itself": (faults.RootProduct, _bf16(), "", "compute", "autocast is off"),
+    "a module that casts itself": (faults.Custom, _bf16(), "net.0", "compute", "casts its inputs"),
+    "the same in fp32": (faults.Custom, {"precision": "32-true"}, "net.0", "compute", "casts its inputs"),
+    "the same although pinned": (faults.Custom, _bf16(pins={"net.0": "fp32"}), "net.0", "compute", "not in force"),
+    "a norm in half": (faults.NormInHalf, _bf16(), "net.1", "compute", "cast to half precision"),
+    "a norm written out": (faults.OwnNormInHalf, _bf16(), "net.1", "compute", "cast to half precision"),
+    "optimizer state in half": (faults.HalfState, _bf16(), "net.0", "optimizer_state", "optimizer keeps its state"),
+    "optimizer state in fp32": (
+        faults.FullState,
+        {"plugins": [plan_for("bf16-true")]},
+        "net.0",
+        "optimizer_state",
+        "optimizer keeps its state",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_every_fault_is_found_and_named(case: str, tmp_path: Path) -> None:
+    make, how, module, column, reason = FAULTS[case]
+    callback, told = _audited(make(), tmp_path, **how)
+    row = next(row for row in callback.rows if row.module == module)
+    assert [difference.what for difference in row.differences] == [column]
+    assert not row.ok
+    assert reason in row.differences[0].reason
+    assert len(told) == 1
+    assert (module or "(the root module)") in told[0]
+    assert reason in told[0]
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_only_what_is_at_fault_is_blamed(case: str, tmp_path: Path) -> None:
+    make, how, module, column, _ = FAULTS[case]
+    callback, _ = _audited(make(), tmp_path, **how)
+    blamed = {row.module for row in callback.rows if not row.ok}
+    everywhere = column == "optimizer_state" or make is faults.HalfCheckpoint
+    assert blamed == ({"net.0", "net.1", "net.3"} if everywhere else {module})
+
+
+def test_a_difference_can_stop_the_run(tmp_path: Path) -> None:
+    module = faults.CastBehind()
+    with pytest.raises(PlanError) as caught:
+        fit(module, callbacks=[PrecisionAudit(on_mismatch="raise", run_dir=tmp_path)], **_bf16())
+    assert "net.3: parameters are stored in bf16; allowed: fp32, as MixedPrecisionPlan('bf16-mixed')" in str(
+        caught.value
+    )
+    assert len(module.losses) == 1
+    assert json.loads((tmp_path / "audit.json").read_text())["ok"] is False  # it was written all the same
+
+
+def test_a_step_that_fails_tells_what_was_seen_until_then(tmp_path: Path) -> None:
+    callback = PrecisionAudit(run_dir=tmp_path)
+    with (
+        pytest.warns(UserWarning, match="net.1: parameters are stored in bf16"),
+        pytest.raises(RuntimeError, match="dtype"),
+    ):
+        fit(faults.LostPin(nn.LayerNorm(32)), callbacks=[callback], **_bf16(pins=NORM_PIN))
+    assert json.loads((tmp_path / "audit.json").read_text())["ok"] is False
+
+
+def test_every_differing_module_is_in_one_message(tmp_path: Path) -> None:
+    _, told = _audited(faults.HalfCheckpoint(), tmp_path, precision="bf16-mixed")
+    (message,) = told
+    assert "net.0, net.1, net.3 (3 modules)" in message
+
+
+# ---------------------------------------------------------------------- what is there to read
+
+
+def test_the_table_is_logged_written_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        callback, told = _audited(Regression(), tmp_path, **_bf16(pins={"net.3": "fp32"}, tf32="high"))
+    assert told == []
+    assert [(row.module, row.declared, row.compute, row.ok) for row in callback.rows] == [
+        ("net.0", "bf16", "bf16", True),
+        ("net.1", "bf16", "bf16, fp32", True),  # on the CPU autocast hands it the half input: weights stay fp32
+        ("net.3", "fp32", "fp32", True),
+    ]
+    row = callback.rows[0]
+    assert (row.param, row.input, row.output, row.grad, row.reduce) == ("fp32", "fp32", "bf16", "fp32", None)
+    assert row.optimizer_state == "fp32"
+    assert callback.report is not None
+    assert json.loads((tmp_path / "audit.json").read_text()) == callback.report.to_dict()
+    assert (tmp_path / "audit.md").read_text() == callback.report.to_markdown()
+    logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("PrecisionAudit")]
+    assert len(logged) == 1
+    assert "tf32='high' changes nothing on CPU" in logged[0]
+
+
+def test_without_a_folder_or_a_logger_it_writes_below_the_root(tmp_path: Path) -> None:
+    fit(Regression(), callbacks=[PrecisionAudit()], max_steps=1, default_root_dir=tmp_path, **_bf16())
+    assert (tmp_path / "lightning_mp" / "audit.json").is_file()
+
+
+def test_two_audits_in_one_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="where a PrecisionAudit writes already"):
+        fit(Regression(), callbacks=[PrecisionAudit(run_dir=tmp_path), PrecisionAudit(run_dir=tmp_path)], **_bf16())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"steps": True}, "steps=True"),
+        ({"every_n_steps": 0}, "every_n_steps=0"),
+        ({"steps": 3, "every_n_steps": 2}, "every_n_steps=2 with steps=3"),
+        ({"on_mismatch": "stop"}, "on_mismatch='stop'"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        PrecisionAudit(**given)
+    assert said in str(caught.value)
+
+
+# ---------------------------------------------------------------------- which steps
+
+
+class Hooked(Regression):
+    """Notes in which steps hooks stand."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__(optimizer)
+        self.hooked: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        self.hooked.append(bool(self.net[0]._forward_hooks or self.net[0]._forward_pre_hooks))
+        mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+        assert self.hooked[-1] == (mode is not None)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("options", "accumulate", "steps"),
+    [
+        ({}, 1, [0]),
+        ({"steps": 3}, 1, [0, 1, 2]),
+        ({"every_n_steps": 3}, 1, [0, 3, 6]),
+        ({"steps": 2, "every_n_steps": 4}, 1, [0, 1, 4, 5]),
+        ({}, 4, [0, 1, 2, 3]),  # one optimizer step is four batches
+        ({"steps": 100}, 1, list(range(8))),
+    ],
+)
+def test_hooks_stand_in_the_steps_looked_at_alone(
+    options: dict[str, Any], accumulate: int, steps: list[int], tmp_path: Path
+) -> None:
+    module, callback = Hooked(), PrecisionAudit(run_dir=tmp_path, **options)
+    fit(module, callbacks=[callback], accumulate_grad_batches=accumulate, **_bf16())
+    assert [step for step, hooked in enumerate(module.hooked) if hooked] == steps
+    assert callback.report is not None
+    assert callback.rows[0].optimizer_state == "fp32"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_is_the_same_to_the_last_bit(mode: str, tmp_path: Path) -> None:
+    module, oracle = Language(gpt2(resid_pdrop=0.1, attn_pdrop=0.1)), Language(gpt2(resid_pdrop=0.1, attn_pdrop=0.1))
+    for one, callbacks in ((oracle, []), (module, [PrecisionAudit(2, "raise", tmp_path)])):
+        torch.manual_seed(0)
+        fit(one, data=tokens(), callbacks=callbacks, plugins=[plan_for(mode, checkpointing="GPT2Block")])
+    assert module.losses == oracle.losses
+    assert same_weights(weights(module), weights(oracle))
+
+
+def _left(module: nn.Module) -> list[Any]:
+    return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()] + [
+        torch.utils._python_dispatch._get_current_dispatch_mode(),
+        *(p._backward_hooks for p in module.parameters()),
+    ]
+
+
+class Fails(Regression):
+    """A training step raises."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        raise KeyError("planned")
+
+
+def test_nothing_is_left_after_a_fit_or_a_failure(tmp_path: Path) -> None:
+    module, fails = Regression(), Fails()
+    before = _left(module)
+    callback = PrecisionAudit(run_dir=tmp_path)
+    fit(module, callbacks=[callback], **_bf16())
+    assert _left(module) == before
+    with pytest.raises(KeyError, match="planned"):
+        fit(fails, callbacks=[callback], **_bf16())
+    assert _left(fails) == before
+    fit(Regression(), callbacks=[callback], **_bf16())  # and the folder is free again
+    assert callback.rows
+
+
+# ---------------------------------------------------------------------- however it is run
+
+
+class Validated(Regression):
+    """It can be validated."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+class ReturnsNone(Regression):
+    """Its first training step returns nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 0 else loss
+
+
+class LeavesOut(Regression):
+    """Its first epoch is left out."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 else None
+
+
+def test_validation_between_and_alone(tmp_path: Path) -> None:
+    module, callback = Validated(), PrecisionAudit(2, "raise", tmp_path)
+    runner = trainer(callbacks=[callback], **_bf16())
+    runner.validate(module, batches(), verbose=False)
+    assert callback.report is None
+    runner.fit(module, batches(), batches())
+    assert len(callback.rows) == 3
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+@pytest.mark.parametrize("make", [ReturnsNone, LeavesOut])
+def test_steps_that_are_not(make: Any, tmp_path: Path) -> None:
+    module, callback = make(), PrecisionAudit(2, "raise", tmp_path)
+    fit(module, callbacks=[callback], max_epochs=2, **_bf16())
+    assert callback.rows[0].compute == "bf16"
+    assert _left(module)[-1] is None
+
+
+def test_fit_twice(tmp_path: Path) -> None:
+    module, callback = Hooked(), PrecisionAudit(run_dir=tmp_path)
+    runner = trainer(callbacks=[callback], **_bf16())
+    runner.fit(module, batches())
+    first = callback.report
+    runner.fit_loop.max_epochs = 2
+    runner.fit(module, batches())
+    assert module.hooked == [True, *[False] * 7, True, *[False] * 7]
+    assert first is not None
+    assert callback.report is not None
+    assert callback.report.where.startswith("step 8")
+    assert callback.rows == list(first.rows)
+
+
+def _by_hand(module: Any, batch: Any, batch_idx: int) -> None:
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(module.loss(batch))
+    optimizer.step()
+
+
+def _in_turn(module: Any, batch: Any, batch_idx: int) -> None:
+    for optimizer, loss in zip(module.optimizers(), (module.loss(batch), module.other(batch[0]).mean()), strict=True):
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [lambda: Manual(_by_hand), lambda: Pair(_in_turn)], ids=["one", "two"])
+@pytest.mark.parametrize("how", ["plan", "stock"])
+def test_manual_optimization(make: Any, how: str, tmp_path: Path) -> None:
+    callback = PrecisionAudit(on_mismatch="raise", run_dir=tmp_path)
+    fit(make(), callbacks=[callback], **(_bf16() if how == "plan" else {"precision": "bf16-mixed"}))
+    for row in callback.rows:
+        assert (row.grad, row.optimizer_state) == ("fp32", "fp32")
+        assert row.compute in ("bf16", "bf16, fp32")
+
+
+def test_a_copy_can_be_used(tmp_path: Path) -> None:
+    used = PrecisionAudit(run_dir=tmp_path)
+    # Lightning keeps the module's ``log`` on a used callback, so that the module is pickled along
+    fit(Regression(partial(torch.optim.SGD, lr=1e-3)), callbacks=[used], precision="32-true")
+    for copied in (copy.deepcopy(used), pickle.loads(pickle.dumps(used))):
+        fit(Regression(), callbacks=[copied], precision="32-true")
+        assert copied.rows
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_beside_stock_plugins_and_pins(mode: str, tmp_path: Path) -> None:
+    module = Regression(lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4))
+    pinning = DtypePinning({"LayerNorm": "fp32"})
+    stock = {"precision": "16-true"} if mode == "16-true" else stock_for(mode)
+    callback = PrecisionAudit(1, "raise", tmp_path)
+    fit(module, callbacks=[pinning, callback], **stock)
+    norm = callback.rows[1]
+    assert (norm.declared, norm.param, norm.compute, norm.ok) == ("fp32", "fp32", "fp32", True)
+
+
+def test_compiled_modules_train_and_are_told_to_be_hidden(tmp_path: Path) -> None:
+    class Compiled(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0] = torch.compile(self.net[0], backend="aot_eager")  # type: ignore[assignment]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module, oracle = Compiled(), Compiled()
+        callback = PrecisionAudit(1, "raise", tmp_path)
+        fit(oracle, **_bf16())
+        fit(module, callbacks=[callback], **_bf16())
+    assert module.losses == oracle.losses
+    by_name = {row.module: row for row in callback.rows}
+    assert (by_name["net.0"].compute, by_name["net.0"].input, by_name["net.0"].grad) == (None, None, "fp32")
+    assert by_name["net.3"].compute == "bf16"
+    assert callback.report is not None
+    assert "1 module is in compiled or scripted regions" in callback.report.notes[0]
+    torch._dynamo.reset()

@@ -1,0 +1,81 @@
+"""PrecisionAudit on CUDA: TF32 is told from fp32, backward runs in other threads, and nothing is a false alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mp import PlanError
+from lightning_mp.auditing import audit
+from lightning_mp.callbacks.precision_audit import PrecisionAudit
+from support.cuda import Resident, cuda_fit
+from support.language import Language, gpt2, llama, tokens
+from support.models import Regression, same_weights, weights
+from support.oracles import MODES, plan_for
+
+_ampere = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _ampere, reason="needs a CUDA device with TF32")]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def _run(module: Any, folder: Path, on_mismatch: Any = "raise", **arguments: Any) -> dict[str, Any]:
+    callback = PrecisionAudit(2, on_mismatch, folder)
+    cuda_fit(module, callbacks=[callback], max_steps=2, **arguments)
+    return {row.module: row for row in callback.rows}
+
+
+@pytest.mark.parametrize(("setting", "found"), [("high", "tf32"), ("highest", "fp32"), (None, "fp32")])
+def test_tf32_is_told_from_fp32(setting: str | None, found: str, tmp_path: Path) -> None:
+    rows = _run(Regression(), tmp_path, plugins=[plan_for("32-true", tf32=setting, pins={"LayerNorm": "fp32"})])
+    assert (rows["net.0"].declared, rows["net.0"].compute) == (found, found)
+    assert (rows["net.1"].declared, rows["net.1"].compute) == ("fp32", "fp32")
+
+
+def test_tf32_that_torch_was_told_to_use_is_no_difference(tmp_path: Path) -> None:
+    torch.set_float32_matmul_precision("high")
+    rows = _run(Regression(), tmp_path, precision="32-true")
+    assert (rows["net.0"].declared, rows["net.0"].compute, rows["net.0"].ok) == ("fp32", "tf32", True)
+
+
+def test_tf32_switched_behind_the_plan_is_found(tmp_path: Path) -> None:
+    class Switches(Regression):
+        def on_train_start(self) -> None:
+            torch.set_float32_matmul_precision("highest")
+
+    with pytest.raises(PlanError, match=r"net\.0, net\.3 \(2 modules\): computed in fp32; allowed: tf32"):
+        _run(Switches(), tmp_path, plugins=[plan_for("32-true", tf32="high")])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_no_false_alarm_and_the_same_numbers(make: Any, mode: str, tmp_path: Path) -> None:
+    module, oracle = Language(make()), Language(make())
+    blocks = "LlamaDecoderLayer" if make is llama else "GPT2Block"
+    options: dict[str, Any] = {"data": Resident(tokens()), "max_steps": 2}
+    cuda_fit(oracle, plugins=[plan_for(mode, checkpointing=blocks)], **options)
+    rows = _run(module, tmp_path, data=options["data"], plugins=[plan_for(mode, checkpointing=blocks)])
+    assert {row.ok for row in rows.values()} == {True}
+    assert module.losses == oracle.losses
+    assert same_weights(weights(module), weights(oracle))
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
+def test_norms_and_recurrent_layers_under_autocasts_own_lists(mode: Any) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8)).cuda()
+    report = audit(net, plan=mode, batch=torch.randn(4, 8, device="cuda"))
+    assert report.ok, report
+    assert [row.compute for row in report.rows][1:3] == ["fp32", "fp32"]  # unlike on the CPU
+    report = audit(nn.LSTM(8, 8).cuda(), plan=mode, batch=torch.randn(4, 2, 8, device="cuda"))
+    assert report.ok, report

@@ -1,0 +1,156 @@
+"""Small models in which one module does not do what the precision says, each in a way that users have done it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from support.models import FEATURES, HIDDEN, Regression
+
+
+class CastBehind(Regression):
+    """It casts a layer after the plan was applied."""
+
+    def on_train_start(self) -> None:
+        self.net[3].bfloat16()
+
+
+class HalfCheckpoint(Regression):
+    """It was loaded from a checkpoint in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.bfloat16()
+
+
+class OutsideAutocast(Regression):
+    """One layer is called with autocast turned off around it."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = self.net[:3](x)
+        with torch.autocast("cpu", enabled=False):
+            return (self.net[3](hidden.float()) - y).pow(2).mean()
+
+
+class TurnsAutocastOff(nn.Module):
+    """A block without weights of its own that computes a product outside autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = x.float()
+            return x @ x.t() @ x
+
+
+class Inside(Regression):
+    """Autocast is turned off inside a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = TurnsAutocastOff()
+
+
+class CastsItself(nn.Linear):
+    """A layer that computes in fp16 of its own accord."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return functional.linear(x.half(), self.weight.half(), self.bias.half()).to(x.dtype)
+
+
+class Custom(Regression):
+    """It holds a layer that casts to half itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = CastsItself(FEATURES, HIDDEN)
+
+
+class HalfNorm(nn.LayerNorm):
+    """A norm that runs in half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x.bfloat16(), (HIDDEN,), self.weight.bfloat16(), self.bias.bfloat16())
+
+
+class NormInHalf(Regression):
+    """It holds a norm that runs in half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = HalfNorm(HIDDEN)
+
+
+class OwnRMSNorm(nn.Module):
+    """A norm written out without widening to fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class LostPin(Regression):
+    """Its pinned norm is given half-precision weights, as loading a state dict by assignment does."""
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net[1] = norm or OwnRMSNorm()
+
+    def on_train_start(self) -> None:
+        half = {name: value.bfloat16() for name, value in self.net[1].state_dict().items()}
+        self.net[1].load_state_dict(half, assign=True)
+        self.trainer.optimizers[0].param_groups[0]["params"] = list(self.parameters())
+
+
+class OwnNormInHalf(Regression):
+    """It holds a norm of its own making that runs in whatever comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = OwnRMSNorm()
+
+
+class _KeepsAverages(torch.optim.SGD):
+    """SGD that keeps a running average in a dtype of its own."""
+
+    def __init__(self, parameters: Any, dtype: torch.dtype) -> None:
+        super().__init__(parameters, lr=1e-3)
+        self.dtype = dtype
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["average"] = parameter.detach().to(self.dtype)
+        return result
+
+
+class HalfState(Regression):
+    """Its optimizer keeps state in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: _KeepsAverages(parameters, torch.bfloat16))
+
+
+class FullState(Regression):
+    """Its optimizer keeps state in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: _KeepsAverages(parameters, torch.float32))
+
+
+class RootProduct(Regression):
+    """Its loss multiplies outside autocast, in the step itself."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        with torch.autocast("cpu", enabled=False):
+            weight = self.net[3].weight.float()
+            regular = (weight @ weight.t()).sum()
+        return (self.net(x).float() - y).pow(2).mean() + regular * 0
