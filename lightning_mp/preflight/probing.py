@@ -44,6 +44,11 @@ class _Sums(TorchDispatchMode):
             self.seen |= bool(dtypes) and all(dtype in HALF for dtype in dtypes)
         return func(*args, **(kwargs or {}))
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have dynamo compile as if this mode were not there: else it skips what it meets under one, for good."""
+        return True
+
 
 class _CudaAutocast(TorchFunctionMode):
     """What CUDA's autocast does to the operators of norms, on any machine."""
