@@ -1,0 +1,123 @@
+"""One fault in one run: the events that came of it."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from faults.judge import WITHIN, Expected, Row, Verdict, judge
+from faults.machine import Share, unexcused
+from faults.scenarios import SCENARIOS, Scenario, data, patient
+from lightning_mp import MixedPrecisionPlan
+from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
+from lightning_mp.callbacks.training_health import TrainingHealth
+from lightning_mp.events import Event
+from support.gloo import run_ranks
+from support.running import fit
+
+#: when spike and divergence are armed, and throughput: faults begin within the ten steps after
+ARMED = 200
+TIMEOUT = timedelta(seconds=60)
+
+
+def began(seed: int) -> int:
+    """The step a fault begins at."""
+    return ARMED + seed % 10
+
+
+def fault(number: int, seed: int) -> tuple[Expected, list[Event]]:
+    """Fault ``number`` in the run of ``seed``; what had to come of it, and what came."""
+    scenario = SCENARIOS[number]
+    injection = scenario.make(seed, began(seed))
+    first = injection.at + scenario.shows_after
+    # one more than needed: an event may be told in the hook that follows its step
+    steps = first + WITHIN + 1
+    batches = data(scenario.model, steps, seed)
+    injection.prepare(batches)
+    module, share = patient(scenario.model, seed), Share()
+    with tempfile.TemporaryDirectory() as folder:
+        watching = watchers(scenario.by, Path(folder))
+        with quietly():
+            callbacks = [injection, share, *watching]
+            fit(module, data=batches, callbacks=callbacks, max_steps=steps, **_host(scenario))
+    told = [event for callback in watching for event in callback.events]
+    events = unexcused(told, share.shares, injection.at)
+    expected = Expected(scenario.kinds, injection.at, first, injection.module, injection.rank)
+    return expected, sorted(events, key=lambda event: event.step)
+
+
+def watchers(by: str, folder: Path) -> list[Any]:
+    """The callbacks that are on trial, as a user would write them."""
+    health = TrainingHealth(run_dir=folder, every_n_steps=1, report=False)
+    return [NonFiniteGuard(run_dir=folder), health] if by == "guard" else [health]
+
+
+def _host(scenario: Scenario) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if scenario.by == "plan":
+        options["plugins"] = [MixedPrecisionPlan(scenario.precision, **scenario.options)]
+    else:
+        options["precision"] = scenario.precision
+    if scenario.world > 1:
+        strategy = DDPStrategy(timeout=TIMEOUT, process_group_backend="gloo")
+        options |= {"strategy": strategy, "devices": scenario.world, "use_distributed_sampler": False}
+    return options
+
+
+def row(number: int, seeds: int) -> Row:
+    """One line of the table."""
+    scenario = SCENARIOS[number]
+    if scenario.world == 1:
+        verdicts = [judge(*fault(number, seed)) for seed in range(seeds)]
+    else:
+        timeout = 60.0 + 60.0 * seeds
+        ranks: list[list[Verdict]] = run_ranks(partial(_verdicts, number, seeds), world=scenario.world, timeout=timeout)
+        verdicts = ranks[0]
+    return Row(scenario.title, tuple(verdicts))
+
+
+def _verdicts(number: int, seeds: int) -> list[Verdict]:
+    """On each rank; the first rank's events are the ones that are written down."""
+    return [judge(*fault(number, seed)) for seed in range(seeds)]
+
+
+def healthy(title: str, precision: str, options: Mapping[str, Any], steps: int) -> Row:
+    """A run in which nothing is wrong."""
+    module, plan, share = patient("language", seed=0), MixedPrecisionPlan(precision, **options), Share()
+    with tempfile.TemporaryDirectory() as folder:
+        (health,) = watchers("plan", Path(folder))
+        started = time.perf_counter()
+        with quietly():
+            fit(
+                module, data=data("language", steps, seed=0), callbacks=[health, share], plugins=[plan], max_steps=steps
+            )
+        seconds = time.perf_counter() - started
+    told = [event for event in health.events if event.is_alert]
+    alerts = tuple(str(event) for event in unexcused(told, share.shares, steps))
+    notes = ("no step overflowed: this is not the run it is meant to be",) if options and not plan.skipped_steps else ()
+    busy = len(told) - len(alerts)
+    title = f"{title}: {steps} steps, {plan.skipped_steps} skipped, {seconds:.0f} s"
+    return Row(f"{title}, {busy} times no core to run on" if busy else title, alerts=alerts, notes=notes)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """What is told on the console is in the events, too; here there are hundreds of them."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,25 @@
+"""One run of every fault that one process can have, and a short healthy one."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults import run
+from faults.scenarios import HEALTHY, SCENARIOS
+
+ALONE = [number for number, scenario in enumerate(SCENARIOS) if scenario.world == 1]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("number", ALONE, ids=[SCENARIOS[number].title for number in ALONE])
+def test_it_is_found(number: int) -> None:
+    (verdict,) = run.row(number, seeds=1).verdicts
+    assert verdict.good, verdict
+    assert verdict.false == ()
+
+
+@pytest.mark.parametrize(("title", "precision", "options"), HEALTHY)
+def test_nothing_is_found_where_nothing_is_wrong(title: str, precision: str, options: dict[str, object]) -> None:
+    row = run.healthy(title, precision, options, steps=300)
+    assert (row.alerts, row.notes) == ((), ())

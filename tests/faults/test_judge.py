@@ -1,0 +1,100 @@
+"""The judge can fail: what is late, missing, misnamed or false is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from faults.judge import Expected, Row, Verdict, judge, missed
+from faults.table import cells, markdown, well
+from lightning_mp.events import Event
+
+NAN = Expected(("nonfinite_loss", "nonfinite_grad"), began=200, first=200, module="model.h.1", rank=1)
+SPIKE = Expected(("grad_norm_spike",), began=200, first=201)
+
+
+def event(step: int, kind: Any = "nonfinite_loss", severity: Any = "warning", **fields: Any) -> Event:
+    return Event(step=step, kind=kind, severity=severity, **fields)
+
+
+def named(step: int) -> Event:
+    return event(step, module="model.h.1", rank=1)
+
+
+@pytest.mark.parametrize(
+    ("events", "steps", "is_named", "good"),
+    [
+        ([named(200)], 1, True, True),
+        ([named(202)], 3, True, True),
+        ([named(203)], 4, False, False),
+        ([], None, None, False),
+        ([event(200, "grad_norm_spike")], None, None, False),
+        ([event(200)], 1, False, False),
+        ([event(200, module="model.h.1", rank=0)], 1, False, False),
+        ([event(200, module="model.h.0", rank=1)], 1, False, False),
+        ([event(200, module="model.h.0", rank=1), named(201)], 1, True, True),
+        ([event(200), named(203)], 1, False, False),
+        ([named(199)], None, None, False),
+    ],
+)
+def test_a_fault_with_a_name(events: list[Event], steps: int | None, is_named: bool | None, good: bool) -> None:
+    verdict = judge(NAN, events)
+    assert (verdict.steps, verdict.named, verdict.good) == (steps, is_named, good)
+
+
+@pytest.mark.parametrize(("step", "steps", "good"), [(200, 1, True), (201, 1, True), (203, 3, True), (204, 4, False)])
+def test_a_fault_without_one(step: int, steps: int, good: bool) -> None:
+    """The earliest counts, and steps are counted from the first that could show it."""
+    verdict = judge(SPIKE, [event(step, "grad_norm_spike"), event(step + 1, "grad_norm_spike")])
+    assert (verdict.steps, verdict.named, verdict.good) == (steps, None, good)
+
+
+def test_an_alert_before_the_fault_is_a_false_one_and_an_overflow_is_none() -> None:
+    verdict = judge(
+        SPIKE, [event(3, "nonfinite_grad", "info"), event(150, "loss_plateau"), event(201, "grad_norm_spike")]
+    )
+    assert verdict.good
+    assert [text.partition(" (")[0] for text in verdict.false] == ["step 150: loss plateau"]
+
+
+def good(steps: int = 1) -> Verdict:
+    return Verdict(steps, True)
+
+
+def test_a_row_counts_and_takes_the_median() -> None:
+    row = Row("fault", (good(1), good(1), good(3), Verdict(2, False), Verdict(None)))
+    assert (row.found, row.median_steps, row.named) == (3, 1.5, (3, 4))
+    assert cells(row) == ["fault", "3 of 5", "1.5", "3 of 4", "0"]
+    assert not well(row)
+    assert markdown([row]).splitlines()[2] == "| fault | 3 of 5 | 1.5 | 3 of 4 | 0 |"
+
+
+def test_a_row_of_which_nothing_was_found_has_no_median() -> None:
+    assert cells(Row("fault", (Verdict(None),))) == ["fault", "0 of 1", "-", "-", "0"]
+
+
+def test_nineteen_of_twenty_are_enough_and_eighteen_are_not() -> None:
+    assert missed([Row("a", (good(),) * 19), Row("b", (Verdict(None),))]) == []
+    assert missed([Row("a", (good(),) * 18), Row("b", (Verdict(None),) * 2)]) == [
+        "18 of 20 faults found within 3 steps and named right, not 95%"
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("healthy", alerts=("step 9: loss plateau",)),
+        Row("healthy", notes=("no step overflowed",)),
+        Row("fault", (Verdict(1, None, false=("step 9: loss plateau",)),)),
+    ],
+)
+def test_one_false_alert_is_a_missed_target(row: Row) -> None:
+    assert len(missed([row])) == 1
+    assert not well(row)
+
+
+def test_healthy_rows_that_stay_silent_are_all_right() -> None:
+    assert missed([Row("healthy")]) == []
+    assert cells(Row("healthy")) == ["healthy", "-", "-", "-", "0"]
+    assert well(Row("healthy"))
