@@ -26,7 +26,7 @@ LINTED := $(wildcard lightning_mp tests benchmarks examples)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow conformance lint format bench clean
+.PHONY: help demo test test-slow conformance faults lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
@@ -44,6 +44,9 @@ test-slow: $(DONE)/test ## run the rest: every way to launch, every pair of stra
 conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.md (about 20 minutes)
 	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
 	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m conformance $(ARGS)
+
+faults: $(DONE)/test ## inject faults into real runs and count what the monitors find (about 10 minutes)
+	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python -m faults $(ARGS)
 
 lint: $(DONE)/dev ## check style (ruff), types (pyright, strict on the package) and floors (import-linter)
 	@$(BIN)/ruff check $(LINTED)

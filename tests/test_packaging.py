@@ -17,24 +17,41 @@ import lightning_mp
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning-mp"
-HEAVY = ("torch", "lightning", "pytorch_lightning", "transformers", "deepspeed", "omegaconf", "hydra", "matplotlib")
+HEAVY = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "transformers",
+    "deepspeed",
+    "omegaconf",
+    "hydra",
+    "matplotlib",
+    "plotly",
+)
 FLOOR_0 = (
+    "alerts",
     "deepspeed_config",
     "deepspeed_keys",
     "errors",
+    "events",
+    "findings",
     "hardware",
     "loss_scaling",
     "policy",
     "presets",
     "reading",
     "registering",
+    "report",
+    "run_folder",
+    "series",
+    "strict_json",
 )
 EXTRAS = {
     "hf": {"transformers", "peft", "tokenizers"},
     "deepspeed": {"deepspeed"},
     "hydra": {"hydra-core"},
-    "report": {"matplotlib"},
-    "test": {"pytest", "pytest-timeout", "pytest-xdist", "hypothesis"},
+    "report": {"matplotlib", "plotly"},
+    "test": {"playwright", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"},
     "dev": {"ruff", "pyright", "import-linter"},
 }
 
@@ -101,7 +118,7 @@ def test_python_3_10_to_3_13_are_supported() -> None:
 
 def test_the_core_dependencies_are_few() -> None:
     core = {Requirement(line).name for line in requires(PACKAGE) or [] if "extra ==" not in line}
-    assert core == {"lightning", "torch", "omegaconf", "rich", "typer"}
+    assert core == {"filelock", "lightning", "torch", "omegaconf", "rich", "typer"}
 
 
 @pytest.mark.parametrize(("extra", "packages"), EXTRAS.items(), ids=EXTRAS)
@@ -154,3 +171,13 @@ def test_no_file_has_grown_over_400_lines() -> None:
     sources = [path for folder in ("lightning_mp", "tests") for path in (ROOT / folder).rglob("*.py")]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in sources}
     assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
+
+
+def test_every_file_of_the_package_is_in_the_wheel() -> None:
+    """What is no Python has to be named in pyproject.toml."""
+    block = (ROOT / "pyproject.toml").read_text().partition("[tool.setuptools.package-data]")[2]
+    patterns = json.loads(block.partition("lightning_mp =")[2].partition("\n")[0])
+    package = ROOT / "lightning_mp"
+    carried = {path for pattern in patterns for path in package.glob(pattern)}
+    others = {path for path in package.rglob("*.*") if path.suffix not in (".py", ".pyc") and path.is_file()}
+    assert others == carried

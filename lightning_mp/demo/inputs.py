@@ -11,6 +11,7 @@ _NEEDED = (
     ("transformers", "hf", "the demo's GPT-2 model"),
     ("tokenizers", "hf", "the demo's byte-pair encoding"),
     ("matplotlib", "report", "the demo's picture"),
+    ("plotly", "report", "the demo's report"),
 )
 
 

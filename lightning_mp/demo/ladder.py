@@ -22,6 +22,7 @@ from lightning_mp.demo.records import WARM_UP_STEPS, Failure, Job, Reading, Resu
 from lightning_mp.demo.shapes import Device, Shape, find_device, shape_for
 from lightning_mp.demo.table import print_table
 from lightning_mp.demo.text import Text, from_path, standard_library
+from lightning_mp.run_folder import REPORT
 from lightning_mp.strict_json import to_json
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Report:
 
 
 def run_demo(options: Options, console: Console) -> Report:
-    """Train every mode, print progress and the table, and write metrics, summary and picture under ``options.out``.
+    """Train every mode, print progress and a table, and write metrics, summary, picture and report in ``options.out``.
 
     Raises:
         InputError: an option cannot be used; nothing was trained then.
@@ -93,7 +94,7 @@ def run_demo(options: Options, console: Console) -> Report:
     start = time.perf_counter()
     rows, histories = _train_all(modes, setting, processes, console)
     _write(setting, rows, histories)
-    _print_end(console, setting, rows, time.perf_counter() - start)
+    _print_end(console, setting, rows, histories, time.perf_counter() - start)
     return Report(tuple(rows), setting.out)
 
 
@@ -183,6 +184,7 @@ def _row(mode: Mode, outcome: Result | Failure, out: Path) -> Row:
 
 def _write(setting: Setting, rows: Sequence[Row], histories: dict[str, list[Reading]]) -> None:
     from lightning_mp.demo.picture import draw
+    from lightning_mp.report import write_report
 
     shape, corpus = setting.shape, setting.corpus
     summary = {
@@ -201,6 +203,7 @@ def _write(setting: Setting, rows: Sequence[Row], histories: dict[str, list[Read
     if any(histories.values()):
         with quiet():
             draw(setting.out / "demo.png", histories, _title(setting))
+        write_report([setting.out / mode for mode, history in histories.items() if history], setting.out / REPORT)
 
 
 def _title(setting: Setting) -> str:
@@ -229,13 +232,16 @@ def _print_header(console: Console, setting: Setting, shortened: bool) -> None:
     console.print()
 
 
-def _print_end(console: Console, setting: Setting, rows: Sequence[Row], seconds: float) -> None:
+def _print_end(
+    console: Console, setting: Setting, rows: Sequence[Row], histories: dict[str, list[Reading]], seconds: float
+) -> None:
     console.print()
     print_table(console, rows, setting.device, min(WARM_UP_STEPS, setting.steps // 2))
     console.print()
     done = [row.mode for row in rows if row.result]
     lines = [f"{len(done)} of {len(rows)} modes ran, in {seconds:.0f} s. In {setting.out}{os.sep}:"]
-    if (setting.out / "demo.png").exists():
+    if any(histories.values()):
+        lines.append(f"  {REPORT}            every mode compared, to open in a browser")
         lines.append("  demo.png               loss curves, and the loss scale over the steps")
     lines.append("  summary.json           the table in full, and what it was measured on")
     lines.append("  <mode>/metrics.jsonl   every step of a mode")

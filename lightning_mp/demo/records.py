@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from lightning_mp.demo.shapes import Shape
-from lightning_mp.strict_json import to_json
 
 # Steps in which allocators and kernels find their pace; they are left out of the median.
 WARM_UP_STEPS = 5
@@ -84,24 +81,3 @@ class Row:
         status = "done" if self.result else "failed" if self.failed else "not run"
         values = asdict(self.result) if self.result else {}
         return {"mode": self.mode, "status": status, "reason": self.failed or self.not_run, **values}
-
-
-class MetricsFile:
-    """``metrics.jsonl``: one JSON object a line, ``step`` first, on disk as soon as it is written."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a reading."""
-        self._file.write(to_json({"step": step, **values}) + "\n")
-        self._file.flush()
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()

@@ -17,17 +17,21 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lightning_mp.callbacks.writing import open_folder, write_run
 from lightning_mp.demo.memory import PeakMemory
 from lightning_mp.demo.modes import MODES
 from lightning_mp.demo.quiet import quiet
-from lightning_mp.demo.records import WARM_UP_STEPS, Job, MetricsFile, Reading, Result
+from lightning_mp.demo.records import WARM_UP_STEPS, Job, Reading, Result
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import NDArray
 
     from lightning_mp.demo.shapes import Shape
     from lightning_mp.demo.tokens import Corpus
+    from lightning_mp.run_folder import RunFolder
 
 
 class Windows(Dataset[Tensor]):
@@ -121,18 +125,32 @@ class GPT2(LightningModule):
 
 
 class Recorder(Callback):
-    """Times every step, reads loss and scale after it, writes them down and passes them on."""
+    """Times every step, reads loss and scale after it, passes them on and keeps the run's folder."""
 
-    def __init__(
-        self, plan: Any, tokens_per_step: int, metrics: MetricsFile, report: Callable[[Reading], None]
-    ) -> None:
+    def __init__(self, plan: Any, tokens_per_step: int, run_dir: Path, report: Callable[[Reading], None]) -> None:
         self._plan = plan
         self._tokens = tokens_per_step
-        self._metrics = metrics
+        self._run_dir = run_dir
+        self._folder: RunFolder | None = None
         self._report = report
         self._lr = 0.0
         self._start = 0.0
         self.seconds: list[float] = []
+        self.val_loss = math.nan
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Open the folder, and say there what runs."""
+        self._folder = open_folder(trainer, self._run_dir, "demo")
+        if self._folder is not None:
+            write_run(self._folder, trainer, "running")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Close the folder."""
+        self._end(trainer, "finished")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close the folder, with the error in it."""
+        self._end(trainer, "failed", exception)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
@@ -148,7 +166,7 @@ class Recorder(Callback):
         self.seconds.append(seconds)
         scale = None if self._plan.scaler is None else float(self._plan.scaler.get_scale())
         reading = Reading(batch_idx + 1, loss, scale, int(self._plan.skipped_steps), self._lr, seconds)
-        self._metrics.write(
+        self._write(
             reading.step,
             {
                 "train/loss": reading.loss,
@@ -159,6 +177,21 @@ class Recorder(Callback):
             },
         )
         self._report(reading)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the loss on the held-out windows, which is read once, after the last step."""
+        self.val_loss = float(trainer.callback_metrics["val/loss"])
+        self._write(trainer.global_step, {"val/loss": self.val_loss})
+
+    def _write(self, step: int, values: dict[str, float | None]) -> None:
+        if self._folder is not None:
+            self._folder.metrics(step, values)
+
+    def _end(self, trainer: Trainer, status: str, error: BaseException | None = None) -> None:
+        """What is left of the folder to do; nothing where it could not be opened."""
+        if self._folder is not None:
+            write_run(self._folder, trainer, status, error)
+            self._folder.close("demo")
 
 
 class Witness(Callback):
@@ -183,11 +216,11 @@ def train_mode(job: Job, corpus: Corpus, report: Callable[[Reading], None]) -> R
     Raises:
         Exception: whatever the training raises; metrics up to there are on disk.
     """
-    with quiet(), MetricsFile(job.folder) as metrics:
+    with quiet():
         if job.device == "cpu":
             _touch_everything(job, corpus)
         memory = PeakMemory(job.device)
-        return _fit(job, corpus, metrics, report, memory)
+        return _fit(job, corpus, report, memory)
 
 
 def _touch_everything(job: Job, corpus: Corpus) -> None:
@@ -204,20 +237,16 @@ def _touch_everything(job: Job, corpus: Corpus) -> None:
     )
 
 
-def _fit(
-    job: Job, corpus: Corpus, metrics: MetricsFile, report: Callable[[Reading], None], memory: PeakMemory
-) -> Result:
+def _fit(job: Job, corpus: Corpus, report: Callable[[Reading], None], memory: PeakMemory) -> Result:
     shape = job.shape
     train, val = train_windows(corpus.train, shape, job.steps, job.seed), val_windows(corpus.val, shape)
     module = GPT2(shape, job.steps, job.seed)
     init_crc = _crc(module)
     plan = MODES[job.mode].plan()
-    recorder, witness = Recorder(plan, shape.tokens_per_step, metrics, report), Witness()
+    recorder, witness = Recorder(plan, shape.tokens_per_step, job.folder, report), Witness()
     trainer = _trainer(plan, job.device, job.steps, [recorder, witness])
     trainer.fit(module, _loader(train, shape.batch), _loader(val, shape.batch))
     peak = memory.read()
-    val_loss = float(trainer.callback_metrics["val/loss"])
-    metrics.write(job.steps, {"val/loss": val_loss})
     median = statistics.median(recorder.seconds[min(WARM_UP_STEPS, job.steps // 2) :])
     return Result(
         mode=job.mode,
@@ -225,7 +254,7 @@ def _fit(
         step_ms=1000 * median,
         tokens_per_s=shape.tokens_per_step / median,
         peak_mib=peak,
-        val_loss=val_loss,
+        val_loss=recorder.val_loss,
         skipped=int(plan.skipped_steps),
         final_scale=None if plan.scaler is None else float(plan.scaler.get_scale()),
         data_crc=train.crc(),

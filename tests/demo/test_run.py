@@ -99,7 +99,7 @@ def test_a_pipe_gets_plain_lines(ladder: Finished) -> None:
 def test_it_ends_by_saying_where_the_files_are(ladder: Finished) -> None:
     end = ladder.stdout[ladder.stdout.index("4 of 5 modes ran") :]
     assert str(ladder.out) in end
-    for name in ("demo.png", "summary.json", "metrics.jsonl"):
+    for name in ("report.html", "demo.png", "summary.json", "metrics.jsonl"):
         assert name in end
 
 
@@ -151,6 +151,18 @@ def test_fp16_is_fp16_with_a_scaler_that_skips_and_halves(ladder: Finished) -> N
 
 def test_there_is_a_picture(ladder: Finished) -> None:
     assert (ladder.out / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_there_is_a_report_that_compares_every_mode_that_ran(ladder: Finished) -> None:
+    page = (ladder.out / "report.html").read_text(encoding="utf-8")
+    assert "4 runs compared" in page
+    for mode in RAN:
+        assert f'data-hide="run {RAN.index(mode)}"' in page
+        about = json.loads((ladder.out / mode / "run.json").read_text(encoding="utf-8"), parse_constant=_refuse)
+        assert about["status"] == "finished"
+        assert {path.name for path in (ladder.out / mode).iterdir()} == {"metrics.jsonl", "run.json"}
+    fp16 = json.loads((ladder.out / "fp16" / "run.json").read_text(encoding="utf-8"))
+    assert fp16["plan"]["precision"] == "16-mixed"
 
 
 def test_a_second_run_reads_its_tokens_from_the_cache(ladder: Finished, folder: Path) -> None:

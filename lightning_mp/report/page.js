@@ -1,0 +1,234 @@
+"use strict";
+// Draws the charts, keeps their steps aligned while one of them is zoomed, follows the system's light or dark mode, and
+// on a served page asks for news.
+(() => {
+  const REFRESH = 3000;
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  // On a touch screen a finger that moves over a chart scrolls the page; the buttons above the charts zoom.
+  const touch = matchMedia("(pointer: coarse)");
+  const hidden = new Set();
+  // Charts whose axis the reader switched, to "log" or "linear".
+  const kinds = new Map();
+  let content = JSON.parse(document.getElementById("payload").textContent);
+  let zoom = null;
+
+  function themed() {
+    const style = getComputedStyle(document.documentElement);
+    return (name) => style.getPropertyValue(`--${name}`).trim();
+  }
+
+  function steps() {
+    const [low, high] = content.steps;
+    const room = Math.max((high - low) * 0.015, 0.5);
+    return zoom || [low - room, high + room];
+  }
+
+  const hueName = (trace) => trace.meta.colour.replace(/\d+$/, (n) => n % 8);
+
+  // Runs are hidden in all charts at once, lines in theirs.
+  function shown(chart, trace) {
+    return !hidden.has(`run ${trace.meta.run}`) && !hidden.has(`${chart.key} ${trace.name}`);
+  }
+
+  // The traces as they are drawn now: in the page's colours, without the runs that are switched off.
+  function traces(chart, colour) {
+    return chart.data.map((trace) => {
+      const hue = colour(hueName(trace));
+      const dressed = { ...trace, visible: shown(chart, trace) };
+      if (trace.line) dressed.line = { ...trace.line, color: hue };
+      if (trace.marker) {
+        const filled = trace.meta.role === "error" || trace.meta.role === "warning";
+        dressed.marker = { ...trace.marker, color: hue, line: filled ? { color: colour("card"), width: 1 } : { color: hue, width: 1.5 } };
+        if (trace.meta.role === "curve") dressed.marker.line.width = 0;
+      }
+      return dressed;
+    });
+  }
+
+  const kind = (chart) => kinds.get(chart.key) || chart.layout.yaxis.type || "linear";
+
+  // What is visible decides the height of the axis, so that a zoom into flat readings shows them.
+  function heights(chart) {
+    const [from, to] = steps();
+    const log = kind(chart) === "log";
+    let low = Infinity, high = -Infinity;
+    for (const trace of chart.data) {
+      if (trace.meta.role !== "curve" || !shown(chart, trace)) continue;
+      trace.y.forEach((y, i) => {
+        if (y === null || (log && y <= 0) || trace.x[i] < from || trace.x[i] > to) return;
+        const value = log ? Math.log10(y) : y;
+        low = Math.min(low, value);
+        high = Math.max(high, value);
+      });
+    }
+    if (low > high) return null;
+    const room = (high - low) * 0.08 || Math.abs(high) * 0.05 || 0.5;
+    const floor = chart.layout.yaxis.rangemode === "tozero" && low >= 0 ? 0 : low - room;
+    return [floor, high + room];
+  }
+
+  function axis(given, colour, more = "") {
+    return {
+      ...given, gridcolor: colour("grid"), linecolor: colour("line"), zerolinecolor: colour("grid"), color: colour("quiet"),
+      title: { ...given.title, text: given.title.text + more, font: { size: 12, color: colour("quiet") } }, tickfont: { size: 11 },
+    };
+  }
+
+  function layout(chart, colour) {
+    const range = heights(chart);
+    // The ticks that came along are for the kind of axis that came along.
+    const given = kinds.has(chart.key) ? { ...chart.layout.yaxis, type: kind(chart), dtick: null } : chart.layout.yaxis;
+    return {
+      ...chart.layout,
+      paper_bgcolor: colour("card"), plot_bgcolor: colour("card"),
+      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("text") },
+      xaxis: { ...axis(chart.layout.xaxis, colour), range: steps(), autorange: false, showgrid: false, showline: true },
+      yaxis: { ...axis(given, colour, chart.switchable && kind(chart) === "log" ? ", log scale" : ""), ...(range ? { range, autorange: false } : { autorange: true }), zeroline: false },
+      hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text"), size: 12 } },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("quiet"), activecolor: colour("text") },
+      dragmode: touch.matches ? false : "zoom",
+    };
+  }
+
+  const config = {
+    responsive: true, displaylogo: false, displayModeBar: touch.matches ? false : "hover", doubleClick: "autosize", showTips: false,
+    modeBarButtons: [["toImage"], ["zoomIn2d", "zoomOut2d", "pan2d", "zoom2d", "autoScale2d"]],
+  };
+
+  function card(chart) {
+    const found = document.getElementById(`chart-${chart.key}`);
+    if (found) return found;
+    const made = document.createElement("figure");
+    made.className = "chart";
+    made.id = `chart-${chart.key}`;
+    made.innerHTML = '<figcaption><h2></h2><button type="button" class="kind" hidden></button><span class="latest"></span></figcaption><div class="keys"></div><div class="plot"></div><p class="notes"></p>';
+    document.getElementById("charts").append(made);
+    return made;
+  }
+
+  // The legend of a chart with several lines of one run; names come escaped, since Plotly reads markup in them.
+  function keys(chart) {
+    const curves = chart.data.filter((trace) => trace.meta.role === "curve");
+    if (curves.length < 2 || curves.some((trace) => trace.meta.run !== curves[0].meta.run)) return [];
+    return curves.map((trace) => {
+      const key = document.createElement("button");
+      key.type = "button";
+      key.dataset.hide = `${chart.key} ${trace.name}`;
+      key.setAttribute("aria-pressed", String(shown(chart, trace)));
+      key.innerHTML = `<i class="swatch ${trace.line.dash}"></i>${trace.name}`;
+      key.firstChild.style.setProperty("--colour", `var(--${hueName(trace)})`);
+      return key;
+    });
+  }
+
+  async function drawOne(chart, colour) {
+    const place = card(chart);
+    place.querySelector("h2").textContent = chart.title;
+    place.querySelector(".latest").textContent = chart.latest;
+    place.querySelector(".notes").textContent = chart.notes.map((note) => `${note}.`).join(" ");
+    const other = place.querySelector(".kind");
+    other.hidden = !chart.switchable;
+    other.textContent = kind(chart) === "log" ? "linear" : "log";
+    other.title = `Make the axis ${kind(chart) === "log" ? "linear" : "logarithmic"}`;
+    other.dataset.chart = chart.key;
+    place.querySelector(".keys").replaceChildren(...keys(chart));
+    const plot = place.querySelector(".plot");
+    plot.setAttribute("role", "img");
+    plot.setAttribute("aria-label", `${chart.title} over steps, ${chart.unit}`);
+    const first = !plot.data;
+    await Plotly.react(plot, traces(chart, colour), layout(chart, colour), config);
+    if (first) plot.on("plotly_relayout", follow);
+  }
+
+  async function draw() {
+    const colour = themed();
+    const [from, to] = zoom ? zoom.map(Math.round) : content.steps;
+    document.getElementById("steps").textContent = `steps ${from.toLocaleString("en")} to ${to.toLocaleString("en")}`;
+    await Promise.all(content.charts.map((chart) => drawOne(chart, colour)));
+  }
+
+  // One chart was zoomed, moved or reset: all of them show the same steps.
+  function follow(change) {
+    if (change["xaxis.autorange"]) zoom = null;
+    else if (change["xaxis.range[0]"] !== undefined) zoom = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+    else if (change["xaxis.range"]) zoom = change["xaxis.range"].slice();
+    else return;
+    draw();
+  }
+
+  function move(way) {
+    const [from, to] = steps();
+    const width = to - from;
+    const changes = { in: [width / 4, -width / 4], out: [-width / 2, width / 2], left: [-width / 3, -width / 3], right: [width / 3, width / 3] };
+    const [low, high] = content.steps;
+    const next = way === "all" ? null : [from + changes[way][0], to + changes[way][1]];
+    if (next === null || (next[0] < low && next[1] > high)) zoom = null;
+    else if (next[1] - next[0] >= 1 && next[1] > low && next[0] < high) zoom = next;
+    draw();
+  }
+
+  function showStep(step) {
+    const [low, high] = content.steps;
+    const around = Math.max(10, (high - low) / 20);
+    zoom = [step - around, step + around];
+    draw();
+    document.getElementById("charts").scrollIntoView({ behavior: "smooth" });
+  }
+
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("button");
+    if (!button) return;
+    if (button.dataset.step !== undefined) showStep(Number(button.dataset.step));
+    if (button.dataset.zoom !== undefined) move(button.dataset.zoom);
+    if (button.dataset.chart !== undefined) {
+      kinds.set(button.dataset.chart, button.textContent);
+      draw();
+    }
+    const name = button.dataset.hide;
+    if (name === undefined) return;
+    if (!hidden.delete(name)) hidden.add(name);
+    button.setAttribute("aria-pressed", String(!hidden.has(name)));
+    draw();
+  });
+
+  function refreshText(sections) {
+    for (const [name, html] of Object.entries(sections)) {
+      const place = document.getElementById(name);
+      if (place.dataset.shown === html) continue;
+      const open = [...place.querySelectorAll("details[open]")].map((one) => one.id);
+      place.innerHTML = html;
+      place.dataset.shown = html;
+      for (const one of place.querySelectorAll("details")) one.open = open.includes(one.id);
+    }
+  }
+
+  async function refresh(status) {
+    try {
+      const answer = await fetch(`data.json?seen=${encodeURIComponent(content.version || "")}`, { cache: "no-store" });
+      if (!answer.ok) throw new Error(await answer.text());
+      if (answer.status !== 204) {
+        content = await answer.json();
+        refreshText(content.sections);
+        for (const one of document.querySelectorAll(".chart")) {
+          if (!content.charts.some((chart) => one.id === `chart-${chart.key}`)) one.remove();
+        }
+        await draw();
+      }
+      status.textContent = content.running ? "live" : "live; the run has ended";
+    } catch (error) {
+      status.textContent = `no news: ${error.message}; trying again`;
+    }
+    setTimeout(refresh, REFRESH, status);
+  }
+
+  dark.addEventListener("change", draw);
+  touch.addEventListener("change", draw);
+  document.documentElement.dataset.drawn = "no";
+  draw().then(() => { document.documentElement.dataset.drawn = "yes"; });
+  if (document.body.dataset.live !== undefined) {
+    const status = document.body.appendChild(document.createElement("div"));
+    status.id = "live";
+    status.textContent = "live";
+    setTimeout(refresh, REFRESH, status);
+  }
+})();
