@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_mp.hardware import Device, choose, refusal
+from lightning_mp.hardware import Device, choose, peak, refusal
 from lightning_mp.policy import PRECISIONS
 
 GIB = 2**30
@@ -120,3 +120,64 @@ def test_a_small_model_is_one_below_100m_that_fits_into_half_of_the_memory(
 @pytest.mark.parametrize("parameters", [SMALL, LARGE])
 def test_the_reason_names_the_device(name: str, parameters: int) -> None:
     assert DEVICES[name].name in choose(DEVICES[name], parameters).reason
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 NVL", "fp8", 1670.5),
+        ("NVIDIA H200", "fp16", 989.5),
+        ("NVIDIA H200", "tf32", 494.5),
+        ("NVIDIA H200 NVL", "fp32", 60),
+        ("NVIDIA GH200 480GB", "bf16", 990),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-PCIE-40GB", "tf32", 156),
+        ("NVIDIA A100-SXM4-40GB", "fp32", 19.5),
+        ("NVIDIA A10", "fp16", 125),
+        ("NVIDIA A10G", "fp16", 70),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "fp8", 733),
+        ("NVIDIA L40", "bf16", 181),
+        ("Tesla T4", "fp16", 65),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-PCIE-32GB", "fp16", 112),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+    ],
+)
+def test_peaks_are_those_of_the_data_sheets(name: str, dtype: str, teraflops: float) -> None:
+    found = peak(gpu(name, (9, 0)), dtype)
+    assert found is not None
+    assert found.flops_per_s == teraflops * 1e12
+    assert "NVIDIA, " in found.source
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        (DEVICES["CPU"], "fp32"),
+        (DEVICES["new Mac"], "fp16"),
+        (gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0)), "bf16"),
+        (gpu("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9)), "bf16"),
+        (gpu("NVIDIA A100-SXM4-80GB", (8, 0)), "fp8"),
+        (gpu("Tesla T4", (7, 5)), "bf16"),
+        (gpu("Tesla T4", (7, 5)), "tf32"),
+        (gpu("NVIDIA of tomorrow", (99, 0)), "bf16"),
+    ],
+)
+def test_a_peak_that_no_data_sheet_gives_is_not_guessed(device: Device, dtype: str) -> None:
+    assert peak(device, dtype) is None
+
+
+def test_dense_peaks_double_from_half_to_fp8_and_halve_to_tf32() -> None:
+    """What every data sheet since Ampere has in common, within its own rounding; "with sparsity" would be twice that."""
+    for name in ("H100", "H200", "B200", "L4", "L40S", "A100", "A10", "A30"):
+        device = gpu(f"NVIDIA {name}", (9, 0))
+        half, tf32, fp8 = (peak(device, dtype) for dtype in ("bf16", "tf32", "fp8"))
+        assert half is not None
+        assert tf32 is not None
+        assert tf32.flops_per_s == pytest.approx(half.flops_per_s / 2, rel=0.02)
+        assert fp8 is None or fp8.flops_per_s == pytest.approx(half.flops_per_s * 2, rel=0.02)

@@ -3,5 +3,17 @@
 from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_mp.callbacks.dtype_pinning import DtypePinning
 from lightning_mp.callbacks.enable_tf32 import EnableTF32
+from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
+from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
+from lightning_mp.callbacks.precision_audit import PrecisionAudit
+from lightning_mp.callbacks.training_health import TrainingHealth
 
-__all__ = ["ActivationCheckpointing", "DtypePinning", "EnableTF32"]
+__all__ = [
+    "ActivationCheckpointing",
+    "DtypePinning",
+    "EnableTF32",
+    "LossScaleMonitor",
+    "NonFiniteGuard",
+    "PrecisionAudit",
+    "TrainingHealth",
+]

@@ -31,7 +31,7 @@ class PrecisionAudit(Callback):
     Args:
         steps: how many optimizer steps are looked at, from the first one of the run.
         on_mismatch: ``"warn"`` or ``"raise"``, on every rank, whichever saw it.
-        run_dir: where to write; the logger's folder, or ``lightning_mp`` under ``default_root_dir``, without one.
+        run_dir: where to write; the logger's folder, or ``lightning_mp_run`` under ``default_root_dir``, without one.
         every_n_steps: look again at so many steps after the last look began; by default once a run.
 
     Attributes:

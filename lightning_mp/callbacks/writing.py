@@ -18,21 +18,23 @@ from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.run_folder import RUN, RunFolder
 
 RunDir = str | os.PathLike[str] | None
+#: the folder under the root folder where no logger has one
+FALLBACK = "lightning_mp_run"
 _PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed")
 
 
 def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | None:
     """The folder of this run on rank 0, ``None`` on any other; every rank has to call it.
 
-    ``run_dir=None`` is the logger's folder, or ``lightning_mp`` under ``default_root_dir`` without one. What an earlier
-    run wrote there is cleared, unless this one goes on from a checkpoint or from a fit before.
+    ``run_dir=None`` is the logger's folder, or ``lightning_mp_run`` under ``default_root_dir`` without one. What an
+    earlier run wrote there is cleared, unless this one goes on from a checkpoint or from a fit before.
 
     Raises:
         PlanError: someone is writing there already; on every rank.
     """
     # every rank asks: the logger's folder is rank 0's, which tells the others; without a logger it is the root folder
     logged = trainer.log_dir if trainer.loggers else None
-    path = run_dir or logged or Path(trainer.default_root_dir) / "lightning_mp"
+    path = run_dir or logged or Path(trainer.default_root_dir) / FALLBACK
     goes_on = trainer.ckpt_path is not None or trainer.global_step > 0
     folder: RunFolder | None = None
     refused: PlanError | None = None

@@ -35,7 +35,7 @@ def error(
     origin = nonfinite.locate(module, replay) if replay is not None else None
     # Nothing to replay, or random layers drew other numbers: the gradients at hand still say something.
     origin = origin or nonfinite.from_gradients(module)
-    rank, (origin, bad_loss) = _first_bad_rank((origin, bad_loss), distributed)
+    rank, (origin, bad_loss) = first_bad_rank((origin, bad_loss), distributed=distributed)
     if origin is None:
         place = "no module could be named: the batch is gone or did not reproduce it"
     else:
@@ -43,7 +43,7 @@ def error(
     state = "the loss was non-finite already before it was scaled" if bad_loss else "the loss was finite"
     scaled = "" if scale is None else f", loss scale {scale:g}"
     message = (
-        f"given rank {rank}, step {step}: {what}; {place}; {state}{scaled}; "
+        f"given {'' if rank is None else f'rank {rank}, '}step {step}: {what}; {place}; {state}{scaled}; "
         "allowed: finite losses and gradients, or skips within the budget of nonfinite=NonFinite(max_consecutive=...); "
         f"do: {_advice(bad_loss, scale)}"
     )
@@ -57,17 +57,20 @@ def error(
     )
 
 
-def _first_bad_rank(mine: Found, distributed: bool) -> tuple[int, Found]:
+def first_bad_rank(mine: Found, *, distributed: bool) -> tuple[int | None, Found]:
+    """The rank whose *own* loss or gradients were bad and what it found, the same on every rank; every rank calls it.
+
+    ``None`` and ``(None, False)`` where nobody of several found anything.
+    """
     if not distributed:
         return 0, mine
-    everyone: list[Found | None] = [None] * dist.get_world_size()
+    everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    known = [(rank, found) for rank, found in enumerate(everyone) if found is not None]
     # A non-finite loss is a rank's own fault; a gradient seen without a replay may have come from a sum over ranks.
-    for rank, found in sorted(known, key=lambda item: not item[1][1]):
+    for rank, found in sorted(enumerate(everyone), key=lambda item: not item[1][1]):
         if found[0] is not None or found[1]:
             return rank, found
-    return dist.get_rank(), mine
+    return None, (None, False)
 
 
 def _advice(bad_loss: bool, scale: float | None) -> str:

@@ -43,7 +43,7 @@ class ShardedEngine(EagerEngine):
                 "use AdamW or SGD, or strategy='mp_ddp'",
             )
         faults.raise_if_any()
-        self._whole = _flat_groups(model)
+        self._whole = flat_groups(model)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the local parts; the flag is reduced over every rank of every mesh dimension."""
@@ -81,7 +81,7 @@ def _alone(module: nn.Module | None, replay: Callable[[], Tensor | None]) -> Ten
     return replay()
 
 
-def _flat_groups(model: nn.Module) -> sharded_norm.Groups:
+def flat_groups(model: nn.Module | None) -> sharded_norm.Groups:
     """The process group over which FSDP1 splits flat parameters, if it does."""
     if not isinstance(model, FullyShardedDataParallel):
         return ()

@@ -65,6 +65,11 @@ class StepLedger:
         return self._counts()[0]
 
     @property
+    def skipped(self) -> Tensor | int:
+        """The same without a read: a number where the host knows it, else the device scalar that goes on counting."""
+        return self._skipped if self._counts_read is None and self._skipped is not None else self._counts()[0]
+
+    @property
     def applied_steps(self) -> int:
         """How many steps were applied; a host read, once a step."""
         return self.attempts - self.skipped_steps

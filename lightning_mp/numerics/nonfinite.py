@@ -34,16 +34,25 @@ class Origin:
         return f"module {self.module!r} ({self.phase}){parameter}{batch}"
 
 
-def locate(root: nn.Module, run: Callable[[], Tensor | None]) -> Origin | None:
+def locate(root: nn.Module, run: Callable[[], Tensor | None], *, backward: bool = True) -> Origin | None:
     """Where the first non-finite value of ``run`` appears, or ``None`` if everything stayed finite.
 
-    ``run`` does one forward through modules of ``root`` and one backward, and returns the loss. Every module's output
-    and every gradient is read back to the host: this is for a run that is about to stop, not for each step.
+    ``run`` does one forward through modules of ``root`` and one backward, and returns the loss; with ``backward=False``
+    it does a forward only, without recording. Every module's output and every gradient is read back to the host: this
+    is for the rare bad step, not for each one.
     """
-    watch = _Watch(root)
-    with watch:
+    watch = _Watch(root, backward)
+    with torch.compiler.set_stance("force_eager"), watch:  # what is compiled already runs no new hook
         loss = run()
     return watch.verdict(loss)
+
+
+def from_parameters(root: nn.Module) -> Origin | None:
+    """The first module, in definition order, with a non-finite parameter of its own."""
+    for name, parameter in root.named_parameters():
+        if parameter.is_floating_point() and not _finite(parameter):
+            return Origin(name.rpartition(".")[0], name, "forward")
+    return None
 
 
 def from_gradients(root: nn.Module) -> Origin | None:
@@ -58,8 +67,8 @@ def from_gradients(root: nn.Module) -> Origin | None:
 class _Watch:
     """Hooks on every module's output, on the gradients of these outputs, and on every parameter's gradient."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root, self._modules = root, list(root.modules())
+    def __init__(self, root: nn.Module, backward: bool) -> None:
+        self._root, self._modules, self._with_backward = root, list(root.modules()), backward
         self._names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
         self._parameters = dict(root.named_parameters())
         self._handles: list[Any] = []
@@ -97,8 +106,8 @@ class _Watch:
         return None
 
     def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
+        if self._with_backward and not torch.is_grad_enabled():
+            return  # what is run again in the backward pass, or an evaluation on the side
         name = self._names[id(module)]
         tensors = list(_floating(output))
         if next(module.children(), None) is None:

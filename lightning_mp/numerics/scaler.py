@@ -87,6 +87,11 @@ class LossScaler(GradScaler):
         self._growth_tracker = cast("Tensor", state.growth_tracker)
 
     @property
+    def state(self) -> LossScaleState:
+        """Scale and counters as they stand: on the device once training has begun, Python numbers before."""
+        return self._state
+
+    @property
     def overflowed_at_min(self) -> bool:
         """Whether the last update met an overflow at the floor, under ``at_min="raise"``; a host read."""
         return bool(self._state.overflowed_at_min)

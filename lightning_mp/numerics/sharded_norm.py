@@ -65,25 +65,34 @@ def _by_groups(parameters: Iterable[Tensor], whole: Groups) -> dict[Groups, list
 
 
 def _sum_of_squares(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-    norms = [
-        norm.float().to(device)
-        for dtype, members in _by_dtype(gradients(parameters)).items()
-        for norm in _norms(members, dtype)
-    ]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float32, device=device)
+    return squares(gradients(parameters), device).sum()
+
+
+def squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of each tensor, in fp32 whatever its dtype: (len(tensors),) on ``device``."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float32, device=device)
+    norms = [torch.zeros((), dtype=torch.float32, device=device)] * len(tensors)
+    for dtype, places in _by_dtype(tensors).items():
+        for place, norm in zip(places, _norms([tensors[place] for place in places], dtype), strict=True):
+            norms[place] = norm if norm.device == device else norm.to(device)
+    return torch.stack(norms).square()
 
 
 def _norms(members: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
     foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateUsage]
     # A norm of half-precision numbers taken in half precision would overflow, or stop growing.
-    return foreach_norm(members, 2) if dtype == torch.float64 else foreach_norm(members, 2, dtype=torch.float32)
+    if dtype == torch.float64:
+        return [norm.float() for norm in foreach_norm(members, 2)]
+    return foreach_norm(members, 2, dtype=torch.float32)
 
 
-def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
+def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[int]]:
+    """Where in ``tensors`` those of each dtype are."""
+    found: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
         if tensor.numel():  # a rank may hold nothing of a small parameter
-            found.setdefault(tensor.dtype, []).append(tensor)
+            found.setdefault(tensor.dtype, []).append(place)
     return found
 
 

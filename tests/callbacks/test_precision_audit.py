@@ -156,7 +156,7 @@ def test_the_table_is_logged_written_and_kept(tmp_path: Path, caplog: pytest.Log
 
 def test_without_a_folder_or_a_logger_it_writes_below_the_root(tmp_path: Path) -> None:
     fit(Regression(), callbacks=[PrecisionAudit()], max_steps=1, default_root_dir=tmp_path, **_bf16())
-    assert (tmp_path / "lightning_mp" / "audit.json").is_file()
+    assert (tmp_path / "lightning_mp_run" / "audit.json").is_file()
 
 
 def test_two_audits_in_one_folder_are_refused(tmp_path: Path) -> None:

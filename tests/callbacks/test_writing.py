@@ -49,7 +49,7 @@ def test_without_a_run_dir_it_is_the_loggers_folder(tmp_path: Path) -> None:
 
 def test_without_a_logger_it_is_under_the_root_folder(tmp_path: Path) -> None:
     fit(Regression(), callbacks=[Writes()], max_steps=2, default_root_dir=tmp_path)
-    assert _steps(tmp_path / "lightning_mp") == [1, 2]
+    assert _steps(tmp_path / "lightning_mp_run") == [1, 2]
 
 
 def test_a_second_fit_of_a_trainer_goes_on_and_another_trainer_starts_over(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.numerics.nonfinite import Origin, from_gradients, locate
+from lightning_mp.numerics.nonfinite import Origin, from_gradients, from_parameters, locate
 
 INF, NAN = float("inf"), float("nan")
 X = torch.linspace(0.1, 1, 8).reshape(2, 4)
@@ -287,6 +287,42 @@ def test_from_gradients_finds_nothing_where_there_is_nothing() -> None:
     assert from_gradients(root) is None
     step(root)()
     assert from_gradients(root) is None
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_what_is_compiled_is_watched_too(bad: int) -> None:
+    root = net(3)
+    for layer in root:
+        layer.compile(backend="eager")
+    step(root)()
+    assert locate(root, step(root)) is None
+    set_(root[bad].weight, NAN)
+    assert locate(root, step(root)) == Origin(str(bad), f"{bad}.weight", "forward")
+
+
+# ---------------------------------------------------------------------- a forward alone, and weights alone
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_forward_without_recording_is_watched_when_that_is_all_there_is(layer: int) -> None:
+    root = net(3)
+    set_(root[layer].weight, NAN)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return root(X).sum()
+
+    assert locate(root, run, backward=False) == Origin(str(layer), f"{layer}.weight", "forward")
+    assert locate(net(3), lambda: net(3)(X).sum().detach(), backward=False) is None
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_from_parameters_names_the_first_bad_one(layer: int) -> None:
+    root = net(4)
+    assert from_parameters(root) is None
+    for later in range(layer, 4):
+        set_(root[later].bias, INF)
+    assert from_parameters(root) == Origin(str(layer), f"{layer}.bias", "forward")
 
 
 @pytest.mark.parametrize(

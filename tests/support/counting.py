@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -18,4 +19,18 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Asked(TorchFunctionMode):
+    """Counts what ``HostReads`` cannot see on a CPU: ``tolist`` and its like, asked of a tensor in Python."""
+
+    names = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in self.names
         return func(*args, **(kwargs or {}))

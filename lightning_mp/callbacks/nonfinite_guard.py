@@ -1,0 +1,299 @@
+"""Non-finite losses and gradients for a project on stock plugins: skipped on every rank, named, and saved."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_mp.callbacks import nonfinite_words as words
+from lightning_mp.callbacks import rewinding
+from lightning_mp.callbacks.acting import ActingCallback
+from lightning_mp.callbacks.actions import ReduceLR, describe
+from lightning_mp.callbacks.guarded_step import FLOOR, GuardedStep, guarded_step
+from lightning_mp.callbacks.saved_batch import SavedBatches
+from lightning_mp.callbacks.watching import Steps
+from lightning_mp.callbacks.writing import RunDir, open_folder
+from lightning_mp.errors import Faults
+from lightning_mp.events import Event
+from lightning_mp.holding import Holding
+from lightning_mp.replaying import Replayer
+from lightning_mp.run_folder import RunFolder
+
+OnTrip = Literal["skip", "reduce_lr", "raise", "rewind"]
+_WORDS = ", ".join(map(repr, get_args(OnTrip)))
+_NAME = "NonFiniteGuard"
+
+
+class NonFiniteGuard(ActingCallback):
+    """Skips every step with a non-finite loss or gradient, on all ranks, and says where the value was born.
+
+    What ``nonfinite=`` is for a :class:`~lightning_mp.MixedPrecisionPlan`, for Lightning's own plugins and strategies.
+    A skipped step changes nothing: no weight, no decay, no optimizer state; step-interval schedulers and weight
+    averages stand still. The bad batch is run again under hooks, once, and an event names the rank whose own loss or
+    gradients were bad, the first module in forward order, the parameter and the batch; ``events`` holds what is in
+    ``events.jsonl``. The batch and the generators' state from before its forward are saved beside it, at most 10 a rank
+    (see :mod:`~lightning_mp.callbacks.saved_batch`). A normal step pays one pass over the gradients and one host read.
+
+    Under stock ``16-mixed`` an overflow with a finite loss is the scaler's search for a scale, down to a scale of 1: an
+    ``info`` event, nothing is saved, the budget is left alone.
+
+    Args:
+        on_trip: beside skipping, ``"reduce_lr"`` or ``ReduceLR(factor, steps)`` lowers the learning rate for a while,
+            on top of any scheduler; ``"raise"`` stops the run at once; ``"rewind"`` loads the last checkpoint of the
+            Trainer's ``ModelCheckpoint`` whose weights are finite and goes on behind the bad batch.
+        max_consecutive: skips in a row that are allowed; the next raises ``NonFiniteError``.
+        run_dir: where to write; the logger's folder by default.
+
+    Raises:
+        PlanError: a bad argument, a MixedPrecisionPlan beside it (use its ``nonfinite=``), ``"rewind"`` without a
+            ``ModelCheckpoint``, or an optimizer that evaluates its closure again (LBFGS).
+    """
+
+    plan_field = "nonfinite"
+
+    def __init__(self, on_trip: OnTrip | ReduceLR = "skip", max_consecutive: int = 100, run_dir: RunDir = None) -> None:
+        super().__init__()
+        faults = Faults(_NAME)
+        if not isinstance(on_trip, ReduceLR) and on_trip not in get_args(OnTrip):
+            faults.add(f"on_trip={on_trip!r}", f"{_WORDS} or ReduceLR(factor, steps)", "use on_trip='skip'")
+        if isinstance(max_consecutive, bool) or not isinstance(max_consecutive, int) or max_consecutive < 0:
+            faults.add(f"max_consecutive={max_consecutive!r}", "a whole number from 0 on", "use max_consecutive=100")
+        faults.raise_if_any()
+        self.on_trip = on_trip
+        self._reduce = on_trip if isinstance(on_trip, ReduceLR) else ReduceLR() if on_trip == "reduce_lr" else None
+        self.max_consecutive, self.run_dir = max_consecutive, run_dir
+        self.events: list[Event] = []
+        #: whether the last optimizer step was skipped
+        self.step_skipped = False
+        #: how many optimizer steps were skipped, a scaler's own skips included, and how many were not
+        self.skipped_steps = self.applied_steps = 0
+        self._in_a_row = 0
+        self._before: weakref.ref[Trainer] | None = None
+        self._run: _Run | None = None
+
+    # ------------------------------------------------------------------ the run
+
+    def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
+        """Open the run's folder; there is nothing to guard while evaluating."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return None
+        if self.on_trip == "rewind":
+            rewinding.check(trainer, faults)
+        faults.raise_if_any()
+        if self._before is None or self._before() is not trainer:  # a new run, not the next stage of this one
+            self._before, self.events, self.step_skipped = weakref.ref(trainer), [], False
+            self.skipped_steps = self.applied_steps = self._in_a_row = 0
+        self._run = _Run(trainer, self.run_dir, self._count)
+        return self._end
+
+    def _end(self) -> None:
+        if self._run is not None:
+            self._run.end()
+            self._run = None
+        if self._reduce is not None:
+            self._reduce.release()
+
+    def _count(self, skipped: bool) -> None:
+        self.step_skipped = skipped
+        self.skipped_steps += skipped
+        self.applied_steps += not skipped
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the optimizers, which exist only now.
+
+        Raises:
+            PlanError: one whose step nobody can leave out.
+        """
+        run = self._run
+        assert run is not None, "setup() comes first"
+        run.guard = guarded_step(trainer, Faults(_NAME))
+        run.holding.hold(trainer, pl_module, run.is_skipped)
+
+    # ------------------------------------------------------------------ the step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep the batch, by reference, until its step is over."""
+        assert self._run is not None
+        self._run.begin(trainer, batch, batch_idx)
+        if self.on_trip == "rewind":
+            self._run.checkpoints.note(trainer)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Note the loss."""
+        assert self._run is not None
+        self._run.steps.backward()
+        self._run.backwards += 1
+        self._run.guarded.add_loss(loss)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Check, and drop the step where something is not finite.
+
+        Raises:
+            NonFiniteError: an optimizer that evaluates its closure again met the value after it had moved the weights.
+        """
+        run = self._run
+        assert run is not None
+        if not run.steps.begins(trainer) or (pl_module.automatic_optimization and run.backwards == 0):
+            return
+        again = pl_module.automatic_optimization and run.tried + run.dropped > 0
+        bad_loss, bad_gradient = run.guarded.look(optimizer, drop=again and run.dropped > 0)
+        bad = bad_loss or bad_gradient
+        run.bad_loss |= bad_loss
+        if bad and again and run.tried:
+            raise words.moved_already(optimizer, trainer.global_step)
+        if bad:
+            run.scale = run.guarded.scale()
+        if not again and not run.guarded.steps_by_itself:
+            run.count(skipped=bad)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count, and where a step was dropped find out why, write it down and act.
+
+        Raises:
+            NonFiniteError: the budget of skips is used up, ``on_trip="raise"``, or no checkpoint to rewind to.
+        """
+        run = self._run
+        assert run is not None
+        run.settle()
+        if self._reduce is not None:
+            self._reduce.after_batch(trainer)
+        if run.dropped:
+            self._tripped(run, trainer, pl_module)
+        elif run.tried:
+            self._in_a_row = 0
+        run.close()
+
+    def _tripped(self, run: _Run, trainer: Trainer, pl_module: LightningModule) -> None:
+        blame = run.replayer.locate(trainer, pl_module)
+        if run.scale is not None and run.scale > FLOOR and not run.bad_loss:
+            self._write(run, words.overflow(blame, step=run.steps.step, scale=run.scale))
+            return
+        self._in_a_row += 1
+        allowed = 0 if self.on_trip == "raise" else self.max_consecutive
+        event = words.tripped(
+            blame,
+            step=run.steps.step,
+            bad_loss=run.bad_loss,
+            action="raise" if self._in_a_row > allowed else _word(self.on_trip),
+            in_a_row=self._in_a_row,
+            allowed=allowed,
+            scale=run.scale,
+            saved=run.saved.next_name(blame, run.steps.step),
+        )
+        run.saved.save(run.replayer.kept(blame.batch_idx), event)
+        self._write(run, event)
+        self._act(run, event, trainer)
+
+    def _act(self, run: _Run, event: Event, trainer: Trainer) -> None:
+        if event.action == "raise":
+            raise words.error(event)
+        if self._reduce is not None:
+            self._reduce.start(trainer)
+        elif self.on_trip == "rewind":
+            path = run.checkpoints.rewind(trainer)
+            if path is None:
+                raise words.nothing_to_rewind_to(event)
+            rank_zero_info(f"{_NAME}: went back to {path}, and goes on behind the batch of step {event.step}")
+
+    def _write(self, run: _Run, event: Event) -> None:
+        self.events.append(event)
+        if run.folder is not None:
+            run.folder.event(event)
+        rank_zero_info(f"{_NAME}: {event}")
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts."""
+        return {
+            "skipped_steps": self.skipped_steps,
+            "applied_steps": self.applied_steps,
+            "in_a_row": self._in_a_row,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Take up the counts."""
+        self.skipped_steps, self.applied_steps = state_dict["skipped_steps"], state_dict["applied_steps"]
+        self._in_a_row = state_dict["in_a_row"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_run": None, "_before": None}
+
+
+def _word(on_trip: ReduceLR | str) -> str:
+    return describe(on_trip) if isinstance(on_trip, ReduceLR) else on_trip
+
+
+class _Run:
+    """What belongs to one run of the guard, and to the batch at hand."""
+
+    def __init__(self, trainer: Trainer, run_dir: RunDir, on_step: Callable[[bool], None]) -> None:
+        fresh = trainer.ckpt_path is None and trainer.global_step == 0
+        self.folder: RunFolder | None = open_folder(trainer, run_dir, _NAME)
+        self.saved = SavedBatches(trainer, None if self.folder is None else self.folder.path, fresh=fresh)
+        self.replayer, self.holding, self.steps = Replayer(), Holding(), Steps()
+        self.checkpoints = rewinding.Checkpoints()
+        self.guard: GuardedStep | None = None
+        self._on_step = on_step
+        self._empty()
+
+    def _empty(self) -> None:
+        #: of the batch at hand: backward passes, steps that were let through, steps that were dropped
+        self.backwards = self.tried = self.dropped = 0
+        self.bad_loss = False
+        self.scale: float | None = None
+
+    @property
+    def guarded(self) -> GuardedStep:
+        assert self.guard is not None, "on_train_start comes first"
+        return self.guard
+
+    def begin(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        """A batch begins."""
+        self._empty()
+        if not trainer.lightning_module.automatic_optimization:
+            self.guarded.forget_losses()
+        self.steps.batch_starts(trainer)
+        self.replayer.remember(trainer, batch, batch_idx)
+
+    def settle(self) -> None:
+        """Ask an engine that steps by itself what it did."""
+        skipped = self.guarded.outcome()
+        if skipped is not None:
+            self.scale = self.guarded.scale()
+            self.count(skipped)
+
+    def count(self, skipped: bool) -> None:
+        """A step was let through, or dropped."""
+        self.dropped += skipped
+        self.tried += not skipped
+        self._on_step(skipped)
+
+    def is_skipped(self) -> bool:
+        """Whether schedulers and averages are to stand still."""
+        self.settle()
+        return self.dropped > 0
+
+    def close(self) -> None:
+        """The batch is over, and with it its window if a step was made."""
+        self.steps.batch_ends()
+        if self.tried or self.dropped:
+            self.guarded.forget_losses()
+            self.replayer.forget()
+
+    def end(self) -> None:
+        """Give everything back."""
+        self.holding.release()
+        self.replayer.forget()
+        if self.guard is not None:
+            self.guard.release()
+        if self.folder is not None:
+            self.folder.close(_NAME)

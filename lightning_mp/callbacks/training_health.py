@@ -1,0 +1,242 @@
+"""A run's vital signs, every so many steps: measured, written down, judged, and acted upon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_mp.alerts import Alerts, AlertSettings
+from lightning_mp.callbacks import actions as acts
+from lightning_mp.callbacks.actions import Action, ActionLike, ReduceLR
+from lightning_mp.callbacks.book import Book
+from lightning_mp.callbacks.health_run import HealthRun
+from lightning_mp.callbacks.watching import check_every, is_fresh
+from lightning_mp.callbacks.work import Tokens, Work
+from lightning_mp.callbacks.writing import RunDir
+from lightning_mp.errors import Faults, NonFiniteError
+from lightning_mp.events import Event, Kind
+
+_NAME = "TrainingHealth"
+
+
+class TrainingHealth(Callback):
+    """Measures loss, norms, learning rate, loss scale, speed and memory; tells what looks wrong, and acts on it.
+
+    It works with Lightning's own plugins and strategies and beside a MixedPrecisionPlan, on whole and on sharded
+    parameters. Every reading goes to every logger, to ``metrics.jsonl`` in ``run_dir`` and to ``rows``, under the names
+    of :mod:`lightning_mp.series`; events go to ``events.jsonl``, to the console, to ``events``, and to the loggers as
+    ``health/events/<kind>``, how many there were. A ``step`` is the Trainer's ``global_step`` as the training step saw
+    it. A value that is not known (MFU on a CPU) is ``None``.
+
+    - ``train/loss``: over the batches of the step and over all ranks, before it is scaled. Under manual optimization
+      the sum of what was handed to ``manual_backward``.
+    - ``health/grad_norm``, and ``health/grad_norm/<group>``: 2-norm of the true gradients, before clipping.
+    - ``health/param_norm``, ``health/update_ratio``: of the parameters that are trained; how far the step moved them
+      over their norm before it, from 16 evenly spaced pieces of 1,024 elements where one has more.
+    - ``health/lr``: of the first group of the optimizer that stepped first, as the step used it.
+    - ``health/tokens_per_s``, ``health/samples_per_s``: over all ranks, since the last reading; validation is left out.
+    - ``health/mfu``: FLOPs counted in the first batch, a token or sample, times what was worked through, over the
+      device's peak. What activation checkpointing recomputes is not counted.
+    - ``health/memory_*_gib``: the most of any rank; on a CPU the process's resident memory.
+
+    Numbers stay on the device and are read together, once a reading; other steps only count skips. A second, early
+    read is made where nothing would keep a non-finite step from being applied (a stock plugin without a scaler), and
+    for ``"skip"``.
+
+    Args:
+        run_dir: where to write; the logger's folder by default.
+        every_n_steps: optimizer steps from one reading to the next.
+        alerts: thresholds, as :class:`~lightning_mp.alerts.AlertSettings` or a mapping of its fields; False for none.
+        actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (leave that step out),
+            ``ReduceLR(factor, steps)``, ``"stop"``, or a callable given (event, trainer, pl_module) on every rank.
+        groups: names of groups of modules, and the pattern of each, whose gradients get a norm of their own.
+        tokens: how many tokens a batch has; by default the size of ``input_ids``, or of a whole-numbered tensor of two
+            dimensions.
+        peak_flops: FLOP/s that each device can do, for MFU; by default as its data sheet says.
+        report: write ``report.html`` into the folder when the run ends or fails.
+        strict_actions: let a callable's exception end the run; else it is told, and the run goes on.
+
+    Raises:
+        PlanError: an unknown kind, action, threshold or pattern, or ``"skip"`` where the step cannot be left out.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir = None,
+        every_n_steps: int = 1,
+        *,
+        alerts: bool | Mapping[str, Any] | AlertSettings | None = None,
+        actions: Mapping[str, ActionLike] | None = None,
+        groups: Mapping[str, str] | None = None,
+        tokens: Tokens | None = None,
+        peak_flops: float | None = None,
+        report: bool = True,
+        strict_actions: bool = False,
+    ) -> None:
+        faults = Faults(_NAME)
+        check_every(every_n_steps, faults)
+        self.actions: dict[Kind, Action] = acts.parse(actions, faults)
+        faults.raise_if_any()
+        self.run_dir, self.every_n_steps, self.groups = run_dir, every_n_steps, dict(groups or {})
+        self.tokens, self.peak_flops = tokens, peak_flops
+        self.report, self.strict_actions = report, strict_actions
+        self._alert_settings = AlertSettings.of(alerts)
+        self._alerts = Alerts(self._alert_settings)
+        self._book = Book(_NAME)
+        self._run: HealthRun | None = None
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Every reading of the run, as written."""
+        return self._book.rows
+
+    @property
+    def events(self) -> list[Event]:
+        """Every event of the run, as written."""
+        return self._book.events
+
+    # ------------------------------------------------------------------ the run
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at what is to be watched, and open the folder.
+
+        Raises:
+            PlanError: a group's pattern that matches nothing, ``"skip"`` where a step cannot be left out, or a folder
+                that another run or monitor writes to.
+        """
+        self._let_go()
+        if is_fresh(trainer):
+            self._alerts = Alerts(self._alert_settings)
+        work = Work(self.tokens, self.peak_flops)
+        self._run = HealthRun(trainer, pl_module, self.groups, skips=self._skips, work=work)
+        self._book.open(trainer, self.run_dir, fresh=is_fresh(trainer))
+        work.starts(trainer)
+
+    @property
+    def _skips(self) -> list[Kind]:
+        return [kind for kind, action in self.actions.items() if action == "skip"]
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the start of the data loader out of the time."""
+        self._here.work.epoch_starts()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave validation out of the time."""
+        if self._run is not None:
+            self._run.work.resumes()
+
+    # ------------------------------------------------------------------ the step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a reading, if its time has come."""
+        self._here.batch_starts(trainer, batch, batch_idx)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Take the loss."""
+        self._here.backward(loss)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Take the gradients; where the step may have to be left out, judge it now."""
+        factor = math.prod(reduction.still_to_come for reduction in self._reductions())
+        self._here.before_step(trainer, optimizer, partial(self._alerts.look, only=self._skips), factor)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read, write down, judge, act."""
+        finished = self._here.batch_ends(trainer, self.every_n_steps)
+        if finished is not None:
+            values, reading, events = finished
+            self._book.row(trainer, reading.step, values, self._here.logged(trainer, values))
+            for event in (*events, *self._alerts.look(reading)):
+                self._book.event(trainer, self._act(event, trainer, pl_module))
+        for reduction in self._reductions():
+            reduction.after_batch(trainer)
+
+    @property
+    def _here(self) -> HealthRun:
+        assert self._run is not None, "on_train_start comes first"
+        return self._run
+
+    # ------------------------------------------------------------------ acting
+
+    def _act(self, event: Event, trainer: Trainer, pl_module: LightningModule) -> Event:
+        """Do what is to be done about ``event``; the event with what was done."""
+        action = self.actions.get(event.kind, "log")
+        if not event.is_alert or action == "log":
+            return event
+        if action == "skip":
+            return replace(event, action="skip" if self._here.withheld else "log")
+        if action == "stop":
+            trainer.should_stop = True
+        elif isinstance(action, ReduceLR):
+            for reduction in self._reductions():
+                reduction.release()
+            action.start(trainer)
+        else:
+            return self._call(action, event, trainer, pl_module)
+        return replace(event, action=acts.describe(action))
+
+    def _call(self, action: Any, event: Event, trainer: Trainer, pl_module: LightningModule) -> Event:
+        told = replace(event, action=acts.describe(action))
+        try:
+            action(told, trainer, pl_module)
+        except Exception as error:
+            failed = f"{told.action} failed: {type(error).__name__}: {error}"
+            if self.strict_actions:
+                self._book.event(trainer, replace(told, action=failed))
+                raise
+            rank_zero_warn(f"{_NAME}: the action for {event.kind} raised, the run goes on: {error!r}")
+            return replace(told, action=failed)
+        return told
+
+    def _reductions(self) -> list[ReduceLR]:
+        return [action for action in self.actions.values() if isinstance(action, ReduceLR)]
+
+    # ------------------------------------------------------------------ the end, and checkpoints
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give back what acting changed, before the precision plugin gives back what it changed."""
+        self._give_back()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write down how the run ended, and its report."""
+        self._let_go()
+        self._book.close(trainer, report=self.report)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same after a failure: Lightning calls no ``teardown`` of a callback then."""
+        if self._run is not None and isinstance(exception, NonFiniteError):
+            for event in self._run.raised(exception):
+                self._book.event(trainer, event)
+        self._let_go()
+        self._book.close(trainer, report=self.report, error=exception)
+
+    def _give_back(self) -> None:
+        for reduction in self._reductions():
+            reduction.release()
+        if self._run is not None:
+            self._run.give_back()
+
+    def _let_go(self) -> None:
+        self._give_back()
+        self._run = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep what the alerts have learned of the run."""
+        checkpoint[_NAME] = self._alerts.state_dict()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on with it."""
+        self._alerts.load_state_dict(checkpoint.get(_NAME, {}))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy (a spawned process, a sweep) belongs to no run.
+        return {**self.__dict__, "_run": None}

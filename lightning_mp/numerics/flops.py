@@ -1,0 +1,101 @@
+"""FLOPs of a forward and backward pass, counted operator by operator, as the model defines them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+#: where Python calls into the autograd engine: an operator called from here is a backward formula
+_ENGINE = str(Path("torch", "autograd", "graph.py"))
+#: frames between an operator and whoever called it: this file, and what torch wraps around every dispatch mode
+_BETWEEN = (__file__, *(str(Path("torch", *file)) for file in (("_compile.py",), ("_dynamo", "eval_frame.py"))))
+
+
+class CountFlops(TorchDispatchMode):
+    """``with CountFlops() as flops: ...; flops.total``: floating-point operations of matrix products and convolutions.
+
+    A multiplication and an addition count as two, attention as its full products (masked halves included), two ahead
+    and four behind, all else as nothing: the rules of ``torch.utils.flop_counter``, with attention on a CPU added. What
+    activation checkpointing or a fused attention computes a second time is not the model's and is left out. On sharded
+    tensors what this rank computes is counted. Kernels that hide their products (cuDNN's recurrent layers, Triton) are
+    not seen.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        #: an operator's FLOPs from its arguments
+        self.rules = _RULES
+        #: operators whose FLOPs could not be told
+        self.uncounted: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not Tensor and hasattr(kind, "to_local") for kind in types):
+            return NotImplemented  # a DTensor comes back here with its local parts
+        out = func(*args, **(kwargs or {}))
+        count = self.rules.get(getattr(func, "_overloadpacket", None))
+        if count is not None and not _recomputes():
+            try:
+                self.total += count(*args, **(kwargs or {}), out_val=out)
+            except Exception:  # a shape that a rule of torch's does not foresee is no reason to end a run
+                self.uncounted.add(str(func))
+        return out
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let ``torch.compile`` trace as if nobody watched."""
+        return True
+
+
+def _recomputes() -> bool:
+    """Whether the operator at hand runs again what forward ran already.
+
+    It does where Python code calls it, with gradients on, in the midst of a backward pass. A second derivative
+    (``create_graph=True``) has gradients on too, but is called by the autograd engine.
+    """
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():  # pyright: ignore[reportPrivateUsage]
+        return False
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.endswith(_ENGINE)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+def _without_scores(rule: Callable[..., int]) -> Callable[..., int]:
+    """Of a fused attention's five products behind, one computes the scores again (head sizes are equal)."""
+
+    def count(*args: Any, **kwargs: Any) -> int:
+        return rule(*args, **kwargs) * 4 // 5
+
+    return count
+
+
+def _rules() -> dict[Any, Callable[..., int]]:
+    aten = torch.ops.aten
+    rules: dict[Any, Callable[..., int]] = {
+        **cast("dict[Any, Callable[..., int]]", flop_registry),
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    fused = {op for op in rules if "attention" in str(op) and str(op).endswith("backward")}
+    return {op: _without_scores(rule) if op in fused else rule for op, rule in rules.items()}
+
+
+_RULES = _rules()

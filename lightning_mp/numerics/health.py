@@ -1,0 +1,167 @@
+"""Norms of a step: of gradients, of parameters, and of what the step changed, wherever their parts lie.
+
+Everything stays on the device. Sums of squares of local parts are collected first and added over ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mp.errors import Faults
+from lightning_mp.numerics.parts import Part
+from lightning_mp.numerics.patterns import matches, no_match
+from lightning_mp.numerics.sharded_norm import Groups, squares
+
+#: of a parameter's local part with more elements than the product, so many evenly spaced pieces of so many elements are
+#: kept for the update ratio
+PIECES, PIECE = 16, 1024
+#: bytes that are gone through at once on a CPU: some of a core's second-level cache
+_CACHE = 2**20
+#: what FSDP1, checkpoint wrappers and torch.compile add to the names of modules
+_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+
+
+class Sums:
+    """Sums of squares by name, to be added over ranks in one all-reduce for each set of process groups."""
+
+    def __init__(self, device: torch.device, order: Iterable[Groups]) -> None:
+        """``order`` is that of the all-reduces, which has to be the same on every rank."""
+        self._device = device
+        self._sums: dict[Groups, dict[str, Tensor]] = {groups: {} for groups in order}
+
+    def add(
+        self,
+        parts: Sequence[Part],
+        names: Mapping[str, Collection[int] | None],
+        *,
+        divisor: Tensor | float | None = None,
+        values: Tensor | None = None,
+    ) -> None:
+        """Add the squares of ``parts`` (over ``divisor``) under each name, or of those at the name's places alone.
+
+        Every rank has to add parts with the same process groups under the same names. ``values`` are the squares, where
+        they are known already.
+        """
+        if values is None:
+            values = squares([part.tensor for part in parts], self._device)
+        if divisor is not None:
+            values = (values.sqrt() / divisor).square()  # a scale's square may be past fp32
+        for groups in dict.fromkeys(part.groups for part in parts):
+            places = {place for place, part in enumerate(parts) if part.groups == groups}
+            sums = self._sums.setdefault(groups, {})
+            for name, wanted in names.items():
+                chosen = places if wanted is None else places.intersection(wanted)
+                value = _sum_at(values, chosen)
+                sums[name] = sums[name] + value if name in sums else value
+
+    def add_size(self, parts: Sequence[Part], name: str) -> None:
+        """Add as much under ``name`` as there are elements: 0 where no rank has any."""
+        for groups in dict.fromkeys(part.groups for part in parts):
+            size = sum(part.tensor.numel() for part in parts if part.groups == groups)
+            value = torch.full((), float(size), dtype=torch.float32, device=self._device)
+            sums = self._sums.setdefault(groups, {})
+            sums[name] = sums[name] + value if name in sums else value
+
+    def norms(self) -> dict[str, Tensor]:
+        """The 2-norm under every name: fp32 scalars on the device."""
+        total: dict[str, Tensor] = {}
+        for groups, sums in self._sums.items():
+            if not sums:
+                continue
+            values = torch.stack(list(sums.values()))
+            for group in groups:
+                dist.all_reduce(values, group=group)
+            for name, value in zip(sums, values, strict=True):
+                total[name] = total[name] + value if name in total else value
+        return {name: value.sqrt() for name, value in total.items()}
+
+
+def _sum_at(values: Tensor, places: Collection[int]) -> Tensor:
+    if len(places) == len(values):
+        return values.sum()
+    return torch.stack([values[place] for place in sorted(places)]).sum() if places else values.new_zeros(())
+
+
+class Snapshot:
+    """The parameters before a step: all of a small one, evenly spaced pieces of a large one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before: list[Tensor] = []
+
+    def take(self, parts: Sequence[Part], sums: Sums, name: str) -> None:
+        """Copy ``parts``, and add the squares of the copies under ``name``."""
+        some = [_some(part.tensor) for part in parts]
+        if [*map(_kind, self._before)] != [*map(_kind, some)]:
+            self._before = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in some]
+        copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
+        for places in _passes(some):
+            mine = [self._before[place] for place in places]
+            copy(mine, [some[place] for place in places])
+            sums.add([parts[place] for place in places], {name: None}, values=squares(mine, self._device))
+
+    def compare(self, parts: Sequence[Part], sums: Sums, *, now: str, change: str) -> None:
+        """Add the squares of ``parts`` as they are under ``now``, and of what changed since ``take`` under ``change``.
+
+        What was taken is used up.
+        """
+        subtract: Any = torch._foreach_sub_  # pyright: ignore[reportPrivateUsage]
+        some = [_some(part.tensor) for part in parts]
+        for places in _passes(some):
+            mine, theirs = [self._before[place] for place in places], [parts[place] for place in places]
+            subtract(mine, [some[place] for place in places])
+            sums.add(theirs, {change: None}, values=squares(mine, self._device))
+            sums.add(theirs, {now: None})
+
+
+def _some(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    if flat.numel() <= PIECES * PIECE:
+        return flat
+    apart = flat.numel() // PIECES
+    return flat[: PIECES * apart].view(PIECES, apart)[:, :PIECE]
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _passes(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """What is gone through together: all of a dtype in one kernel, but on a CPU what stays in its cache meanwhile."""
+    found: dict[Any, list[int]] = {}
+    held = 0
+    for place, tensor in enumerate(tensors):
+        held += tensor.nbytes
+        found.setdefault((tensor.dtype, held // _CACHE if tensor.device.type == "cpu" else 0), []).append(place)
+    return list(found.values())
+
+
+def named_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``root`` by the names they have without wrappers; a tied one once."""
+    return {_plain(name): parameter for name, parameter in root.named_parameters()}
+
+
+def in_groups(root: nn.Module, groups: Mapping[str, str], faults: Faults) -> dict[str, set[str]]:
+    """The names of the parameters in or below the modules that each pattern means.
+
+    A pattern that matches nothing is noted in ``faults``.
+    """
+    modules = [(_plain(name), module) for name, module in root.named_modules(remove_duplicate=False) if name]
+    found: dict[str, set[str]] = {}
+    for group, pattern in groups.items():
+        chosen = [module for name, module in modules if matches(pattern, name, module)]
+        if not chosen:
+            no_match(pattern, root, f"group {group!r}:", faults)
+        inside = {id(parameter) for module in chosen for parameter in module.parameters()}
+        named = root.named_parameters(remove_duplicate=False)
+        found[group] = {_plain(name) for name, parameter in named if id(parameter) in inside}
+    return found
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

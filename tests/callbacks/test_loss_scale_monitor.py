@@ -1,0 +1,214 @@
+"""LossScaleMonitor beside every keeper of a scale: what it logs is what the keeper says after each step."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import logging
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_mp import LossScaling, PlanError, series
+from lightning_mp.callbacks import LossScaleMonitor
+from support.counting import Asked
+from support.manual import Pair
+from support.models import Regression, batches
+from support.oracles import UNSCALED, plan_for, stock_for
+from support.running import fit, trainer
+from support.saving import ResumableBatches, SaveAt
+
+OVERFLOWS = (2, 3, 5)
+#: skips in total, in a row, and their rate, after each of 8 steps
+SKIPS = [(0, 0, 0), (0, 0, 0), (1, 1, 1 / 3), (2, 2, 1 / 2), (2, 0, 2 / 5), (3, 1, 1 / 2), (3, 0, 3 / 7), (3, 0, 3 / 8)]
+RULE = {"init_scale": 16.0, "growth_interval": 2}
+KEEPERS: dict[str, Any] = {
+    "plan": lambda: {"plugins": [plan_for("16-mixed", LossScaling(**RULE))]},
+    "plan, hysteresis": lambda: {"plugins": [plan_for("16-mixed", LossScaling(**RULE, hysteresis=2))]},
+    "stock": lambda: stock_for("16-mixed", **RULE),
+}
+OPTIMIZERS = {
+    "fused": partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, fused=True),
+    "plain": partial(torch.optim.AdamW, lr=1e-2, eps=1e-4),
+}
+keepers = pytest.mark.parametrize("keeper", KEEPERS)
+
+
+class Asks(Callback):
+    """The scaler's own state after every batch."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.states.append(trainer.precision_plugin.scaler.state_dict())
+
+
+def watched(keeper: str, module: Any = None, **options: Any) -> tuple[LossScaleMonitor, Asks]:
+    monitor, asks = LossScaleMonitor(options.pop("every", 1)), Asks()
+    module = module or Regression(OPTIMIZERS["fused"], overflow_at=OVERFLOWS)
+    fit(module, callbacks=[monitor, asks], **KEEPERS[keeper](), **options)
+    return monitor, asks
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@keepers
+def test_every_value_is_the_keepers(keeper: str, optimizer: str) -> None:
+    monitor, asks = watched(keeper, Regression(OPTIMIZERS[optimizer], overflow_at=OVERFLOWS))
+    assert [row[series.STEP] for row in monitor.rows] == list(range(8))
+    for row, state, skips in zip(monitor.rows, asks.states, SKIPS, strict=True):
+        assert (row[series.LOSS_SCALE], row[series.GROWTH_TRACKER]) == (state["scale"], state["_growth_tracker"])
+        names = (series.SKIPPED_STEPS, series.SKIPPED_IN_A_ROW, series.SKIP_RATE)
+        assert [row[name] for name in names] == pytest.approx(skips)
+        if keeper == "plan, hysteresis":
+            assert row[series.HYSTERESIS] == state["hysteresis_left"]
+        else:
+            assert series.HYSTERESIS not in row
+
+
+@pytest.mark.parametrize("mode", UNSCALED)
+@pytest.mark.parametrize("of", ["stock", "plan"])
+def test_without_a_scale_it_says_so_once_and_logs_nothing(of: str, mode: str, caplog: Any) -> None:
+    monitor, module = LossScaleMonitor(), Regression()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            fit(module, callbacks=[monitor], **(stock_for(mode) if of == "stock" else {"plugins": [plan_for(mode)]}))
+    assert sum("LossScaleMonitor" in message for message in caplog.messages) == 1
+    assert monitor.rows == []
+
+
+@keepers
+def test_every_logger_gets_every_reading(keeper: str, tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, name=name) for name in ("one", "two")]
+    monitor, _ = watched(keeper, logger=loggers)
+    for logger in loggers:
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row[series.LOSS_SCALE]]
+        assert [int(row["step"]) for row in rows] == list(range(8))
+        for row, mine in zip(rows, monitor.rows, strict=True):
+            assert {name: float(row[name]) for name in mine} == mine
+
+
+def test_the_progress_bar_shows_scale_and_skips(capsys: Any) -> None:
+    watched("stock", enable_progress_bar=True)
+    shown = "".join(capsys.readouterr().out.split())
+    assert "health/loss_scale" in shown
+
+
+@keepers
+def test_other_steps_read_nothing(keeper: str) -> None:
+    class Counts(Callback):
+        counts: list[int]
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.asked = Asked()
+            self.asked.__enter__()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.asked.__exit__(None, None, None)
+            self.counts.append(self.asked.count)
+
+    class Quiet(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss(batch)
+
+    def reads(*callbacks: Callback) -> list[int]:
+        counts = Counts()
+        counts.counts = []
+        fit(Quiet(OPTIMIZERS["fused"]), callbacks=[*callbacks, counts], **KEEPERS[keeper]())
+        return counts.counts
+
+    without, monitor = reads(), LossScaleMonitor(3)
+    extra = [ours - theirs for ours, theirs in zip(reads(monitor), without, strict=True)]
+    assert extra[1:] == [0, 0, 1, 0, 0, 1, 0]
+    assert [row[series.STEP] for row in monitor.rows] == [0, 3, 6]
+
+
+def test_skips_between_readings_are_counted() -> None:
+    monitor, _ = watched("stock", every=4)
+    assert [(row[series.STEP], row[series.SKIPPED_STEPS]) for row in monitor.rows] == [(0, 0), (4, 2)]
+    last, _ = watched("stock", every=3)
+    assert [(row[series.SKIPPED_STEPS], row[series.SKIPPED_IN_A_ROW]) for row in last.rows] == [(0, 0), (2, 2), (3, 0)]
+
+
+@keepers
+def test_accumulation_is_read_once_a_step(keeper: str) -> None:
+    monitor, asks = watched(keeper, accumulate_grad_batches=2)
+    assert [row[series.STEP] for row in monitor.rows] == [0, 1, 2, 3]
+    assert [row[series.LOSS_SCALE] for row in monitor.rows] == [state["scale"] for state in asks.states[1::2]]
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
+@keepers
+def test_a_batch_without_a_loss_is_no_step(keeper: str) -> None:
+    class Sometimes(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in (0, 3) else super().training_step(batch, batch_idx)
+
+    monitor, _ = watched(keeper, Sometimes(OPTIMIZERS["fused"], overflow_at=(5,)))
+    assert len(monitor.rows) == 6
+    assert monitor.rows[-1][series.SKIP_RATE] == pytest.approx(1 / 6)
+
+
+def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
+    for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@keepers
+def test_several_optimizers_by_hand_are_read_once_a_batch(keeper: str, optimizer: str) -> None:
+    monitor, _ = watched(keeper, Pair(by_hand, {2: "net other", 4: "net"}, OPTIMIZERS[optimizer]))
+    assert [row[series.STEP] for row in monitor.rows] == list(range(0, 16, 2))
+    assert [row[series.SKIPPED_STEPS] for row in monitor.rows] == [0, 0, 2, 2, 3, 3, 3, 3]
+    assert [row[series.SKIPPED_IN_A_ROW] for row in monitor.rows] == [0, 0, 2, 0, 0, 0, 0, 0]
+
+
+def test_a_second_fit_goes_on_and_a_new_run_begins_anew() -> None:
+    monitor, module, data = LossScaleMonitor(), Regression(OPTIMIZERS["fused"]), batches()
+    runner = trainer(callbacks=[monitor], **KEEPERS["stock"]())
+    runner.fit(module, data)
+    runner.fit_loop.max_epochs = 2
+    runner.fit(module, data)
+    assert [row[series.STEP] for row in monitor.rows] == list(range(16))
+    fit(module, callbacks=[monitor], **KEEPERS["stock"]())
+    assert [row[series.STEP] for row in monitor.rows] == list(range(8))
+
+
+def test_resuming_goes_on_with_the_plans_counts(tmp_path: Path) -> None:
+    module, monitor = Regression(OPTIMIZERS["fused"], overflow_at=OVERFLOWS), LossScaleMonitor()
+    fit(module, data=ResumableBatches(), callbacks=[SaveAt(tmp_path, 4)], **KEEPERS["plan"]())
+    again = Regression(OPTIMIZERS["fused"], overflow_at=OVERFLOWS)
+    fit(again, data=ResumableBatches(), callbacks=[monitor], ckpt_path=tmp_path / "4.ckpt", **KEEPERS["plan"]())
+    assert [(row[series.STEP], row[series.SKIPPED_STEPS]) for row in monitor.rows] == [(4, 2), (5, 3), (6, 3), (7, 3)]
+
+
+def test_evaluating_alone_is_nothing_to_it() -> None:
+    class Validates(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss(batch)
+
+    monitor = LossScaleMonitor()
+    trainer(callbacks=[monitor], **KEEPERS["stock"]()).validate(Validates(), batches(), verbose=False)
+    assert monitor.rows == []
+
+
+def test_it_is_copied_and_pickled_after_a_run() -> None:
+    monitor, _ = watched("plan")
+    for other in (copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
+        assert other.rows == monitor.rows
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None])
+def test_a_number_of_steps_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(PlanError, match="every_n_steps"):
+        LossScaleMonitor(wrong)

@@ -1,0 +1,228 @@
+"""Stock plugins, guarded: a non-finite step changes nothing, and says where the value was born."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, AdamW
+
+from lightning_mp import NonFiniteError
+from lightning_mp.callbacks import NonFiniteGuard
+from support.counting import HostReads
+from support.models import Regression, same_weights, weights
+from support.nonfinite import BAD, FAULTS, STOCK, Breaks, without
+from support.oracles import stock_for
+from support.running import fit
+from support.traces import Trace
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(AdamW, lr=1e-2, eps=1e-4, weight_decay=0.3),
+    "fused": partial(AdamW, lr=1e-2, eps=1e-4, weight_decay=0.3, fused=True),
+    "momentum": partial(SGD, lr=1e-3, momentum=0.9, weight_decay=0.3),
+    "fused momentum": partial(SGD, lr=1e-3, momentum=0.9, weight_decay=0.3, fused=True),
+    "adagrad": partial(Adagrad, lr=1e-2, weight_decay=0.3),
+}
+every_mode = pytest.mark.parametrize("mode", STOCK)
+#: faults that are over with their batch
+PASSING = [how for how in FAULTS if how != "weight"]
+
+
+def _ordinary(how: str, mode: str) -> bool:
+    return mode == "16-mixed" and how == "gradient"
+
+
+@pytest.fixture
+def guard(tmp_path: Path) -> Any:
+    return partial(NonFiniteGuard, run_dir=tmp_path)
+
+
+# ---------------------------------------------------------------------- what is told
+
+
+@every_mode
+@pytest.mark.parametrize("how", FAULTS)
+def test_the_event_names_step_module_parameter_and_batch(guard: Any, how: str, mode: str, tmp_path: Path) -> None:
+    watched = guard()
+    fit(Breaks(how), callbacks=[watched], **stock_for(mode))
+    event, (module, _, bad_loss) = watched.events[0], FAULTS[how]
+    assert (event.step, event.rank, event.module) == (BAD, 0, module)
+    assert event.parameter is None or event.parameter.startswith(module)
+    assert event.kind == ("nonfinite_loss" if bad_loss else "nonfinite_grad")
+    assert event.severity == ("info" if _ordinary(how, mode) else "warning")
+    assert event.action == "skip"
+    if not _ordinary(how, mode):
+        assert (event.evidence["batch_idx"], event.evidence["skips_in_a_row"]) == (BAD, 1)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert lines == [event.to_dict() for event in watched.events]
+
+
+@pytest.mark.parametrize("how", PASSING)
+def test_the_console_gets_the_event_too(guard: Any, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    watched = guard()
+    fit(Breaks(how), callbacks=[watched])
+    assert [record.message for record in caplog.records if "NonFiniteGuard" in record.message] == [
+        f"NonFiniteGuard: {watched.events[0]}"
+    ]
+
+
+# ---------------------------------------------------------------------- what is skipped
+
+
+#: but for torch's fused SGD on the CPU, which leaves bf16 parameters as they were
+MADE = [(mode, name) for mode in STOCK for name in OPTIMIZERS if (mode, name) != ("bf16-true", "fused momentum")]
+
+
+@pytest.mark.parametrize(("mode", "name"), MADE)
+@pytest.mark.parametrize("how", PASSING)
+def test_a_skipped_step_is_one_that_never_was(guard: Any, how: str, name: str, mode: str) -> None:
+    """Weights and all optimizer state equal those of a run without the batch: no decay, no moment, no step count."""
+    traces, bad = (Trace(), Trace()), (0, 3, 4)
+    broken, clean = (Breaks(how, bad_, OPTIMIZERS[name]) for bad_ in (bad, ()))
+    watched = guard()
+    fit(broken, callbacks=[watched, traces[0]], **stock_for(mode))
+    fit(clean, callbacks=[traces[1]], data=without(*bad), **stock_for(mode))
+    assert (watched.skipped_steps, watched.applied_steps) == (3, 5)
+    # a skip halves the scale, and another scale rounds fp16 otherwise
+    close = {"rtol": 0, "atol": 0} if mode != "16-mixed" else {"rtol": 1e-3, "atol": 1e-5}
+    torch.testing.assert_close(weights(broken), weights(clean), **close)
+    torch.testing.assert_close(traces[0].states[-1], traces[1].states[-1], **close)
+    assert not same_weights(weights(broken), traces[0].start)
+
+
+@every_mode
+def test_a_healthy_run_is_stock_bit_for_bit(guard: Any, mode: str) -> None:
+    watched, one, other = guard(), Breaks("gradient", ()), Breaks("gradient", ())
+    options: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
+    fit(one, callbacks=[watched], **options, **stock_for(mode))
+    fit(other, **options, **stock_for(mode))
+    assert one.losses == other.losses
+    assert same_weights(weights(one), weights(other))
+    assert (watched.events, watched.skipped_steps, watched.applied_steps) == ([], 0, 8)
+
+
+@every_mode
+def test_a_normal_step_reads_once(guard: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what the same run reads without the guard."""
+
+    def reads(*callbacks: Any) -> int:
+        listed = [0]
+        own: Any = Tensor.tolist
+        monkeypatch.setattr(Tensor, "tolist", lambda tensor: (listed.append(0), own(tensor))[1])
+        with HostReads() as counted:
+            fit(Breaks("loss", (), OPTIMIZERS["fused"]), callbacks=list(callbacks), max_epochs=2, **stock_for(mode))
+        monkeypatch.undo()
+        return counted.count + len(listed) - 1
+
+    assert reads(guard()) - reads() == 16
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_ordinary_overflow_is_left_to_stocks_scaler(guard: Any, fused: bool, tmp_path: Path) -> None:
+    """Weights, optimizer state, scale and growth tracker are those of a run without the guard."""
+    make = partial(AdamW, lr=1e-2, eps=1e-4, fused=fused)
+    watched, traces, plugins = guard(max_consecutive=0), (Trace(), Trace()), [stock_for("16-mixed") for _ in range(2)]
+    one, other = Regression(make, overflow_at=(0, 3, 4)), Regression(make, overflow_at=(0, 3, 4))
+    fit(one, callbacks=[watched, traces[0]], **plugins[0])
+    fit(other, callbacks=[traces[1]], **plugins[1])
+    assert same_weights(weights(one), weights(other))
+    torch.testing.assert_close(traces[0].states[-1], traces[1].states[-1], rtol=0, atol=0)
+    assert plugins[0]["plugins"][0].state_dict() == plugins[1]["plugins"][0].state_dict()
+    assert [(event.step, event.severity) for event in watched.events] == [(0, "info"), (3, "info"), (4, "info")]
+    assert [event.evidence["loss_scale"] for event in watched.events] == [256.0, 128.0, 64.0]
+    assert (watched.skipped_steps, watched.applied_steps) == (3, 5)
+    assert not (tmp_path / "nonfinite").exists()
+
+
+def test_an_overflow_at_the_floor_is_not_ordinary(guard: Any) -> None:
+    watched = guard(max_consecutive=1)
+    with pytest.raises(NonFiniteError) as caught:
+        fit(Regression(overflow_at=(0, 1, 2, 3)), callbacks=[watched], **stock_for("16-mixed", init_scale=4.0))
+    assert caught.value.step == 3  # at a scale of 4, 2, 1 and 0.5
+    assert [event.severity for event in watched.events] == ["info", "info", "warning", "error"]
+
+
+@pytest.mark.parametrize("mode", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("bad", range(4, 8))
+def test_one_bad_micro_batch_costs_the_whole_window(guard: Any, bad: int, mode: str) -> None:
+    watched, trace = guard(), Trace()
+    fit(Breaks("batch", (bad,)), callbacks=[watched, trace], accumulate_grad_batches=4, **stock_for(mode))
+    assert (watched.skipped_steps, watched.applied_steps) == (1, 1)
+    assert watched.events[0].evidence["batch_idx"] == bad
+    assert same_weights(trace.weights[3], trace.weights[7])
+
+
+# ---------------------------------------------------------------------- what stands still
+
+
+def test_schedulers_and_averages_stand_still(guard: Any) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    def scheduled(how: str, bad: tuple[int, ...]) -> Breaks:
+        module = Breaks(how, bad)
+        module.make_scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+        return module
+
+    broken, clean = scheduled("loss", (1, 2)), scheduled("loss", ())
+    averages = EMAWeightAveraging(decay=0.5), EMAWeightAveraging(decay=0.5)
+    fit(broken, callbacks=[guard(), averages[0]])
+    fit(clean, callbacks=[averages[1]], data=without(1, 2))
+    assert [lr for batch, lr in enumerate(broken.lrs) if batch not in (2, 3)] == clean.lrs
+    assert same_weights(weights(broken), weights(clean))  # the averages, swapped in at the end
+    assert "lr_scheduler_step" not in vars(broken)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_without_a_loss_is_neither_skipped_nor_applied(guard: Any, accumulate: int) -> None:
+    class Sometimes(Breaks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in (2, 3, 6) else super().training_step(batch, batch_idx)
+
+    for mode in ("32-true", "16-mixed"):
+        watched = guard()
+        fit(Sometimes("loss", (1,)), callbacks=[watched], accumulate_grad_batches=accumulate, **stock_for(mode))
+        assert watched.skipped_steps == 1
+        assert watched.applied_steps == (4 if accumulate == 1 else 2)
+
+
+# ---------------------------------------------------------------------- the budget
+
+
+@every_mode
+@pytest.mark.parametrize("budget", [0, 1, 3])
+def test_the_budget_is_of_skips_in_a_row(guard: Any, budget: int, mode: str) -> None:
+    watched = guard(max_consecutive=budget)
+    module = Breaks("loss", tuple(range(2, 8)))
+    with pytest.raises(NonFiniteError) as caught:
+        fit(module, callbacks=[watched], **stock_for(mode))
+    error = caught.value
+    assert (error.rank, error.step, error.module) == (0, 2 + budget, "net.4")
+    for part in (f"{budget + 1} in a row, {budget} allowed", "allowed:", "do:"):
+        assert part in str(error)
+    assert [event.action for event in watched.events] == [*["skip"] * budget, "raise"]
+    assert watched.applied_steps == 2
+
+
+def test_a_clean_step_pays_the_budget_back(guard: Any) -> None:
+    watched = guard(max_consecutive=2)
+    fit(Breaks("loss", (0, 1, 3, 4, 6, 7)), callbacks=[watched])
+    assert (watched.skipped_steps, watched.applied_steps) == (6, 2)
+
+
+@every_mode
+@pytest.mark.parametrize("how", PASSING)
+def test_raise_stops_at_once(guard: Any, how: str, mode: str) -> None:
+    if _ordinary(how, mode):
+        return
+    module, trace = Breaks(how), Trace()
+    with pytest.raises(NonFiniteError) as caught:
+        fit(module, callbacks=[trace, guard("raise")], **stock_for(mode))
+    assert (caught.value.step, caught.value.module) == (BAD, FAULTS[how][0])
+    assert same_weights(weights(module), trace.weights[BAD - 1])

@@ -1,0 +1,354 @@
+"""What TrainingHealth measures, under every plugin of one device: against a plain loop over the same batches."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import logging
+import pickle
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_mp import PlanError, series
+from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
+from lightning_mp.callbacks.work import default_tokens, samples_in
+from support import health
+from support.counting import Asked
+from support.language import LENGTH, Language, gpt2, tokens
+from support.manual import Pair
+from support.models import Regression, batches
+from support.oracles import MODES, plan_for, stock_for
+from support.running import fit, trainer
+from support.saving import ResumableBatches, SaveAt
+
+#: how near half precision comes to fp32
+NEAR = {"32-true": 1e-4, "bf16-mixed": 5e-2, "16-mixed": 1e-2, "bf16-true": 0.2, "16-true": 5e-2}
+PLAIN = partial(torch.optim.AdamW, lr=health.LR, eps=1e-4)
+FUSED = partial(torch.optim.AdamW, lr=health.LR, eps=1e-4, fused=True)
+hosts = pytest.mark.parametrize("host", ["stock", "plan"])
+
+
+def host_of(host: str, mode: str) -> dict[str, Any]:
+    return stock_for(mode) if host == "stock" else {"plugins": [plan_for(mode)]}
+
+
+def watched(tmp_path: Path, module: Any = None, *, monitor: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A TrainingHealth after a run."""
+    mine = TrainingHealth(tmp_path / "run", groups=health.GROUPS, report=False, **(monitor or {}))
+    fit(module or Regression(PLAIN), callbacks=[mine, *options.pop("callbacks", [])], **options)
+    return mine
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------- the numbers
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "fused"])
+@pytest.mark.parametrize("mode", MODES)
+@hosts
+def test_the_numbers_are_those_of_a_plain_loop(host: str, mode: str, optimizer: str, tmp_path: Path) -> None:
+    """Gradients in true units before clipping, whoever divides by the scale, and when."""
+    clip = {"gradient_clip_val": 1e-3} if optimizer == "plain" else {}  # stock Lightning clips no fused one
+    module = Regression(PLAIN if optimizer == "plain" else FUSED)
+    rows = watched(tmp_path, module, max_steps=1, **clip, **host_of(host, mode)).rows
+    (expected,) = health.oracle(world=1)[:1]
+    ratio = expected.pop(series.UPDATE_RATIO)
+    assert {name: rows[0][name] for name in expected} == pytest.approx(expected, rel=NEAR[mode])
+    if not clip:
+        assert rows[0][series.UPDATE_RATIO] == pytest.approx(ratio, rel=max(NEAR[mode], 5e-2))
+
+
+@hosts
+def test_step_after_step(host: str, tmp_path: Path) -> None:
+    rows = watched(tmp_path, max_steps=health.STEPS, **host_of(host, "32-true")).rows
+    for number, (row, expected) in enumerate(zip(rows, health.oracle(world=1), strict=True)):
+        assert row[series.STEP] == number
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+@hosts
+def test_with_accumulation_a_step_is_its_whole_window(host: str, tmp_path: Path) -> None:
+    rows = watched(tmp_path, accumulate_grad_batches=2, **host_of(host, "32-true")).rows
+    for row, expected in zip(rows, health.oracle(world=1, accumulate=2), strict=True):
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
+    for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+    module.look()
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "fused"])
+@pytest.mark.parametrize("mode", ["32-true", "16-mixed"])
+@hosts
+def test_by_hand_with_several_optimizers(host: str, mode: str, optimizer: str, tmp_path: Path) -> None:
+    module = Pair(by_hand, optimizer=PLAIN if optimizer == "plain" else FUSED)
+    rows = watched(tmp_path, module, **host_of(host, mode)).rows
+    assert [row[series.STEP] for row in rows] == list(range(0, 16, 2))
+    for row, gradients in zip(rows, module.true, strict=True):
+        assert row[series.GRAD_NORM] == pytest.approx(health.norm(gradients.values()), rel=1e-3)
+        assert row[series.LR] == health.LR
+        assert row[series.UPDATE_RATIO] > 0
+
+
+def test_a_schedule_is_read_as_the_step_used_it(tmp_path: Path) -> None:
+    module = Regression(PLAIN, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    rows = watched(tmp_path, module).rows
+    assert [row[series.LR] for row in rows] == pytest.approx(module.lrs)
+
+
+# ---------------------------------------------------------------------- work and memory
+
+
+def test_tokens_samples_and_flops_over_the_same_time(tmp_path: Path) -> None:
+    mine = TrainingHealth(tmp_path / "run", peak_flops=1e9, report=False)
+    fit(Language(gpt2()), data=tokens(), callbacks=[mine])
+    flops = 4_055_040 / (2 * LENGTH)  # a token, as tests/numerics/test_flops.py has it
+    for row in mine.rows:
+        assert row[series.TOKENS_PER_S] == pytest.approx(LENGTH * row[series.SAMPLES_PER_S])
+        assert row[series.MFU] == pytest.approx(flops * row[series.TOKENS_PER_S] / 1e9)
+        assert row[series.MEMORY_PEAK] > 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    {
+        "ids": (torch.zeros(2, 5, dtype=torch.long), 10),
+        "ids in a tuple": ((torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 5)), 10),
+        "ids and labels": ([torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long)], 10),
+        "a mapping": ({"pixels": torch.zeros(2, 9), "input_ids": torch.zeros(2, 7, dtype=torch.long)}, 14),
+        "floats": ((torch.zeros(2, 5), torch.zeros(2, 1)), None),
+        "classes": ((torch.zeros(2, 5), torch.zeros(2, dtype=torch.long)), None),
+        "a mask": ((torch.zeros(2, 5, dtype=torch.bool),), None),
+    }.values(),
+)
+def test_which_batches_hold_tokens(batch: Any, count: int | None) -> None:
+    assert default_tokens(batch) == count
+    assert samples_in(batch) == 2
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_user_may_say_how_many_tokens_a_batch_has(on_device: bool, tmp_path: Path) -> None:
+    def count(batch: Any) -> Any:
+        tokens = (batch[0] > 0).sum() * 0 + 24
+        return tokens if on_device else 24
+
+    rows = watched(tmp_path, monitor={"tokens": count}).rows
+    assert all(row[series.TOKENS_PER_S] == pytest.approx(3 * row[series.SAMPLES_PER_S]) for row in rows)
+
+
+def test_without_a_known_peak_there_is_no_mfu_and_one_line_says_so(tmp_path: Path, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO):
+        rows = watched(tmp_path).rows
+    assert {row[series.MFU] for row in rows} == {None}
+    assert sum("peak_flops" in message for message in caplog.messages) == 1
+
+
+# ---------------------------------------------------------------------- where it is written
+
+
+def test_files_and_memory_say_the_same(tmp_path: Path) -> None:
+    mine = watched(tmp_path)
+    assert lines(tmp_path / "run" / "metrics.jsonl") == mine.rows
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+    assert not list((tmp_path / "run").glob(".*.lock"))
+
+
+@pytest.mark.parametrize("beside", [(), (LossScaleMonitor,)])
+def test_every_logger_gets_every_reading_once(beside: Any, tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, name=name) for name in ("one", "two")]
+    extra = [callback() for callback in beside]
+    mine = watched(tmp_path, logger=loggers, callbacks=extra, plugins=[plan_for("16-mixed")])
+    for logger in loggers:
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            written = list(csv.DictReader(file))
+        for name in (series.LOSS, series.GRAD_NORM, f"{series.GRAD_NORM}/first", series.LOSS_SCALE, series.LR):
+            points = [(int(row["step"]), float(row[name])) for row in written if row[name]]
+            assert points == [(row[series.STEP], pytest.approx(row[name])) for row in mine.rows]
+
+
+def test_a_run_without_a_folder_writes_where_its_logger_does(tmp_path: Path) -> None:
+    mine, logger = TrainingHealth(report=False), CSVLogger(tmp_path)
+    fit(Regression(PLAIN), callbacks=[mine], logger=logger)
+    assert lines(Path(logger.log_dir) / "metrics.jsonl") == mine.rows
+
+
+def test_it_writes_the_report_by_itself(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    fit(Regression(PLAIN), callbacks=[TrainingHealth(tmp_path / "run")])
+    assert (tmp_path / "run" / "report.html").stat().st_size > 0
+
+
+def test_a_run_that_fails_is_written_down_too(tmp_path: Path) -> None:
+    class Fails(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                raise KeyError("planned")
+            return super().training_step(batch, batch_idx)
+
+    mine = TrainingHealth(tmp_path / "run", report=False)
+    with pytest.raises(KeyError, match="planned"):
+        fit(Fails(PLAIN), callbacks=[mine])
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (run["status"], "planned" in run["error"], len(mine.rows)) == ("failed", True, 3)
+    fit(Regression(PLAIN), callbacks=[mine])  # the folder is free again
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 8
+
+
+def test_two_of_them_in_one_folder_are_refused(tmp_path: Path) -> None:
+    both = [TrainingHealth(tmp_path / "run"), TrainingHealth(tmp_path / "run")]
+    with pytest.raises(PlanError, match="writes already"):
+        fit(Regression(PLAIN), callbacks=both)
+
+
+# ---------------------------------------------------------------------- runs of every kind
+
+
+def test_a_second_fit_goes_on_and_a_new_run_begins_anew(tmp_path: Path) -> None:
+    mine, module, data = TrainingHealth(tmp_path / "run", report=False), Regression(PLAIN), batches()
+    runner = trainer(callbacks=[mine])
+    runner.fit(module, data)
+    runner.fit_loop.max_epochs = 2
+    runner.fit(module, data)
+    assert [row[series.STEP] for row in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(16))
+    assert len(mine.rows) == 16
+    fit(module, callbacks=[mine])
+    assert [row[series.STEP] for row in mine.rows] == list(range(8))
+
+
+@hosts
+def test_resuming_goes_on_with_the_file_and_the_alerts_memory(host: str, tmp_path: Path) -> None:
+    first = watched(
+        tmp_path, data=ResumableBatches(), max_steps=5, callbacks=[SaveAt(tmp_path, 5)], **host_of(host, "16-mixed")
+    )
+    again = watched(tmp_path, data=ResumableBatches(), ckpt_path=tmp_path / "5.ckpt", **host_of(host, "16-mixed"))
+    assert [row[series.STEP] for row in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(8))
+    norms = again._alerts.state_dict()["grad_norm_spike"]["norms"]
+    assert norms == [row[series.GRAD_NORM] for row in (*first.rows, *again.rows)]
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
+@pytest.mark.parametrize("mode", ["32-true", "16-mixed"])
+@hosts
+def test_a_batch_without_a_loss_is_no_reading(host: str, mode: str, tmp_path: Path) -> None:
+    class Sometimes(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in (0, 3) else super().training_step(batch, batch_idx)
+
+    rows = watched(tmp_path, Sometimes(PLAIN), **host_of(host, mode)).rows
+    assert len(rows) == 6
+    assert all(row[series.LOSS] > 0 for row in rows)
+
+
+def test_evaluating_alone_opens_nothing(tmp_path: Path) -> None:
+    class Validates(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss(batch)
+
+    mine = TrainingHealth(tmp_path / "run")
+    trainer(callbacks=[mine]).validate(Validates(), batches(), verbose=False)
+    assert not (tmp_path / "run").exists()
+    fit(Regression(PLAIN), callbacks=[mine])
+    assert len(mine.rows) == 8
+
+
+def test_validation_in_between_is_not_the_loops_time(tmp_path: Path) -> None:
+    class Slow(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.05)
+
+    data = batches()
+    mine = TrainingHealth(tmp_path / "run", report=False)
+    trainer(callbacks=[mine], val_check_interval=1, num_sanity_val_steps=0).fit(Slow(PLAIN), data, data)
+    assert min(row[series.SAMPLES_PER_S] for row in mine.rows[1:]) > 8 / 0.4
+
+
+def test_it_is_copied_and_pickled_after_a_run(tmp_path: Path) -> None:
+    mine = watched(tmp_path)
+    for other in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+        assert other.rows == mine.rows
+
+
+def test_only_what_is_trained_is_measured(tmp_path: Path) -> None:
+    module = Regression(PLAIN)
+    module.net[0].requires_grad_(False)
+    rows = watched(tmp_path, module, monitor={}).rows
+    assert rows[-1][f"{series.GRAD_NORM}/first"] == 0.0
+    assert rows[-1][series.PARAM_NORM] == pytest.approx(
+        health.norm(parameter for parameter in module.parameters() if parameter.requires_grad), rel=1e-5
+    )
+
+
+# ---------------------------------------------------------------------- what it costs
+
+
+class Counts(Callback):
+    """How often a tensor's value was asked for in each batch; it comes last, and so watches the others."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.asked = Asked()
+        self.asked.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.asked.__exit__(None, None, None)
+        self.counts.append(self.asked.count)
+
+
+class Quiet(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    ("host", "mode", "once"), [("plan", "16-mixed", 1), ("stock", "16-mixed", 1), ("stock", "32-true", 2)]
+)
+def test_a_reading_is_read_at_once_and_other_steps_are_not(
+    host: str, mode: str, once: int, every: int, tmp_path: Path
+) -> None:
+    """Twice where a non-finite step would be applied if nobody looked before."""
+    plain, mine = Counts(), Counts()
+    fit(Quiet(FUSED), callbacks=[plain], **host_of(host, mode))
+    health_of = watched(
+        tmp_path, Quiet(FUSED), monitor={"every_n_steps": every}, callbacks=[mine], **host_of(host, mode)
+    )
+    extra = [ours - theirs for ours, theirs in zip(mine.counts, plain.counts, strict=True)]
+    assert extra == [once * (step % every == 0) for step in range(8)]
+    assert [row[series.STEP] for row in health_of.rows] == list(range(0, 8, every))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps"),
+        ({"actions": {"grad_norm_spik": "log"}}, "grad_norm_spike"),
+        ({"alerts": {"spike_rato": 3.0}}, "spike_ratio"),
+    ],
+)
+def test_what_is_written_wrongly_is_refused_at_once(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(PlanError, match=named):
+        TrainingHealth(**given)
+
+
+def test_a_group_that_matches_nothing_is_refused_and_nothing_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="LayerNorm"):
+        fit(Regression(PLAIN), callbacks=[TrainingHealth(tmp_path / "run", groups={"norms": "LayerNrm"})])
+    assert not (tmp_path / "run").exists()

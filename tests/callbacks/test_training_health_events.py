@@ -1,0 +1,309 @@
+"""What TrainingHealth tells of faulty steps, and what it does about them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.optim import LBFGS
+
+from lightning_mp import LossScaling, NonFiniteError, PlanError, series
+from lightning_mp.callbacks import NonFiniteGuard, TrainingHealth
+from lightning_mp.callbacks.actions import ReduceLR
+from support.manual import Pair
+from support.models import Regression, batches, same_weights, weights
+from support.oracles import plan_for, stock_for
+from support.running import fit, trainer
+
+#: many more than a window of alerts
+ROWS = 8 * 80
+PLAIN = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
+SPIKE_AT = 70
+HOSTS: dict[str, Any] = {
+    "stock 32-true": lambda: stock_for("32-true"),
+    "stock bf16-mixed": lambda: stock_for("bf16-mixed"),
+    "stock 16-mixed": lambda: stock_for("16-mixed"),
+    "plan 32-true": lambda: {"plugins": [plan_for("32-true")]},
+    "plan bf16-mixed": lambda: {"plugins": [plan_for("bf16-mixed")]},
+    "plan 16-mixed": lambda: {"plugins": [plan_for("16-mixed")]},
+    "plan that ignores": lambda: {"plugins": [plan_for("32-true", nonfinite="ignore")]},
+}
+#: the same with a scale that leaves room for a spike
+ROOM: dict[str, Any] = HOSTS | {
+    "stock 16-mixed": lambda: stock_for("16-mixed", init_scale=4.0),
+    "plan 16-mixed": lambda: {"plugins": [plan_for("16-mixed", LossScaling(init_scale=4.0))]},
+}
+hosts = pytest.mark.parametrize("host", HOSTS)
+# an alert is a warning
+pytestmark = pytest.mark.filterwarnings("ignore:TrainingHealth. step:UserWarning")
+
+
+class Faulty(Regression):
+    """Spoils the step ``at``: its ``batch``, the ``weight`` of a module, or the gradient by a ``spike``."""
+
+    def __init__(self, fault: str = "", at: int = 4, optimizer: Any = PLAIN, scheduler: Any = None) -> None:
+        super().__init__(optimizer, scheduler)
+        self.fault, self.at = fault, at
+        self.after: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        now = self.trainer.global_step == self.at
+        if now and self.fault == "batch":
+            batch = (batch[0] * float("nan"), batch[1])
+        if now and self.fault == "weight":
+            self.net[1].weight.data[3] = float("nan")
+        loss = self.loss(batch)
+        self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss * 1000 if now and self.fault == "spike" else loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.after.append(weights(self))
+
+
+def watched(tmp_path: Path, module: Any, monitor: dict[str, Any] | None = None, **options: Any) -> TrainingHealth:
+    mine = TrainingHealth(tmp_path / "run", report=False, **(monitor or {}))
+    options.setdefault("data", batches(ROWS) if getattr(module, "at", 0) > 8 else batches())
+    fit(module, callbacks=[*options.pop("callbacks", []), mine], **options)
+    return mine
+
+
+def alerts(mine: TrainingHealth) -> list[Any]:
+    return [event for event in mine.events if event.is_alert]
+
+
+# ---------------------------------------------------------------------- what is not finite
+
+
+@hosts
+def test_a_bad_batch_is_named_where_it_came_in(host: str, tmp_path: Path) -> None:
+    mine = watched(tmp_path, Faulty("batch"), max_steps=5, **HOSTS[host]())
+    (event,) = alerts(mine)
+    assert (event.step, event.kind, event.rank) == (4, "nonfinite_loss", 0)
+    assert (event.module, event.evidence["batch_idx"]) == ("net.0", 4)
+    assert "batch" in event.cause
+    assert math.isnan(mine.rows[-1][series.LOSS])
+
+
+@hosts
+def test_a_bad_weight_is_named_with_its_module(host: str, tmp_path: Path) -> None:
+    (event,) = alerts(watched(tmp_path, Faulty("weight"), **HOSTS[host]()))  # once, however long it lasts
+    assert (event.step, event.kind) == (4, "nonfinite_loss")
+    assert (event.module, event.parameter) == ("net.1", "net.1.weight")
+
+
+@pytest.mark.parametrize("host", ["stock 32-true", "stock bf16-mixed", "plan 32-true", "plan that ignores"])
+def test_a_bad_gradient_without_a_scale_is_an_alert(host: str, tmp_path: Path) -> None:
+    module = Regression(PLAIN, overflow_at=(3,))
+    (event,) = alerts(watched(tmp_path, module, max_steps=4, **HOSTS[host]()))
+    assert (event.step, event.kind, event.module) == (3, "nonfinite_grad", "net.3")
+    kept_back = host == "plan 32-true"
+    assert event.severity == ("warning" if kept_back else "error")
+
+
+@pytest.mark.parametrize("host", ["stock 16-mixed", "plan 16-mixed"])
+def test_an_ordinary_overflow_is_information(host: str, tmp_path: Path) -> None:
+    mine = watched(tmp_path, Regression(PLAIN, overflow_at=(0, 1, 5)), **HOSTS[host]())
+    assert [(event.step, event.kind, event.severity) for event in mine.events] == [
+        (step, "nonfinite_grad", "info") for step in (0, 1, 5)
+    ]
+    assert [row[series.SKIPPED_STEPS] for row in mine.rows] == [1, 2, 2, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize("host", ["stock 16-mixed", "plan 16-mixed"])
+def test_overflows_that_go_on_after_the_scale_was_found_are_named_once(host: str, tmp_path: Path) -> None:
+    module = Regression(PLAIN, overflow_at=tuple(range(12, 20)))
+    mine = watched(tmp_path, module, data=batches(8 * 20), **HOSTS[host]())
+    first = next(event for event in alerts(mine) if event.kind == "nonfinite_grad")
+    assert (first.step, first.module) == (14, "net.3")
+    assert [event.kind for event in alerts(mine)].count("nonfinite_grad") == 1
+
+
+def test_the_search_for_a_scale_is_no_alert_however_long_it_takes(tmp_path: Path) -> None:
+    plan = plan_for("16-mixed", LossScaling(init_scale=2.0**32))
+    mine = watched(tmp_path, Regression(PLAIN), data=batches(8 * 40), plugins=[plan])
+    assert len(mine.events) > 10
+    assert alerts(mine) == []
+
+
+def test_an_overflow_at_the_floor_is_an_alert(tmp_path: Path) -> None:
+    plan = plan_for("16-mixed", LossScaling(init_scale=1.0, min_scale=1.0))
+    (event,) = alerts(watched(tmp_path, Regression(PLAIN, overflow_at=(3,)), plugins=[plan]))
+    assert (event.kind, event.module) == ("nonfinite_grad", "net.3")
+
+
+def test_a_replay_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """Seen before the step, told, and the same weights as without anybody watching."""
+    plain, seen = Regression(PLAIN, overflow_at=(3,)), Regression(PLAIN, overflow_at=(3,))
+    fit(plain, **HOSTS["plan 32-true"]())
+    assert alerts(watched(tmp_path, seen, **HOSTS["plan 32-true"]()))
+    assert same_weights(weights(plain), weights(seen))
+
+
+def test_what_a_plan_raises_is_written_down(tmp_path: Path) -> None:
+    mine = TrainingHealth(tmp_path / "run", report=False)
+    with pytest.raises(NonFiniteError) as raised:
+        fit(Faulty("batch"), callbacks=[mine], plugins=[plan_for("32-true", nonfinite="raise")])
+    (event,) = mine.events
+    assert (event.step, event.kind, event.module) == (4, "nonfinite_loss", raised.value.module)
+    assert (event.step, event.action) == (raised.value.step, "raise")
+    assert json.loads((tmp_path / "run" / "events.jsonl").read_text())["action"] == "raise"
+
+
+@pytest.mark.filterwarnings("ignore:NonFiniteGuard:UserWarning")
+def test_a_guard_beside_it_tells_these_itself(tmp_path: Path) -> None:
+    guard = NonFiniteGuard(run_dir=tmp_path / "run")
+    mine = watched(tmp_path, Faulty("batch"), callbacks=[guard])
+    assert [event.kind for event in guard.events] == ["nonfinite_loss"]
+    assert mine.events == []
+    assert mine.rows[4][series.GRAD_NORM] is None
+    assert mine.rows[-1][series.SKIPPED_STEPS] == 1
+
+
+# ---------------------------------------------------------------------- where events go
+
+
+def test_an_event_is_in_the_file_the_logger_the_console_and_memory(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    with pytest.warns(UserWarning, match=r"step 70: grad norm spike .*likely cause"):
+        mine = watched(tmp_path, Faulty("spike", SPIKE_AT), logger=logger)
+    (event,) = alerts(mine)
+    (line,) = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert json.loads(line) == event.to_dict()
+    assert (event.kind, event.step) == ("grad_norm_spike", SPIKE_AT)
+    assert "health/events/grad_norm_spike" in (Path(logger.log_dir) / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize("host", ["stock 32-true", "plan bf16-mixed", "plan 16-mixed"])
+def test_a_healthy_run_has_no_alert(host: str, tmp_path: Path) -> None:
+    assert alerts(watched(tmp_path, Faulty(at=SPIKE_AT), **HOSTS[host]())) == []
+
+
+# ---------------------------------------------------------------------- actions
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "fused"])
+@hosts
+def test_a_skipped_step_changes_nothing_but_the_next_does(host: str, optimizer: str, tmp_path: Path) -> None:
+    module = Faulty("spike", SPIKE_AT, partial(PLAIN, fused=optimizer == "fused"))
+    mine = watched(tmp_path, module, {"actions": {"grad_norm_spike": "skip"}}, **ROOM[host]())
+    (event,) = alerts(mine)
+    assert (event.step, event.action) == (SPIKE_AT, "skip")
+    before, at, behind = module.after[SPIKE_AT - 1 : SPIKE_AT + 2]
+    assert same_weights(before, at)
+    assert not same_weights(at, behind)
+    assert [row[series.SKIPPED_STEPS] for row in mine.rows[SPIKE_AT - 1 : SPIKE_AT + 2]] == [0, 1, 1]
+
+
+@hosts
+def test_a_schedule_stands_still_on_a_skipped_step_and_is_free_afterwards(host: str, tmp_path: Path) -> None:
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.99)
+    module = Faulty("batch", scheduler=schedule)
+    watched(tmp_path, module, {"actions": {"nonfinite_loss": "skip"}}, **HOSTS[host]())
+    assert module.lrs[5] == module.lrs[4] != module.lrs[6]
+    assert "lr_scheduler_step" not in module.__dict__
+
+
+def test_a_bad_batch_is_skipped_where_it_would_have_been_applied(tmp_path: Path) -> None:
+    module = Faulty("batch")
+    mine = watched(tmp_path, module, {"actions": {"nonfinite_loss": "skip"}})
+    (event,) = alerts(mine)
+    assert (event.action, event.severity) == ("skip", "warning")
+    assert all(map(math.isfinite, [row[series.PARAM_NORM] for row in mine.rows]))
+
+
+def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
+    for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [(lambda: Pair(by_hand), "2 optimizers"), (lambda: Regression(partial(LBFGS, lr=0.1)), "LBFGS")],
+)
+def test_where_a_step_cannot_be_left_out_skip_is_refused(module: Any, named: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=named):
+        watched(tmp_path, module(), {"actions": {"grad_norm_spike": "skip"}})
+
+
+@pytest.mark.parametrize("action", [ReduceLR(0.1, steps=3), {"reduce_lr": {"factor": 0.1, "steps": 3}}])
+@pytest.mark.parametrize("host", ["stock 32-true", "stock 16-mixed", "plan 16-mixed"])
+def test_a_lowered_rate_is_logged_as_used_and_given_back(host: str, action: Any, tmp_path: Path) -> None:
+    module = Faulty("spike", SPIKE_AT)
+    mine = watched(tmp_path, module, {"actions": {"grad_norm_spike": action}}, **ROOM[host]())
+    assert alerts(mine)[0].action == "reduce_lr(factor=0.1, steps=3)"
+    used = [row[series.LR] for row in mine.rows[SPIKE_AT : SPIKE_AT + 5]]
+    assert used == pytest.approx([1e-3, 1e-4, 1e-4, 1e-4, 1e-3])
+
+
+def test_stop_stops(tmp_path: Path) -> None:
+    mine = watched(tmp_path, Faulty("spike", SPIKE_AT), {"actions": {"grad_norm_spike": "stop"}})
+    assert alerts(mine)[0].action == "stop"
+    assert mine.rows[-1][series.STEP] == SPIKE_AT
+
+
+def test_a_callable_gets_the_event_the_trainer_and_the_module(tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    def mark(event: Any, trainer: Any, module: Any) -> None:
+        calls.append((event.kind, event.step, trainer.lightning_module is module))
+
+    mine = watched(tmp_path, Faulty("spike", SPIKE_AT), {"actions": {"grad_norm_spike": mark}})
+    assert calls == [("grad_norm_spike", SPIKE_AT, True)]
+    assert alerts(mine)[0].action == "call mark"
+
+
+@pytest.mark.filterwarnings("ignore:TrainingHealth. the action:UserWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_callable_that_raises_is_told_and_ends_the_run_only_if_asked(strict: bool, tmp_path: Path) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("planned")
+
+    module = Faulty("spike", SPIKE_AT)
+    mine = TrainingHealth(tmp_path / "run", actions={"grad_norm_spike": fails}, report=False, strict_actions=strict)
+    if strict:
+        with pytest.raises(KeyError, match="planned"):
+            fit(module, data=batches(ROWS), callbacks=[mine])
+    else:
+        fit(module, data=batches(ROWS), callbacks=[mine])
+    (event,) = alerts(mine)
+    assert event.action == "call fails failed: KeyError: 'planned'"
+    assert len(mine.rows) == (SPIKE_AT + 1 if strict else ROWS // 8)
+
+
+def test_information_leads_to_no_action(tmp_path: Path) -> None:
+    monitor = {"actions": {"nonfinite_grad": "stop"}}
+    mine = watched(tmp_path, Regression(PLAIN, overflow_at=(1,)), monitor, **HOSTS["plan 16-mixed"]())
+    assert (len(mine.events), len(mine.rows)) == (1, 8)
+
+
+def test_a_run_that_fails_in_a_lowered_step_gives_everything_back(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == SPIKE_AT + 2:
+                raise KeyError("planned")
+
+    module = Faulty("spike", SPIKE_AT)
+    mine = TrainingHealth(tmp_path / "run", actions={"grad_norm_spike": "reduce_lr"}, report=False)
+    runner = trainer(callbacks=[mine, Fails()])
+    with pytest.raises(KeyError, match="planned"):
+        runner.fit(module, batches(ROWS))
+    optimizer = module.optimizers().optimizer
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_one_line_an_overflow_on_the_console(tmp_path: Path, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO):
+        watched(tmp_path, Regression(PLAIN, overflow_at=(1,)), **HOSTS["plan 16-mixed"]())
+    assert sum("nonfinite grad" in message for message in caplog.messages) == 1

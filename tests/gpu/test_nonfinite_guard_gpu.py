@@ -1,0 +1,107 @@
+"""The guard on CUDA: one wait a normal step, replays with CUDA's own generator, and files that a CPU can read."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import AdamW
+
+from lightning_mp.callbacks import NonFiniteGuard
+from lightning_mp.replaying import Blame, Replayer
+from support.cuda import Resident, Unread, cuda_fit
+from support.models import same_weights, weights
+from support.nonfinite import BAD, FAULTS, STOCK, Breaks, without
+from support.oracles import stock_for
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+FUSED = partial(AdamW, lr=1e-2, eps=1e-4, weight_decay=0.3, fused=True)
+PASSING = [how for how in FAULTS if how not in ("weight", "batch")]  # "batch" indexes on the CPU
+
+
+@pytest.mark.parametrize("mode", STOCK)
+@pytest.mark.parametrize("how", PASSING)
+def test_a_skipped_step_is_one_that_never_was(tmp_path: Path, how: str, mode: str) -> None:
+    guard, broken, clean = NonFiniteGuard(run_dir=tmp_path), Breaks(how, optimizer=FUSED), Breaks(how, (), FUSED)
+    cuda_fit(broken, callbacks=[guard], **stock_for(mode, "cuda"))
+    cuda_fit(clean, data=Resident(without(BAD)), **stock_for(mode, "cuda"))
+    assert (guard.events[0].step, guard.events[0].module) == (BAD, FAULTS[how][0])
+    if mode == "16-mixed":
+        torch.testing.assert_close(weights(broken), weights(clean), rtol=1e-3, atol=1e-4)
+    else:
+        assert same_weights(weights(broken), weights(clean))
+
+
+class Waits(Callback):
+    """How often the host waited for the device, a training batch."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._caught = warnings.catch_warnings(record=True)
+        self._seen: Any = self._caught.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        self._caught.__exit__(None, None, None)
+        self.counts.append(sum("synchronizing" in str(item.message) for item in self._seen))
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_normal_step_waits_once(tmp_path: Path, mode: str) -> None:
+    plain, guarded = Waits(), Waits()
+    cuda_fit(Unread(FUSED), callbacks=[plain], **stock_for(mode, "cuda"))
+    cuda_fit(Unread(FUSED), callbacks=[guarded, NonFiniteGuard(run_dir=tmp_path)], **stock_for(mode, "cuda"))
+    assert [with_ - without_ for with_, without_ in zip(guarded.counts[2:], plain.counts[2:], strict=True)] == [1] * 6
+
+
+class Asks(Callback):
+    """Remembers under a ban on waiting, and has every batch replayed."""
+
+    def __init__(self) -> None:
+        self.replayer, self.blames = Replayer(), list[Blame]()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.replayer.remember(trainer, batch, batch_idx)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self.blames.append(self.replayer.locate(trainer, pl_module))
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
+def test_what_rests_on_cudas_generator_comes_again(mode: str) -> None:
+    class Draws(Breaks):
+        def __init__(self) -> None:
+            super().__init__("gradient", (), FUSED)
+            self.broke: list[bool] = []
+
+        def breaks_on(self, batch_idx: int) -> bool:
+            self.broke.append(torch.rand((), device=self.device).item() < 0.5)
+            return self.broke[-1]
+
+    torch.manual_seed(5)
+    module, asks = Draws(), Asks()
+    cuda_fit(module, callbacks=[asks], **stock_for(mode, "cuda"))
+    assert len(module.broke) == 8
+    assert {True, False} == set(module.broke)
+    assert [blame.note is None and blame.origin is not None for blame in asks.blames] == module.broke
+
+
+def test_the_file_is_read_without_a_gpu(tmp_path: Path) -> None:
+    cuda_fit(Breaks("loss", optimizer=FUSED), callbacks=[NonFiniteGuard(run_dir=tmp_path)])
+    saved = torch.load(next((tmp_path / "nonfinite").iterdir()), weights_only=True)
+    assert {tensor.device.type for tensor in saved["batch"]} == {"cpu"}
+    assert set(saved["rng"]) >= {"torch", "python", "cuda"}

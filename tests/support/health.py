@@ -1,0 +1,193 @@
+"""Runs under TrainingHealth in two processes, and what one process makes of the same batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from lightning_mp import LossScaling, PlanError, make_strategy, series
+from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
+from lightning_mp.callbacks.measuring import Measuring
+from lightning_mp.callbacks.work import Done
+from lightning_mp.errors import Faults
+from support import sharded_hosts
+from support.models import Regression, batches
+from support.oracles import plan_for
+from support.running import fit
+
+STEPS, LR = 4, 1e-2
+GROUPS = {"first": "net.0", "norms": "LayerNorm"}
+#: a scale that is no power of two would round; one far from 1 shows where it was forgotten
+STATIC = LossScaling.static(64.0)
+ZERO = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
+_WAIT: dict[str, Any] = {"timeout": timedelta(seconds=60)}
+
+
+class Ranked(Regression):
+    """Each rank has its own numbers: the batch times 1 + rank."""
+
+    def __init__(self) -> None:
+        super().__init__(plain_adamw)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch[0] * (1 + self.global_rank), batch[1]))
+
+
+def plain_adamw(parameters: Any) -> AdamW:
+    """AdamW in its plainest form."""
+    return AdamW(parameters, lr=LR, eps=1e-4)
+
+
+def norm(tensors: Any) -> float:
+    """The 2-norm of all numbers in ``tensors``."""
+    return float(torch.cat([tensor.detach().flatten() for tensor in tensors]).norm())
+
+
+def oracle(world: int = 2, accumulate: int = 1) -> list[dict[str, float]]:
+    """The rows of :data:`STEPS` steps on the batches of all ranks, by a plain loop in one process."""
+    module = Regression()
+    net = module.net
+    optimizer, data = plain_adamw(net.parameters()), list(batches())
+    rows: list[dict[str, float]] = []
+    for step in range(STEPS):
+        window = data[step * accumulate : (step + 1) * accumulate]
+        losses = [_loss(net, batch, rank) for batch in window for rank in range(world)]
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        grads = {name: parameter.grad.clone() for name, parameter in net.named_parameters()}
+        optimizer.step()
+        change = [new - old for new, old in zip(net.parameters(), before, strict=True)]
+        rows.append(
+            {
+                series.LOSS: loss.item(),
+                series.GRAD_NORM: norm(grads.values()),
+                f"{series.GRAD_NORM}/first": norm([grads["0.weight"], grads["0.bias"]]),
+                f"{series.GRAD_NORM}/norms": norm([grads["1.weight"], grads["1.bias"]]),
+                series.PARAM_NORM: norm(net.parameters()),
+                series.UPDATE_RATIO: norm(change) / norm(before),
+                series.LR: LR,
+            }
+        )
+    return rows
+
+
+def _loss(net: nn.Module, batch: Any, rank: int) -> Tensor:
+    x, y = batch
+    return (net(x * (1 + rank)) - y).pow(2).mean()
+
+
+def _stock_ddp(mode: str) -> dict[str, Any]:
+    return {"strategy": DDPStrategy(process_group_backend="gloo", **_WAIT), "precision": mode}
+
+
+def _stock_fsdp1(mode: str) -> dict[str, Any]:
+    return {"strategy": sharded_hosts.fsdp1(), "precision": mode}
+
+
+def _stock_zero(stage: int) -> Callable[[str], dict[str, Any]]:
+    return lambda mode: {"strategy": sharded_hosts.deepspeed(stage), "precision": mode}
+
+
+def _ours(name: str, **options: Any) -> Callable[[str], dict[str, Any]]:
+    def host(mode: str) -> dict[str, Any]:
+        plan = plan_for(mode, STATIC, pins={"LayerNorm": "fp32"})
+        own = {} if name in ZERO else {"process_group_backend": "gloo"}
+        return {"plugins": [plan], "strategy": make_strategy(name, plan, **_WAIT, **own, **options)}
+
+    return host
+
+
+HOSTS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "stock ddp": _stock_ddp,
+    "stock fsdp1": _stock_fsdp1,
+    "stock zero1": _stock_zero(1),
+    "stock zero3": _stock_zero(3),
+    "ddp": _ours("ddp"),
+    "fsdp2": _ours("fsdp2", wrap="Linear"),
+    "fsdp1": _ours("fsdp1", wrap="Linear"),
+    **{name: _ours(name) for name in ZERO},
+    "deepspeed_zero2_offload": _ours("deepspeed_zero2_offload"),
+    "deepspeed_zero3_offload": _ours("deepspeed_zero3_offload"),
+}
+
+
+def watched(host: str, mode: str, run_dir: str, **options: Any) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """The rows of TrainingHealth and of LossScaleMonitor on this rank."""
+    health, scale = TrainingHealth(run_dir, groups=GROUPS, report=False), LossScaleMonitor()
+    fit(
+        Ranked(),
+        callbacks=[health, scale],
+        devices=2,
+        use_distributed_sampler=False,
+        max_steps=STEPS,
+        **HOSTS[host](mode),
+        **options,
+    )
+    return health.rows, scale.rows
+
+
+def all_watched(runs: list[tuple[str, str]], folder: str, **options: Any) -> list[Any]:
+    """Several of them in one pair of processes."""
+    return [watched(host, mode, f"{folder}/{host}-{mode}", **options) for host, mode in runs]
+
+
+class OneBad(Ranked):
+    """In batch 2 the last rank's numbers are not finite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.global_rank == self.trainer.world_size - 1:
+            batch = (batch[0] * float("nan"), batch[1])
+        return self.loss(batch)
+
+
+def one_bad(host: str, mode: str, run_dir: str, action: str) -> dict[str, Any]:
+    """What this rank tells of a run in which one rank had a bad batch."""
+    mine = TrainingHealth(run_dir, actions={"nonfinite_loss": action}, report=False)  # pyright: ignore[reportArgumentType]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TrainingHealth: step")
+        module = OneBad()
+        fit(module, callbacks=[mine], devices=2, use_distributed_sampler=False, max_steps=STEPS, **HOSTS[host](mode))
+    return {
+        "events": [event.to_dict() for event in mine.events],
+        "rows": len(mine.rows),
+        "finite": all(row[series.PARAM_NORM] == row[series.PARAM_NORM] for row in mine.rows),
+    }
+
+
+def all_bad(runs: list[tuple[str, str, str]], folder: str) -> list[dict[str, Any]]:
+    """Several of them in one pair of processes."""
+    return [one_bad(host, mode, f"{folder}/{host}-{mode}-{action}", action) for host, mode, action in runs]
+
+
+def totals() -> dict[str, float | None]:
+    """Two ranks with work of their own, read together."""
+    found: dict[str, float | None] = {}
+
+    class Reads(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            rank = trainer.global_rank
+            done = Done(samples=8 + rank, tokens=100 * (1 + rank), flops=6e9, seconds=2.0 - rank)
+            found.update(Measuring(trainer, pl_module, {}, Faults()).read({}, done))
+
+    fit(Ranked(), callbacks=[Reads()], devices=2, max_steps=1, use_distributed_sampler=False, **_stock_ddp("32-true"))
+    return found
+
+
+def refused(run_dir: str) -> str:
+    """What is said of leaving a step out under ZeRO."""
+    mine = TrainingHealth(run_dir, actions={"grad_norm_spike": "skip"}, report=False)
+    try:
+        fit(Ranked(), callbacks=[mine], devices=2, use_distributed_sampler=False, **HOSTS["deepspeed_zero2"]("32-true"))
+    except PlanError as error:
+        return str(error)
+    return ""
