@@ -173,7 +173,7 @@ def test_a_peak_that_no_data_sheet_gives_is_not_guessed(device: Device, dtype: s
 
 
 def test_dense_peaks_double_from_half_to_fp8_and_halve_to_tf32() -> None:
-    """What every data sheet since Ampere has in common, within its own rounding; "with sparsity" would be twice that."""
+    """What data sheets since Ampere have in common, within their rounding; "with sparsity" would be twice that."""
     for name in ("H100", "H200", "B200", "L4", "L40S", "A100", "A10", "A30"):
         device = gpu(f"NVIDIA {name}", (9, 0))
         half, tf32, fp8 = (peak(device, dtype) for dtype in ("bf16", "tf32", "fp8"))

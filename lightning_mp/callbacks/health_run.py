@@ -66,7 +66,7 @@ class HealthRun:
         self._early = bool(skips) or (self._automatic and not _keeps_bad_steps_back(trainer, self._source, guards))
         self._steps, self._replayer, self._holding = Steps(), Replayer(), Holding()
         self._nonfinite = NonFiniteWatch()
-        self._until_reading = self._batch_idx = 0
+        self._until_reading = self._batch_idx = self._steps_done = 0
         self._reading = self._in_window = False
         self._withheld_in_all = self._withheld_in_a_row = 0
         #: whether the step of the batch at hand was left out
@@ -130,6 +130,7 @@ class HealthRun:
         if not self._steps.batch_ends():
             return None
         self._in_window = False
+        self._steps_done += 1
         if self._count is not None:
             self._count.after_batch()
         self._withheld_in_all += self.withheld
@@ -138,7 +139,9 @@ class HealthRun:
         if not self._reading:
             return None
         values = self._finish()
-        reading = self._reading_of(values)
+        seconds = values.get("seconds")
+        reading = replace(self._reading_of(values), seconds=None if seconds is None else seconds / self._steps_done)
+        self._steps_done = 0
         events = self._early_events
         if not (self._early and self._automatic):
             events = [*self._nonfinite_events(trainer, reading), *events]

@@ -143,6 +143,7 @@ class Measuring:
             series.LOSS: sum(columns["loss"]) / len(rows) if self._losses else None,
             series.TOKENS_PER_S: sum(known) * self._share / seconds if known and seconds else None,
             series.SAMPLES_PER_S: sum(columns["samples"]) * self._share / seconds if seconds else None,
+            "seconds": seconds or None,
             "flops_per_s": sum(columns["flops"]) / seconds / len(rows) if seconds else None,
             series.MEMORY_ALLOCATED: largest["allocated"],
             series.MEMORY_RESERVED: largest["reserved"],

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_mp import series
 from lightning_mp.alerts import Alerts, AlertSettings
 from lightning_mp.callbacks import actions as acts
 from lightning_mp.callbacks.actions import Action, ActionLike, ReduceLR
@@ -24,6 +25,8 @@ from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.events import Event, Kind
 
 _NAME = "TrainingHealth"
+#: what LightningModules log it under
+_VAL_LOSSES = (series.VAL_LOSS, "val_loss", "validation/loss", "valid_loss")
 
 
 class TrainingHealth(Callback):
@@ -44,6 +47,7 @@ class TrainingHealth(Callback):
     - ``health/tokens_per_s``, ``health/samples_per_s``: over all ranks, since the last reading; validation is left out.
     - ``health/mfu``: FLOPs counted in the first batch, a token or sample, times what was worked through, over the
       device's peak. What activation checkpointing recomputes is not counted.
+    - ``val/loss``: what validation logged as ``val/loss`` or ``val_loss``, in a row of its own.
     - ``health/memory_*_gib``: the most of any rank; on a CPU the process's resident memory.
 
     Numbers stay on the device and are read together, once a reading; other steps only count skips. A second, early
@@ -128,9 +132,14 @@ class TrainingHealth(Callback):
         self._here.work.epoch_starts()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave validation out of the time."""
-        if self._run is not None:
-            self._run.work.resumes()
+        """Leave validation out of the time, and write down the loss that it logged."""
+        if self._run is None:
+            return
+        self._run.work.resumes()
+        logged = trainer.callback_metrics
+        loss = next((logged[name] for name in _VAL_LOSSES if name in logged), None)
+        if loss is not None and not trainer.sanity_checking:
+            self._book.row(trainer, trainer.global_step, {series.VAL_LOSS: float(loss)}, {})
 
     # ------------------------------------------------------------------ the step
 
