@@ -1,7 +1,8 @@
-"""What watching costs: step time with TrainingHealth every step and LossScaleMonitor on, against the same run without.
+"""What watching costs: step time with TrainingHealth every step and LossScaleMonitor on, against the same without.
 
-Both sides are interleaved in this one process, the order swapped every round; what is printed are medians, their ratio,
-and host reads counted. ``python benchmarks/monitors.py [--quick]``
+Both sides are interleaved step by step in one run, watched and not watched in turn, so that a busy machine is equally
+busy for both; what is printed are medians, their ratio, and host reads counted.
+``python benchmarks/monitors.py [--quick]``
 """
 
 from __future__ import annotations
@@ -54,15 +55,53 @@ def run(shape: Shape, plugin: Any, callbacks: list[Callback], steps: int) -> Non
     trainer.fit(shape.module(), shape.data())
 
 
+class EverySecond(Callback):
+    """Hands the hooks of a step on to the monitors in every second step alone; every other hook always."""
+
+    def __init__(self, callbacks: list[Callback], odd: bool) -> None:
+        self.callbacks, self.odd, self.on = callbacks, odd, True
+
+    def on_train_start(self, *given: Any) -> None:
+        """Let them begin."""
+        for callback in self.callbacks:
+            callback.on_train_start(*given)
+
+    def on_train_batch_start(self, trainer: Trainer, *given: Any) -> None:
+        """Take turns, once FLOPs are counted."""
+        self.on = trainer.global_step == 0 or trainer.global_step % 2 == self.odd
+        self._hand_on("on_train_batch_start", trainer, *given)
+
+    def on_before_backward(self, *given: Any) -> None:
+        """Hand on."""
+        self._hand_on("on_before_backward", *given)
+
+    def on_before_optimizer_step(self, *given: Any) -> None:
+        """Hand on."""
+        self._hand_on("on_before_optimizer_step", *given)
+
+    def on_train_batch_end(self, *given: Any) -> None:
+        """Hand on."""
+        self._hand_on("on_train_batch_end", *given)
+
+    def teardown(self, *given: Any, **named: Any) -> None:
+        """Let them end."""
+        for callback in self.callbacks:
+            callback.teardown(*given, **named)
+
+    def _hand_on(self, name: str, *given: Any) -> None:
+        for callback in self.callbacks if self.on else ():
+            getattr(callback, name)(*given)
+
+
 def compare(shape: Shape, side: str, mode: str, rounds: int, steps: int) -> tuple[float, float]:
-    """Median seconds a step: (without, with), the two in turn."""
+    """Median seconds a step: (without, with)."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(rounds):
-        for watched in (False, True) if number % 2 else (True, False):
-            times = StepTimes()
-            with tempfile.TemporaryDirectory() as folder:
-                run(shape, SIDES[side](mode), [*(monitors(folder) if watched else []), times], steps)
-            seconds[watched] += times.seconds
+    for odd in (bool(number % 2) for number in range(rounds)):
+        times = StepTimes()
+        with tempfile.TemporaryDirectory() as folder:
+            run(shape, SIDES[side](mode), [EverySecond(monitors(folder), odd), times], steps)
+        for step, second in enumerate(times.seconds, start=WARM_UP):  # the first kept is that of step WARM_UP
+            seconds[step % 2 == odd].append(second)
     return statistics.median(seconds[False]), statistics.median(seconds[True])
 
 
@@ -110,7 +149,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     table = Table("shape", "plugin", "mode", "without", "with", "ratio", "asked for", title="Step times, interleaved")
     for shape in SHAPES:
-        rounds, steps = (2, WARM_UP + 4) if quick else (shape.rounds, shape.steps)
+        rounds, steps = (2, WARM_UP + 4) if quick else (shape.rounds, 2 * shape.steps)
         for side in SIDES:
             for mode in MODES:
                 without, watched = compare(shape, side, mode, rounds, steps)

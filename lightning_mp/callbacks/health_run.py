@@ -18,7 +18,7 @@ from lightning_mp.callbacks.measuring import Measuring, Values, unscales_in_step
 from lightning_mp.callbacks.nonfinite_events import NonFiniteWatch, Trouble
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
 from lightning_mp.callbacks.watching import Steps, callbacks_of, scale_source
-from lightning_mp.callbacks.work import Done, Work
+from lightning_mp.callbacks.work import Work
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.events import Event, Kind
@@ -109,7 +109,7 @@ class HealthRun:
                 self._judge_early(trainer, optimizer, judge)
 
     def _judge_early(self, trainer: Trainer, optimizer: Optimizer, judge: Judge) -> None:
-        values = self._early_values = self._measuring.read(self._scale_values(), Done())
+        values = self._early_values = self._measuring.read(self._scale_values())
         reading = self._reading_of(values)
         found = judge(reading)
         if self._automatic:

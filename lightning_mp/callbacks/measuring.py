@@ -41,13 +41,13 @@ class Measuring:
         sampler: Any = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         #: ranks that share one batch (tensor parallel) count it once
         self._share = sampler.get("num_replicas", self._world) / self._world
-        self._snapshot = Snapshot(self._device)
         self.begin()
 
     def begin(self) -> None:
         """A step that is to be read begins."""
         self._losses: list[Tensor] = []
         self._seen: set[int] = set()
+        self._snapshot: Snapshot | None = None
         self._norm_before: float | None = None
         self._trained = {name: value for name, value in self._named.items() if value.requires_grad}
         self._sums = self._no_sums()
@@ -60,6 +60,7 @@ class Measuring:
         scale = None if source is None or isinstance(source, DeepSpeedSource) else source.scale()
         self._losses.append(loss if scale is None else loss / scale.scale)
 
+    @torch.no_grad()
     def before_step(self, optimizer: Optimizer, source: ScaleSource | None, lr_factor: float) -> None:
         """Take the gradients that ``optimizer`` is about to use, in true units, and weights before the first of all.
 
@@ -68,7 +69,8 @@ class Measuring:
         parameters = self._trained
         if not self._seen:
             self.lr = optimizer.param_groups[0]["lr"] * lr_factor
-            self._snapshot.take(self._parameters(), self._sums, _BEFORE)
+            self._snapshot = Snapshot(self._parameters())
+            self._snapshot.add_before(self._sums, _BEFORE)
         if not self._layout.zero:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} - self._seen
             parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
@@ -83,17 +85,27 @@ class Measuring:
         }
         self._sums.add(parts, {series.GRAD_NORM: None, **wanted}, divisor=_divisor(optimizer, source, self._layout))
 
+    @torch.no_grad()
     def after_step(self) -> None:
         """Take the parameters as they are now, and how far they have moved since before the step."""
-        self._snapshot.compare(self._parameters(), self._sums, now=series.PARAM_NORM, change=_CHANGE)
+        assert self._snapshot is not None, "before_step() comes first"
+        parts = self._parameters()
+        self._snapshot.add_change(parts, self._sums, _CHANGE)
+        self._sums.add(parts, {series.PARAM_NORM: None})
+        self._snapshot = None
 
-    def read(self, others: Mapping[str, Number | None], done: Done) -> Values:
+    def read(self, others: Mapping[str, Number | None], done: Done | None = None) -> Values:
         """Everything taken since the last read, and ``others``, in one host read; every rank gets the same numbers.
 
-        ``done`` is what this rank worked through.
+        ``done`` is what this rank worked through; without it, memory is not looked at either.
         """
         norms, self._sums = self._sums.norms(), self._no_sums()
-        read, rows = read_together({**norms, **others}, self._device, self._table(done))
+        mine = dict(zip(_COLUMNS, self._mine(done), strict=True))
+        if self._world == 1:
+            read, _ = read_together({**norms, **others, **mine}, self._device)
+            rows = [[_number(read.pop(name)) for name in _COLUMNS]]
+        else:
+            read, rows = read_together({**norms, **others}, self._device, self._table(list(mine.values())))
         self._norm_before = read.pop(_BEFORE, self._norm_before)
         change = read.pop(_CHANGE, None)
         if change is not None and self._norm_before:
@@ -112,31 +124,33 @@ class Measuring:
     def _no_sums(self) -> Sums:
         return Sums(self._device, self._order)
 
-    def _table(self, done: Done) -> Tensor:
+    def _mine(self, done: Done | None) -> list[Number | None]:
+        """What this rank tells about itself, in the order of the columns."""
+        loss = torch.stack(self._losses).sum() if self._losses else None
+        if loss is not None and self._accumulates:
+            loss = loss * (self._accumulates / len(self._losses))
+        if done is None:
+            return [loss, *[None] * (len(_COLUMNS) - 1)]
+        return [loss, done.samples, done.tokens, done.flops, done.seconds, *memory(self._device)]
+
+    def _table(self, mine: Sequence[Number | None]) -> Tensor:
         """A row a rank: (world, len(_COLUMNS)), the same on every rank."""
-        held = memory(self._device)
-        tokens = math.nan if isinstance(done.tokens, Tensor) else done.tokens
-        values = [math.nan, done.samples, tokens, done.flops, done.seconds, *held]
-        mine = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+        known = [math.nan if value is None or isinstance(value, Tensor) else float(value) for value in mine]
+        row = torch.tensor(known, dtype=torch.float32)
         if self._device.type == "cuda":
-            mine = mine.pin_memory().to(self._device, non_blocking=True)  # else the copy waits for the device
-        else:
-            mine = mine.to(self._device)
-        if self._losses:
-            mean = torch.stack(self._losses).sum()
-            mine[0] = mean * self._accumulates / len(self._losses) if self._accumulates else mean
-        if isinstance(done.tokens, Tensor):
-            mine[2] = done.tokens
-        if self._world == 1:
-            return mine[None]
-        table = mine.new_zeros(self._world, len(mine))
-        table[self._rank] = mine
+            row = row.pin_memory()  # else the copy waits for the device
+        row = row.to(self._device, non_blocking=True)
+        for place, value in enumerate(mine):
+            if isinstance(value, Tensor):
+                row[place] = value
+        table = row.new_zeros(self._world, len(row))
+        table[self._rank] = row
         dist.all_reduce(table)  # a sum with zeros: an all-gather that every backend has
         return table
 
     def _over_ranks(self, rows: Sequence[Sequence[float]]) -> Values:
         columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=True))
-        seconds = max(columns["seconds"])
+        seconds = _largest(columns["seconds"])
         known = [tokens for tokens in columns["tokens"] if not math.isnan(tokens)]
         largest = {name: _largest(columns[name]) for name in ("allocated", "reserved", "peak")}
         return {
@@ -149,6 +163,10 @@ class Measuring:
             series.MEMORY_RESERVED: largest["reserved"],
             series.MEMORY_PEAK: largest["peak"],
         }
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _largest(values: Sequence[float]) -> float | None:

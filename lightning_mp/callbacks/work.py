@@ -81,9 +81,15 @@ class Work:
     def stop_counting(self) -> None:
         """The first batch's forward and backward are done, or failed."""
         counter, self._counter = self._counter, None
-        if counter is not None:
-            counter.__exit__(None, None, None)
-            self._counted = float(counter.total), *self._batch
+        if counter is None:
+            return
+        counter.__exit__(None, None, None)
+        self._counted = float(counter.total), *self._batch
+        if counter.uncounted:
+            self.peak = None
+            rank_zero_info(
+                f"TrainingHealth: no MFU, since FLOPs are not known of {', '.join(sorted(counter.uncounted))}"
+            )
 
     def batch_ends(self) -> None:
         """Add the batch to what was done."""

@@ -6,7 +6,6 @@ Everything stays on the device. Sums of squares of local parts are collected fir
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,6 @@ from lightning_mp.numerics.sharded_norm import Groups, squares
 #: of a parameter's local part with more elements than the product, so many evenly spaced pieces of so many elements are
 #: kept for the update ratio
 PIECES, PIECE = 16, 1024
-#: bytes that are gone through at once on a CPU: some of a core's second-level cache
-_CACHE = 2**20
 #: what FSDP1, checkpoint wrappers and torch.compile add to the names of modules
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 
@@ -35,28 +32,20 @@ class Sums:
         self._sums: dict[Groups, dict[str, Tensor]] = {groups: {} for groups in order}
 
     def add(
-        self,
-        parts: Sequence[Part],
-        names: Mapping[str, Collection[int] | None],
-        *,
-        divisor: Tensor | float | None = None,
-        values: Tensor | None = None,
+        self, parts: Sequence[Part], names: Mapping[str, Collection[int] | None], divisor: Tensor | float | None = None
     ) -> None:
         """Add the squares of ``parts`` (over ``divisor``) under each name, or of those at the name's places alone.
 
-        Every rank has to add parts with the same process groups under the same names. ``values`` are the squares, where
-        they are known already.
+        Every rank has to add parts with the same process groups under the same names.
         """
-        if values is None:
-            values = squares([part.tensor for part in parts], self._device)
+        values = squares([part.tensor for part in parts], self._device)
         if divisor is not None:
             values = (values.sqrt() / divisor).square()  # a scale's square may be past fp32
         for groups in dict.fromkeys(part.groups for part in parts):
             places = {place for place, part in enumerate(parts) if part.groups == groups}
             sums = self._sums.setdefault(groups, {})
             for name, wanted in names.items():
-                chosen = places if wanted is None else places.intersection(wanted)
-                value = _sum_at(values, chosen)
+                value = _sum_at(values, places if wanted is None else places.intersection(wanted))
                 sums[name] = sums[name] + value if name in sums else value
 
     def add_size(self, parts: Sequence[Part], name: str) -> None:
@@ -90,55 +79,36 @@ def _sum_at(values: Tensor, places: Collection[int]) -> Tensor:
 class Snapshot:
     """The parameters before a step: all of a small one, evenly spaced pieces of a large one."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before: list[Tensor] = []
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._before = _copied(parts)
 
-    def take(self, parts: Sequence[Part], sums: Sums, name: str) -> None:
-        """Copy ``parts``, and add the squares of the copies under ``name``."""
-        some = [_some(part.tensor) for part in parts]
-        if [*map(_kind, self._before)] != [*map(_kind, some)]:
-            self._before = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in some]
-        copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
-        for places in _passes(some):
-            mine = [self._before[place] for place in places]
-            copy(mine, [some[place] for place in places])
-            sums.add([parts[place] for place in places], {name: None}, values=squares(mine, self._device))
+    def add_before(self, sums: Sums, name: str) -> None:
+        """Add the squares of the parameters as they were."""
+        sums.add(list(self._before.values()), {name: None})
 
-    def compare(self, parts: Sequence[Part], sums: Sums, *, now: str, change: str) -> None:
-        """Add the squares of ``parts`` as they are under ``now``, and of what changed since ``take`` under ``change``.
+    def add_change(self, parts: Sequence[Part], sums: Sums, name: str) -> None:
+        """Add the squares of what has changed in ``parts`` since."""
+        now = _copied(parts)
+        for kind, part in now.items():
+            part.tensor.sub_(self._before[kind].tensor)
+        sums.add(list(now.values()), {name: None})
 
-        What was taken is used up.
-        """
-        subtract: Any = torch._foreach_sub_  # pyright: ignore[reportPrivateUsage]
-        some = [_some(part.tensor) for part in parts]
-        for places in _passes(some):
-            mine, theirs = [self._before[place] for place in places], [parts[place] for place in places]
-            subtract(mine, [some[place] for place in places])
-            sums.add(theirs, {change: None}, values=squares(mine, self._device))
-            sums.add(theirs, {now: None})
+
+def _copied(parts: Sequence[Part]) -> dict[object, Part]:
+    """Copies of the parameters, those of a kind behind each other in one tensor."""
+    found: dict[tuple[Groups, torch.dtype, torch.device, int], list[Tensor]] = {}
+    for tensor, groups in parts:
+        some = _some(tensor)
+        found.setdefault((groups, tensor.dtype, tensor.device, some.dim()), []).append(some)
+    return {kind: Part(torch.cat(members), kind[0]) for kind, members in found.items()}
 
 
 def _some(tensor: Tensor) -> Tensor:
+    """All of a tensor, flat; of a large one :data:`PIECES` rows."""
     flat = tensor.reshape(-1)
     if flat.numel() <= PIECES * PIECE:
         return flat
-    apart = flat.numel() // PIECES
-    return flat[: PIECES * apart].view(PIECES, apart)[:, :PIECE]
-
-
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _passes(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """What is gone through together: all of a dtype in one kernel, but on a CPU what stays in its cache meanwhile."""
-    found: dict[Any, list[int]] = {}
-    held = 0
-    for place, tensor in enumerate(tensors):
-        held += tensor.nbytes
-        found.setdefault((tensor.dtype, held // _CACHE if tensor.device.type == "cpu" else 0), []).append(place)
-    return list(found.values())
+    return flat.as_strided((PIECES, PIECE), (flat.numel() // PIECES, 1))
 
 
 def named_parameters(root: nn.Module) -> dict[str, nn.Parameter]:

@@ -25,6 +25,8 @@ class Part(NamedTuple):
 class Layout:
     """Where parameters and gradients lie: whole, in DTensors, in FSDP1's views, and where ``zero`` in ZeRO's parts.
 
+    To be asked under ``torch.no_grad()``.
+
     ``whole`` are the groups over which *plain* tensors are split, as FSDP1's are; ZeRO splits over all ranks.
     """
 
@@ -35,7 +37,7 @@ class Layout:
         """What is held of ``parameter``."""
         if self.zero and hasattr(parameter, "ds_tensor"):
             return Part(_unpadded(parameter, cast("Any", parameter).ds_tensor), _everyone())
-        part = local(parameter.detach())
+        part = local(parameter)
         return Part(torch.view_as_real(part) if part.is_complex() else part, shard_groups(parameter, self.whole))
 
     def gradient(self, parameter: Tensor) -> Part:

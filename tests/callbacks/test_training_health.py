@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_mp import PlanError, series
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
 from lightning_mp.callbacks.work import default_tokens, samples_in
+from lightning_mp.numerics import flops
 from support import health
 from support.counting import Asked
 from support.language import LENGTH, Language, gpt2, tokens
@@ -352,3 +353,11 @@ def test_a_group_that_matches_nothing_is_refused_and_nothing_is_opened(tmp_path:
     with pytest.raises(PlanError, match="LayerNorm"):
         fit(Regression(PLAIN), callbacks=[TrainingHealth(tmp_path / "run", groups={"norms": "LayerNrm"})])
     assert not (tmp_path / "run").exists()
+
+
+def test_an_operator_whose_flops_are_not_known_takes_mfu_away(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setitem(flops._RULES, torch.ops.aten.addmm, lambda *_, **__: 1 // 0)
+    with caplog.at_level(logging.INFO):
+        rows = watched(tmp_path, monitor={"peak_flops": 1e9}).rows
+    assert {row[series.MFU] for row in rows} == {None}
+    assert any("aten.addmm" in message for message in caplog.messages)
