@@ -127,3 +127,22 @@ def test_without_anything_to_hold_the_module_is_not_touched() -> None:
     fit(module, precision="32-true", callbacks=[hold])
     assert "lr_scheduler_step" not in module.__dict__
     assert torch.isfinite(torch.tensor(module.losses)).all()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_hold_at_once_and_release_in_any_order(order: tuple[int, int]) -> None:
+    """A guard and a monitor may both leave steps out, and end in the order of the callbacks."""
+    module = Regression(sgd, rising)
+    before = dict(module.__dict__)
+    holds = [Hold(lambda: module.trainer.global_step - 1 == 1), Hold(lambda: module.trainer.global_step - 1 == 4)]
+    trainer = fit(module, precision="32-true", callbacks=list(holds))
+    assert _lrs(module) == [1, 2, 2, 3, 4, 4, 5, 6]
+    holds[order[0]].holding.release()
+    config = trainer.lr_scheduler_configs[0]
+    stood = config.scheduler.last_epoch
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 2
+    module.lr_scheduler_step(config.scheduler, None)  # the first one's step
+    assert config.scheduler.last_epoch == stood + (order[0] == 0)
+    holds[order[1]].holding.release()
+    assert "lr_scheduler_step" not in module.__dict__
+    assert before.keys() >= {key for key in module.__dict__ if key.startswith("lr_scheduler")}
