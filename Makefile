@@ -38,7 +38,7 @@ demo: $(DONE)/demo ## train a small GPT-2 on real text in every mode this machin
 test: $(DONE)/test ## run the tests (those that need a GPU skip themselves where there is none)
 	@$(PYTEST) -m 'not slow' $(ARGS)
 
-test-slow: $(DONE)/test ## run the rest: every way to launch, every pair of strategies that hand a checkpoint on
+test-slow: $(DONE)/test ## run the rest: launches, checkpoints across strategies, monitors on every distributed host
 	@$(PYTEST) -m slow $(ARGS)
 
 conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.md (about 20 minutes)

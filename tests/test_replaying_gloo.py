@@ -11,7 +11,7 @@ from support.gloo import run_ranks
 from support.models import same_weights
 from support.nonfinite import BAD, FAULTS
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 STRATEGIES = ("ddp", "fsdp2", "fsdp1", "deepspeed_zero1", "deepspeed_zero3")
 HOW = ("gradient", "batch", "infinite loss")

@@ -13,7 +13,7 @@ from support.gloo import run_ranks
 from support.models import same_weights
 from support.nonfinite import BAD, FAULTS
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 PASSING = [how for how in FAULTS if how != "weight"]
 ZERO = ("zero1", "zero2", "zero3")

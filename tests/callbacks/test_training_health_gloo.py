@@ -11,7 +11,7 @@ from lightning_mp import series
 from support import health
 from support.gloo import run_ranks
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 EXACT = [(host, "32-true") for host in health.HOSTS]
 SCALED = [(host, "16-mixed") for host in ("ddp", "fsdp2", "fsdp1", "deepspeed_zero2", "deepspeed_zero3")]

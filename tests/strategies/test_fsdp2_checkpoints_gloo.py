@@ -12,7 +12,7 @@ from support.fsdp2_saving import AT
 from support.gloo import run_ranks
 from support.models import same_weights
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 #: optimizers whose groups are in another order than the model's parameters, that keep no state, and usual ones
 OPTIMIZERS = ("fused", "groups", "sgd", "momentum")

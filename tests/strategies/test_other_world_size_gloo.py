@@ -15,7 +15,7 @@ from support.oracles import plan_for
 from support.running import fit
 from support.saving import ResumableBatches, SaveAt
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 STRATEGIES = ("fsdp2", "deepspeed_zero2", "deepspeed_zero3")
 
