@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -13,7 +13,8 @@ from lightning_mp import series
 from lightning_mp.callbacks.watching import log
 from lightning_mp.callbacks.writing import RunDir, open_folder, write_run
 from lightning_mp.events import Event
-from lightning_mp.run_folder import RunFolder
+from lightning_mp.findings import Finding
+from lightning_mp.run_folder import FINDINGS, RunFolder
 
 #: how many events of a kind there were, as a metric
 EVENT_COUNT = "health/events"
@@ -41,6 +42,11 @@ class Book:
             self.events.clear()
             self._counts.clear()
         self._stands(trainer, "running")
+
+    def findings(self, found: Iterable[Finding]) -> None:
+        """Write down what the doctor found."""
+        if self._folder is not None:
+            self._folder.write(FINDINGS, {"findings": [finding.to_dict() for finding in found]})
 
     def row(self, trainer: Trainer, step: int, values: Mapping[str, float | None], logged: Mapping[str, float]) -> None:
         """Write a reading down; ``logged`` of it goes to the loggers."""

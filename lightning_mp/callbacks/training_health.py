@@ -21,8 +21,11 @@ from lightning_mp.callbacks.health_run import HealthRun
 from lightning_mp.callbacks.watching import check_every, is_fresh
 from lightning_mp.callbacks.work import Tokens, Work
 from lightning_mp.callbacks.writing import RunDir
-from lightning_mp.errors import Faults, NonFiniteError
+from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.events import Event, Kind
+from lightning_mp.findings import Finding
+from lightning_mp.numerics.device import describe
+from lightning_mp.preflight import doctor
 
 _NAME = "TrainingHealth"
 #: what LightningModules log it under
@@ -95,6 +98,7 @@ class TrainingHealth(Callback):
         self._alerts = Alerts(self._alert_settings)
         self._book = Book(_NAME)
         self._run: HealthRun | None = None
+        self._findings: list[Finding] | None = None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -107,6 +111,11 @@ class TrainingHealth(Callback):
         return self._book.events
 
     # ------------------------------------------------------------------ the run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ask the doctor, while the model is as the user made it."""
+        begins = stage == "fit" and trainer.is_global_zero and not any(map(_is_split, pl_module.parameters()))
+        self._findings = _examined(trainer, pl_module) if begins else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at what is to be watched, and open the folder.
@@ -121,6 +130,8 @@ class TrainingHealth(Callback):
         work = Work(self.tokens, self.peak_flops)
         self._run = HealthRun(trainer, pl_module, self.groups, skips=self._skips, work=work)
         self._book.open(trainer, self.run_dir, fresh=is_fresh(trainer))
+        if self._findings is not None:
+            self._book.findings(self._findings)
         work.starts(trainer)
 
     @property
@@ -249,3 +260,18 @@ class TrainingHealth(Callback):
     def __getstate__(self) -> dict[str, Any]:
         # A copy (a spawned process, a sweep) belongs to no run.
         return {**self.__dict__, "_run": None}
+
+
+def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None:
+    """What the doctor finds without making an optimizer; ``None`` for a precision plugin that it does not know."""
+    arguments = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
+    device = describe(trainer.strategy.root_device)
+    try:
+        return doctor(module, trainer.precision_plugin, trainer_args=arguments, optimizer=(), device=device)
+    except PlanError:
+        return None
+
+
+def _is_split(parameter: object) -> bool:
+    """Whether an earlier run left a part of it on this rank: one rank alone cannot look at it."""
+    return hasattr(parameter, "to_local") or hasattr(parameter, "ds_id")

@@ -361,3 +361,27 @@ def test_an_operator_whose_flops_are_not_known_takes_mfu_away(tmp_path: Path, mo
         rows = watched(tmp_path, monitor={"peak_flops": 1e9}).rows
     assert {row[series.MFU] for row in rows} == {None}
     assert any("aten.addmm" in message for message in caplog.messages)
+
+
+def test_what_the_doctor_finds_is_written_beside_the_readings(tmp_path: Path) -> None:
+    watched(tmp_path, Regression(PLAIN), plugins=[plan_for("bf16-true")], max_steps=1)
+    found = json.loads((tmp_path / "run" / "findings.json").read_text())["findings"]
+    assert "no_fp32_masters" in {finding["name"] for finding in found}
+    assert {"code", "severity", "what", "why", "fix", "where"} <= found[0].keys()
+    watched(tmp_path, Regression(PLAIN), max_steps=1)  # another run: its own findings, none
+    assert json.loads((tmp_path / "run" / "findings.json").read_text()) == {"findings": []}
+
+
+@pytest.mark.parametrize("name", ["val/loss", "val_loss"])
+def test_what_validation_logged_is_a_row_of_its_own(name: str, tmp_path: Path) -> None:
+    class Validated(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log(name, self.loss(batch).detach() * 0 + 2.5)
+
+    mine = TrainingHealth(tmp_path, report=False)
+    runner = trainer(callbacks=[mine], val_check_interval=4, num_sanity_val_steps=1)
+    runner.fit(Validated(PLAIN), batches(), batches())
+    assert [row for row in lines(tmp_path / "metrics.jsonl") if series.VAL_LOSS in row] == [
+        {"step": 4, series.VAL_LOSS: 2.5},
+        {"step": 8, series.VAL_LOSS: 2.5},
+    ]
