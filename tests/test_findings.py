@@ -11,9 +11,7 @@ def test_every_code_is_stable_in_form_and_used_once() -> None:
 
 
 def test_a_finding_knows_its_code_and_reads_as_one_line() -> None:
-    finding = Finding(
-        name="eval_mode", severity="warning", what="it is off", why="w", fix="turn it on"
-    )
+    finding = Finding(name="eval_mode", severity="warning", what="it is off", why="w", fix="turn it on")
     assert finding.code == CODES["eval_mode"]
     assert finding.to_dict()["code"] == finding.code
     assert str(finding) == f"{finding.code} warning: it is off; why: w; do: turn it on"
