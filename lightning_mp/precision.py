@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp import device_rules, hardware, presets, reading, strategy_support
+from lightning_mp.deepspeed_json import DeepSpeedJson
 from lightning_mp.engines import closures, optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Faults
@@ -42,7 +43,7 @@ from lightning_mp.preflight import warn_at_fit
 _STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
 
 
-class MixedPrecisionPlan(FSDPPrecision):
+class MixedPrecisionPlan(DeepSpeedJson, FSDPPrecision):
     """Carries a precision policy out as a Lightning plugin: ``Trainer(plugins=[MixedPrecisionPlan("16-mixed")])``.
 
     It is a ``FSDPPrecision`` only so that every stock strategy accepts it; nothing of that class is used.
@@ -106,7 +107,7 @@ class MixedPrecisionPlan(FSDPPrecision):
 
     @classmethod
     def preset(cls, name: str) -> MixedPrecisionPlan:
-        """A plan by name: fp32, tf32, bf16, fp16, bf16_true, fp16_true, or a GPU: v100, t4, a100, h100."""
+        """A plan by name: fp32, tf32, bf16, fp16, bf16_true, fp16_true, longspec, or a GPU: v100, t4, a100, h100."""
         return cls.from_policy(presets.preset(name))
 
     @classmethod

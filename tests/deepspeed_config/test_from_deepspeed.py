@@ -1,0 +1,371 @@
+"""A plan from a DeepSpeed JSON: thirty real ones, every word of the precision blocks, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, PlanError
+from lightning_mp.deepspeed_config import compose
+from lightning_mp.deepspeed_keys import BLOCKS, REFUSED, TOP
+from lightning_mp.deepspeed_notes import DeepSpeedNotes
+from support.deepspeed_json import DEEPSPEED, REAL, WHOLE_FP16, faults_of, the_fault
+
+read = MixedPrecisionPlan.from_deepspeed
+
+
+def notes_of(config: Any) -> DeepSpeedNotes:
+    notes = read(config).deepspeed_notes
+    assert notes is not None
+    return notes
+
+
+#: name -> precision, then what neither plan nor engine takes; or the reasons for which it is refused
+EXPECTED: dict[str, tuple[str, set[str]] | list[str]] = {
+    "accelerate-zero1": ("16-mixed", set()),
+    "accelerate-zero2-offload": ("16-mixed", set()),
+    "accelerate-zero3-offload": ("16-mixed", set()),
+    "accelerate-alst": ("bf16-mixed", set()),
+    "accelerate-zero3-model-only": ("auto", set()),
+    "llamafactory-zero0": ("auto", set()),
+    "llamafactory-zero2-autotp": ("auto", set()),
+    "llamafactory-zero3-fp8-now": ["bf16.enabled='auto' with fp16.enabled=False"],
+    "axolotl-zero1-compile": ("auto", {"compile.disable", "compile.backend"}),
+    "axolotl-zero3-bf16-offload": ("bf16-mixed", set()),
+    "fastchat-zero2": ("auto", set()),
+    "fastchat-zero3": ("auto", set()),
+    "dolly-v100": ("16-mixed", set()),
+    "dolly-a100": ("bf16-mixed", set()),
+    "alpaca-offload": ("auto", set()),
+    "chatglm-ptuning": ("auto", set()),
+    "qwen-zero3": ("auto", set()),
+    "llava-zero3-offload": ("auto", set()),
+    "dse-onebitlamb": ("16-mixed", set()),
+    "dse-imagenet-zero1": ("16-mixed", {"cuda_visible_devices"}),
+    "dse-deberta": ("16-mixed", set()),
+    "dse-bf16-masters": ["bf16.bf16_master_weights_and_grads=True", "bf16.bf16_optimizer_states=True"],
+    "dse-moq": ["quantize_training="],
+    "dse-glue-fp32": ("32-true", set()),
+    "dse-zenflow": ("bf16-mixed", set()),
+    "longspec-slim6b": ("16-mixed", set()),
+    "longspec-zero1-cosine": (
+        "bf16-mixed",
+        {
+            "zero_optimization.stage3_param_persistence_threshold",
+            "zero_optimization.stage3_max_live_parameters",
+            "zero_optimization.stage3_prefetch_bucket_size",
+        },
+    ),
+    "hf-zero2": ("auto", set()),
+    "hf-zero3-fp16": ("16-mixed", {"zero_optimization.reduce_bucket_size"}),
+    "llamafactory-zero3-fp8-then": ["fp8="],
+}
+#: where the rule is another than DeepSpeed's defaults
+RULES = {
+    "axolotl-zero1-compile": LossScaling.deepspeed(initial_scale_power=32),
+    "dse-deberta": LossScaling.deepspeed(initial_scale_power=12),
+}
+
+
+def test_the_table_has_every_real_config() -> None:
+    assert set(EXPECTED) == set(REAL)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_config_is_read_or_refused_with_its_reasons(name: str, tmp_path: Path) -> None:
+    config, expected = REAL[name]["config"], EXPECTED[name]
+    before = copy.deepcopy(config)
+    if isinstance(expected, list):
+        found = faults_of(lambda: read(config))
+        assert all(fault.startswith(f"given {given}") for fault, given in zip(found, expected, strict=True)), found
+        return
+    plan = read(config)
+    precision, refused = expected
+    scaled = precision in ("16-mixed", "auto")
+    assert plan.policy.precision == precision
+    assert plan.policy.loss_scaling == (RULES.get(name, DEEPSPEED) if scaled else None)
+    assert set(notes_of(config).refused) == refused
+    assert config == before
+
+
+@pytest.mark.parametrize("name", [name for name, row in EXPECTED.items() if isinstance(row, tuple) and not row[1]])
+def test_the_plan_and_the_json_it_came_from_agree(name: str) -> None:
+    config = REAL[name]["config"]
+    policy, stage = read(config).policy, config.get("zero_optimization", {}).get("stage", 1) or 1
+    if policy.precision != "auto":
+        config = {**config, "zero_optimization": {**config.get("zero_optimization", {}), "stage": stage}}
+        assert compose(policy, config, stage=stage).config["fp16"] == compose(policy, stage=stage).config["fp16"]
+
+
+def told(notes: DeepSpeedNotes, key: str) -> bool:
+    """Whether a top-level key stands in the notes, itself or entry by entry."""
+    return any(
+        name == key or name.startswith(f"{key}.") for kind in (notes.taken, notes.left, notes.refused) for name in kind
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, row in EXPECTED.items() if isinstance(row, tuple)])
+def test_every_key_of_a_real_config_is_told_of(name: str) -> None:
+    config = REAL[name]["config"]
+    notes = notes_of(config)
+    assert [key for key in config if not told(notes, key)] == []
+    for block in ("fp16", "bf16", "torch_autocast", "data_types"):
+        for key in config.get(block, {}):
+            assert sum(f"{block}.{key}" in kind for kind in (notes.taken, notes.left, notes.refused)) == 1
+
+
+def test_longspecs_block_key_for_key() -> None:
+    plan = read({"fp16": WHOLE_FP16})
+    notes = notes_of({"fp16": WHOLE_FP16})
+    assert plan.policy == MixedPrecisionPlan("16-mixed", loss_scaling=DEEPSPEED).policy
+    assert [*notes.taken, *notes.left] == [
+        "fp16.enabled",
+        "fp16.loss_scale",
+        "fp16.initial_scale_power",
+        "fp16.loss_scale_window",
+        "fp16.hysteresis",
+        "fp16.consecutive_hysteresis",
+        "fp16.min_loss_scale",
+        "fp16.auto_cast",
+    ]
+    assert plan.to_deepspeed(stage=1)["fp16"] == WHOLE_FP16
+
+
+#: a JSON, and fields of the policy
+READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"precision": "32-true"}),
+    ({"fp16": {"enabled": True}}, {"precision": "16-mixed", "loss_scaling": DEEPSPEED}),
+    ({"fp16": {}}, {"precision": "32-true"}),
+    ({"fp16": {"loss_scale": 0}}, {"precision": "32-true"}),
+    ({"fp16": None}, {"precision": "32-true"}),
+    ({"bf16": {"enabled": True}}, {"precision": "bf16-mixed", "loss_scaling": None}),
+    ({"bfloat16": {"enabled": True}}, {"precision": "bf16-mixed"}),
+    ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, {"precision": "32-true"}),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}, {"precision": "16-mixed"}),
+    ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": True}}, {"precision": "bf16-mixed"}),
+    ({"fp16": {"enabled": "auto"}}, {"precision": "auto", "loss_scaling": DEEPSPEED}),
+    ({"bf16": {"enabled": "auto"}}, {"precision": "auto", "loss_scaling": DEEPSPEED}),
+    ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, {"precision": "bf16-mixed"}),
+    (
+        {"torch_autocast": {"enabled": True, "dtype": "fp16"}},
+        {"precision": "16-mixed", "loss_scaling": LossScaling.torch()},
+    ),
+    (
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}, "fp16": {"enabled": True}},
+        {"precision": "16-mixed", "loss_scaling": DEEPSPEED},
+    ),
+    ({"fp16": {"enabled": True, "loss_scale": 128}}, {"loss_scaling": LossScaling.static(128)}),
+    ({"fp16": {"enabled": True, "loss_scale": "auto", "hysteresis": "auto"}}, {"loss_scaling": DEEPSPEED}),
+    (
+        {
+            "fp16": {
+                "enabled": True,
+                "initial_scale_power": 8.0,
+                "loss_scale_window": 5e2,
+                "hysteresis": 3,
+                "consecutive_hysteresis": True,
+                "min_loss_scale": 4,
+            }
+        },
+        {"loss_scaling": LossScaling.deepspeed(0, 8, 500, 3, True, 4)},
+    ),
+    ({"communication_data_type": "bf16"}, {"reduce_dtype": "bf16"}),
+    ({"communication_data_type": "auto"}, {"reduce_dtype": "fp32"}),
+    ({"data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"}}, {"buffer_dtype": "bf16"}),
+    ({"bf16": {"enabled": True, "check_grad_overflow": False}}, {"nonfinite": NonFinite(action="ignore")}),
+    ({"bf16": {"enabled": True, "check_grad_overflow": True}}, {"nonfinite": NonFinite()}),
+    ({"bf16": {"enabled": False, "check_grad_overflow": False}}, {"nonfinite": NonFinite()}),
+    ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "bfloat16"}}, {"precision": "bf16-mixed"}),
+]
+
+
+@pytest.mark.parametrize(("config", "fields"), READ, ids=[str(config) for config, _ in READ])
+def test_what_a_json_says_of_formats_is_the_policy(config: dict[str, Any], fields: dict[str, Any]) -> None:
+    policy = read(config).policy
+    assert {field: getattr(policy, field) for field in fields} == fields
+    assert all(told(notes_of(config), key) for key in config)
+
+
+#: a JSON, and how each of its faults begins
+REFUSED_JSON: list[tuple[dict[str, Any], list[str]]] = [
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16.enabled=True and bf16.enabled=True"]),
+    (
+        {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
+        ["fp16.enabled=True and torch_autocast.enabled=True with dtype='bf16'"],
+    ),
+    ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": False}}, ["fp16.enabled='auto' with bf16.enabled=False"]),
+    ({"torch_autocast": {"enabled": "auto"}}, ["torch_autocast.enabled='auto'"]),
+    ({"torch_autocast": {"enabled": True, "dtype": "auto"}}, ["torch_autocast.enabled=True with dtype='auto'"]),
+    ({"torch_autocast": {"enabled": True}}, ["torch_autocast.enabled=True with no dtype"]),
+    ({"fp16": {"enabled": True, "inital_scale_power": 8}}, ["unknown key fp16.inital_scale_power"]),
+    ({"fp16": {"enabled": True, "inital_scale_power": "auto"}}, ["unknown key fp16.inital_scale_power"]),
+    ({"bf16": {"enable": True}}, ["unknown key bf16.enable"]),
+    ({"fp61": {"enabled": True}}, ["unknown key fp61"]),
+    ({"FP16": {"enabled": True}}, ["unknown key FP16"]),
+    ({"loss_scale": 128}, ["unknown key loss_scale"]),
+    ({"fp16": "auto"}, ["fp16='auto'"]),
+    ({"fp16": {"enabled": "true"}}, ["fp16.enabled='true'"]),
+    ({"fp16": {"enabled": True, "loss_scale": -1}}, ["fp16.loss_scale=-1"]),
+    ({"fp16": {"enabled": True, "loss_scale": 10**400}}, ["fp16.loss_scale=1000"]),
+    ({"fp16": {"enabled": True, "initial_scale_power": 200}}, ["fp16: initial_scale_power=200"]),
+    ({"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16.fp16_master_weights_and_grads=True"]),
+    ({"amp": {"enabled": True, "opt_level": "O1"}}, ["amp={"]),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, ["data_types.grad_accum_dtype='bf16'"]),
+    ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}}, ["data_types.param_dtype='fp32'"]),
+    ({"communication_data_type": "float32"}, ["communication_data_type='float32'"]),
+    (
+        {
+            "amp": True,
+            "fp16": {"enabled": True, "hysteresis": 0, "los_scale": 1},
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        },
+        [
+            "unknown key fp16.los_scale",
+            "fp16.hysteresis=0",
+            "amp=True",
+            "fp16.enabled=True and bf16",
+            "bf16.bf16_master",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "given"), REFUSED_JSON, ids=[str(given) for _, given in REFUSED_JSON])
+def test_what_a_plan_cannot_carry_out_is_one_error(config: dict[str, Any], given: list[str]) -> None:
+    found = faults_of(lambda: read(config))
+    assert len(found) == len(given), found
+    assert all(any(fault.startswith(f"given {word}") for fault in found) for word in given), found
+
+
+def test_a_misspelt_key_is_refused_with_the_near_name() -> None:
+    assert "did you mean 'initial_scale_power'?" in the_fault(lambda: read({"fp16": {"inital_scale_power": 8}}))
+    assert "did you mean 'fp16'" in the_fault(lambda: read({"fp61": {"enabled": True}}))
+    assert "move it into fp16" in the_fault(lambda: read({"loss_scale": 128}))
+
+
+#: what neither plan nor engine takes stands in the notes with the reason
+REPORTED: list[tuple[dict[str, Any], str, str]] = [
+    ({"gradient_cliping": 1.0}, "gradient_cliping", "did you mean 'gradient_clipping'"),
+    ({"monitor_config": {}}, "monitor_config", "unknown key"),
+    ({"nebula": {"enabled": True}}, "nebula", "removed it"),
+    ({"gradient_clipping": "1.0"}, "gradient_clipping", "without quotes"),
+    ({"zero_optimization": True}, "zero_optimization", "zero_optimization=True"),
+    ({"zero_optimization": {"stages": 2}}, "zero_optimization.stages", "did you mean 'stage'?"),
+    (
+        {"zero_optimization": {"offload_param": {"divice": "cpu"}}},
+        "zero_optimization.offload_param.divice",
+        "did you mean 'device'?",
+    ),
+    ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16", "where both stand"),
+]
+
+
+@pytest.mark.parametrize(("config", "key", "words"), REPORTED, ids=[key for _, key, _ in REPORTED])
+def test_what_nobody_takes_is_reported(config: dict[str, Any], key: str, words: str) -> None:
+    assert words in notes_of(config).refused[key]
+
+
+#: what others say, and where
+LEFT: list[tuple[str, Any, str]] = [
+    ("gradient_clipping", 1.0, "Trainer(gradient_clip_val=1.0)"),
+    ("gradient_accumulation_steps", 4, "Trainer(accumulate_grad_batches=4)"),
+    ("gradient_accumulation_steps", "auto", "Trainer(accumulate_grad_batches=...)"),
+    ("train_batch_size", 32, "batch_size x"),
+    ("train_micro_batch_size_per_gpu", None, "batch_size"),
+    ("optimizer", {"type": "AdamW"}, "configure_optimizers()"),
+    ("scheduler", {"type": "WarmupLR"}, "configure_optimizers()"),
+    ("activation_checkpointing", {"partition_activations": True}, "checkpointing="),
+    ("zero_optimization", {"stage": 3}, "make_strategy('deepspeed_zero3', plan"),
+    ("zero_optimization", {"stage": 0}, "mp_ddp"),
+    ("zero_optimization", {"stage": "auto"}, "choose a stage"),
+    ("steps_per_print", 10, "the engine's own"),
+    ("_comment", "as in the paper", "a comment"),
+    ("comms_config", {"verbose": False}, "nothing reads it"),
+    ("amp", {"enabled": False}, "off"),
+    ("quantize_training", {"enabled": False}, "off"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), LEFT, ids=[f"{key}={value!r}" for key, value, _ in LEFT])
+def test_what_others_say_is_left_to_them(key: str, value: Any, words: str) -> None:
+    notes = notes_of({key: value})
+    assert words in notes.left[key]
+    assert not notes.taken | notes.refused
+
+
+def test_an_auto_inside_fp16_is_deepspeeds_default_and_the_notes_say_so() -> None:
+    notes = notes_of({"fp16": {"enabled": True, "initial_scale_power": "auto", "loss_scale": None}})
+    assert notes.taken["fp16.initial_scale_power"].startswith("'auto': DeepSpeed's default, 16: ")
+    assert notes.taken["fp16.loss_scale"].startswith("None: DeepSpeed's default, 0: ")
+
+
+def test_the_rule_of_a_static_scale_is_left() -> None:
+    notes = notes_of({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 4}})
+    assert notes.taken["fp16.loss_scale"] == "LossScaling.static(128)"
+    assert "static" in notes.left["fp16.hysteresis"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+def test_notes_survive_copies_and_are_no_part_of_the_policy(copied: Any) -> None:
+    plan = read(REAL["longspec-slim6b"]["config"])
+    assert copied(plan).deepspeed_notes == plan.deepspeed_notes
+    assert plan.policy == MixedPrecisionPlan("16-mixed", loss_scaling=DEEPSPEED).policy
+    assert MixedPrecisionPlan("16-mixed").deepspeed_notes is None
+
+
+def test_notes_print_a_line_a_key() -> None:
+    text = str(notes_of({"fp16": {"enabled": False}, "optimizer": {}, "nebula": {"enabled": True}}))
+    assert [line.split(":")[0].split() for line in text.splitlines()] == [
+        ["taken", "fp16.enabled"],
+        ["left", "optimizer"],
+        ["refused", "nebula"],
+    ]
+
+
+def test_a_path_and_a_dictconfig_read_as_the_dict_does(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"fp16": {"enabled": true, "initial_scale_power": 8}}', encoding="utf-8")
+    plans = [read(path), read(str(path)), read(OmegaConf.create({"fp16": {"enabled": True, "initial_scale_power": 8}}))]
+    assert {plan.policy.loss_scaling for plan in plans} == {LossScaling.deepspeed(initial_scale_power=8)}
+    path.write_text('{\n  // half\n  "fp16": {"enabled": true}\n}', encoding="utf-8")
+    assert "line 2, column 3" in the_fault(lambda: read(path))
+
+
+class Mine(MixedPrecisionPlan):
+    """A user's own plan."""
+
+
+def test_a_subclass_reads_itself() -> None:
+    assert type(Mine.from_deepspeed({"bf16": {"enabled": True}})) is Mine
+
+
+names = st.sampled_from([*TOP, *REFUSED, *{key for table in BLOCKS.values() for key in table}, "", "_x", "fp61"])
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(["auto", "fp16", "bf16", "cpu", "1"])
+)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=4), max_leaves=8
+)
+blocks = st.one_of(*(st.dictionaries(st.sampled_from([*BLOCKS[name]]), scalars, max_size=4) for name in BLOCKS))
+
+
+@settings(deadline=None)
+@given(config=st.dictionaries(names, st.one_of(anything, blocks), max_size=5))
+@example(config={"fp16": {"enabled": True, "min_loss_scale": 10**400}})
+@example(config={"gradient_accumulation_steps": math.inf})
+def test_any_json_is_read_with_every_key_told_or_refused(config: dict[str, Any]) -> None:
+    before = repr(config)
+    try:
+        notes = notes_of(config)
+    except PlanError:
+        notes = None
+    assert repr(config) == before
+    assert notes is None or [key for key in config if not told(notes, key)] == []
