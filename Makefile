@@ -58,8 +58,9 @@ format: $(DONE)/dev ## write the style that `make lint` asks for
 	@$(BIN)/ruff check --fix $(LINTED)
 	@$(BIN)/ruff format $(LINTED)
 
-bench: $(DONE)/test ## measure step times and host reads against stock Lightning, on one device and on two processes
+bench: $(DONE)/test ## measure step times and host reads: of a plan, of the monitors, and of every strategy
 	@$(BIN)/python benchmarks/run.py $(ARGS)
+	@$(BIN)/python benchmarks/monitors.py $(ARGS)
 	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python benchmarks/sharded.py $(ARGS)
 
 clean: ## remove .venv, caches and build output

@@ -166,6 +166,42 @@ def doctor(
     raise typer.Exit(configured.exit_status(findings))
 
 
+@app.command()
+def train(
+    arguments: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]...",
+            help="A YAML file, then what to change: plan=bf16, experiment=llama_tiny, trainer.max_steps=100, "
+            "ckpt_path=runs/x/checkpoints/last.ckpt, run_dir=runs/x.",
+            show_default=False,
+        ),
+    ] = None,
+    multirun: Annotated[
+        bool, typer.Option("--multirun", "-m", help="Run every combination of plan=fp32,bf16, and compare them.")
+    ] = False,
+    config_dir: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option("--config-dir", help="A folder with groups of your own; may be given several times."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the config that would run, and leave.")] = False,
+) -> None:
+    """Train what a YAML file describes: any LightningModule, under a plan and a strategy; Hydra composes the parts."""
+    from lightning_mp.errors import MissingExtraError, NonFiniteError, PlanError
+    from lightning_mp.training.application import train as run
+
+    try:
+        status = run(arguments or [], typer.echo, multirun=multirun, config_dirs=config_dir or [], only_show=show)
+    except PlanError as error:
+        faults = [str(fault) for fault in error.faults]
+        _refuse("train", "\n  ".join([f"{len(faults)} faults", *faults] if len(faults) > 1 else faults))
+    except (MissingExtraError, NonFiniteError, OSError) as error:
+        _refuse("train", str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
+    raise typer.Exit(status)
+
+
 def _refuse(command: str, message: str) -> NoReturn:
     typer.echo(f"lightning-mp {command}: {message}", err=True)
     raise typer.Exit(_USAGE_ERROR) from None

@@ -1,4 +1,4 @@
-"""Named policies: the modes by their everyday names, and the one that suits each common GPU."""
+"""Named policies: the modes by their everyday names, the one that suits each common GPU, and known recipes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_mp.errors import Fault, PlanError, nearest
+from lightning_mp.loss_scaling import LossScaling
 from lightning_mp.policy import PrecisionPolicy
 
 PRESETS = MappingProxyType[str, dict[str, Any]](
@@ -20,6 +21,13 @@ PRESETS = MappingProxyType[str, dict[str, Any]](
         "t4": {"precision": "16-mixed"},
         "a100": {"precision": "bf16-mixed", "tf32": "high"},
         "h100": {"precision": "bf16-mixed", "tf32": "high"},
+        # LongSpec's: TF32, fp16 with the loss scale of DeepSpeed's own defaults, and norms in fp32
+        "longspec": {
+            "precision": "16-mixed",
+            "loss_scaling": LossScaling.deepspeed(),
+            "pins": {"*norm*": "fp32"},
+            "tf32": "high",
+        },
     }
 )
 

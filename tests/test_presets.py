@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_mp import MixedPrecisionPlan, PlanError
+from lightning_mp import LossScaling, MixedPrecisionPlan, Pin, PlanError
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.presets import PRESETS, preset
 
@@ -29,8 +29,17 @@ def test_a_preset_is_a_policy(name: str) -> None:
     assert MixedPrecisionPlan.preset(name).policy == preset(name)
 
 
+def test_longspec_is_fp16_with_deepspeeds_loss_scale_fp32_norms_and_tf32() -> None:
+    assert preset("longspec") == PrecisionPolicy(
+        precision="16-mixed",
+        loss_scaling=LossScaling.deepspeed(initial_scale_power=16, loss_scale_window=1000, hysteresis=2),
+        pins=(Pin("*norm*", "fp32"),),
+        tf32="high",
+    )
+
+
 def test_there_are_no_others() -> None:
-    assert PRESETS.keys() == EXPECTED.keys()
+    assert PRESETS.keys() == {*EXPECTED, "longspec"}
 
 
 def test_presets_cannot_be_changed() -> None:

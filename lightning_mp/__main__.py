@@ -1,0 +1,5 @@
+"""``python -m lightning_mp``: the ``lightning-mp`` command."""
+
+from lightning_mp.cli import main
+
+main()

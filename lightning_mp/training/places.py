@@ -1,0 +1,77 @@
+"""Where a key of a composed config was written: file and line, or the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
+
+
+class Places:
+    """Dotted keys and where each was written; of several places the one added last."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+
+    def add(self, path: Path, prefix: str = "") -> None:
+        """Note every key of a YAML file, which stands at ``prefix`` in the config."""
+        import yaml
+
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        for key, line in _keys(node, prefix):
+            self._found[key] = f"{path.name}:{line}"
+
+    def add_choice(self, sources: Sequence[str], group: str, option: str) -> None:
+        """Note the keys of the file ``option`` of ``group``, from the first of ``sources`` that has it."""
+        name = f"{group.partition('@')[0]}/{option.removesuffix('.yaml')}.yaml"
+        path = next((found for found in (_folder(source) / name for source in sources) if found.is_file()), None)
+        if path is not None:
+            header = _PACKAGE.search(path.read_text(encoding="utf-8"))
+            package = header.group(1) if header else group.partition("@")[0].replace("/", ".")
+            self.add(path, "" if package == "_global_" else package)
+
+    def say(self, key: str, where: str) -> None:
+        """Note that ``key`` was written somewhere else."""
+        self._found[key] = where
+
+    def of(self, key: str) -> str:
+        """`` (file:line)`` of the key, or of what it stands in; empty where that is not known."""
+        parts = key.split(".")
+        for length in range(len(parts), 0, -1):
+            found = self._found.get(".".join(parts[:length]))
+            if found is not None:
+                return f" ({found})"
+        return ""
+
+    def of_text(self, path: Path, word: str) -> str:
+        """`` (file:line)`` of the entry for ``word`` in the file's defaults list."""
+        pattern = re.compile(rf"^\s*-.*(?<![\w/]){re.escape(word)}\s*:")
+        lines = path.read_text(encoding="utf-8").splitlines()
+        number = next((number for number, line in enumerate(lines, 1) if pattern.search(line)), None)
+        return "" if number is None else f" ({path.name}:{number})"
+
+
+def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
+    """The dotted keys below ``node`` and their lines, from 1."""
+    if getattr(node, "id", "") == "mapping":
+        for key, value in node.value:
+            name = f"{prefix}.{key.value}" if prefix else str(key.value)
+            yield name, key.start_mark.line + 1
+            yield from _keys(value, name)
+    elif getattr(node, "id", "") == "sequence":
+        for index, value in enumerate(node.value):
+            yield f"{prefix}.{index}", value.start_mark.line + 1
+            yield from _keys(value, f"{prefix}.{index}")
+
+
+def _folder(source: str) -> Path:
+    """The folder of a search path's entry."""
+    scheme, _, rest = source.partition("://")
+    if scheme == "pkg":
+        return Path(str(files(rest.replace("/", "."))))
+    return Path(unquote(urlparse(source).path)) if scheme == "file" else Path(source)

@@ -1,0 +1,151 @@
+"""Every YAML file of the package composes with Hydra alone and builds what it names, in a project of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from omegaconf import DictConfig, OmegaConf
+
+import lightning_mp.configs
+from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
+from lightning_mp.presets import PRESETS, preset
+from lightning_mp.strategies.names import STRATEGIES
+
+CONFIGS = Path(lightning_mp.configs.__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
+
+PROJECT = """\
+defaults:
+  - plan: fp32
+  - strategy: auto
+  - model: gpt2_tiny
+  - data: library_text
+  - trainer: cpu
+  - callbacks: none
+  - _self_
+  - experiment: null
+hydra:
+  searchpath:
+    - pkg://lightning_mp.configs
+"""
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "mine.yaml").write_text(PROJECT)
+    return tmp_path
+
+
+def composed(project: Path, overrides: Sequence[str] = ()) -> DictConfig:
+    with initialize_config_dir(str(project), version_base="1.3"):
+        return compose("mine", list(overrides))
+
+
+def test_there_is_a_group_for_every_part_of_a_run() -> None:
+    groups = {path.name for path in CONFIGS.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
+    assert groups == {"plan", "strategy", "callbacks", "model", "data", "trainer", "experiment"}
+
+
+def test_they_are_at_the_top_of_a_checkout_too() -> None:
+    assert (ROOT / "configs").resolve() == CONFIGS.resolve()
+
+
+def test_there_is_a_plan_for_every_preset_and_one_that_chooses() -> None:
+    assert set(names("plan")) == {*PRESETS, "auto"}
+
+
+@pytest.mark.parametrize("name", names("plan"))
+def test_a_plan_is_the_preset_of_its_name(name: str, project: Path) -> None:
+    config = composed(project, [f"plan={name}"])
+    expected = preset(name) if name in PRESETS else MixedPrecisionPlan("auto").policy
+    assert instantiate(config.plan).policy == expected
+    assert MixedPrecisionPlan.from_config(config.plan).policy == expected
+
+
+def test_longspec_has_the_keys_and_values_of_its_fp16_block() -> None:
+    written = yaml.safe_load((CONFIGS / "plan/longspec.yaml").read_text())["loss_scaling"]
+    assert written.pop("_target_") == "lightning_mp.LossScaling.deepspeed"
+    assert written == {
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1,
+    }
+    assert preset("longspec").loss_scaling == LossScaling.deepspeed(**written)
+
+
+def test_there_is_a_strategy_for_every_name_of_the_factory() -> None:
+    assert set(names("strategy")) == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("name", names("strategy"))
+def test_a_strategy_is_what_the_factory_makes_of_its_name(name: str, project: Path) -> None:
+    config = composed(project, [f"strategy={name}", "plan=bf16"])
+    built, expected = instantiate(config.strategy), make_strategy(name, MixedPrecisionPlan("bf16-mixed"))
+    assert type(built) is type(expected)
+
+
+def test_a_strategy_takes_keywords_beside_its_name(project: Path) -> None:
+    built = instantiate(composed(project, ["strategy=ddp", "+strategy.find_unused_parameters=true"]).strategy)
+    assert built._ddp_kwargs["find_unused_parameters"] is True
+
+
+@pytest.mark.parametrize("name", names("callbacks"))
+def test_callbacks_are_a_mapping_of_name_to_callback(name: str, project: Path) -> None:
+    built = instantiate(composed(project, [f"callbacks={name}"]).callbacks)
+    assert all(isinstance(callback, Callback) for callback in built.values())
+    assert ("training_health" in built) == (name != "none")
+
+
+@pytest.mark.parametrize("name", names("trainer"))
+def test_a_trainer_section_is_what_lightnings_trainer_takes(name: str, project: Path) -> None:
+    arguments = OmegaConf.to_container(composed(project, [f"trainer={name}"]).trainer, resolve=True)
+    assert isinstance(arguments, dict)
+    on_cpu: dict[str, Any] = {**arguments, "accelerator": "cpu", "devices": 1}
+    assert isinstance(Trainer(**on_cpu), Trainer)
+
+
+@pytest.mark.parametrize("name", [name for name in names("model") if name != "gpt2_small"])
+def test_a_model_is_a_lightning_module(name: str, project: Path) -> None:
+    model = instantiate(composed(project, [f"model={name}"]).model, _convert_="all")
+    assert isinstance(model, LightningModule)
+    assert 100_000 < sum(parameter.numel() for parameter in model.parameters()) < 300_000
+
+
+def test_gpt2_small_has_gpt2s_size(project: Path) -> None:
+    config = composed(project, ["model=gpt2_small", "model.config.n_layer=0", "data.context=1024"])
+    model = instantiate(config.model, _convert_="all")
+    width, rows = 768, 50304
+    assert sum(parameter.numel() for parameter in model.parameters()) == (rows + 1024) * width + 2 * width
+
+
+@pytest.mark.parametrize("name", names("data"))
+def test_data_is_a_data_module(name: str, project: Path) -> None:
+    assert isinstance(instantiate(composed(project, [f"data={name}"]).data), LightningDataModule)
+
+
+@pytest.mark.parametrize("name", names("experiment"))
+def test_an_experiment_composes_and_every_value_resolves(name: str, project: Path) -> None:
+    config = composed(project, [f"experiment={name}"])
+    OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+
+
+def test_a_projects_own_file_may_build_upon_one_of_a_group(project: Path) -> None:
+    (project / "plan").mkdir()
+    (project / "plan/ours.yaml").write_text("defaults:\n  - fp16\npins:\n  'ln_*': fp32\n")
+    plan = instantiate(composed(project, ["plan=ours"]).plan)
+    assert plan.policy.precision == "16-mixed"
+    assert [pin.pattern for pin in plan.policy.pins] == ["ln_*"]

@@ -1,0 +1,87 @@
+"""What ``lightning-mp train`` is given in tests: small modules by ``_target_``, a short text, and a quiet Trainer."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mp.errors import Fault, PlanError
+from lightning_mp.training.application import train
+
+#: three steps on the CPU of a short text, so that a run takes a second or two
+QUICK = (
+    "trainer=debug",
+    "trainer.enable_progress_bar=false",
+    "trainer.enable_model_summary=false",
+    f"data.text={argparse.__file__}",
+)
+
+PLAIN = """\
+plan:
+  precision: bf16-mixed
+model:
+  _target_: support.training.Net
+  width: 4
+data:
+  _target_: support.training.loader
+  rows: 12
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 3
+  logger: false
+  enable_progress_bar: false
+  enable_model_summary: false
+"""
+
+
+class Net(LightningModule):
+    """One linear layer; ``built`` counts how many were made."""
+
+    built = 0
+
+    def __init__(self, width: int, lr: float = 0.1) -> None:
+        super().__init__()
+        type(self).built += 1
+        self.layer = torch.nn.Linear(width, 1)
+        self.lr = lr
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+def loader(rows: int) -> DataLoader[tuple[Tensor, ...]]:
+    """Fixed random rows of four numbers."""
+    return DataLoader(TensorDataset(torch.randn(rows, 4, generator=torch.Generator().manual_seed(1))), batch_size=4)
+
+
+def run(*arguments: str, multirun: bool = False, config_dirs: tuple[Path, ...] = ()) -> list[str]:
+    """Train in this process, which must succeed; what was said."""
+    said: list[str] = []
+    assert train(arguments, said.append, multirun=multirun, config_dirs=config_dirs) == 0
+    return said
+
+
+def refusal(*arguments: str, multirun: bool = False, config_dirs: tuple[Path, ...] = ()) -> tuple[Fault, ...]:
+    """The faults of arguments that are refused."""
+    with pytest.raises(PlanError) as error:
+        train(arguments, print, multirun=multirun, config_dirs=config_dirs)
+    assert len(set(error.value.faults)) == len(error.value.faults)
+    return error.value.faults
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> str:
+    """The path of a YAML file of that text."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return str(path)
