@@ -23,11 +23,9 @@ from torch.nn.utils import stateless
 from lightning_mp.engines import diagnosis
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
+from lightning_mp.numerics.patterns import plain_name
 from lightning_mp.numerics.rng import RngState, rng_state, set_rng_state
 from lightning_mp.numerics.untouched import untouched
-
-#: what FSDP1, checkpoint wrappers and torch.compile add to the names of modules
-_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,16 @@ class Blame:
     bad_loss: bool = False
     batch_idx: int | None = None
     note: str | None = None
+
+    @property
+    def module(self) -> str | None:
+        """The origin's module."""
+        return None if self.origin is None else self.origin.module
+
+    @property
+    def parameter(self) -> str | None:
+        """The origin's parameter."""
+        return None if self.origin is None else self.origin.parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +313,9 @@ def _scale(trainer: Trainer, device: torch.device) -> Tensor | None:
 
 
 def _plainly_named(origin: Origin) -> Origin:
-    return replace(origin, module=_plain(origin.module), parameter=origin.parameter and _plain(origin.parameter))
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return replace(
+        origin, module=plain_name(origin.module), parameter=origin.parameter and plain_name(origin.parameter)
+    )
 
 
 def _without_replay(

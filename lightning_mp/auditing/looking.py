@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mp.checkpoints.names import plain_name
 from lightning_mp.numerics.audit import Observed
 from lightning_mp.numerics.audit_judge import Declaration
 from lightning_mp.numerics.audit_ops import dtype_name
+from lightning_mp.numerics.patterns import plain_name
 
 
 @dataclass(frozen=True, slots=True)

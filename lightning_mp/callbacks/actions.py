@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.errors import Faults, nearest
 from lightning_mp.events import KINDS, Event, Kind
+from lightning_mp.numerics import grads
 
 Word = Literal["log", "skip", "reduce_lr", "stop"]
 Call = Callable[[Event, Trainer, LightningModule], Any]
@@ -161,18 +162,12 @@ def withhold(optimizer: Optimizer, *, scaled: bool) -> None:
     ``scaled``: gradients are unscaled within the step, by an optimizer whose gradients torch's scaler still has to see.
     """
     if not scaled:
-        _drop(optimizer)
+        grads.drop(optimizer)
         return
     handles: list[Any] = []
 
     def once(stepping: Optimizer, *_: Any) -> None:
         handles.pop().remove()
-        _drop(stepping)
+        grads.drop(stepping)
 
     handles.append(optimizer.register_step_pre_hook(once))
-
-
-def _drop(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None

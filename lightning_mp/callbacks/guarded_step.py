@@ -127,8 +127,7 @@ class PlainStep(_Losses):
         scaler = self._scaler
         if scaler is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             scaler.unscale_(optimizer)  # a fused optimizer leaves that to its step, which would find nothing to judge
-        for parameter in grads.parameters_of(optimizer):
-            parameter.grad = None
+        grads.drop(optimizer)
 
     def outcome(self) -> bool | None:
         return None

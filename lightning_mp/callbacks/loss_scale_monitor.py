@@ -8,7 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_mp import series
-from lightning_mp.callbacks.watching import Steps, check_every, is_fresh, log, scale_source
+from lightning_mp.callbacks.watching import Steps, check_every, log, scale_source
+from lightning_mp.callbacks.writing import is_fresh
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.scale_reading import Scale, ScaleSource, SkipCount, read_together
 

@@ -18,7 +18,7 @@ from lightning_mp.callbacks.actions import ReduceLR, describe
 from lightning_mp.callbacks.guarded_step import FLOOR, GuardedStep, guarded_step
 from lightning_mp.callbacks.saved_batch import SavedBatches
 from lightning_mp.callbacks.watching import Steps
-from lightning_mp.callbacks.writing import RunDir, open_folder
+from lightning_mp.callbacks.writing import RunDir, is_fresh, open_folder
 from lightning_mp.errors import Faults
 from lightning_mp.events import Event
 from lightning_mp.holding import Holding
@@ -236,9 +236,8 @@ class _Run:
     """What belongs to one run of the guard, and to the batch at hand."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, on_step: Callable[[bool], None]) -> None:
-        fresh = trainer.ckpt_path is None and trainer.global_step == 0
         self.folder: RunFolder | None = open_folder(trainer, run_dir, _NAME)
-        self.saved = SavedBatches(trainer, None if self.folder is None else self.folder.path, fresh=fresh)
+        self.saved = SavedBatches(trainer, None if self.folder is None else self.folder.path, fresh=is_fresh(trainer))
         self.replayer, self.holding, self.steps = Replayer(), Holding(), Steps()
         self.checkpoints = rewinding.Checkpoints()
         self.guard: GuardedStep | None = None

@@ -22,7 +22,6 @@ def tripped(
     saved: str | None,
 ) -> Event:
     """The event of a step that was dropped and counts against the budget."""
-    origin = blame.origin
     numbers: dict[str, float | None] = {
         "batch_idx": blame.batch_idx,
         "skips_in_a_row": in_a_row,
@@ -35,25 +34,24 @@ def tripped(
         kind="nonfinite_loss" if bad_loss else "nonfinite_grad",
         severity="error" if action == "raise" else "warning",
         rank=blame.rank,
-        module=None if origin is None else origin.module,
-        parameter=None if origin is None else origin.parameter,
+        module=blame.module,
+        parameter=blame.parameter,
         evidence={name: number for name, number in numbers.items() if number is not None},
         cause=_cause(blame),
-        advice=_advice(origin, bad_loss) + replay,
+        advice=_advice(blame.origin, bad_loss) + replay,
         action=action,
     )
 
 
 def overflow(blame: Blame, *, step: int, scale: float) -> Event:
     """The event of an ordinary overflow under loss scaling: the scaler skips the step and lowers the scale."""
-    origin = blame.origin
     return Event(
         step=step,
         kind="nonfinite_grad",
         severity="info",
         rank=blame.rank,
-        module=None if origin is None else origin.module,
-        parameter=None if origin is None else origin.parameter,
+        module=blame.module,
+        parameter=blame.parameter,
         evidence={"loss_scale": scale},
         cause="the loss scale is too large by now; the scaler lowers it",
         action="skip",

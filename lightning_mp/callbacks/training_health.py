@@ -18,9 +18,9 @@ from lightning_mp.callbacks import actions as acts
 from lightning_mp.callbacks.actions import Action, ActionLike, ReduceLR
 from lightning_mp.callbacks.book import Book
 from lightning_mp.callbacks.health_run import HealthRun
-from lightning_mp.callbacks.watching import check_every, is_fresh
+from lightning_mp.callbacks.watching import check_every
 from lightning_mp.callbacks.work import Tokens, Work
-from lightning_mp.callbacks.writing import RunDir
+from lightning_mp.callbacks.writing import RunDir, is_fresh
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.events import Event, Kind
 from lightning_mp.findings import Finding

@@ -68,11 +68,6 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     return cast("Any", trainer).callbacks
 
 
-def is_fresh(trainer: Trainer) -> bool:
-    """Whether a run begins, rather than goes on from a checkpoint or from a fit before."""
-    return trainer.ckpt_path is None and trainer.global_step == 0
-
-
 def log(trainer: Trainer, values: Mapping[str, float]) -> None:
     """Hand ``values`` to every logger now, at the step at which Lightning logs this batch's own metrics."""
     if values and trainer.is_global_zero:

@@ -23,6 +23,11 @@ FALLBACK = "lightning_mp_run"
 _PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed")
 
 
+def is_fresh(trainer: Trainer) -> bool:
+    """Whether a run begins, rather than goes on from a checkpoint or from a fit before."""
+    return trainer.ckpt_path is None and trainer.global_step == 0
+
+
 def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | None:
     """The folder of this run on rank 0, ``None`` on any other; every rank has to call it.
 
@@ -35,12 +40,11 @@ def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | N
     # every rank asks: the logger's folder is rank 0's, which tells the others; without a logger it is the root folder
     logged = trainer.log_dir if trainer.loggers else None
     path = run_dir or logged or Path(trainer.default_root_dir) / FALLBACK
-    goes_on = trainer.ckpt_path is not None or trainer.global_step > 0
     folder: RunFolder | None = None
     refused: PlanError | None = None
     if trainer.is_global_zero:
         try:
-            folder = RunFolder.open(path, writer=writer, owner=trainer, fresh=not goes_on)
+            folder = RunFolder.open(path, writer=writer, owner=trainer, fresh=is_fresh(trainer))
         except PlanError as error:
             refused = error
     refused = trainer.strategy.broadcast(refused)

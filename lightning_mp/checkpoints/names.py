@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError
-
-# Not "module": none of the strategies here leaves that one behind, and a LightningModule may well call its model so.
-_WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
-
-
-def plain_name(name: str) -> str:
-    """``name`` without the parts that FSDP, ``torch.compile``, Fabric and checkpoint wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+from lightning_mp.numerics.patterns import plain_name
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,12 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def drop(optimizer: Optimizer) -> None:
+    """Take every gradient away: torch's optimizers change nothing without one."""
+    for parameter in parameters_of(optimizer):
+        parameter.grad = None
+
+
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that are there, dense ones as they are, sparse ones as their (coalesced) values."""
     found: list[Tensor] = []

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.parts import Part
-from lightning_mp.numerics.patterns import matches, no_match
+from lightning_mp.numerics.patterns import matches, no_match, plain_name
 from lightning_mp.numerics.sharded_norm import Groups, squares
 
 #: of a parameter's local part with more elements than the product, so many evenly spaced pieces of so many elements are
 #: kept for the update ratio
 PIECES, PIECE = 16, 1024
-#: what FSDP1, checkpoint wrappers and torch.compile add to the names of modules
-_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 
 
 class Sums:
@@ -113,7 +111,7 @@ def _some(tensor: Tensor) -> Tensor:
 
 def named_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of ``root`` by the names they have without wrappers; a tied one once."""
-    return {_plain(name): parameter for name, parameter in root.named_parameters()}
+    return {plain_name(name): parameter for name, parameter in root.named_parameters()}
 
 
 def in_groups(root: nn.Module, groups: Mapping[str, str], faults: Faults) -> dict[str, set[str]]:
@@ -121,7 +119,7 @@ def in_groups(root: nn.Module, groups: Mapping[str, str], faults: Faults) -> dic
 
     A pattern that matches nothing is noted in ``faults``.
     """
-    modules = [(_plain(name), module) for name, module in root.named_modules(remove_duplicate=False) if name]
+    modules = [(plain_name(name), module) for name, module in root.named_modules(remove_duplicate=False) if name]
     found: dict[str, set[str]] = {}
     for group, pattern in groups.items():
         chosen = [module for name, module in modules if matches(pattern, name, module)]
@@ -129,9 +127,5 @@ def in_groups(root: nn.Module, groups: Mapping[str, str], faults: Faults) -> dic
             no_match(pattern, root, f"group {group!r}:", faults)
         inside = {id(parameter) for module in chosen for parameter in module.parameters()}
         named = root.named_parameters(remove_duplicate=False)
-        found[group] = {_plain(name) for name, parameter in named if id(parameter) in inside}
+        found[group] = {plain_name(name) for name, parameter in named if id(parameter) in inside}
     return found
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

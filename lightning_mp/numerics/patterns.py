@@ -51,3 +51,12 @@ def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
 
 def _words(name: str, module: nn.Module) -> tuple[str, ...]:
     return name.rpartition(".")[2], original_class(module).__name__, name
+
+
+# Not "module": none of the strategies here leaves that one behind, and a LightningModule may well call its model so.
+_WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def plain_name(name: str) -> str:
+    """``name`` without the parts that FSDP, ``torch.compile``, Fabric and checkpoint wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

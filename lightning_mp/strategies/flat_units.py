@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.names import plain_name
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.patterns import plain_name
 from lightning_mp.numerics.shard_units import Units
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.meta import initialise

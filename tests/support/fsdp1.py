@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaling, NonFinite, NonFiniteError, PlanError
-from lightning_mp.checkpoints.names import plain_name
+from lightning_mp.numerics.patterns import plain_name
 from lightning_mp.strategies.fsdp1 import PlanFSDP1Strategy
 from support import hf
 from support.collectives import recorded
