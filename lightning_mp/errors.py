@@ -107,3 +107,8 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
     """The ``count`` names most like ``word``, quoted, or an empty string when none is."""
     close = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=count, cutoff=0.4)
     return ", ".join(repr(name) for name in close)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's text without its line breaks."""
+    return " ".join(str(error).split())

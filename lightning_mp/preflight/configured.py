@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from lightning_mp.errors import Faults, MissingExtraError, PlanError, nearest
+from lightning_mp.errors import Faults, MissingExtraError, PlanError, nearest, one_line
 from lightning_mp.findings import Finding
 from lightning_mp.numerics import checkpointing, pins
 from lightning_mp.policy import PrecisionPolicy
@@ -127,7 +127,7 @@ def _check(model: nn.Module, policy: PrecisionPolicy, faults: Faults) -> None:
 def _line(error: Exception) -> str:
     """An exception's text, in one line; of Hydra's the cause, without the traceback it writes into it."""
     cause = error.__cause__ or error
-    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+    return f"{type(cause).__name__}: {one_line(cause)}"
 
 
 def exit_status(findings: Sequence[Finding]) -> int:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_mp.errors import Faults, MissingExtraError, PlanError
+from lightning_mp.errors import Faults, MissingExtraError, PlanError, one_line
 from lightning_mp.training import composing
 from lightning_mp.training.composing import SUBJECT, Composed
 
@@ -178,7 +178,7 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
         try:
             trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
         except (InputError, MisconfigurationException) as error:
-            said = " ".join(str(error).split())
+            said = one_line(error)
             faults.add(f"what Lightning cannot run: {said}", "parts that fit together", "mend what it names")
             faults.raise_if_any()
     if trainer.is_global_zero:

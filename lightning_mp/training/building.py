@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_mp.assemble import make_strategy, trainer_kwargs
-from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.training.checking import is_built
 from lightning_mp.training.targets import HYDRA_KEYS, locate, parameters
@@ -162,4 +162,4 @@ def _instantiated(given: Any, part: str, faults: Faults) -> Any:
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {one_line(error)}"

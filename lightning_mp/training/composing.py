@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_mp.errors import Faults, MissingExtraError, nearest
+from lightning_mp.errors import Faults, MissingExtraError, nearest, one_line
 from lightning_mp.training import primary, targets
 from lightning_mp.training.places import Places
 
@@ -122,12 +122,8 @@ def _parsed(text: str, faults: Faults) -> Override | None:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
         fix = "put quotes around the value" if "=" in text else f"write {text}=..."
-        faults.add(f"argument {text!r}: {_line(error)}", "key=value, +key=value, ~key", fix)
+        faults.add(f"argument {text!r}: {one_line(error)}", "key=value, +key=value, ~key", fix)
     return None
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def _jobs(
@@ -164,7 +160,7 @@ def _choices(root: Primary, sweep: Override, faults: Faults) -> list[str]:
     try:
         return [f"{key}={text}" for text in sweep.sweep_string_iterator()]
     except HydraException as error:
-        faults.add(f"argument {sweep.input_line!r}: {_line(error)}", "values to run one after another", "list them")
+        faults.add(f"argument {sweep.input_line!r}: {one_line(error)}", "values to run one after another", "list them")
     return []
 
 
@@ -291,7 +287,7 @@ def _run(root: Primary, name: str, overrides: list[str], faults: Faults) -> Dict
         return hydra_compose(name, overrides, return_hydra_config=True)
     except (HydraException, ValueError) as error:  # of PyYAML and OmegaConf, where Hydra does not wrap them
         cause = error.__cause__ or error
-        said = (_line(cause) or _line(error)).replace(name, root.path.name)
+        said = (one_line(cause) or one_line(error)).replace(name, root.path.name)
         faults.add(f"a config that does not compose: {said}", "what Hydra composes", "mend what it names")
         faults.raise_if_any()
         raise

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.errors import Faults, nearest, one_line
 
 SEARCHPATH = "pkg://lightning_mp.configs"
 #: the sections of a training file, and which file of its group a section comes from that is not there
@@ -81,7 +81,7 @@ def read(path: Path, config_dirs: Collection[Path], faults: Faults) -> Primary |
     try:
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception as error:  # OmegaConf's and PyYAML's errors share no base class
-        faults.add(f"config {str(path)!r}: {' '.join(str(error).split())}", "a YAML mapping", "mend the file")
+        faults.add(f"config {str(path)!r}: {one_line(error)}", "a YAML mapping", "mend the file")
         return None
     if not isinstance(loaded, dict):
         faults.add(f"config {str(path)!r}, a {type(loaded).__name__}", "a YAML mapping", "write 'plan:' and 'model:'")

@@ -10,7 +10,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_mp.errors import nearest
+from lightning_mp.errors import nearest, one_line
 from lightning_mp.loss_scaling import LossScaling
 from lightning_mp.policy import Checkpointing, NonFinite, PrecisionPolicy
 from lightning_mp.training.primary import SECTIONS, SETTINGS
@@ -75,7 +75,7 @@ def _module(parts: list[str]) -> tuple[Any, int]:
                 raise UnknownTargetError(f"no module {name!r}", near) from error
             return found, depth - 1
         except Exception as error:  # whatever the user's module does when it is imported
-            said = " ".join(str(error).split())
+            said = one_line(error)
             raise UnknownTargetError(f"importing {name!r} failed: {type(error).__name__}: {said}") from error
     return found, len(parts)
 
