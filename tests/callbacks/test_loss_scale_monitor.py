@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_mp import LossScaling, PlanError, series
 from lightning_mp.callbacks import LossScaleMonitor
-from support.counting import Asked
+from support.counting import Counts
 from support.manual import Pair
 from support.models import Regression, batches
 from support.oracles import UNSCALED, plan_for, stock_for
@@ -104,24 +104,12 @@ def test_the_progress_bar_shows_scale_and_skips(capsys: Any) -> None:
 
 @keepers
 def test_other_steps_read_nothing(keeper: str) -> None:
-    class Counts(Callback):
-        counts: list[int]
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.asked = Asked()
-            self.asked.__enter__()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.asked.__exit__(None, None, None)
-            self.counts.append(self.asked.count)
-
     class Quiet(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.loss(batch)
 
     def reads(*callbacks: Callback) -> list[int]:
         counts = Counts()
-        counts.counts = []
         fit(Quiet(OPTIMIZERS["fused"]), callbacks=[*callbacks, counts], **KEEPERS[keeper]())
         return counts.counts
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
 from lightning_mp.callbacks.work import default_tokens, samples_in
 from lightning_mp.numerics import flops
 from support import health
-from support.counting import Asked
+from support.counting import Counts
 from support.language import LENGTH, Language, gpt2, tokens
 from support.manual import Pair
 from support.models import Regression, batches
@@ -296,21 +295,6 @@ def test_only_what_is_trained_is_measured(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- what it costs
-
-
-class Counts(Callback):
-    """How often a tensor's value was asked for in each batch; it comes last, and so watches the others."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.asked = Asked()
-        self.asked.__enter__()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.asked.__exit__(None, None, None)
-        self.counts.append(self.asked.count)
 
 
 class Quiet(Regression):

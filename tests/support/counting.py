@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,3 +35,18 @@ class Asked(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += getattr(func, "__name__", "") in self.names
         return func(*args, **(kwargs or {}))
+
+
+class Counts(Callback):
+    """How often a tensor's value was asked for in each batch; it comes last, and so watches the others."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.asked = Asked()
+        self.asked.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.asked.__exit__(None, None, None)
+        self.counts.append(self.asked.count)
