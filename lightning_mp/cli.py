@@ -22,6 +22,21 @@ _INTERRUPTED = 130
 app = typer.Typer(name="lightning-mp", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
+_Arguments = Annotated[
+    Optional[list[str]],  # noqa: UP045  typer reads this at run time, on 3.10 too
+    typer.Argument(
+        metavar="[CONFIG] [KEY=VALUE]...",
+        help="A YAML file, then what to change: plan=bf16, experiment=llama_tiny, trainer.max_steps=100, "
+        "ckpt_path=runs/x/checkpoints/last.ckpt, run_dir=runs/x.",
+        show_default=False,
+    ),
+]
+_ConfigDirs = Annotated[
+    Optional[list[Path]],  # noqa: UP045
+    typer.Option("--config-dir", help="A folder with groups of your own; may be given several times."),
+]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"lightning-mp {lightning_mp.__version__}")
@@ -137,53 +152,36 @@ def report(
 
 @app.command()
 def doctor(
-    config: Annotated[
-        Path, typer.Argument(help="A YAML file with plan, model, strategy and trainer.", show_default=False)
-    ],
-    overrides: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="Entries to change: plan.precision=16-mixed.", show_default=False
-        ),
-    ] = None,
+    arguments: _Arguments = None,
+    config_dir: _ConfigDirs = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead.")] = False,
 ) -> None:
-    """Say what will go wrong in a run before it starts; the exit status is 1 with warnings, 2 with errors."""
+    """Say what will go wrong in what `train` would run, before it does; exit status 1 with warnings, 2 with errors."""
     from lightning_mp.errors import MissingExtraError, PlanError
-    from lightning_mp.preflight import configured
+    from lightning_mp.preflight import telling
+    from lightning_mp.training.examining import examine
 
     try:
         with redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the answer
-            findings = configured.examine(config, overrides or [])
+            findings = examine(arguments or [], config_dirs=config_dir or [])
     except PlanError as error:
         _refuse("doctor", "; ".join(map(str, error.faults)))
     except (MissingExtraError, OSError) as error:
         _refuse("doctor", str(error))
     if as_json:
-        typer.echo(configured.as_json(findings))
+        typer.echo(telling.as_json(findings))
     else:
-        configured.show(findings, _console())
-    raise typer.Exit(configured.exit_status(findings))
+        telling.show(findings, _console())
+    raise typer.Exit(telling.exit_status(findings))
 
 
 @app.command()
 def train(
-    arguments: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Argument(
-            metavar="[CONFIG] [KEY=VALUE]...",
-            help="A YAML file, then what to change: plan=bf16, experiment=llama_tiny, trainer.max_steps=100, "
-            "ckpt_path=runs/x/checkpoints/last.ckpt, run_dir=runs/x.",
-            show_default=False,
-        ),
-    ] = None,
+    arguments: _Arguments = None,
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="Run every combination of plan=fp32,bf16, and compare them.")
     ] = False,
-    config_dir: Annotated[
-        Optional[list[Path]],  # noqa: UP045
-        typer.Option("--config-dir", help="A folder with groups of your own; may be given several times."),
-    ] = None,
+    config_dir: _ConfigDirs = None,
     show: Annotated[bool, typer.Option("--show", help="Print the config that would run, and leave.")] = False,
 ) -> None:
     """Train what a YAML file describes: any LightningModule, under a plan and a strategy; Hydra composes the parts."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.errors import Faults, MissingExtraError, PlanError, one_line
-from lightning_mp.training import composing
+from lightning_mp.training import composing, targets
 from lightning_mp.training.composing import SUBJECT, Composed
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ def train(
         MissingExtraError: an optional package that is needed is not installed.
         NonFiniteError: the run met more non-finite steps than its plan allows.
     """
-    path, overrides = _split(arguments)
+    path, overrides = composing.split(arguments)
     faults = Faults(SUBJECT)
-    with _importable(path):
+    with targets.importable(path):
         jobs = composing.compose(path, overrides, faults, config_dirs=config_dirs, multirun=multirun)
         name = _name(path, overrides)
         sweep = bool(jobs[0].swept)
@@ -58,27 +58,6 @@ def train(
             return _sweep(path, jobs, config_dirs, root, say)
         ((config, regime),) = checked
         return _run(config, regime, say)
-
-
-def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The config file, if the first argument names one, and the rest."""
-    first = arguments[0] if arguments else "="
-    if "=" in first or first.startswith("~"):
-        return None, list(arguments)
-    return Path(first), list(arguments[1:])
-
-
-@contextmanager
-def _importable(path: Path | None) -> Generator[None]:
-    """Where a project's own modules are: the present folder, as for ``python -m``, and that of the config."""
-    before = list(sys.path)
-    sys.path.insert(0, str(Path.cwd()))
-    if path is not None:
-        sys.path.append(str(path.resolve().parent))
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 def _check_all(jobs: Sequence[Composed], faults: Faults) -> list[tuple[dict[str, Any], Regime]]:

@@ -30,13 +30,13 @@ class Regime:
 def regime(config: Mapping[str, Any], faults: Faults) -> Regime | None:
     """Plan, strategy, callbacks and Trainer arguments; ``None`` with faults."""
     before = len(faults.found)
-    plan = _plan(config["plan"], faults)
+    plan = plan_of(config["plan"], faults)
     trainer = dict(cast("Mapping[str, Any]", config.get("trainer") or {}))
     callbacks = _callbacks(config.get("callbacks"), str(config["run_dir"]), faults)
     if trainer.get("enable_checkpointing") is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-    arguments = _instantiated({k: v for k, v in trainer.items() if k not in HYDRA_KEYS}, "trainer", faults) or {}
-    strategy = "auto" if plan is None else _strategy(config.get("strategy") or "auto", plan, faults)
+    arguments = instantiated({k: v for k, v in trainer.items() if k not in HYDRA_KEYS}, "trainer", faults) or {}
+    strategy = "auto" if plan is None else strategy_of(config.get("strategy") or "auto", plan, faults)
     if plan is None or len(faults.found) > before:
         return None
     if arguments.get("default_root_dir") is None:
@@ -50,7 +50,7 @@ def regime(config: Mapping[str, Any], faults: Faults) -> Regime | None:
 
 def model(config: Mapping[str, Any], faults: Faults) -> LightningModule | None:
     """The LightningModule of the model section."""
-    built = _instantiated(config["model"], "model", faults)
+    built = instantiated(config["model"], "model", faults)
     if built is not None and not isinstance(built, LightningModule):
         faults.add(f"model: a {type(built).__name__}", "a LightningModule", "give the _target_ of one")
         return None
@@ -62,7 +62,7 @@ def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     given = config.get("data")
     if given is None:
         return {}  # the model has its own
-    built = _instantiated(given, "data", faults)
+    built = instantiated(given, "data", faults)
     if isinstance(built, LightningDataModule):
         return {"datamodule": built}
     if not isinstance(built, dict):
@@ -84,7 +84,8 @@ def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer | None:
     return None
 
 
-def _plan(given: Any, faults: Faults) -> MixedPrecisionPlan | None:
+def plan_of(given: Any, faults: Faults) -> MixedPrecisionPlan | None:
+    """The plan of a plan section: a precision, the plan's fields, or something to call."""
     built: Any = None
     try:
         if isinstance(given, str):
@@ -94,28 +95,37 @@ def _plan(given: Any, faults: Faults) -> MixedPrecisionPlan | None:
     except PlanError as error:
         faults.extend(error.faults)
         return None
-    built = _instantiated(given, "plan", faults)
+    built = instantiated(given, "plan", faults)
     if built is not None and not isinstance(built, MixedPrecisionPlan):
         faults.add(f"plan: a {type(built).__name__}", "a MixedPrecisionPlan", "give the _target_ of one")
         return None
     return built
 
 
-def _strategy(given: Any, plan: MixedPrecisionPlan, faults: Faults) -> Any:
+def strategy_of(given: Any, plan: MixedPrecisionPlan, faults: Faults) -> Any:
+    """The strategy of a strategy section, for ``plan``: a name, keywords of make_strategy, or a class of the user's."""
     try:
         if isinstance(given, str):
             return make_strategy(given, plan)
         fields = dict(cast("Mapping[str, Any]", given))
-        if str(fields.get("_target_", _FACTORY)).rpartition(".")[2] != _FACTORY:
-            return _instantiated(fields, "strategy", faults)
+        if not is_ours(fields):
+            return instantiated(fields, "strategy", faults)
         fields.pop("plan", None)  # this very run's
-        keywords = _instantiated({k: v for k, v in fields.items() if k not in HYDRA_KEYS}, "strategy", faults)
+        keywords = instantiated({k: v for k, v in fields.items() if k not in HYDRA_KEYS}, "strategy", faults)
         return None if keywords is None else make_strategy(keywords.pop("name", "auto"), plan, **keywords)
     except PlanError as error:
         faults.extend(error.faults)
     except MissingExtraError as error:
         faults.add(f"strategy: {error}", "an installed strategy", "install it, or choose another")
     return None
+
+
+def is_ours(strategy: Any) -> bool:
+    """Whether a strategy section is one of make_strategy's, by name or by its keywords."""
+    if not isinstance(strategy, Mapping):
+        return True
+    target = cast("Mapping[str, Any]", strategy).get("_target_", _FACTORY)
+    return str(target).rpartition(".")[2] == _FACTORY
 
 
 def _callbacks(given: Any, run_dir: str, faults: Faults) -> list[Callback]:
@@ -132,7 +142,7 @@ def _callbacks(given: Any, run_dir: str, faults: Faults) -> list[Callback]:
         if not isinstance(entry, Mapping) or "_target_" not in entry:
             faults.add(f"{part}: {entry!r}", "a mapping with a _target_, or null", "write '_target_: package.Class'")
             continue
-        built = _instantiated(_homed(cast("Any", entry), run_dir), part, faults)
+        built = instantiated(_homed(cast("Any", entry), run_dir), part, faults)
         if isinstance(built, Callback):
             found.append(built)
         elif built is not None:
@@ -147,7 +157,8 @@ def _homed(entry: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
     return {**entry, **{key: home for key, home in homes.items() if key in takes and entry.get(key) is None}}
 
 
-def _instantiated(given: Any, part: str, faults: Faults) -> Any:
+def instantiated(given: Any, part: str, faults: Faults) -> Any:
+    """What Hydra builds of ``given``; a value that is no mapping or list as it is, ``None`` with a fault."""
     from hydra.utils import instantiate
 
     try:

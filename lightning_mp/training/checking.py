@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, cast
@@ -33,45 +33,53 @@ class _Words:
     places: Places
 
 
-def check(composed: Composed, faults: Faults) -> dict[str, Any]:
+def check(
+    composed: Composed, faults: Faults, *, needed: Collection[str] = tuple(_NEEDED), only: Collection[str] | None = None
+) -> dict[str, Any]:
     """The config as plain, resolved values; with faults what of it could be read, and every fault noted.
 
     Looked for: values that are missing or do not resolve, sections that are missing, ``_target_`` that name nothing,
-    keys that what they name does not take, arguments it needs, Trainer arguments, and all of the plan.
+    keys that what they name does not take, arguments it needs, Trainer arguments, and all of the plan. ``needed`` are
+    the sections that have to be there; with ``only``, the others are neither looked at nor given back.
     """
     config, places = composed.config, composed.places
     written = targets.plain(config)
     before = len(faults.found)
-    missing = [name for name in _NEEDED if not written.get(name)]
+    missing = [name for name in needed if not written.get(name)]
     for name in missing:
         near = nearest(name, [key for key in written if key not in (*SECTIONS, *SETTINGS)], 1)
         fix = f"call it {name}: {near}" if near else _NEEDED[name]
         faults.add(f"no {name}{places.of(near[1:-1])}", f"a {name} section", fix)
-    _check_values(config, "", _Words(sorted(_keys(written)), missing, places), faults)
+    words = _Words(sorted(_keys(written)), missing, places)
+    kept = [name for name in written if only is None or name in only]
+    _check_values(config, kept, "", words, faults)
+    written = {name: written[name] for name in kept}
     _check_targets(written, "", places, faults)
-    _check_trainer(written.get("trainer"), places, faults)
+    _check_trainer(written.get("trainer"), places, faults, under_plan=bool(written.get("plan")))
     if len(faults.found) == before:
-        resolved = _resolved(config)
-        _check_plan(resolved["plan"], places, faults)
+        resolved = {name: _resolved(config, name) for name in kept}
+        _check_plan(resolved.get("plan"), places, faults)
         return resolved
     _check_plan(_settled(written.get("plan")), places, faults)
     return written
 
 
-def _resolved(config: Any) -> dict[str, Any]:
+def _resolved(config: Any, name: str) -> Any:
+    """A section's plain value, resolved where it stands: what it refers to may lie in another."""
     from omegaconf import OmegaConf
 
-    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    value = config[name]
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
 
 
 # ---------------------------------------------------------------------- values
 
 
-def _check_values(config: Any, prefix: str, words: _Words, faults: Faults) -> None:
+def _check_values(config: Any, keys: Iterable[Any], prefix: str, words: _Words, faults: Faults) -> None:
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-    for key in list(range(len(config))) if OmegaConf.is_list(config) else list(config.keys()):
+    for key in keys:
         path = f"{prefix}.{key}" if prefix else str(key)
         if OmegaConf.is_missing(config, key):
             faults.add(f"{path}: ???{words.places.of(path)}", "a value", f"give it one: {path}=...")
@@ -84,7 +92,8 @@ def _check_values(config: Any, prefix: str, words: _Words, faults: Faults) -> No
             _tell(error, path, words, faults)
             continue
         if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(config, key):
-            _check_values(value, path, words, faults)
+            below = range(len(value)) if OmegaConf.is_list(value) else list(value.keys())
+            _check_values(value, below, path, words, faults)
 
 
 def _tell(error: Exception, path: str, words: _Words, faults: Faults) -> None:
@@ -150,13 +159,13 @@ def _check_target(target: str, given: Mapping[str, Any], path: str, places: Plac
         faults.add(f"{path}{places.of(path)} without {name!r}", f"what {target} needs", f"give it: {path}.{name}=...")
 
 
-def _check_trainer(given: Any, places: Places, faults: Faults) -> None:
+def _check_trainer(given: Any, places: Places, faults: Faults, *, under_plan: bool) -> None:
     if given is None:
         return
     if not isinstance(given, Mapping):
         faults.add(f"trainer: {given!r}{places.of('trainer')}", "a mapping of Trainer arguments", "max_steps: 100")
         return
-    known = targets.trainer_arguments()
+    known = [*targets.trainer_arguments(), *(() if under_plan else targets.ELSEWHERE)]
     for key in (key for key in cast("Mapping[str, Any]", given) if key not in known and key not in HYDRA_KEYS):
         near = nearest(key, known)
         fix = targets.ELSEWHERE.get(key) or (f"did you mean {near}?" if near else "remove it")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.errors import Faults, MissingExtraError, nearest, one_line
+from lightning_mp.policy import PRECISIONS
 from lightning_mp.training import primary, targets
 from lightning_mp.training.places import Places
 
@@ -44,6 +45,14 @@ class _Arguments:
     others: list[Override] = field(default_factory=list["Override"])
 
 
+def split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The config file, if the first argument names one, and the rest."""
+    first = arguments[0] if arguments else "="
+    if "=" in first or first.startswith("~"):
+        return None, list(arguments)
+    return Path(first), list(arguments[1:])
+
+
 def compose(
     path: Path | None,
     overrides: Sequence[str],
@@ -66,12 +75,13 @@ def compose(
     for folder in config_dirs:
         if not folder.is_dir():
             faults.add(f"--config-dir {str(folder)!r}, which is no folder", "a folder of groups", "check the path")
+    parsed = _parse(overrides, faults)
     root = primary.read(primary.shipped_root() if path is None else path, config_dirs, faults)
     if root is None:
         faults.raise_if_any()
         raise AssertionError
     with _hydra(root):
-        jobs = _jobs(root, _parse(overrides, faults), multirun, faults)
+        jobs = _jobs(root, parsed, multirun, faults)
         good = [(_check_groups(_sort(job, root), root, faults), swept) for job, swept in jobs]
         _check_defaults(root, good[0][0], faults)
         return [_composed(root, arguments, swept, faults) for arguments, swept in good]
@@ -81,7 +91,7 @@ def _require_hydra() -> None:
     try:
         importlib.import_module("hydra")
     except ImportError as error:
-        raise MissingExtraError("hydra-core", "hydra", "lightning-mp train") from error
+        raise MissingExtraError("hydra-core", "hydra", "composing a config") from error
 
 
 @contextmanager
@@ -109,17 +119,22 @@ def _stored(root: Primary, chosen: Sequence[str]) -> Generator[str]:
 # ---------------------------------------------------------------------- the arguments
 
 
+def _parse_one(text: str) -> Override:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(text)
+
+
 def _parse(overrides: Sequence[str], faults: Faults) -> list[Override]:
     parsed = [_parsed(text, faults) for text in overrides]
     return [override for override in parsed if override is not None]
 
 
 def _parsed(text: str, faults: Faults) -> Override | None:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        return OverridesParser.create().parse_override(text)
+        return _parse_one(text)
     except HydraException as error:
         fix = "put quotes around the value" if "=" in text else f"write {text}=..."
         faults.add(f"argument {text!r}: {one_line(error)}", "key=value, +key=value, ~key", fix)
@@ -130,8 +145,6 @@ def _jobs(
     root: Primary, parsed: list[Override], multirun: bool, faults: Faults
 ) -> list[tuple[list[Override], tuple[str, ...]]]:
     """The arguments of each run, and which of them the sweep chose."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     fixed = [override for override in parsed if not override.is_sweep_override()]
     sweeps = [override for override in parsed if override.is_sweep_override()]
     if not multirun:
@@ -140,9 +153,8 @@ def _jobs(
             faults.add(f"several values, {override.input_line!r}, for one run", "one value", fix)
         return [(fixed, ())]
     choices = [_choices(root, override, faults) for override in sweeps]
-    parse = OverridesParser.create().parse_override
     chosen = itertools.product(*(choice for choice in choices if choice))
-    return [([*fixed, *map(parse, one)], one) for one in chosen]
+    return [([*fixed, *map(_parse_one, one)], one) for one in chosen]
 
 
 def _choices(root: Primary, sweep: Override, faults: Faults) -> list[str]:
@@ -168,7 +180,10 @@ def _sort(overrides: list[Override], root: Primary) -> _Arguments:
     found = _Arguments()
     for override in overrides:
         key = override.key_or_group.lstrip("/")
-        if not isinstance(override.value(), dict) and _is_group(root, key):
+        if key == "plan" and override.value() in PRECISIONS and override.value() not in _listed(root, key, "CONFIG"):
+            found.groups.append(_removed(key))
+            found.others.append(_parse_one(f"++plan.precision={override.value()}"))
+        elif not isinstance(override.value(), dict) and _is_group(root, key):
             found.groups.append(override if override.value() is not None else _removed(key))
         elif override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra."):
             found.others.append(override)
@@ -182,9 +197,7 @@ def _sort(overrides: list[Override], root: Primary) -> _Arguments:
 
 def _removed(group: str) -> Override:
     """What Hydra calls ``group=null``: no choice from that group."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    return OverridesParser.create().parse_override(f"~{group}")
+    return _parse_one(f"~{group}")
 
 
 def _loader() -> Any:
@@ -215,10 +228,10 @@ def _check_option(root: Primary, group: str, option: object, where: str, faults:
     unknown = [
         one
         for one in wanted
-        if isinstance(one, str) and one not in options and one.removesuffix(".yaml") not in options
+        if not isinstance(one, str) or (one not in options and one.removesuffix(".yaml") not in options)
     ]
     for one in unknown:
-        near = nearest(one, options)
+        near = nearest(str(one), options)
         fix = f"did you mean {near}?" if near else "write one of these"
         faults.add(f"{group}={one}{where}, which is no file of that group", ", ".join(options), fix)
     return not unknown
@@ -250,6 +263,8 @@ def _check_defaults(root: Primary, arguments: _Arguments, faults: Faults) -> Non
                 near = nearest(plain, groups)
                 fix = f"did you mean {near}?" if near else "write one of these"
                 faults.add(f"defaults: {group}: {option}{where}, which is no group", ", ".join(groups), fix)
+        elif option is None:
+            continue
         elif option == "???":
             options = ", ".join(_listed(root, plain, "CONFIG"))
             faults.add(f"defaults: {group}: ???{where}", options, f"choose one: {group}=...")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.errors import nearest, one_line
@@ -39,6 +41,19 @@ class UnknownTargetError(LookupError):
     def __init__(self, message: str, near: str = "") -> None:
         super().__init__(message)
         self.near = near
+
+
+@contextmanager
+def importable(config: Path | None) -> Generator[None]:
+    """Where a project's own modules are: the present folder, as for ``python -m``, and that of the config."""
+    before = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))
+    if config is not None:
+        sys.path.append(str(config.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def locate(path: str) -> Callable[..., Any]:

@@ -50,6 +50,12 @@ def test_a_choice_replaces_what_the_file_writes_out(tmp_path: Path) -> None:
     assert config.plan == {"_target_": "lightning_mp.MixedPrecisionPlan", "precision": "bf16-mixed"}
 
 
+@pytest.mark.parametrize("written", ["{precision: 16-mixed, loss_scaling: {init_scale: 8}}", "fp32", None])
+def test_a_plan_may_be_chosen_by_its_precision(written: str | None, tmp_path: Path) -> None:
+    path = None if written is None else write(tmp_path, PLAIN.replace("\n  precision: bf16-mixed", f" {written}"))
+    assert one(path, "plan=bf16-true").plan == {"precision": "bf16-true"}
+
+
 @pytest.mark.parametrize("section", ["callbacks", "trainer"])
 def test_a_section_may_be_left_out(section: str, tmp_path: Path) -> None:
     assert section not in one(None, f"{section}=null")

@@ -100,6 +100,40 @@ def test_a_fault_is_named_with_its_place_and_a_way_out(name: str, tmp_path: Path
     assert fix in fault.fix
 
 
+#: a DeepSpeed JSON, where in a config it is given, and the one fault
+JSONS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
+    "a comment": (
+        '{\n  // half\n  "fp16": {"enabled": true}\n}',
+        ("plan", "strategy"),
+        "line 2, column 3",
+        "JSON has none",
+    ),
+    "an auto that nothing resolves": (
+        '{"fp16": {"enabled": false}, "bf16": {"enabled": "auto"}}',
+        ("plan",),
+        "bf16.enabled='auto' with fp16.enabled=False",
+        "write",
+    ),
+    "a misspelt key": ('{"fp17": {"enabled": true}}', ("plan", "strategy"), "unknown key fp17", "'fp16'"),
+}
+
+
+@pytest.mark.parametrize(("name", "section"), [(name, section) for name in JSONS for section in JSONS[name][1]])
+def test_a_deepspeed_json_is_read_before_a_model_is_built(name: str, section: str, tmp_path: Path) -> None:
+    text, _, given, fix = JSONS[name]
+    path = write(tmp_path, text, "ds.json")
+    if section == "plan":
+        plan = f"plan:\n  _target_: lightning_mp.MixedPrecisionPlan.from_deepspeed\n  config: {path}"
+        config = PLAIN.replace("plan:\n  precision: bf16-mixed", plan)
+    else:
+        config = PLAIN.replace("bf16-mixed", "16-mixed") + f"strategy: {{name: deepspeed_zero1, config: {path}}}\n"
+    built = Net.built
+    (fault,) = refusal(write(tmp_path, config))
+    assert Net.built == built
+    assert given in fault.given
+    assert fix in fault.fix
+
+
 ARGUMENTS = {
     "plan=fp61": ("plan=fp61", "'fp16'"),
     "plan=fp32,bf16": ("several values, 'plan=fp32,bf16'", "add -m"),
