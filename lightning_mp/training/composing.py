@@ -284,7 +284,7 @@ def _composed(root: Primary, arguments: _Arguments, swept: tuple[str, ...], faul
     with _stored(root, [override.key_or_group for override in arguments.groups]) as name:
         config = _run(root, name, lines, faults)
         places = _places(root, config)
-        changes = [text for override in arguments.changes if (text := _change(config, override, faults))]
+        changes = [text for override in arguments.changes for text in _change(config, override, faults)]
         if changes:
             config = _run(root, name, [*lines, *changes], faults)
     for override in (*arguments.changes, *arguments.others):
@@ -308,18 +308,20 @@ def _run(root: Primary, name: str, overrides: list[str], faults: Faults) -> Dict
         raise
 
 
-def _change(base: DictConfig, override: Override, faults: Faults) -> str:
+def _change(base: DictConfig, override: Override, faults: Faults) -> list[str]:
     """The argument as Hydra wants it: with ``++`` where its key is not there yet, but may be."""
-    text, key = str(override.input_line), override.key_or_group
+    text, key, value = str(override.input_line), override.key_or_group, override.value()
     parent, last, known = targets.allowed_at(base, key)
     if not last:
-        return f"++{text}" if isinstance(override.value(), dict) else text
+        if isinstance(value, list) and isinstance(targets.walk(targets.plain(base), key)[2], dict):
+            return [f"~{key}", f"+{text}"]  # a list cannot be merged into a mapping
+        return [f"++{text}" if isinstance(value, dict) else text]
     if known is None or last in known or last in targets.HYDRA_KEYS:
-        return f"++{text}"
+        return [f"++{text}"]
     near = nearest(last, known)
     fix = f"did you mean {near}?" if near else f"write +{text} to add it all the same"
     faults.add(f"argument {text!r}: no key {last!r} in {parent or 'the config'}", ", ".join(sorted(known)), fix)
-    return ""
+    return []
 
 
 def _places(root: Primary, config: DictConfig) -> Places:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_mp.errors import MissingExtraError
+from lightning_mp.errors import Faults, MissingExtraError, nearest, one_line
+
+_HERE = "lightning_mp.training.language.CausalLM"
 
 
 class CausalLM(LightningModule):
@@ -20,15 +23,17 @@ class CausalLM(LightningModule):
 
     Args:
         architecture: transformers' ``model_type``: ``llama``, ``gpt2``, ``qwen2``, ….
-        config: fields of that architecture's config.
+        config: fields of that architecture's config; ``use_cache`` is off unless it says so.
+        lora: fields of peft's ``LoraConfig``: then only the adapters are trained; ``None`` trains everything.
         lr: the highest learning rate.
         betas: AdamW's.
-        weight_decay: AdamW's, on every parameter.
+        weight_decay: AdamW's, on every parameter that is trained.
         warmup_steps: optimizer steps until ``lr`` is reached.
 
     Raises:
-        MissingExtraError: transformers is not installed.
+        MissingExtraError: transformers is not installed, or, with ``lora``, peft.
         ValueError: no such architecture.
+        PlanError: ``lora`` has a field that ``LoraConfig`` lacks, or a value that it refuses.
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class CausalLM(LightningModule):
         architecture: str,
         config: Mapping[str, Any],
         *,
+        lora: Mapping[str, Any] | None = None,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.1,
@@ -45,10 +51,11 @@ class CausalLM(LightningModule):
         try:
             from transformers import AutoConfig, AutoModelForCausalLM
         except ImportError as error:
-            raise MissingExtraError("transformers", "hf", "lightning_mp.training.language.CausalLM") from error
+            raise MissingExtraError("transformers", "hf", _HERE) from error
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
         settings = AutoConfig.for_model(architecture, **{**ids, **config})
-        self.model: nn.Module = AutoModelForCausalLM.from_config(settings)
+        model: nn.Module = AutoModelForCausalLM.from_config(settings)
+        self.model = model if lora is None else _with_lora(model, lora)
         self._lr, self._betas, self._weight_decay = lr, (betas[0], betas[1]), weight_decay
         self._warmup_steps = warmup_steps
 
@@ -78,3 +85,23 @@ class CausalLM(LightningModule):
     def _loss(self, batch: Tensor) -> Tensor:
         logits = self.model(input_ids=batch[:, :-1]).logits
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def _with_lora(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
+    """``model`` with peft's adapters, and all else frozen."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MissingExtraError("peft", "hf", f"lora= of {_HERE}") from error
+    known, faults = [field.name for field in fields(LoraConfig)], Faults("CausalLM")
+    for name in lora:
+        if name not in known:
+            near = nearest(name, known)
+            faults.add(f"unknown key lora.{name}", ", ".join(known), f"did you mean {near}?" if near else "remove it")
+    faults.raise_if_any()
+    try:
+        return get_peft_model(cast("Any", model), cast("Any", LoraConfig)(**{"task_type": "CAUSAL_LM", **lora}))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        faults.add(f"lora={dict(lora)!r}: {one_line(error)}", "what peft's LoraConfig takes", "mend what it names")
+    faults.raise_if_any()
+    raise AssertionError

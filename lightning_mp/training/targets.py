@@ -134,7 +134,7 @@ def allowed_at(config: DictConfig, key: str) -> tuple[str, str, list[str] | None
 
     The part is empty where all is there; ``None`` is anything.
     """
-    there, part, value = _walk(plain(config), key)
+    there, part, value = walk(plain(config), key)
     if not isinstance(value, Mapping):
         return there, part, None if part == "" or value is None else []
     keys = [name for name in cast("Mapping[str, Any]", value) if name not in (*HYDRA_KEYS, "hydra")]
@@ -142,7 +142,8 @@ def allowed_at(config: DictConfig, key: str) -> tuple[str, str, list[str] | None
     return there, part, None if known is None else sorted({*keys, *known})
 
 
-def _walk(value: Any, key: str) -> tuple[str, str, Any]:
+def walk(value: Any, key: str) -> tuple[str, str, Any]:
+    """Down a dotted key: as much of it as is there, the first part that is not (or ""), and the value that far."""
     there: list[str] = []
     for part in key.split("."):
         if isinstance(value, Mapping) and part in value:

@@ -81,6 +81,12 @@ def test_a_value_may_be_given_for_what_is_there_and_for_what_may_be(tmp_path: Pa
         assert OmegaConf.select(config, text.partition("=")[0]) == expected, text
 
 
+def test_a_list_of_pins_replaces_a_mapping_of_them() -> None:
+    config = one(None, "plan=longspec", "plan.pins=[{pattern:'ln_*',dtype:fp32}]")
+    assert config.plan.pins == [{"pattern": "ln_*", "dtype": "fp32"}]
+    assert config.plan.tf32 == "high"
+
+
 def test_a_projects_own_groups_stand_beside_those_of_the_package(tmp_path: Path) -> None:
     write(tmp_path, "defaults: [fp16]\nloss_scaling: {init_scale: 8}\n", "plan/ours.yaml")
     path = write(tmp_path, "defaults:\n  - plan: ours\n  - model: gpt2_tiny\n  - data: library_text\n")

@@ -76,7 +76,7 @@ SMALL = {
 def test_every_experiment_is_run_below() -> None:
     shipped = {path.stem for path in (ROOT / "configs/experiment").glob("*.yaml")}
     assert set(SMALL) <= shipped
-    assert shipped - set(SMALL) <= {"longspec"}  # which has a test of its own
+    assert shipped - set(SMALL) == {"longspec", "longspec_bf16"}  # test_longspec_gloo.py
 
 
 @pytest.mark.parametrize("name", SMALL)
