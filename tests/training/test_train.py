@@ -64,6 +64,13 @@ def test_models_and_callbacks_of_the_package_run(model: str, callbacks: str) -> 
     assert (Path("out") / "audit.json").exists() == (callbacks == "audit")
 
 
+def test_a_large_model_of_the_package_runs_with_only_its_size_changed() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = (f"model.config.{name}={size}" for name, size in sizes.items())
+    run("plan=bf16", "model=llama_lora_1b", "trainer=cpu", "trainer.max_steps=2", "run_dir=out", *QUICK[1:], *small)
+    assert len(losses("out")) == 2
+
+
 SMALL = {
     "llama_tiny": ("trainer.max_steps=2", "trainer.limit_val_batches=1"),
     "gpt2_small": (
