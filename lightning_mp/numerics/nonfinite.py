@@ -106,14 +106,15 @@ class _Watch:
         return None
 
     def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._with_backward and not torch.is_grad_enabled():
-            return  # what is run again in the backward pass, or an evaluation on the side
+        if self._with_backward and (_in_backward() or not torch.is_grad_enabled()):
+            return  # what checkpointing runs again in the backward pass, or an evaluation on the side
         name = self._names[id(module)]
         tensors = list(_floating(output))
         if next(module.children(), None) is None:
             self._last = name
-        if self._forward is None and not all(_healthy(tensor, module) for tensor in tensors):
-            self._forward = name, module, not all(map(_finite, _floating((args, kwargs))))
+        with torch.no_grad():  # looking saves no tensor that checkpointing would miss when it runs the module again
+            if self._forward is None and not all(_healthy(tensor, module) for tensor in tensors):
+                self._forward = name, module, not all(map(_finite, _floating((args, kwargs))))
         for tensor in tensors:
             if tensor.requires_grad and id(tensor) not in self._watched:
                 self._watched[id(tensor)] = tensor
@@ -137,6 +138,10 @@ class _Watch:
             if not _finite(parameter):
                 return key
         return own[0][0] if own else self._parameter
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
 def _finite(tensor: Tensor) -> bool:

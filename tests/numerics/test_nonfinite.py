@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.numerics.nonfinite import Origin, from_gradients, from_parameters, locate
 
@@ -150,6 +151,20 @@ def test_a_loss_function_that_fails_on_finite_outputs_is_told(loss: Callable[[Te
     found = locate(root, step(root, loss=loss))
     assert (found.module, found.phase) == ("1", "loss")
     assert str(found).startswith("the loss computed from the finite output of module '1'")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_runs_again_is_not_what_ran_last(reentrant: bool) -> None:
+    root = net(3)
+
+    def run() -> Tensor:
+        middle = checkpoint(root[:2], X.clone().requires_grad_(), use_reentrant=reentrant)
+        loss = root[2](middle).sum() / 0.0
+        loss.backward()
+        return loss
+
+    found = locate(root, run)
+    assert (found.module, found.phase) == ("2", "loss")
 
 
 def test_a_loss_module_of_the_model_is_named_as_a_module() -> None:
