@@ -1,0 +1,48 @@
+"""LightningCLI with two sections more, plan and strategy: from a file, with typed options over it.
+
+    python examples/05_lightning_cli.py fit --config examples/05_lightning_cli.yaml
+    python examples/05_lightning_cli.py fit --config examples/05_lightning_cli.yaml --plan.precision bf16-mixed
+    python examples/05_lightning_cli.py fit --help
+
+A misspelt key, a wrong value or a plan that cannot run is refused before the model is built. `lightning-mp cli` is the
+same without a script: there model and data have a class_path.
+"""
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_mp.training.lightning_cli import PlanCLI
+from lightning_mp.training.text import TextWindows
+
+
+class Language(LightningModule):
+    """A transformer over a vocabulary of ``vocab`` tokens; a batch is int64 of (batch, tokens)."""
+
+    def __init__(self, vocab: int, width: int = 64, lr: float = 1e-3) -> None:
+        super().__init__()
+        self.lr = lr
+        layer = nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True)
+        self.embedding, self.encoder = nn.Embedding(vocab, width), nn.TransformerEncoder(layer, num_layers=2)
+        self.head = nn.Linear(width, vocab)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(batch.shape[1] - 1, self.device)
+        scores = self.head(self.encoder(self.embedding(batch[:, :-1]), mask, is_causal=True))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val/loss", self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), self.lr, fused=True)
+
+
+if __name__ == "__main__":
+    cli = PlanCLI(Language, TextWindows, seed_everything_default=0)
+    loss, plan = cli.trainer.callback_metrics.get("val/loss", float("nan")), cli.plan
+    print(f"{plan.precision}: validation loss {loss:.2f}; {plan.applied_steps} steps, {plan.skipped_steps} skipped")
+    print(f"config, readings and audit: {cli.trainer.log_dir}")

@@ -1,0 +1,245 @@
+"""Every example runs as its docstring says, and what it prints is true."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_mp import doctor
+from support.examples import FILES, FOLDER, Ran, code_of, handed_to_fit, load, path_of, run, warned
+
+#: what each is started with here, where it is not run as it is
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "04": ("hydra/job_logging=none", "hydra/hydra_logging=none"),
+    "05": ("fit", "--config", str(FOLDER / "05_lightning_cli.yaml")),
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tokens of the standard library are kept, for all examples."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def lines_of(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------- all of them
+
+
+def test_there_are_eight() -> None:
+    assert sorted({path.name[:2] for path in FILES}) == [f"0{number}" for number in range(1, 9)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_opens_with_how_to_run_it(path: Path) -> None:
+    docstring, code = code_of(path)
+    summary, command = docstring.splitlines()[0::2][:2]
+    assert summary
+    assert command.split()[:2] == ["python", f"examples/{path.name}"]
+    assert len(path.read_text().splitlines()) <= 60
+    assert 'if __name__ == "__main__":' in code
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_is_in_the_readme(path: Path) -> None:
+    rows = [line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith(f"| {path.name[:2]} |")]
+    assert len(rows) == 1
+    assert f"`python examples/{path.name}" in rows[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_doctor_finds_no_error_in_what_an_example_trains(
+    path: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.chdir(tmp_path)
+    trainer, model, batch = handed_to_fit(path, ARGUMENTS.get(path.name[:2], ()), monkeypatch)
+    arguments = {"accelerator": "cpu", "gradient_clip_val": trainer.gradient_clip_val}
+    found = doctor(model, trainer.precision_plugin, trainer.strategy, arguments, batch=batch)
+    assert [finding for finding in found if finding.severity == "error"] == []
+
+
+# ---------------------------------------------------------------------- 01
+
+
+def test_01_shows_pinned_modules_in_fp32_and_the_rest_in_bf16(
+    tmp_path: Path, cache: Path, pytestconfig: pytest.Config
+) -> None:
+    ran = run("01", tmp_path, cache=cache)
+    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+    assert float(ran.find(r"validation loss ([\d.]+)")[0]) < math.log(512) - 1
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in ran.output.splitlines() if "| `" in line]
+    assert len(rows) == 12
+    for name, declared, param, _, output, compute, grad, _, state, ok in rows:
+        pinned = "norm" in name or name.endswith("lm_head")
+        assert (declared, output) == (("fp32", "fp32") if pinned else ("bf16", "fp32" if "embed" in name else "bf16"))
+        assert compute == ("fp32" if pinned else "fp32*" if "embed" in name else "bf16")
+        assert (param, grad, state, ok) == ("fp32", "fp32", "fp32", "yes")
+
+
+# ---------------------------------------------------------------------- 02
+
+
+def test_02_shows_the_true_diff() -> None:
+    _, before = code_of(path_of("02_fp16_before"))
+    docstring, after = code_of(path_of("02_fp16_after"))
+    lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
+    changed = [line for line in lines if not line.startswith("@@") and line != "+"]
+    assert [line[4:] for line in docstring.splitlines() if re.match(r" {4}[+-]", line)] == changed
+    assert len(changed) == 5
+
+
+@pytest.fixture(scope="module")
+def after(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Ran:
+    return run("02_fp16_after", tmp_path_factory.mktemp("after"), cache=cache)
+
+
+def test_02_runs_in_fp16_and_leaves_a_report(after: Ran, pytestconfig: pytest.Config) -> None:
+    assert warned(after, pytestconfig.getini("filterwarnings")) == []
+    loss = float(after.find(r"train loss ([\d.]+)")[0])
+    assert loss < 0.5 * math.log(256)
+    (report,) = re.findall(r"^report: (.*)$", after.errors, re.MULTILINE)
+    folder = Path(report).parent
+    assert folder == after.folder / "runs" / "next_byte" / "version_0"
+    assert "<html" in Path(report).read_text()[:500]
+    audit = json.loads((folder / "audit.json").read_text())
+    assert audit["ok"]
+    assert {row["module"]: row["compute"] for row in audit["rows"]}["network.2"] == "fp16"
+    readings = lines_of(folder / "metrics.jsonl")
+    assert [reading["step"] for reading in readings] == list(range(200))
+    assert all(math.log2(reading["health/loss_scale"]).is_integer() for reading in readings)
+    assert readings[-1]["train/loss"] == pytest.approx(loss, abs=0.006)
+
+
+@pytest.mark.slow
+def test_02_learns_as_much_as_it_did_before(
+    after: Ran, tmp_path: Path, cache: Path, pytestconfig: pytest.Config
+) -> None:
+    before = run("02_fp16_before", tmp_path, cache=cache)
+    (said,) = warned(before, pytestconfig.getini("filterwarnings"))
+    assert "fp16 is not supported on CPU" in said  # stock Lightning's, of its own 16-mixed
+    losses = [float(ran.find(r"train loss ([\d.]+)")[0]) for ran in (before, after)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.1)
+
+
+# ---------------------------------------------------------------------- 03
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_03_holds_half_on_each_process_and_trains_as_one_device(
+    tmp_path: Path, cache: Path, pytestconfig: pytest.Config
+) -> None:
+    ran = run("03", tmp_path, cache=cache)
+    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+    held = dict.fromkeys(range(2), 0)
+    for rank, part, whole, share in re.findall(
+        r"rank (\d) holds ([\d,]+) of ([\d,]+) parameters, ([\d.]+)%", ran.output
+    ):
+        held[int(rank)], size = int(part.replace(",", "")), int(whole.replace(",", ""))
+        assert float(share) == pytest.approx(50, abs=2)
+        assert size == sum(parameter.numel() for parameter in load("03").Llama().parameters())
+    assert sum(held.values()) == size
+    two, one, apart = map(float, ran.find(r"loss after 40 steps: ([\d.]+) on two, ([\d.]+) on one; (\S+) apart"))
+    assert apart < 5e-3
+    assert abs(two - one) <= apart + 1e-4
+    assert one < math.log(256) - 1.5
+
+
+# ---------------------------------------------------------------------- 04
+
+
+@pytest.mark.slow
+def test_04_takes_overrides_and_sweeps(tmp_path: Path, cache: Path, pytestconfig: pytest.Config) -> None:
+    overrides = ("trainer.max_steps=30", "+trainer.enable_progress_bar=false", "data.val_batches=2")
+    ran = run("04", tmp_path, "-m", "plan=fp32,careful", "model=gpt2_tiny", *overrides, cache=cache)
+    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+    found = re.findall(
+        r"(\S+): validation loss ([\d.]+) after (\d+) steps, loss scale (\S+), report in (.*)", ran.output
+    )
+    assert [(precision, steps, scale) for precision, _, steps, scale, _ in found] == [
+        ("32-true", "30", "none"),
+        ("16-mixed", "30", "2048.0"),
+    ]
+    losses = [float(loss) for _, loss, *_ in found]
+    assert max(losses) < math.log(512) - 0.5
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+    assert len({folder for *_, folder in found}) == 2
+    for *_, folder in found:
+        assert Path(folder).is_relative_to(tmp_path / "multirun")
+        assert len(lines_of(Path(folder) / "lightning_mp_run" / "metrics.jsonl")) == 30
+
+
+# ---------------------------------------------------------------------- 05
+
+
+@pytest.mark.slow
+def test_05_runs_its_file_with_an_option_over_it(tmp_path: Path, cache: Path, pytestconfig: pytest.Config) -> None:
+    ran = run(
+        "05", tmp_path, *ARGUMENTS["05"], "--plan.precision", "bf16-mixed", "--plan.loss_scaling", "null", cache=cache
+    )
+    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+    loss, applied, skipped = ran.find(r"bf16-mixed: validation loss ([\d.]+); (\d+) steps, (\d+) skipped")
+    assert float(loss) < math.log(512) - 1
+    assert (int(applied), int(skipped)) == (50, 0)
+    folder = tmp_path / ran.find(r"config, readings and audit: (.*)")[0]
+    audit = json.loads((folder / "audit.json").read_text())
+    assert audit["ok"]
+    computed = {row["module"]: row["compute"] for row in audit["rows"]}
+    assert (computed["head"], computed["encoder.layers.0.linear1"]) == ("fp32", "bf16")
+    assert len(lines_of(folder / "metrics.jsonl")) == 50 + 1
+    assert "precision: bf16-mixed" in (folder / "config.yaml").read_text()
+
+
+# ---------------------------------------------------------------------- 07
+
+
+@pytest.mark.slow
+def test_07_learns_with_two_optimizers_and_one_scale(tmp_path: Path, cache: Path, pytestconfig: pytest.Config) -> None:
+    ran = run("07", tmp_path, cache=cache)
+    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+    before, after = (
+        tuple(map(int, ran.find(rf"{when}: (\d+)% of 4,000 samples on a spot, (\d) of 8")))
+        for when in ("before", "after")
+    )
+    assert before[0] < 10
+    assert after[0] > 60
+    assert (before[1], after[1]) == (0, 8)
+    norm, scale = map(float, ran.find(r"median gradient norm ([\d.]+), loss scale (\d+)"))
+    assert 0.1 < norm < 10  # not times the scale
+    assert math.log2(scale).is_integer()
+    assert 2**10 <= scale <= 2**20
+    applied, skipped = map(int, ran.find(r"optimizer steps: (\d+) applied, (\d+) skipped"))
+    assert applied + skipped == 2 * 8 * 64  # two optimizers, eight epochs of 64 batches
+    assert 0 < skipped < 100
+
+
+# ---------------------------------------------------------------------- 08
+
+
+def test_08_skips_exactly_the_batches_without_a_comment(
+    tmp_path: Path, cache: Path, pytestconfig: pytest.Config
+) -> None:
+    ran = run("08", tmp_path, cache=cache)
+    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+    batches = list(load("08").batches())
+    empty = [index for index, (_, targets) in enumerate(batches) if bool((targets[:, 1:] == -100).all())]
+    assert 0 < len(empty) < len(batches) / 2
+    skipped, steps, found = ran.find(r"guard: (\d+) of (\d+) steps skipped, batches (\[.*\]) have no comment")
+    assert json.loads(found) == empty
+    assert (int(skipped), int(steps)) == (len(empty), len(batches))
+    assert "audit: 14 modules, all as declared by MixedPrecision('bf16-mixed')" in ran.output
+    first, last = map(float, ran.find(r"health: loss ([\d.]+) at first, ([\d.]+) at last"))
+    assert last < first / 2
+    readings = lines_of(tmp_path / "lightning_mp_run" / "metrics.jsonl")
+    assert [reading["step"] for reading in readings if reading["train/loss"] is None] == empty
+    audit = json.loads((tmp_path / "lightning_mp_run" / "audit.json").read_text())
+    computed = {row["module"]: row["compute"] for row in audit["rows"]}
+    assert (computed["encoder.layers.0.norm1"], computed["encoder.layers.0.linear1"]) == ("fp32", "bf16")
