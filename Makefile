@@ -22,11 +22,11 @@ EXTENSIONS := $(CURDIR)/$(VENV)/torch_extensions
 PYTEST = mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete && \
     OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" \
     $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
-LINTED := $(wildcard lightning_mp tests benchmarks examples)
+LINTED := $(wildcard lightning_mp tests benchmarks examples docs/_build)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow conformance faults lint format bench clean
+.PHONY: help demo test test-slow conformance faults docs lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
@@ -48,6 +48,9 @@ conformance: $(DONE)/test ## run every mode under every strategy and write docs/
 faults: $(DONE)/test ## inject faults into real runs and count what the monitors find (about 10 minutes)
 	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python -m faults $(ARGS)
 
+docs: $(DONE)/dev ## build the documentation into site/, every warning an error (then open site/index.html)
+	@NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict $(ARGS)
+
 lint: $(DONE)/dev ## check style (ruff), types (pyright, strict on the package) and floors (import-linter)
 	@$(BIN)/ruff check $(LINTED)
 	@$(BIN)/ruff format --check $(LINTED)
@@ -64,7 +67,7 @@ bench: $(DONE)/test ## measure step times and host reads: of a plan, of the moni
 	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python benchmarks/sharded.py $(ARGS)
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- installing ------------------------------------------------------------------------------------------------------

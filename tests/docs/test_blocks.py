@@ -1,0 +1,123 @@
+"""Every fenced block of the documentation is run by something: README, CONTRIBUTING, the examples' page, the site."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.docs import Block, blocks, commands, pages, text
+from support.docs_run import PageRun
+from support.docs_setup import SETUPS, setup_of
+
+#: what is done with a block of each kind; any other kind is an error
+KINDS = {
+    "python": "run, all of a page in one namespace; a block that is a file is run by the page's commands",
+    "diff": "both sides compile, and the new one is run",
+    "bash": "run, or looked at where it is for another machine (support/docs_check.py)",
+    "yaml": "composed and checked as `lightning-mp train` does; other hosts' files are read by those",
+    "json": "read, and made a plan",
+    "text": "compared with what was printed",
+}
+#: pages whose blocks have a test of their own
+ELSEWHERE = {"docs/doctor/LMP": "tests/preflight/test_pages.py"}
+PAGES = [page for page in pages() if not page.startswith(tuple(ELSEWHERE)) and blocks(page)]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder, a search path, modules and an environment that the page may fill."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "environ", os.environ)
+    before, environment = set(sys.modules), dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for name in set(sys.modules) - before:
+        home = getattr(sys.modules[name], "__file__", None)
+        if home is not None and Path(home).is_relative_to(tmp_path):
+            del sys.modules[name]
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _run(page: str, *, all_commands: bool) -> None:
+    run = PageRun(page, setup_of(page), all_commands=all_commands)
+    for block in blocks(page):
+        run.block(block)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_blocks_of_a_page_do_what_the_page_says(page: str) -> None:
+    _run(page, all_commands=False)
+
+
+def _has_slow(page: str) -> bool:
+    import re
+
+    lines = [" ".join(words[1:]) for block in blocks(page) if block.language == "bash" for words in commands(block)]
+    return any(re.match(pattern, line) for pattern in setup_of(page).slow for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if _has_slow(page)])
+def test_the_long_commands_of_a_page_run_too(page: str) -> None:
+    _run(page, all_commands=True)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_block_is_of_a_kind_that_something_is_done_with(page: str) -> None:
+    unknown = [
+        f"{block.place}: {block.language or 'no language'}" for block in blocks(page) if block.language not in KINDS
+    ]
+    assert not unknown
+
+
+def test_every_set_up_is_of_a_page_that_exists() -> None:
+    assert set(SETUPS) <= set(pages())
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if "/how-to/" in page])
+def test_a_page_by_symptom_ends_in_a_command(page: str) -> None:
+    last = blocks(page)[-1]
+    assert last.language == "bash"
+    assert text(page).rstrip().endswith("```")
+
+
+def test_pages_are_short() -> None:
+    generated = {"docs/conformance.md"}
+    long = {page: len(text(page).splitlines()) for page in set(pages()) - generated - {"README.md"}}
+    assert {page: lines for page, lines in long.items() if lines > 200} == {}
+
+
+def test_a_text_that_was_not_printed_is_found() -> None:
+    from support import docs_check
+
+    docs_check.shown("one … three\n", "zero\none two  three\n", "here")
+    with pytest.raises(AssertionError, match="not printed: one four"):
+        docs_check.shown("one four\n", "one two three\n", "here")
+
+
+def test_a_block_that_fails_fails_its_page() -> None:
+    run = PageRun("docs/index.md", setup_of("docs/index.md"), all_commands=False)
+    for language, code in (
+        ("python", "raise ValueError\n"),
+        ("bash", "lightning-mp train no.yaml\n"),
+        ("bash", "lightning-mp doctor --jsno\n"),
+        ("bash", "make no-such-target\n"),
+        ("bash", "pip install 'lightning-mp[no]'\n"),
+        ("bash", "unknown-program\n"),
+        ("yaml", "plan: {precision: fp16}\nmodel: {_target_: my_project.MyModule}\n"),
+        ("json", '{"fp16": {"enabled": true, "hysteresys": 2}}\n'),
+        ("text", "nothing of the kind\n"),
+        ("diff", "-x = (\n+y = 1\n"),
+    ):
+        with pytest.raises((AssertionError, ValueError, SyntaxError)):
+            run.block(Block("docs/index.md", 1, language, code))
