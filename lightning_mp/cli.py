@@ -191,10 +191,40 @@ def train(
     try:
         status = run(arguments or [], typer.echo, multirun=multirun, config_dirs=config_dir or [], only_show=show)
     except PlanError as error:
-        faults = [str(fault) for fault in error.faults]
-        _refuse("train", "\n  ".join([f"{len(faults)} faults", *faults] if len(faults) > 1 else faults))
+        _refuse("train", error.listed())
     except (MissingExtraError, NonFiniteError, OSError) as error:
         _refuse("train", str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
+    raise typer.Exit(status)
+
+
+@app.command(
+    "cli",
+    # all of it is LightningCLI's to read, its help too
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
+)
+def lightning_cli(
+    arguments: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            metavar="{fit,validate,test,predict} [--config FILE] [--KEY VALUE]...",
+            help="As LightningCLI reads it: fit --config run.yaml --plan.precision 16-mixed; fit --help has every key.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Train what a LightningCLI file describes under a plan: the same run as `train`, from class_path and init_args."""
+    from lightning_mp.errors import MissingExtraError, NonFiniteError, PlanError
+
+    try:
+        from lightning_mp.training.lightning_cli import run
+
+        status = run(arguments or ["--help"], typer.echo)
+    except PlanError as error:
+        _refuse("cli", error.listed())
+    except (MissingExtraError, NonFiniteError, OSError) as error:
+        _refuse("cli", str(error))
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
     raise typer.Exit(status)

@@ -30,6 +30,11 @@ class PlanError(ValueError):
         lines += [f"  {number}. {fault}" for number, fault in enumerate(self.faults, start=1)]
         super().__init__("\n".join(lines))
 
+    def listed(self) -> str:
+        """The faults as a command prints them: one alone in its line, or their count and one a line."""
+        faults = [str(fault) for fault in self.faults]
+        return "\n  ".join([f"{len(faults)} faults", *faults] if len(faults) > 1 else faults)
+
     def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[Fault, ...], str]]:
         # Worker processes send their exception to the launcher; the default would rebuild it from the text.
         return type(self), (self.faults, self.subject)

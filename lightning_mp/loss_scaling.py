@@ -27,6 +27,19 @@ class LossScaling:
     by ``growth_factor``; after ``hysteresis`` overflows it is multiplied by ``backoff_factor``, never below
     ``min_scale`` nor above ``max_scale``. Alone, ``LossScaling()`` is torch's rule with a floor of 1 that is held.
 
+    Args:
+        init_scale: the scale of the first step.
+        growth_factor: what the scale is multiplied by when it grows.
+        backoff_factor: what the scale is multiplied by when it backs off.
+        growth_interval: clean steps before the scale grows.
+        growth_delay: clean steps added before the *first* growth at the start and after an overflow (DeepSpeed: 1).
+        hysteresis: overflows before the scale backs off.
+        consecutive_hysteresis: whether any clean step refills the hysteresis, or only a growth does.
+        min_scale: the scale never falls below it.
+        max_scale: ``None``: growth that would overflow fp32 is left out, as torch does; ``inf``: no ceiling.
+        at_min: on an overflow at ``min_scale``: go on skipping, or raise LossScaleError.
+        dynamic: ``False``: the scale never moves.
+
     Raises:
         PlanError: a value out of its range; every such value is named.
     """
@@ -34,20 +47,13 @@ class LossScaling:
     init_scale: float = TORCH_INIT_SCALE
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
-    #: clean steps before the scale grows
     growth_interval: int = TORCH_GROWTH_INTERVAL
-    #: clean steps added before the *first* growth at the start and after an overflow (DeepSpeed: 1)
     growth_delay: int = 0
-    #: overflows before the scale backs off
     hysteresis: int = 1
-    #: whether any clean step refills the hysteresis, or only a growth does
     consecutive_hysteresis: bool = False
     min_scale: float = 1.0
-    #: ``None``: growth that would overflow fp32 is left out, as torch does; ``inf``: no ceiling
     max_scale: float | None = None
-    #: on an overflow at ``min_scale``: go on skipping, or raise LossScaleError
     at_min: Literal["hold", "raise"] = "hold"
-    #: ``False``: the scale never moves
     dynamic: bool = True
 
     def __post_init__(self) -> None:

@@ -61,8 +61,11 @@ def _set(instance: object, **values: object) -> None:
 class Pin:
     """One module-level dtype: every module that ``pattern`` covers is stored and run in ``dtype``.
 
-    ``output`` is the dtype of what the module hands on: ``None`` for the mode's rule (its own dtype under the mixed
-    modes, the dtype that came in under the true modes), ``"pin"``, ``"input"``, or a dtype.
+    Args:
+        pattern: an fnmatch against a module's name, any dotted suffix of it, or its class.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        output: the dtype of what the module hands on: ``None`` for the mode's rule (its own dtype under the mixed
+            modes, the dtype that came in under the true modes), ``"pin"``, ``"input"``, or a dtype.
     """
 
     pattern: str
@@ -84,9 +87,12 @@ class Pin:
 class Checkpointing:
     """Which modules recompute their activations in the backward pass instead of storing them.
 
-    ``modules`` is a pattern as in :class:`Pin`, a module class, or several; of nested matches the outermost counts,
-    and of these every ``every``-th. ``mode="selective"`` keeps the outputs of ``save_ops`` (names of aten operators,
-    ``"mm"`` or ``"aten.mm.default"``; ``None``: matrix products and attention) and recomputes the rest.
+    Args:
+        modules: a pattern as in :class:`Pin`, a module class, or several; of nested matches the outermost counts.
+        mode: ``"full"`` recomputes everything; ``"selective"`` keeps the outputs of ``save_ops``.
+        every: of the matches, only every so-manyth is checkpointed.
+        save_ops: names of aten operators, ``"mm"`` or ``"aten.mm.default"``; ``None``: matrix products and attention.
+        preserve_rng: whether the recomputation draws the random numbers that the first pass drew.
     """
 
     modules: str | tuple[str, ...]
@@ -136,9 +142,12 @@ def _names(value: object, faults: Faults) -> tuple[str, ...] | None:
 class NonFinite:
     """What happens to a step whose gradients are not finite.
 
-    ``"skip"`` leaves it out, and raises after more than ``max_consecutive`` in a row; ``"raise"`` stops at the first;
-    ``"ignore"`` applies it, as stock Lightning does. With loss scaling an overflow is ordinary: only skips at the
-    scale's floor count, and ``"ignore"`` still skips.
+    With loss scaling an overflow is ordinary: only skips at the scale's floor count, and ``"ignore"`` still skips.
+
+    Args:
+        action: ``"skip"`` leaves it out, and raises after too many in a row; ``"raise"`` stops at the first;
+            ``"ignore"`` applies it, as stock Lightning does.
+        max_consecutive: how many in a row ``"skip"`` leaves out before it raises.
     """
 
     action: Literal["skip", "raise", "ignore"] = "skip"
@@ -157,7 +166,7 @@ class NonFinite:
 _Piece = TypeVar("_Piece", LossScaling, Checkpointing, NonFinite)
 
 LossScalingLike = LossScaling | Mapping[str, Any] | None
-PinsLike = Mapping[str, Any] | Iterable[Any] | None
+PinsLike = Mapping[str, Any] | Iterable[Pin | Mapping[str, Any]] | None
 CheckpointingLike = Checkpointing | Mapping[str, Any] | str | None
 NonFiniteLike = NonFinite | Mapping[str, Any] | str
 TF32_SETTINGS = ("highest", "high", "medium")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 #: how the processes that a run starts know its folder
-_RUN_DIR = "LIGHTNING_MP_RUN_DIR"
+RUN_DIR = "LIGHTNING_MP_RUN_DIR"
 _KEYWORDS = ("last", "best", "hpc", "registry")
 _LONGEST_NAME = 120
 Say = Callable[[str], None]
@@ -76,9 +76,14 @@ def _check_all(jobs: Sequence[Composed], faults: Faults) -> list[tuple[dict[str,
 
 
 def _check_settings(config: dict[str, Any], faults: Faults) -> None:
-    seed, checkpoint = config.get("seed"), config.get("ckpt_path")
+    seed = config.get("seed")
     if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**32):
         faults.add(f"seed={seed!r}", "an integer from 0 to 2**32 - 1, or null", "write seed=0")
+    check_checkpoint(config.get("ckpt_path"), faults)
+
+
+def check_checkpoint(checkpoint: object, faults: Faults) -> None:
+    """A checkpoint to go on from that is named, and not there."""
     # with a colon it is an address (s3://…) or a model of a registry
     if checkpoint is None or checkpoint in _KEYWORDS or ":" in str(checkpoint):
         return
@@ -105,7 +110,7 @@ def _run_dir(job: Composed, name: str, faults: Faults) -> Path:
         given = None
     if given is not None:
         return Path(str(given))
-    inherited = os.environ.get(_RUN_DIR)
+    inherited = os.environ.get(RUN_DIR)
     return Path(inherited) if inherited else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -144,7 +149,7 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
     faults, folder = Faults(SUBJECT), Path(config["run_dir"])
     if config.get("seed") is not None:
         seed_everything(config["seed"], workers=True, verbose=False)
-    with _told(folder):
+    with told(folder):
         trainer = building.trainer(regime.trainer, faults)
         faults.raise_if_any()
         assert trainer is not None
@@ -167,17 +172,17 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
 
 
 @contextmanager
-def _told(folder: Path) -> Generator[None]:
+def told(folder: Path) -> Generator[None]:
     """Processes that Lightning starts for the other ranks write to the same folder."""
-    before = os.environ.get(_RUN_DIR)
-    os.environ[_RUN_DIR] = str(folder)
+    before = os.environ.get(RUN_DIR)
+    os.environ[RUN_DIR] = str(folder)
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_RUN_DIR]
+            del os.environ[RUN_DIR]
         else:
-            os.environ[_RUN_DIR] = before
+            os.environ[RUN_DIR] = before
 
 
 # ---------------------------------------------------------------------- several
