@@ -13,6 +13,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
 
@@ -238,8 +240,11 @@ def test_a_later_stock_run_of_the_same_module_is_not_held() -> None:
     assert module.lrs == pytest.approx([1e-2 * _warm_up(step) for step in range(8)])
 
 
-def test_a_step_that_came_to_nothing_moves_the_schedule_as_in_stock_whatever_came_before() -> None:
+def test_a_step_that_came_to_nothing_moves_the_schedule_as_in_stock_whatever_came_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """``training_step`` returning None is neither applied nor skipped: an older skip must not hold its schedule."""
+    monkeypatch.setattr(Closure, "warning_cache", WarningCache())  # it warns once in a process
 
     class Sometimes(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

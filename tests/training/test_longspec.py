@@ -150,6 +150,7 @@ def test_a_norm_in_fp32_is_right_where_fp16_overflows() -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_the_experiment_runs_and_all_is_as_declared(tmp_path: Path) -> None:
     """Three steps in two processes; test_longspec_gloo.py looks at the rest."""
     pytest.importorskip("deepspeed")
