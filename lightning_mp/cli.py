@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
@@ -185,18 +186,13 @@ def train(
     show: Annotated[bool, typer.Option("--show", help="Print the config that would run, and leave.")] = False,
 ) -> None:
     """Train what a YAML file describes: any LightningModule, under a plan and a strategy; Hydra composes the parts."""
-    from lightning_mp.errors import MissingExtraError, NonFiniteError, PlanError
-    from lightning_mp.training.application import train as run
 
-    try:
-        status = run(arguments or [], typer.echo, multirun=multirun, config_dirs=config_dir or [], only_show=show)
-    except PlanError as error:
-        _refuse("train", error.listed())
-    except (MissingExtraError, NonFiniteError, OSError) as error:
-        _refuse("train", str(error))
-    except KeyboardInterrupt:
-        raise typer.Exit(_INTERRUPTED) from None
-    raise typer.Exit(status)
+    def start() -> int:
+        from lightning_mp.training.application import train as run
+
+        return run(arguments or [], typer.echo, multirun=multirun, config_dirs=config_dir or [], only_show=show)
+
+    _train("train", start)
 
 
 @app.command(
@@ -215,16 +211,25 @@ def lightning_cli(
     ] = None,
 ) -> None:
     """Train what a LightningCLI file describes under a plan: the same run as `train`, from class_path and init_args."""
+
+    def start() -> int:
+        from lightning_mp.training.lightning_cli import run
+
+        return run(arguments or ["--help"], typer.echo)
+
+    _train("cli", start)
+
+
+def _train(command: str, start: Callable[[], int]) -> NoReturn:
+    """Leave with the status of the run, or with what it was refused for."""
     from lightning_mp.errors import MissingExtraError, NonFiniteError, PlanError
 
     try:
-        from lightning_mp.training.lightning_cli import run
-
-        status = run(arguments or ["--help"], typer.echo)
+        status = start()
     except PlanError as error:
-        _refuse("cli", error.listed())
+        _refuse(command, error.listed())
     except (MissingExtraError, NonFiniteError, OSError) as error:
-        _refuse("cli", str(error))
+        _refuse(command, str(error))
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
     raise typer.Exit(status)

@@ -1,4 +1,4 @@
-"""LightningCLI under a plan: ``PlanCLI``, and what ``lightning-mp cli`` runs."""
+"""``PlanCLI``: LightningCLI whose Trainer is built from a plan, and the config it leaves beside the run."""
 
 from __future__ import annotations
 
@@ -8,43 +8,33 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
-
-try:
-    import_module("docstring_parser")  # what the help says of each field
-    from jsonargparse import ArgumentError, Namespace
-except ImportError as _error:
-    raise MissingExtraError("jsonargparse", "cli", "LightningCLI") from _error
-
+from jsonargparse import ArgumentError, Namespace
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_mp
 from lightning_mp.assemble import make_strategy, trainer_kwargs
-from lightning_mp.demo.inputs import InputError
+from lightning_mp.errors import Fault, Faults, PlanError, one_line
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.training import lightning_cli_checks as checks
 from lightning_mp.training.application import RUN_DIR, told
-from lightning_mp.training.lightning_cli_parser import (
+from lightning_mp.training.lightning_cli import checks
+from lightning_mp.training.lightning_cli.forms import settle
+from lightning_mp.training.lightning_cli.given import (
     Given,
-    PlanParsing,
     asks_for_help,
     command_of,
     config_files,
     gather,
-    plan_parser,
     prints_config,
-    settle,
     settled,
 )
-from lightning_mp.training.targets import ELSEWHERE, importable
+from lightning_mp.training.lightning_cli.parser import PlanParsing, plan_parser
+from lightning_mp.training.targets import ELSEWHERE
 
 _HEADER = "lightning-mp=="
 #: the sections that a Trainer is built from
@@ -310,59 +300,3 @@ def _is_foreign(path: str) -> bool:
         return False
     with files.open(path, "r") as file:
         return not str(file.readline()).startswith(f"# {_HEADER}")
-
-
-# ---------------------------------------------------------------------- lightning-mp cli
-
-
-class _Command(PlanCLI):
-    """The command: there an error of the user's own code is a fault too; a script of theirs shows its traceback."""
-
-    def instantiate_classes(self) -> None:
-        try:
-            super().instantiate_classes()
-        except (PlanError, MissingExtraError):
-            raise
-        except Exception as error:  # whatever the code that is built raises
-            cause = error.__cause__ or error
-            said = f"{type(cause).__name__}: {one_line(cause)}"
-            raise PlanError([Fault(said, "parts that can be built", "mend what it names")], checks.SUBJECT) from error
-
-
-def run(arguments: Sequence[str], say: Callable[[str], None]) -> int:
-    """``lightning-mp cli``: any LightningModule and LightningDataModule by ``class_path``; returns the exit status.
-
-    The seed is 0 where none is given, as for ``lightning-mp train``.
-
-    Raises:
-        PlanError: what was given cannot run; every fault at once, before a model is built.
-        MissingExtraError: an optional package that is needed is not installed.
-        NonFiniteError: the run met more non-finite steps than its plan allows.
-        SystemExit: help or a config was asked for, and printed.
-    """
-    kwargs: dict[str, Any] = {"prog": "lightning-mp cli", "exit_on_error": False}
-    with importable(next(iter(config_files(arguments)), None)), _environment():
-        try:
-            cli = _Command(args=list(arguments), seed_everything_default=0, parser_kwargs=kwargs)
-        except (InputError, MisconfigurationException) as error:
-            given = f"what Lightning cannot run: {one_line(error)}"
-            fault = Fault(given, "parts that fit together", "mend what it names")
-            raise PlanError([fault], checks.SUBJECT) from error
-    folder = cli.trainer.log_dir  # every rank asks: rank 0 tells the others
-    if cli.trainer.is_global_zero and cli.subcommand == "fit":
-        say(f"{folder}: {cli.trainer.global_step} steps")
-    return 1 if cli.trainer.interrupted else 0
-
-
-@contextmanager
-def _environment() -> Generator[None]:
-    """``seed_everything`` leaves the seed in the environment."""
-    before = {name: os.environ.get(name) for name in _SEEDS}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -18,7 +18,8 @@ from lightning_mp.reading import plain_mapping
 from lightning_mp.strategies import names
 from lightning_mp.training import targets
 from lightning_mp.training.application import check_checkpoint
-from lightning_mp.training.lightning_cli_parser import CLASS, Given, plan_form, strategy_form
+from lightning_mp.training.lightning_cli.forms import CLASS, plan_form, strategy_form
+from lightning_mp.training.lightning_cli.given import Given
 from lightning_mp.training.targets import UnknownTargetError
 
 SUBJECT = "cli"

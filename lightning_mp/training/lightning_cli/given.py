@@ -1,110 +1,29 @@
-"""LightningCLI's parser with a plan, and what it is given: config files and options, as one mapping with its places."""
+"""What LightningCLI is given: command line and config files together, and where each key was written."""
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from jsonargparse import ArgumentParser, get_loader
-from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.strategies import Strategy
+from jsonargparse import get_loader
 
 from lightning_mp.errors import Faults, nearest, one_line
-from lightning_mp.loss_scaling import LossScaling
-from lightning_mp.policy import PRECISIONS, Checkpointing, NonFinite, Pin
-from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.presets import PRESETS, preset
-from lightning_mp.strategies.names import STRATEGIES
+from lightning_mp.policy import PRECISIONS
+from lightning_mp.presets import PRESETS
+from lightning_mp.training.lightning_cli.forms import CLASS, FORMS, SUBCOMMANDS, load, settle
 from lightning_mp.training.places import Places
 
 #: what a command line or Python gives
 Arguments = Sequence[str] | Mapping[str, Any]
-CLASS = "class_path"
 _PINS = "plan.pins."
-_FACTORY = "make_strategy"
-_HYDRA = ("_target_", "_convert_", "_recursive_")
-_SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _CONFIG_OPTIONS = ("config", "c")
 _ASKS = re.compile(r"^(-h|--help|--[\w.]+\.help)(=|$)")
 _PRINTS = "print_"
 _HERE = " (on the command line)"
-#: what of the Trainer is not the Trainer's to say under a plan
-THE_PLANS = ("precision", "strategy")
-#: fields of a plan that have fields of their own
-PIECES = {"loss_scaling": LossScaling, "pins": Pin, "checkpointing": Checkpointing, "nonfinite": NonFinite}
-_STRATEGY_HELP = (
-    f"A name of make_strategy ({', '.join(STRATEGIES)}), or a mapping of 'name' and the strategy's keywords, "
-    "'{name: fsdp2, wrap: Block}', or a class_path."
-)
-
-
-# ---------------------------------------------------------------------- the parser
-
-
-class PlanParsing:
-    """Mixed into a parser class of LightningCLI by :func:`plan_parser`."""
-
-    #: dotted keys of a config that are left out: they were refused already
-    dropped: Collection[str] = ()
-    #: whether an object is built from another one, so that all have to be built together
-    linked = False
-    _has_plan = False
-
-    def add_plan_arguments(self) -> None:
-        """Add ``plan``, every argument of MixedPrecisionPlan, and ``strategy``."""
-        parser = cast("LightningArgumentParser", self)
-        parser.add_class_arguments(MixedPrecisionPlan, "plan", sub_configs=True)
-        kind: Any = str | Strategy | dict[str, Any]
-        parser.add_argument("--strategy", type=kind, default="auto", help=_STRATEGY_HELP)
-        self._has_plan = True
-
-    def add_class_arguments(self, theclass: type, nested_key: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        if nested_key == "trainer":
-            kwargs["skip"] = {*(kwargs.get("skip") or ()), *THE_PLANS}
-        return super().add_class_arguments(theclass, nested_key, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def link_arguments(self, source: Any, target: str, *args: Any, **kwargs: Any) -> None:
-        self.linked = self.linked or "instantiate" in (*args, kwargs.get("apply_on"))
-        super().link_arguments(source, target, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Any:
-        loaded = load(content)
-        settled = settle(loaded, self.dropped)
-        text = content if settled == loaded else yaml.safe_dump(settled, sort_keys=False)
-        return super().parse_string(text, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        given = settle(obj, self.dropped) if isinstance(obj, dict) else obj
-        return super().parse_object(given, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def format_help(self, *args: Any, **kwargs: Any) -> str:
-        text: str = super().format_help(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        return _plain("\n".join([text, *map(_fields, PIECES)])) if self._has_plan else text
-
-
-def plan_parser(base: type[LightningArgumentParser]) -> type[LightningArgumentParser]:
-    """The parser class ``base`` with a plan."""
-    return base if issubclass(base, PlanParsing) else type("PlanArgumentParser", (PlanParsing, base), {})
-
-
-def _fields(piece: str) -> str:
-    parser = ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
-    parser.add_class_arguments(PIECES[piece], f"plan.{piece}")
-    # the piece itself is listed among the plan's fields
-    return re.sub(rf"\n  --plan\.{piece} CONFIG\s+Path to a configuration file\.", "", parser.format_help())
-
-
-def _plain(text: str) -> str:
-    """A docstring's text without its markup."""
-    return re.sub(r":\w+:`~?([^`]*)`", r"\1", text).replace("``", "")
-
-
-# ---------------------------------------------------------------------- config files and options
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
@@ -132,9 +51,6 @@ class Given:
             return _HERE
         found = self.places.of(key) or (self.places.of(f"{self.command}.{key}") if self.command else "")
         return found or (_HERE if any(option.startswith(f"{key}.") for option in self.options) else "")
-
-
-# ---------------------------------------------------------------------- what is given
 
 
 def command_of(arguments: Arguments, commands: Sequence[str], faults: Faults) -> str | None:
@@ -198,7 +114,7 @@ def settled(arguments: Sequence[str], given: Given, dropped: Sequence[str]) -> l
         forms = [form for one in dropped for form in (one, one.replace(".init_args.", "."))]
         if words[0].startswith("--") and any(key == form or key.startswith(f"{form}.") for form in forms):
             continue
-        form = settle({key: load(next(options(words))[1])})[key] if key in _FORMS else None
+        form = settle({key: load(next(options(words))[1])})[key] if key in FORMS else None
         found += [f"--{key}", _flow(form)] if isinstance(form, Mapping) else words
     return [*found, "--plan.pins", _flow(given.values["plan"]["pins"])] if pins else found
 
@@ -244,7 +160,7 @@ def _config(value: str, given: Given, mode: str, faults: Faults) -> Iterator[dic
 def _own(config: Any, command: str | None) -> dict[str, Any]:
     """A config's keys for this command: a file for all of them has a section for each."""
     own = config.get(command) if command is not None else None
-    for_all = {key: value for key, value in config.items() if key not in _SUBCOMMANDS}
+    for_all = {key: value for key, value in config.items() if key not in SUBCOMMANDS}
     return {**for_all, **cast("Mapping[str, Any]", own)} if isinstance(own, Mapping) else for_all
 
 
@@ -282,90 +198,3 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             fresh = {"init_args": fresh}
         into[key] = dict(both)
         _merge(into[key], fresh)
-
-
-# ---------------------------------------------------------------------- short forms
-
-
-def load(text: str) -> Any:
-    """A YAML text as plain values, read as jsonargparse reads it; the text itself where it is no YAML."""
-    try:
-        return get_loader("yaml")(text)
-    except yaml.YAMLError:
-        return text
-
-
-def settle(config: Any, dropped: Collection[str] = ()) -> Any:
-    """A config with plan and strategy in the form that the parser knows, without the keys ``dropped``.
-
-    Those of a subcommand's own section (``fit: {plan: …}``) too.
-    """
-    if not isinstance(config, Mapping):
-        return config
-    found = {key: settle(value, dropped) if key in _SUBCOMMANDS else value for key, value in _items(config)}
-    for key, form in _FORMS.items():
-        if key in found:
-            found[key] = form(found[key])
-    for key in dropped:
-        found = _without(found, key.split("."))
-    return found
-
-
-def _items(mapping: Any) -> list[tuple[str, Any]]:
-    return list(cast("Mapping[str, Any]", mapping).items())
-
-
-def _without(value: Any, parts: list[str]) -> Any:
-    if isinstance(value, list):
-        items = cast("list[Any]", value)
-        return [
-            _without(item, parts[1:]) if str(index) == parts[0] and parts[1:] else item
-            for index, item in enumerate(items)
-        ]
-    if not isinstance(value, Mapping):
-        return value
-    if len(parts) == 1:
-        return {key: item for key, item in _items(value) if str(key) != parts[0]}
-    return {key: _without(item, parts[1:]) if str(key) == parts[0] else item for key, item in _items(value)}
-
-
-def plan_form(plan: Any) -> Any:
-    """A plan as a mapping: of a precision, of a preset's name, of a YAML file, of Hydra's form; else as it is."""
-    if isinstance(plan, str):
-        if plan in PRECISIONS:
-            return {"precision": plan}
-        if plan in PRESETS:
-            return {key: value for key, value in preset(plan).to_dict().items() if value is not None}
-        loaded = load(Path(plan).read_text(encoding="utf-8")) if Path(plan).is_file() else plan
-        return plan_form(loaded) if isinstance(loaded, Mapping) else loaded
-    if not isinstance(plan, Mapping):
-        return plan
-    fields = {key: _piece_form(value) for key, value in _items(plan)}
-    if str(fields.get("_target_", "")).rpartition(".")[2] == MixedPrecisionPlan.__name__:
-        fields = {key: value for key, value in fields.items() if key not in _HYDRA}
-    return fields
-
-
-def _piece_form(piece: Any) -> Any:
-    if isinstance(piece, list):
-        return [_piece_form(entry) for entry in cast("list[Any]", piece)]
-    if not isinstance(piece, Mapping) or "_target_" not in piece:
-        return piece
-    target = str(piece["_target_"])
-    fields = {key: value for key, value in _items(piece) if key not in _HYDRA}
-    is_class = target.rpartition(".")[2] in {kind.__name__ for kind in PIECES.values()}
-    return fields if is_class else {"class_path": target, "init_args": fields}
-
-
-def strategy_form(strategy: Any) -> Any:
-    """A strategy as a name or a mapping; of Hydra's form (the package's own groups) its keywords."""
-    if not isinstance(strategy, Mapping):
-        return strategy
-    fields = dict(_items(strategy))
-    if str(fields.get("_target_", "")).rpartition(".")[2] != _FACTORY:
-        return fields
-    return {key: value for key, value in fields.items() if key not in (*_HYDRA, "plan")}
-
-
-#: the sections that may be written in several forms
-_FORMS = {"plan": plan_form, "strategy": strategy_form}

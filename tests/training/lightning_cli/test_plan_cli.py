@@ -312,7 +312,7 @@ def test_what_a_run_sets_process_wide_is_put_back(options: tuple[str, ...], tmp_
 def test_two_processes_share_a_run_and_its_folder(tmp_path: Path) -> None:
     path = write(tmp_path, PLAIN)
     command = [sys.executable, "-m", "lightning_mp", "cli", "fit", "--config", path, "--trainer.devices", "2"]
-    surroundings = launching.environment(PYTHONPATH=str(Path(__file__).parents[1]))
+    surroundings = launching.environment(PYTHONPATH=str(Path(__file__).parents[2]))
     options = ["--strategy", "{name: fsdp2, wrap: Linear}", "--plan", "longspec", "--plan.loss_scaling.init_scale", "8"]
     ended = launching.run([[*command, *options]], tmp_path / "log", [surroundings], timeout=120)
     assert (ended.codes, ended.left) == ((0,), False), ended.output
