@@ -197,7 +197,14 @@ _ON_ONE = {
 _SYMPTOMS = sorted(f"docs/how-to/{path.name}" for path in (DOCS / "how-to").glob("*.md"))
 
 SETUPS: dict[str, Setup] = {
-    "README.md": Setup(prepare=names, texts=[demo_table, plan_error]),
+    # LongSpec's recipe is run, and looked into, by tests/training/test_longspec_gloo.py
+    "README.md": Setup(
+        prepare=names,
+        texts=[demo_table, plan_error],
+        shorter={"train": TWO_STEPS},
+        slow=("train experiment", "train -m"),
+        elsewhere=("train experiment=longspec",),
+    ),
     "docs/quickstart.md": Setup(
         prepare=names, shorter={"train": ("trainer.max_steps=3",)}, slow=("train -m", "train .*devices=2")
     ),
@@ -210,7 +217,6 @@ SETUPS: dict[str, Setup] = {
     "docs/migrating/lightning.md": Setup(prepare=names),
     "docs/migrating/accelerate.md": Setup(prepare=accelerate_loop),
     "docs/migrating/deepspeed.md": Setup(prepare=names),
-    # those for this machine are run, and looked into, by tests/training/test_longspec_gloo.py
     "docs/longspec.md": Setup(elsewhere=("train experiment",)),
     "docs/lightning_cli.md": Setup(prepare=names),
     **dict.fromkeys(_SYMPTOMS, Setup(prepare=run_yaml, shorter={"train": TWO_STEPS})),
