@@ -1,0 +1,190 @@
+"""What `python -m build` makes of a checkout: complete, well described, and running where nothing else is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.metadata import Metadata
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPOSE = """
+import lightning_mp
+from hydra import compose, initialize_config_module
+with initialize_config_module("lightning_mp.configs", version_base="1.3"):
+    config = compose("train", ["plan=longspec", "strategy=fsdp2", "experiment=llama_tiny"])
+print(lightning_mp.__file__, config.plan.loss_scaling.hysteresis, config.strategy.name, config.trainer.max_steps)
+"""
+#: what a checkout may hold beside its sources
+_NO_SOURCE = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "runs", "lightning_mp_*", "node_modules", "site")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The two distributions."""
+
+    sdist: Path
+    wheel: Path
+
+    def in_sdist(self) -> set[str]:
+        """Its files, without the folder that all are in."""
+        with tarfile.open(self.sdist) as archive:
+            return {item.name.partition("/")[2] for item in archive.getmembers() if item.isfile()}
+
+    def in_wheel(self) -> set[str]:
+        with zipfile.ZipFile(self.wheel) as archive:
+            return set(archive.namelist())
+
+    def metadata(self) -> Metadata:
+        """What an index shows of it; what an index would refuse raises."""
+        with zipfile.ZipFile(self.wheel) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            return Metadata.from_email(archive.read(name), validate=True)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Both, from a copy of the checkout; `build` makes the wheel of what is in the sdist."""
+    folder = tmp_path_factory.mktemp("built")
+    source = shutil.copytree(ROOT, folder / "source", ignore=_NO_SOURCE, symlinks=True)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    (sdist,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
+    return Built(sdist, wheel)
+
+
+def sources() -> set[str]:
+    """Every file of the package in this checkout."""
+    files = (path for path in (ROOT / "lightning_mp").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {str(path.relative_to(ROOT)) for path in files}
+
+
+# ---------------------------------------------------------------------- what is in them
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Built) -> None:
+    assert {name for name in built.in_wheel() if ".dist-info/" not in name} == sources()
+    assert {".py", ".yaml", ".css", ".js"} <= {Path(name).suffix for name in sources()}
+
+
+def test_the_sdist_holds_what_the_wheel_is_built_of(built: Built) -> None:
+    assert sources() | {"pyproject.toml", "README.md", "LICENSE"} <= built.in_sdist()
+
+
+def test_an_index_can_show_what_it_is(built: Built) -> None:
+    about = built.metadata()
+    assert (about.name, str(about.version)) == ("lightning-mp", "0.1.0")
+    assert about.description_content_type == "text/markdown"
+    assert about.description == (ROOT / "README.md").read_text(encoding="utf-8")
+    assert about.license_expression == "Apache-2.0"
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in built.in_wheel())
+
+
+# ---------------------------------------------------------------------- Hydra finds the configs
+
+
+def composed(path: Path, cwd: Path) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPOSE],
+        cwd=cwd,
+        env={"PYTHONPATH": str(path), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_hydra_finds_the_configs_in_an_installed_wheel(built: Built, tmp_path: Path) -> None:
+    installed = tmp_path / "site"
+    with zipfile.ZipFile(built.wheel) as archive:
+        archive.extractall(installed)
+    home, *values = composed(installed, tmp_path)
+    assert Path(home).is_relative_to(installed)
+    assert values == ["2", "fsdp2", "200"]
+
+
+def test_hydra_finds_the_configs_in_a_checkout(tmp_path: Path) -> None:
+    home, *values = composed(tmp_path, tmp_path)
+    assert Path(home).is_relative_to(ROOT)
+    assert values == ["2", "fsdp2", "200"]
+
+
+# ---------------------------------------------------------------------- an empty environment
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment that holds the wheel with two of its extras, and an empty folder to be in."""
+
+    folder: Path
+    cwd: Path
+
+    def run(self, command: str, *arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+        """A command of the environment; nothing of this checkout is on its path."""
+        own = {"XDG_CACHE_HOME": str(self.folder / "cache"), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        return subprocess.run(
+            [str(self.folder / "bin" / command), *arguments],
+            cwd=self.cwd,
+            env={**kept, **own},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+        )
+
+
+@pytest.fixture(scope="module")
+def environment(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    if torch.version.cuda is not None:
+        pytest.skip("the torch that would be installed is a download of gigabytes")
+    folder = tmp_path_factory.mktemp("environment")
+    (folder / "cwd").mkdir()
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=100)
+    fresh = Environment(folder / "venv", folder / "cwd")
+    options = ("-qq", "--no-input", "--disable-pip-version-check", "--no-cache-dir")
+    for what in ("torch", f"{built.wheel}[hf,report]"):
+        done = fresh.run("python", "-m", "pip", "install", *options, "-c", str(ROOT / "constraints.txt"), what)
+        assert done.returncode == 0, done.stderr
+    return fresh
+
+
+@pytest.mark.timeout(600)
+def test_the_wheel_installs_in_an_empty_environment_and_runs_the_demo(environment: Environment) -> None:
+    place = environment.run("python", "-c", "import lightning_mp; print(lightning_mp.__file__)")
+    assert Path(place.stdout.strip()).is_relative_to(environment.folder)
+    done = environment.run("lightning-mp", "demo", "--steps", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    table = done.stdout[done.stdout.index("─") :]
+    rows = {cells[0]: cells[1:] for cells in map(str.split, table.splitlines()[1:6])}
+    assert rows.pop("tf32")[-7:] == ["not", "run:", "a", "CPU", "has", "no", "TF32"]
+    assert rows.keys() == {"fp32", "fp16", "bf16", "bf16-ckpt"}
+    for name, (step_ms, tokens_per_s, *_, loss, _, skipped, scale) in rows.items():
+        assert float(step_ms) > 0 < float(tokens_per_s.replace(",", "")), name
+        assert 6 < float(loss) < 8.5, name
+        assert (scale != "-") == (name == "fp16"), name
+        assert int(skipped) <= (2 if name == "fp16" else 0), name
+    assert [path.name for path in environment.cwd.iterdir()] == ["lightning_mp_demo"]
+    assert "<html" in (environment.cwd / "lightning_mp_demo" / "report.html").read_text(encoding="utf-8")[:500]
+
+
+@pytest.mark.timeout(600)
+def test_what_needs_another_extra_says_which_in_one_line(environment: Environment) -> None:
+    done = environment.run("lightning-mp", "train", "--show")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("do: pip install 'lightning-mp[hydra]'")
+    assert "hydra-core" in line
