@@ -158,6 +158,8 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
         assert model is not None
         if getattr(rank_zero_only, "rank", 0) == 0:
             folder.mkdir(parents=True, exist_ok=True)
+            if (folder / CONFIG).exists() and not config.get("ckpt_path"):
+                say(f"{folder} holds an earlier run, whose checkpoints stay: run_dir=... keeps the two apart")
             (folder / CONFIG).write_text(_as_yaml(config), encoding="utf-8")
         try:
             trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))

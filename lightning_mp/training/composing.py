@@ -137,6 +137,8 @@ def _parsed(text: str, faults: Faults) -> Override | None:
         return _parse_one(text)
     except HydraException as error:
         fix = "put quotes around the value" if "=" in text else f"write {text}=..."
+        if text.lstrip("+").startswith("plan.pins"):
+            fix = "write plan.pins=\"[{pattern:'*norm*',dtype:fp32}]\""
         faults.add(f"argument {text!r}: {one_line(error)}", "key=value, +key=value, ~key", fix)
     return None
 
@@ -179,12 +181,14 @@ def _choices(root: Primary, sweep: Override, faults: Faults) -> list[str]:
 def _sort(overrides: list[Override], root: Primary) -> _Arguments:
     found = _Arguments()
     for override in overrides:
-        key = override.key_or_group.lstrip("/")
-        if key == "plan" and override.value() in PRECISIONS and override.value() not in _listed(root, key, "CONFIG"):
+        key, value = override.key_or_group.lstrip("/"), override.value()
+        if key == "plan" and value in PRECISIONS and value not in _listed(root, key, "CONFIG"):
             found.groups.append(_removed(key))
-            found.others.append(_parse_one(f"++plan.precision={override.value()}"))
-        elif not isinstance(override.value(), dict) and _is_group(root, key):
-            found.groups.append(override if override.value() is not None else _removed(key))
+            found.others.append(_parse_one(f"++plan.precision={value}"))
+        elif key == "strategy" and isinstance(value, str) and value.startswith("mp_"):
+            found.groups.append(_parse_one(f"strategy={value.removeprefix('mp_')}"))
+        elif not isinstance(value, dict) and _is_group(root, key):
+            found.groups.append(override if value is not None else _removed(key))
         elif override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra."):
             found.others.append(override)
         else:
@@ -318,8 +322,10 @@ def _change(base: DictConfig, override: Override, faults: Faults) -> list[str]:
         return [f"++{text}" if isinstance(value, dict) else text]
     if known is None or last in known or last in targets.HYDRA_KEYS:
         return [f"++{text}"]
-    near = nearest(last, known)
+    near = repr(f"trainer.{last}") if not parent and last in targets.trainer_arguments() else nearest(last, known)
     fix = f"did you mean {near}?" if near else f"write +{text} to add it all the same"
+    if parent == "trainer":
+        fix = targets.ELSEWHERE.get(last, fix)
     faults.add(f"argument {text!r}: no key {last!r} in {parent or 'the config'}", ", ".join(sorted(known)), fix)
     return []
 

@@ -33,6 +33,9 @@ def examine(arguments: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> li
     """
     path, overrides = composing.split(arguments)
     faults = Faults(SUBJECT)
+    if not arguments:
+        faults.add("nothing to examine", "a YAML file, key=value", "lightning-mp doctor run.yaml, or experiment=NAME")
+        faults.raise_if_any()
     with targets.importable(path):
         (job,) = composing.compose(path, overrides, faults, config_dirs=config_dirs)
         sections, needed = list(_SECTIONS), ["model"]

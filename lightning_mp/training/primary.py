@@ -75,6 +75,7 @@ def read(path: Path, config_dirs: Collection[Path], faults: Faults) -> Primary |
 
     if not path.is_file():
         near = nearest(path.name, [other.name for other in path.parent.glob("*.y*ml")]) if path.parent.is_dir() else ""
+        near = repr(str(path / "config.yaml")) if (path / "config.yaml").is_file() else near
         fix = f"did you mean {near}?" if near else "check the path, or leave it out and write experiment=NAME"
         faults.add(f"config {str(path)!r}, which is no file", "a YAML file", fix)
         return None

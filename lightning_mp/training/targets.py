@@ -24,7 +24,7 @@ HYDRA_KEYS = ("_target_", "_convert_", "_recursive_", "_partial_", "_args_")
 #: Trainer arguments that have a section of their own
 ELSEWHERE = {
     "callbacks": "write it in the callbacks section",
-    "precision": "the plan says it",
+    "precision": "the plan says it: plan.precision",
     "strategy": "write it in the strategy section",
 }
 _PLAN_PIECES = {

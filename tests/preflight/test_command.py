@@ -150,6 +150,10 @@ def test_a_file_that_says_nothing_usable_is_refused(config: Path, text: str, sai
     assert said in _refusal(config)
 
 
+def test_without_a_config_there_is_nothing_to_examine() -> None:
+    assert "nothing to examine" in _refusal()
+
+
 def test_a_missing_file_and_an_override_that_is_none_are_refused(tmp_path: Path) -> None:
     line = _refusal(tmp_path / "none.yaml", "precision")
     assert "which is no file" in line

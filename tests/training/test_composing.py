@@ -81,6 +81,10 @@ def test_a_value_may_be_given_for_what_is_there_and_for_what_may_be(tmp_path: Pa
         assert OmegaConf.select(config, text.partition("=")[0]) == expected, text
 
 
+def test_a_strategy_may_be_chosen_by_its_name_in_a_trainer() -> None:
+    assert one(None, "strategy=mp_fsdp2").strategy.name == "fsdp2"
+
+
 def test_a_list_of_pins_replaces_a_mapping_of_them() -> None:
     config = one(None, "plan=longspec", "plan.pins=[{pattern:'ln_*',dtype:fp32}]")
     assert config.plan.pins == [{"pattern": "ln_*", "dtype": "fp32"}]

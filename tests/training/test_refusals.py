@@ -139,6 +139,9 @@ ARGUMENTS = {
     "plan=fp32,bf16": ("several values, 'plan=fp32,bf16'", "add -m"),
     "plan.precison=16-mixed": ("no key 'precison' in plan", "'precision'"),
     "plan.precision=17-mixed": ("precision='17-mixed' (on the command line)", "'16-mixed'"),
+    "max_steps=10": ("no key 'max_steps' in the config", "'trainer.max_steps'"),
+    "trainer.precision=16": ("no key 'precision' in trainer", "plan.precision"),
+    "plan.pins={'*norm*': fp32}": ("argument \"plan.pins={'*norm*': fp32}\"", "[{pattern:'*norm*',dtype:fp32}]"),
     "trainer.max_stps=1": ("no key 'max_stps' in trainer", "'max_steps'"),
     "model.widht=1": ("no key 'widht' in model", "'width'"),
     "mdel=gpt2_tiny": ("no key 'mdel' in the config", "'model'"),
@@ -167,6 +170,22 @@ def test_a_file_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -
     (fault,) = refusal("rum.yaml")
     assert fault.given == "config 'rum.yaml', which is no file"
     assert "'run.yaml'" in fault.fix
+
+
+def test_the_folder_of_a_run_is_no_config_but_holds_one(tmp_path: Path) -> None:
+    write(tmp_path, PLAIN, "runs/x/config.yaml")
+    (fault,) = refusal("runs/x")
+    assert "'runs/x/config.yaml'" in fault.fix
+    (tmp_path / "runs" / "x" / "config.yaml").unlink()
+    (tmp_path / "runs" / "x").rmdir()
+    (tmp_path / "runs").rmdir()
+
+
+def test_a_file_of_lightning_cli_is_told_from_one_of_this_command(tmp_path: Path) -> None:
+    given = PLAIN.replace("_target_: support.training.Net\n  width: 4", "class_path: support.training.Net")
+    (fault,) = refusal(write(tmp_path, given))
+    assert fault.given == "model.class_path (run.yaml:4), which is LightningCLI's"
+    assert "lightning-mp cli fit --config" in fault.fix
 
 
 def test_all_faults_of_file_and_arguments_come_together(tmp_path: Path) -> None:

@@ -129,6 +129,13 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert losses("out") == losses("whole")
 
 
+def test_a_folder_that_holds_another_run_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path, PLAIN)
+    assert len(run(path, "run_dir=out")) == 1
+    said, _ = run(path, "run_dir=out")
+    assert "out holds an earlier run" in said
+
+
 def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:
     run(write(tmp_path, PLAIN))
     (folder,) = (tmp_path / "runs").iterdir()

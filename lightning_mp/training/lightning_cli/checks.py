@@ -247,6 +247,10 @@ def tell(error: Exception, given: Given, bad: Sequence[str], faults: Faults) -> 
     text = textwrap.shorten(essence(said[match.end() :] if match else said), _LONGEST, placeholder=" …")
     needed = re.search(f"{_REQUIRED}(.*)", said)
     fix = f"see the help of --{key}" if key else "see --help"
+    stray = re.match(r"[Uu]nrecognized arguments: ([^\s-]\S*)", said)
+    if stray:
+        word = stray.group(1)
+        fix = f"write --config {word}" if word.endswith((".yaml", ".yml")) else f"write --{word.replace('=', ' ', 1)}"
     bare = re.search(r"Expected a dot import path string: (\w+)", said)
     if bare:
         near = nearest(bare.group(1), callbacks.__all__) if key == "trainer.callbacks" else ""

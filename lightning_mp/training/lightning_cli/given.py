@@ -114,7 +114,7 @@ def settled(arguments: Sequence[str], given: Given, dropped: Sequence[str]) -> l
         forms = [form for one in dropped for form in (one, one.replace(".init_args.", "."))]
         if words[0].startswith("--") and any(key == form or key.startswith(f"{form}.") for form in forms):
             continue
-        form = settle({key: load(next(options(words))[1])})[key] if key in FORMS else None
+        form = settle({key: load(next(options(words))[1])})[key] if words[0].startswith("--") and key in FORMS else None
         found += [f"--{key}", _flow(form)] if isinstance(form, Mapping) else words
     return [*found, "--plan.pins", _flow(given.values["plan"]["pins"])] if pins else found
 

@@ -144,6 +144,9 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, str]] = {
     ("--model", "support.lightning_cli.Nett"): ("has no 'Nett'", "'Net'"),
     ("--modl.width", "3"): ("unknown key modl (on the command line)", "'model'"),
     ("--ckpt_path", "gone.ckpt"): ("ckpt_path=gone.ckpt", "check the path"),
+    ("plan=bf16",): ("plan=bf16", "--plan bf16"),
+    ("strategy=ddp",): ("strategy=ddp", "--strategy ddp"),
+    ("other.yaml",): ("other.yaml", "--config other.yaml"),
     ("--config", "rum.yaml"): ("config 'rum.yaml', which is no file", "'run.yaml'"),
     ("--print_config", "--trainer.max_stps", "1"): ("trainer.max_stps", "'max_steps'"),
 }
