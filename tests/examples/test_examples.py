@@ -101,6 +101,7 @@ def after(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Ran:
     return run("02_fp16_after", tmp_path_factory.mktemp("after"), cache=cache)
 
 
+@pytest.mark.slow
 def test_02_runs_in_fp16_and_leaves_a_report(after: Ran, pytestconfig: pytest.Config) -> None:
     assert warned(after, pytestconfig.getini("filterwarnings")) == []
     loss = float(after.find(r"train loss ([\d.]+)")[0])
@@ -224,6 +225,7 @@ def test_07_learns_with_two_optimizers_and_one_scale(tmp_path: Path, cache: Path
 # ---------------------------------------------------------------------- 08
 
 
+@pytest.mark.slow
 def test_08_skips_exactly_the_batches_without_a_comment(
     tmp_path: Path, cache: Path, pytestconfig: pytest.Config
 ) -> None:

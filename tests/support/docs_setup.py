@@ -205,12 +205,10 @@ SETUPS: dict[str, Setup] = {
         slow=("train experiment", "train -m"),
         elsewhere=("train experiment=longspec",),
     ),
-    "docs/quickstart.md": Setup(
-        prepare=names, shorter={"train": ("trainer.max_steps=3",)}, slow=("train -m", "train .*devices=2")
-    ),
+    "docs/quickstart.md": Setup(prepare=names, shorter={"train": ("trainer.max_steps=3",)}, slow=("train",)),
     "docs/modes.md": Setup(prepare=run_yaml, shorter={"train": TWO_STEPS}),
     "docs/configs.md": Setup(
-        prepare=a_run, shorter=dict.fromkeys(("train trainer", "train -m", "train run"), TWO_STEPS)
+        prepare=a_run, shorter=dict.fromkeys(("train trainer", "train -m", "train run"), TWO_STEPS), slow=("train",)
     ),
     "docs/strategies.md": Setup(prepare=names, changes=_ON_ONE, texts=[deepspeed_error]),
     "docs/health.md": Setup(prepare=saved_batch),

@@ -194,6 +194,7 @@ def command(*arguments: str, cwd: Path, code: str = "") -> subprocess.CompletedP
     )
 
 
+@pytest.mark.slow
 def test_a_sweep_compares_its_runs_in_one_report(tmp_path: Path) -> None:
     done = command("-m", write(tmp_path, PLAIN), "plan=bf16,fp16", "run_dir=sweep", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

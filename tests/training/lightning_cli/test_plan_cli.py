@@ -255,7 +255,7 @@ def test_what_the_plan_says_is_no_default_of_the_trainer() -> None:
             Net, trainer_defaults={"precision": 16, "max_steps": 3}, args=[], parser_kwargs={"exit_on_error": False}
         )
     (fault,) = error.value.faults
-    assert (fault.given, fault.fix) == ("trainer_defaults with 'precision'", "the plan says it")
+    assert (fault.given, fault.fix) == ("trainer_defaults with 'precision'", "the plan says it: plan.precision")
 
 
 def test_a_checkpoint_of_a_class_that_is_gone_is_refused(tmp_path: Path) -> None:
