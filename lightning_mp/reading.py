@@ -16,7 +16,8 @@ _CONSTRUCTORS: Mapping[str, Callable[..., LossScaling]] = {
     for build in (LossScaling.torch, LossScaling.deepspeed, LossScaling.megatron, LossScaling.static)
 }
 _CLASSES = ("MixedPrecisionPlan", "PrecisionPolicy", "LossScaling", "Pin", "Checkpointing", "NonFinite")
-_HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
+#: keys with which Hydra says what a mapping is built as
+HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
 
 
 def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def _built(value: Any, faults: Faults) -> Any:
     if not isinstance(value, Mapping):
         return value
     given = cast("Mapping[str, Any]", value)
-    fields = {key: _built(item, faults) for key, item in given.items() if key not in _HYDRA_KEYS}
+    fields = {key: _built(item, faults) for key, item in given.items() if key not in HYDRA_KEYS}
     target = given.get("_target_")
     if target is None or str(target).rpartition(".")[2] in _CLASSES:
         return fields

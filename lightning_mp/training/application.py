@@ -176,15 +176,23 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
 @contextmanager
 def told(folder: Path) -> Generator[None]:
     """Processes that Lightning starts for the other ranks write to the same folder."""
-    before = os.environ.get(RUN_DIR)
-    os.environ[RUN_DIR] = str(folder)
+    with environment_kept(RUN_DIR):
+        os.environ[RUN_DIR] = str(folder)
+        yield
+
+
+@contextmanager
+def environment_kept(*names: str) -> Generator[None]:
+    """Environment variables as they were, whatever is done to them inside."""
+    before = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[RUN_DIR]
-        else:
-            os.environ[RUN_DIR] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 # ---------------------------------------------------------------------- several

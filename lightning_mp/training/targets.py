@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_mp import reading
 from lightning_mp.errors import nearest, one_line
 from lightning_mp.loss_scaling import LossScaling
 from lightning_mp.policy import Checkpointing, NonFinite, PrecisionPolicy
@@ -20,7 +21,7 @@ from lightning_mp.training.primary import SECTIONS, SETTINGS
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-HYDRA_KEYS = ("_target_", "_convert_", "_recursive_", "_partial_", "_args_")
+HYDRA_KEYS = (*reading.HYDRA_KEYS, "_partial_", "_args_")
 #: Trainer arguments that have a section of their own
 ELSEWHERE = {
     "callbacks": "write it in the callbacks section",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.training import QUICK, run
+from support.training import QUICK, losses, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs one CUDA device")]
 
@@ -19,6 +18,5 @@ def test_trainer_gpu_trains_on_the_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = torch.cuda.max_memory_allocated()
     run(*QUICK[1:], "trainer=gpu", "plan=a100", "trainer.max_steps=3", "run_dir=out")
-    rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
-    assert len([row for row in rows if "train/loss" in row]) == 3
+    assert len(losses("out")) == 3
     assert torch.cuda.max_memory_allocated() > before

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +79,16 @@ def refusal(*arguments: str, multirun: bool = False, config_dirs: tuple[Path, ..
         train(arguments, print, multirun=multirun, config_dirs=config_dirs)
     assert len(set(error.value.faults)) == len(error.value.faults)
     return error.value.faults
+
+
+def readings(folder: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's ``metrics.jsonl``."""
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: str | Path) -> list[float]:
+    """The training loss of every reading that has one."""
+    return [row["train/loss"] for row in readings(folder) if "train/loss" in row]
 
 
 def write(folder: Path, text: str, name: str = "run.yaml") -> str:

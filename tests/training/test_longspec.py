@@ -19,7 +19,7 @@ from lightning_mp.numerics.loss_scale import adjust, init
 from lightning_mp.training.application import train
 from lightning_mp.training.language import CausalLM
 from support import longspec
-from support.deepspeed_json import WHOLE_FP16
+from support.deepspeed_json import RULE, WHOLE_FP16
 from support.gloo import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,8 +90,7 @@ def test_on_gpus_the_size_differs_and_nothing_else() -> None:
 def test_the_scale_doubles_after_1000_clean_steps() -> None:
     """As DeepSpeed's, one step more before the first growth; tests/numerics/test_loss_scale.py compares the two."""
     window = 1000
-    rule = {key: value for key, value in WHOLE_FP16.items() if key not in ("enabled", "auto_cast")}
-    config = LossScaling.deepspeed(**rule)
+    config = LossScaling.deepspeed(**RULE)
     state, scales = init(config), []
     for _ in range(2 * window + 2):
         state = adjust(config, state, False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import lightning_mp.configs
 from lightning_mp.training.application import train
 from support.gloo import run_ranks
-from support.training import QUICK
+from support.training import QUICK, losses
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -26,15 +25,14 @@ def each(folder: str) -> dict[str, list[float]]:
         out = f"{folder}/{name}"
         chosen = (f"strategy={name}", "plan=bf16", "trainer.devices=2", "trainer.max_steps=2", f"run_dir={out}")
         assert train([*QUICK, *chosen], lambda _: None) == 0
-        rows = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
-        found[name] = [row["train/loss"] for row in rows if "train/loss" in row]
+        found[name] = losses(out)
     return found
 
 
 def test_every_strategy_of_the_package_trains_the_default_model(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    losses, _ = run_ranks(each, str(tmp_path), timeout=240)
-    assert set(losses) == set(STRATEGIES)
-    for name, found in losses.items():
-        assert found == pytest.approx(losses["ddp"], rel=2e-2), name
+    by_name, _ = run_ranks(each, str(tmp_path), timeout=240)
+    assert set(by_name) == set(STRATEGIES)
+    for name, found in by_name.items():
+        assert found == pytest.approx(by_name["ddp"], rel=2e-2), name
         assert len(found) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from lightning_mp import MixedPrecisionPlan
 from lightning_mp.cli import app
 from lightning_mp.presets import PRESETS
 from support.running import trainer
-from support.training import PLAIN, QUICK, refusal, run, write
+from support.training import PLAIN, QUICK, losses, readings, refusal, run, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,14 +30,6 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
-
-
-def readings(folder: str | Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(folder: str | Path) -> list[float]:
-    return [row["train/loss"] for row in readings(folder) if "train/loss" in row]
 
 
 def config(folder: str | Path) -> dict[str, Any]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.demo.inputs import InputError
 from lightning_mp.errors import Fault, MissingExtraError, PlanError, one_line
+from lightning_mp.training.application import environment_kept
 from lightning_mp.training.lightning_cli import checks
 from lightning_mp.training.lightning_cli.given import config_files
 from lightning_mp.training.lightning_cli.plan_cli import PlanCLI
 from lightning_mp.training.targets import importable
 
+#: where seed_everything leaves the seed
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str], say: Callable[[str], None]) -> int:
         SystemExit: help or a config was asked for, and printed.
     """
     kwargs: dict[str, Any] = {"prog": "lightning-mp cli", "exit_on_error": False}
-    with importable(next(iter(config_files(arguments)), None)), _environment():
+    with importable(next(iter(config_files(arguments)), None)), environment_kept(*_SEEDS):
         try:
             cli = _Command(args=list(arguments), seed_everything_default=0, parser_kwargs=kwargs)
         except (InputError, MisconfigurationException) as error:
@@ -56,17 +56,3 @@ def run(arguments: Sequence[str], say: Callable[[str], None]) -> int:
     if cli.trainer.is_global_zero and cli.subcommand == "fit":
         say(f"{folder}: {cli.trainer.global_step} steps")
     return 1 if cli.trainer.interrupted else 0
-
-
-@contextmanager
-def _environment() -> Generator[None]:
-    """``seed_everything`` leaves the seed in the environment."""
-    before = {name: os.environ.get(name) for name in _SEEDS}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -13,13 +13,13 @@ from lightning_mp.loss_scaling import LossScaling
 from lightning_mp.policy import PRECISIONS, Checkpointing, NonFinite, Pin
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.presets import PRESETS, preset
+from lightning_mp.reading import HYDRA_KEYS
 
 CLASS = "class_path"
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 #: fields of a plan that have fields of their own
 PIECES = {"loss_scaling": LossScaling, "pins": Pin, "checkpointing": Checkpointing, "nonfinite": NonFinite}
 _FACTORY = "make_strategy"
-_HYDRA = ("_target_", "_convert_", "_recursive_")
 
 
 def load(text: str) -> Any:
@@ -77,7 +77,7 @@ def plan_form(plan: Any) -> Any:
         return plan
     fields = {key: _piece_form(value) for key, value in _items(plan)}
     if str(fields.get("_target_", "")).rpartition(".")[2] == MixedPrecisionPlan.__name__:
-        fields = {key: value for key, value in fields.items() if key not in _HYDRA}
+        fields = {key: value for key, value in fields.items() if key not in HYDRA_KEYS}
     return fields
 
 
@@ -87,7 +87,7 @@ def _piece_form(piece: Any) -> Any:
     if not isinstance(piece, Mapping) or "_target_" not in piece:
         return piece
     target = str(piece["_target_"])
-    fields = {key: value for key, value in _items(piece) if key not in _HYDRA}
+    fields = {key: value for key, value in _items(piece) if key not in HYDRA_KEYS}
     is_class = target.rpartition(".")[2] in {kind.__name__ for kind in PIECES.values()}
     return fields if is_class else {"class_path": target, "init_args": fields}
 
@@ -99,7 +99,7 @@ def strategy_form(strategy: Any) -> Any:
     fields = dict(_items(strategy))
     if str(fields.get("_target_", "")).rpartition(".")[2] != _FACTORY:
         return fields
-    return {key: value for key, value in fields.items() if key not in (*_HYDRA, "plan")}
+    return {key: value for key, value in fields.items() if key not in (*HYDRA_KEYS, "plan")}
 
 
 #: the sections that may be written in several forms

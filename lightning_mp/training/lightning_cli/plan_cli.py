@@ -41,7 +41,6 @@ _HEADER = "lightning-mp=="
 _REGIME = ("plan", "strategy", "trainer")
 _USAGE_ERROR = 2
 _CONFIG = "config.yaml"
-_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
 _Parse = Callable[[Given, Sequence[str]], Namespace]

@@ -22,7 +22,7 @@ from lightning_mp.strategies.fsdp2 import PlanFSDP2Strategy
 from lightning_mp.training.lightning_cli import PlanCLI
 from support import launching, training
 from support.lightning_cli import PLAIN, TYPED, Net, Rows, composed, fit, refusal
-from support.training import write
+from support.training import losses, readings, write
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +30,6 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
-
-
-def readings(folder: str | Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(folder: str | Path) -> list[float]:
-    return [row["train/loss"] for row in readings(folder) if "train/loss" in row]
 
 
 def checkpoint(folder: str | Path) -> dict[str, Any]:
