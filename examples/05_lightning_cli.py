@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_mp.training.lightning_cli import PlanCLI
-from lightning_mp.training.text import TextWindows
+from lightning_mp.cli.training.lightning_cli import PlanCLI
+from lightning_mp.cli.training.text import TextWindows
 
 
 class Language(LightningModule):

@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING, Any
 from lightning_mp.registering import register_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_mp.assemble import make_strategy, trainer_kwargs
-    from lightning_mp.auditing import AuditReport, audit
     from lightning_mp.checkpoints import consolidate
     from lightning_mp.errors import LossScaleError, MissingExtraError, NonFiniteError, PlanError
-    from lightning_mp.events import Event
-    from lightning_mp.findings import Finding
-    from lightning_mp.loss_scaling import LossScaling
-    from lightning_mp.numerics.pins import unpin
+    from lightning_mp.modules.pins import unpin
+    from lightning_mp.monitor.audit import AuditReport, audit
+    from lightning_mp.monitor.doctor import doctor
+    from lightning_mp.monitor.events import Event
+    from lightning_mp.monitor.findings import Finding
     from lightning_mp.policy import Checkpointing, NonFinite, Pin, PrecisionPolicy
+    from lightning_mp.policy.loss_scaling import LossScaling
     from lightning_mp.precision import MixedPrecisionPlan
-    from lightning_mp.preflight import doctor
+    from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AuditReport": "auditing",
+    "AuditReport": "monitor.audit",
     "Checkpointing": "policy",
-    "Event": "events",
-    "Finding": "findings",
+    "Event": "monitor.events",
+    "Finding": "monitor.findings",
     "LossScaleError": "errors",
-    "LossScaling": "loss_scaling",
+    "LossScaling": "policy",
     "MissingExtraError": "errors",
     "MixedPrecisionPlan": "precision",
     "NonFinite": "policy",
@@ -36,12 +36,12 @@ _HOMES = {
     "Pin": "policy",
     "PlanError": "errors",
     "PrecisionPolicy": "policy",
-    "audit": "auditing",
+    "audit": "monitor.audit",
     "consolidate": "checkpoints",
-    "doctor": "preflight",
-    "make_strategy": "assemble",
-    "trainer_kwargs": "assemble",
-    "unpin": "numerics.pins",
+    "doctor": "monitor.doctor",
+    "make_strategy": "strategies.factory",
+    "trainer_kwargs": "strategies.factory",
+    "unpin": "modules.pins",
 }
 
 __all__ = [

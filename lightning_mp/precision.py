@@ -18,17 +18,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp import device_rules, hardware, presets, reading, strategy_support
-from lightning_mp.deepspeed_json import DeepSpeedJson
-from lightning_mp.engines import closures, optimizer_facts
+from lightning_mp.deepspeed_config.mixin import DeepSpeedJson
+from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts
 from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.engines.skip_aware import Holding
 from lightning_mp.errors import Faults
-from lightning_mp.holding import Holding
-from lightning_mp.loss_scaling import LossScaling
+from lightning_mp.monitor.doctor import warn_at_fit
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
-from lightning_mp.numerics.ledger import StepLedger
 from lightning_mp.numerics.scaler import LossScaler
+from lightning_mp.numerics.step_counter import StepLedger
 from lightning_mp.policy import (
     CheckpointingLike,
     LossScalingLike,
@@ -36,14 +36,17 @@ from lightning_mp.policy import (
     PinsLike,
     Precision,
     PrecisionPolicy,
+    hardware,
+    load,
+    presets,
 )
-from lightning_mp.preflight import warn_at_fit
+from lightning_mp.policy.loss_scaling import LossScaling
 
 #: the keys under which stock Lightning's plugins keep a GradScaler's state
 _STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
 
 
-class MixedPrecisionPlan(DeepSpeedJson, FSDPPrecision):
+class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     """Carries a precision policy out as a Lightning plugin: ``Trainer(plugins=[MixedPrecisionPlan("16-mixed")])``.
 
     It is a ``FSDPPrecision`` only so that every stock strategy accepts it; nothing of that class is used.
@@ -117,7 +120,7 @@ class MixedPrecisionPlan(DeepSpeedJson, FSDPPrecision):
         Raises:
             PlanError: an unknown key or a bad value; every fault is named at once.
         """
-        return cls.from_policy(PrecisionPolicy.from_dict(reading.plain_mapping(config)))
+        return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
     def _start_over(self) -> None:
         self.precision = cast("Any", self.policy.precision)
@@ -196,7 +199,7 @@ class MixedPrecisionPlan(DeepSpeedJson, FSDPPrecision):
         if refused is not None:
             faults.add(*refused)
         strategy = None if trainer is None else trainer.strategy
-        engine = strategy_support.engine_of(strategy)(
+        engine = for_strategy.engine_of(strategy)(
             self.policy,
             device=self._device,
             ledger=self.ledger,
@@ -206,7 +209,7 @@ class MixedPrecisionPlan(DeepSpeedJson, FSDPPrecision):
         )
         engine.check(module, faults)
         if strategy is not None:
-            strategy_support.check(strategy, engine, module, faults)
+            for_strategy.check(strategy, engine, module, faults)
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")

@@ -22,7 +22,7 @@ def register_with_lightning() -> None:
 
 
 def _register() -> None:
-    import_module("lightning_mp.strategies.names").register()  # a floor far above this one
+    import_module("lightning_mp.strategies.registry").register()  # a floor far above this one
 
 
 class _Waiting(MetaPathFinder):

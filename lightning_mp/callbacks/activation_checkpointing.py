@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_mp.callbacks.acting import ActingCallback
 from lightning_mp.errors import Faults
-from lightning_mp.numerics import checkpointing
+from lightning_mp.modules import checkpointing
 from lightning_mp.policy import Checkpointing
 
 

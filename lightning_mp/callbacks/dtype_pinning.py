@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_mp.callbacks.acting import ActingCallback
 from lightning_mp.errors import Faults
-from lightning_mp.numerics import pins
+from lightning_mp.modules import pins
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.policy import PinsLike, PrecisionPolicy
 

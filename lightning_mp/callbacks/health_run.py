@@ -10,25 +10,25 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from lightning_mp import series
-from lightning_mp.alerts import Reading
-from lightning_mp.callbacks.actions import withhold
 from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
-from lightning_mp.callbacks.measuring import Measuring, Values, unscales_in_step
-from lightning_mp.callbacks.nonfinite_events import NonFiniteWatch, Trouble
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
-from lightning_mp.callbacks.watching import Steps, callbacks_of, scale_source
-from lightning_mp.callbacks.work import Work
 from lightning_mp.engines import optimizer_facts
+from lightning_mp.engines.skip_aware import Holding
 from lightning_mp.errors import Faults, NonFiniteError
-from lightning_mp.events import Event, Kind
-from lightning_mp.holding import Holding
-from lightning_mp.numerics.scale_reading import Number, Scale, ScaleSource, SkipCount
+from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.actions import withhold
+from lightning_mp.monitor.alerts import Reading
+from lightning_mp.monitor.callback_utils import Steps, callbacks_of, scale_source
+from lightning_mp.monitor.events import Event, Kind
+from lightning_mp.monitor.measure import Measuring, Values, unscales_in_step
+from lightning_mp.monitor.nonfinite_events import NonFiniteWatch, Trouble
+from lightning_mp.monitor.replay import Blame, Replayer
+from lightning_mp.monitor.scale_sources import Number, Scale, ScaleSource, SkipCount
+from lightning_mp.monitor.throughput import Work
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.replaying import Blame, Replayer
 
 #: what LossScaleMonitor logs too
-_SCALES = (series.LOSS_SCALE, series.SKIPPED_STEPS, series.SKIPPED_IN_A_ROW)
+_SCALES = (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW)
 _SKIPPED = "skipped"
 
 #: the events that begin in a reading, among those that the user wants a step left out for
@@ -150,11 +150,11 @@ class HealthRun:
 
     def _finish(self) -> Values:
         self._measuring.after_step()
-        late = self._measuring.read({series.LR: self._measuring.lr, **self._scale_values()}, self.work.take())
+        late = self._measuring.read({metric_names.LR: self._measuring.lr, **self._scale_values()}, self.work.take())
         values = {**(self._early_values or {}), **late}
-        values[series.SKIPPED_STEPS] = (values[series.SKIPPED_STEPS] or 0.0) + self._withheld_in_all
-        row = values[series.SKIPPED_IN_A_ROW] or 0.0
-        values[series.SKIPPED_IN_A_ROW] = max(row, float(self._withheld_in_a_row))
+        values[metric_names.SKIPPED_STEPS] = (values[metric_names.SKIPPED_STEPS] or 0.0) + self._withheld_in_all
+        row = values[metric_names.SKIPPED_IN_A_ROW] or 0.0
+        values[metric_names.SKIPPED_IN_A_ROW] = max(row, float(self._withheld_in_a_row))
         return values
 
     # ------------------------------------------------------------------ readings and events
@@ -163,9 +163,9 @@ class HealthRun:
         scale = self._scale()
         count = self._count
         return {
-            series.LOSS_SCALE: None if scale is None else scale.scale,
-            series.SKIPPED_STEPS: None if count is None else count.total,
-            series.SKIPPED_IN_A_ROW: None if count is None else count.in_a_row,
+            metric_names.LOSS_SCALE: None if scale is None else scale.scale,
+            metric_names.SKIPPED_STEPS: None if count is None else count.total,
+            metric_names.SKIPPED_IN_A_ROW: None if count is None else count.in_a_row,
             _SKIPPED: None if count is None else count.skipped_last,
         }
 
@@ -173,22 +173,22 @@ class HealthRun:
         return None if self._source is None else self._source.scale()
 
     def _reading_of(self, values: Values) -> Reading:
-        scale, known = values[series.LOSS_SCALE], self._scale()
+        scale, known = values[metric_names.LOSS_SCALE], self._scale()
         floor = 0.0 if known is None else known.floor
         return Reading(
             step=self._steps.step,
-            loss=values.get(series.LOSS),
-            grad_norm=values.get(series.GRAD_NORM),
-            param_norm=values.get(series.PARAM_NORM),
-            update_ratio=values.get(series.UPDATE_RATIO),
+            loss=values.get(metric_names.LOSS),
+            grad_norm=values.get(metric_names.GRAD_NORM),
+            param_norm=values.get(metric_names.PARAM_NORM),
+            update_ratio=values.get(metric_names.UPDATE_RATIO),
             loss_scale=scale,
             skipped=bool(values[_SKIPPED]) or self.withheld,
-            skips_in_a_row=int(values[series.SKIPPED_IN_A_ROW] or 0),
+            skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),
             scale_at_floor=scale is not None and scale <= floor,
-            lr=values.get(series.LR),
-            tokens_per_s=values.get(series.TOKENS_PER_S),
-            samples_per_s=values.get(series.SAMPLES_PER_S),
-            memory_gib=values.get(series.MEMORY_ALLOCATED),
+            lr=values.get(metric_names.LR),
+            tokens_per_s=values.get(metric_names.TOKENS_PER_S),
+            samples_per_s=values.get(metric_names.SAMPLES_PER_S),
+            memory_gib=values.get(metric_names.MEMORY_ALLOCATED),
         )
 
     def _nonfinite_events(self, trainer: Trainer, reading: Reading) -> list[Event]:
@@ -202,7 +202,7 @@ class HealthRun:
     def logged(self, trainer: Trainer, values: Values) -> dict[str, float]:
         """What of a reading goes to the loggers: what is known, once."""
         twice = any(isinstance(callback, LossScaleMonitor) for callback in callbacks_of(trainer))
-        left_out = _SCALES if twice and values[series.LOSS_SCALE] is not None else ()
+        left_out = _SCALES if twice and values[metric_names.LOSS_SCALE] is not None else ()
         return {name: value for name, value in values.items() if value is not None and name not in left_out}
 
     def raised(self, error: NonFiniteError) -> list[Event]:
@@ -235,17 +235,25 @@ class HealthRun:
 
 def _row(values: Values, work: Work) -> Values:
     """A reading as it is written, every name in it, in one order."""
-    groups = sorted(name for name in values if name.startswith(f"{series.GRAD_NORM}/"))
+    groups = sorted(name for name in values if name.startswith(f"{metric_names.GRAD_NORM}/"))
     names = (
-        *(series.LOSS, series.GRAD_NORM, *groups, series.PARAM_NORM, series.UPDATE_RATIO, *_SCALES, series.LR),
-        *(series.TOKENS_PER_S, series.SAMPLES_PER_S),
+        *(
+            metric_names.LOSS,
+            metric_names.GRAD_NORM,
+            *groups,
+            metric_names.PARAM_NORM,
+            metric_names.UPDATE_RATIO,
+            *_SCALES,
+            metric_names.LR,
+        ),
+        *(metric_names.TOKENS_PER_S, metric_names.SAMPLES_PER_S),
     )
-    memory = (series.MEMORY_ALLOCATED, series.MEMORY_RESERVED, series.MEMORY_PEAK)
+    memory = (metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_RESERVED, metric_names.MEMORY_PEAK)
     flops = values.get("flops_per_s")
     mfu = flops / work.peak.flops_per_s if flops and work.peak is not None else None
     return {
         **{name: values.get(name) for name in names},
-        series.MFU: mfu,
+        metric_names.MFU: mfu,
         **{name: values.get(name) for name in memory},
     }
 

@@ -7,11 +7,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_mp import series
-from lightning_mp.callbacks.watching import Steps, check_every, log, scale_source
-from lightning_mp.callbacks.writing import is_fresh
 from lightning_mp.errors import Faults
-from lightning_mp.numerics.scale_reading import Scale, ScaleSource, SkipCount, read_together
+from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.callback_utils import Steps, check_every, log, scale_source
+from lightning_mp.monitor.run_files import is_fresh
+from lightning_mp.monitor.scale_sources import Scale, ScaleSource, SkipCount, read_together
 
 
 class LossScaleMonitor(Callback):
@@ -19,7 +19,8 @@ class LossScaleMonitor(Callback):
 
     It reads any plugin's scaler: MixedPrecisionPlan's, stock Lightning's (torch's ``GradScaler``), and DeepSpeed's own.
     ``rows`` holds what was logged: ``step`` (the Trainer's ``global_step`` as the training step saw it) and the values
-    after that step, under the names of :mod:`lightning_mp.series`. A rule without hysteresis has no such value. Where
+    after that step, under the names of :mod:`lightning_mp.monitor.metric_names`. A rule without hysteresis has no such
+    value. Where
     there is no loss scale it says so once and logs nothing.
 
     Args:
@@ -84,11 +85,11 @@ class LossScaleMonitor(Callback):
         self._until_reading -= 1
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, values: dict[str, float]) -> None:
-        self.rows.append({series.STEP: self._steps.step, **values})
+        self.rows.append({metric_names.STEP: self._steps.step, **values})
         log(trainer, values)
         bar: Any = trainer.progress_bar_callback
         if bar is not None and bar.is_enabled:
-            for name in (series.LOSS_SCALE, series.SKIPPED_STEPS):
+            for name in (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS):
                 pl_module.log(name, values[name], prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -107,15 +108,15 @@ class LossScaleMonitor(Callback):
 def _read(scale: Scale, skips: SkipCount, device: Any) -> dict[str, float]:
     read, _ = read_together(
         {
-            series.LOSS_SCALE: scale.scale,
-            series.GROWTH_TRACKER: scale.growth_tracker,
-            series.HYSTERESIS: scale.hysteresis,
-            series.SKIPPED_STEPS: skips.total,
-            series.SKIPPED_IN_A_ROW: skips.in_a_row,
+            metric_names.LOSS_SCALE: scale.scale,
+            metric_names.GROWTH_TRACKER: scale.growth_tracker,
+            metric_names.HYSTERESIS: scale.hysteresis,
+            metric_names.SKIPPED_STEPS: skips.total,
+            metric_names.SKIPPED_IN_A_ROW: skips.in_a_row,
             "since": skips.since,
         },
         device,
     )
     since = read.pop("since") or 0.0
     values = {name: value for name, value in read.items() if value is not None}
-    return {**values, series.SKIP_RATE: since / skips.attempts}
+    return {**values, metric_names.SKIP_RATE: since / skips.attempts}

@@ -11,19 +11,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks import nonfinite_words as words
-from lightning_mp.callbacks import rewinding
 from lightning_mp.callbacks.acting import ActingCallback
-from lightning_mp.callbacks.actions import ReduceLR, describe
-from lightning_mp.callbacks.guarded_step import FLOOR, GuardedStep, guarded_step
-from lightning_mp.callbacks.saved_batch import SavedBatches
-from lightning_mp.callbacks.watching import Steps
-from lightning_mp.callbacks.writing import RunDir, is_fresh, open_folder
+from lightning_mp.engines.skip_aware import Holding
 from lightning_mp.errors import Faults
-from lightning_mp.events import Event
-from lightning_mp.holding import Holding
-from lightning_mp.replaying import Replayer
-from lightning_mp.run_folder import RunFolder
+from lightning_mp.monitor import nonfinite_messages as words
+from lightning_mp.monitor import rewind
+from lightning_mp.monitor.actions import ReduceLR, describe
+from lightning_mp.monitor.callback_utils import Steps
+from lightning_mp.monitor.events import Event
+from lightning_mp.monitor.guarded_step import FLOOR, GuardedStep, guarded_step
+from lightning_mp.monitor.replay import Replayer
+from lightning_mp.monitor.run_files import RunDir, is_fresh, open_folder
+from lightning_mp.monitor.run_folder import RunFolder
+from lightning_mp.monitor.saved_batch import SavedBatches
 
 OnTrip = Literal["skip", "reduce_lr", "raise", "rewind"]
 _WORDS = ", ".join(map(repr, get_args(OnTrip)))
@@ -38,7 +38,7 @@ class NonFiniteGuard(ActingCallback):
     averages stand still. The bad batch is run again under hooks, once, and an event names the rank whose own loss or
     gradients were bad, the first module in forward order, the parameter and the batch; ``events`` holds what is in
     ``events.jsonl``. The batch and the generators' state from before its forward are saved beside it, at most 10 a rank
-    (see :mod:`~lightning_mp.callbacks.saved_batch`). A normal step pays one pass over the gradients and one host read.
+    (see :mod:`~lightning_mp.monitor.saved_batch`). A normal step pays one pass over the gradients and one host read.
 
     Under stock ``16-mixed`` an overflow with a finite loss is the scaler's search for a scale, down to a scale of 1: an
     ``info`` event, nothing is saved, the budget is left alone.
@@ -84,7 +84,7 @@ class NonFiniteGuard(ActingCallback):
         if trainer.state.fn != TrainerFn.FITTING:
             return None
         if self.on_trip == "rewind":
-            rewinding.check(trainer, faults)
+            rewind.check(trainer, faults)
         faults.raise_if_any()
         if self._before is None or self._before() is not trainer:  # a new run, not the next stage of this one
             self._before, self.events, self.step_skipped = weakref.ref(trainer), [], False
@@ -239,7 +239,7 @@ class _Run:
         self.folder: RunFolder | None = open_folder(trainer, run_dir, _NAME)
         self.saved = SavedBatches(trainer, None if self.folder is None else self.folder.path, fresh=is_fresh(trainer))
         self.replayer, self.holding, self.steps = Replayer(), Holding(), Steps()
-        self.checkpoints = rewinding.Checkpoints()
+        self.checkpoints = rewind.Checkpoints()
         self.guard: GuardedStep | None = None
         self._on_step = on_step
         self._empty()

@@ -9,13 +9,13 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_mp.auditing import AuditReport, AuditRow, declared
-from lightning_mp.auditing.looking import Record, from_all_ranks, modules_of, states_of
-from lightning_mp.auditing.report import build
-from lightning_mp.callbacks.writing import RunDir, open_folder
 from lightning_mp.errors import Faults
-from lightning_mp.numerics.audit import Watch, note_gradients, note_parameters
-from lightning_mp.run_folder import AUDIT, RunFolder
+from lightning_mp.monitor.audit import AuditReport, AuditRow, declared
+from lightning_mp.monitor.audit.inspect_run import Record, from_all_ranks, modules_of, states_of
+from lightning_mp.monitor.audit.observer import Watch, note_gradients, note_parameters
+from lightning_mp.monitor.audit.report import build
+from lightning_mp.monitor.run_files import RunDir, open_folder
+from lightning_mp.monitor.run_folder import AUDIT, RunFolder
 
 MARKDOWN = "audit.md"
 _LEAST_WIDTH, _WIDTH = 100, 110
@@ -35,7 +35,7 @@ class PrecisionAudit(Callback):
         every_n_steps: look again at so many steps after the last look began; by default once a run.
 
     Attributes:
-        rows: the rows of the last report, :class:`~lightning_mp.auditing.AuditRow`.
+        rows: the rows of the last report, :class:`~lightning_mp.monitor.audit.AuditRow`.
         report: the last report, ``None`` before the first.
 
     Raises:

@@ -12,24 +12,24 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_mp import series
-from lightning_mp.alerts import Alerts, AlertSettings
-from lightning_mp.callbacks import actions as acts
-from lightning_mp.callbacks.actions import Action, ActionLike, ReduceLR
-from lightning_mp.callbacks.book import Book
 from lightning_mp.callbacks.health_run import HealthRun
-from lightning_mp.callbacks.watching import check_every
-from lightning_mp.callbacks.work import Tokens, Work
-from lightning_mp.callbacks.writing import RunDir, is_fresh
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
-from lightning_mp.events import Event, Kind
-from lightning_mp.findings import Finding
+from lightning_mp.monitor import actions as acts
+from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.actions import Action, ActionLike, ReduceLR
+from lightning_mp.monitor.alerts import Alerts, AlertSettings
+from lightning_mp.monitor.callback_utils import check_every
+from lightning_mp.monitor.doctor import doctor
+from lightning_mp.monitor.events import Event, Kind
+from lightning_mp.monitor.findings import Finding
+from lightning_mp.monitor.run_files import RunDir, is_fresh
+from lightning_mp.monitor.run_log import Book
+from lightning_mp.monitor.throughput import Tokens, Work
 from lightning_mp.numerics.device import describe
-from lightning_mp.preflight import doctor
 
 _NAME = "TrainingHealth"
 #: what LightningModules log it under
-_VAL_LOSSES = (series.VAL_LOSS, "val_loss", "validation/loss", "valid_loss")
+_VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss")
 
 
 class TrainingHealth(Callback):
@@ -37,9 +37,9 @@ class TrainingHealth(Callback):
 
     It works with Lightning's own plugins and strategies and beside a MixedPrecisionPlan, on whole and on sharded
     parameters. Every reading goes to every logger, to ``metrics.jsonl`` in ``run_dir`` and to ``rows``, under the names
-    of :mod:`lightning_mp.series`; events go to ``events.jsonl``, to the console, to ``events``, and to the loggers as
-    ``health/events/<kind>``, how many there were. A ``step`` is the Trainer's ``global_step`` as the training step saw
-    it. A value that is not known (MFU on a CPU) is ``None``.
+    of :mod:`lightning_mp.monitor.metric_names`; events go to ``events.jsonl``, to the console, to ``events``, and to
+    the loggers as ``health/events/<kind>``, how many there were. A ``step`` is the Trainer's ``global_step`` as the
+    training step saw it. A value that is not known (MFU on a CPU) is ``None``.
 
     - ``train/loss``: over the batches of the step and over all ranks, before it is scaled. Under manual optimization
       the sum of what was handed to ``manual_backward``.
@@ -60,7 +60,8 @@ class TrainingHealth(Callback):
     Args:
         run_dir: where to write; the logger's folder by default.
         every_n_steps: optimizer steps from one reading to the next.
-        alerts: thresholds, as :class:`~lightning_mp.alerts.AlertSettings` or a mapping of its fields; False for none.
+        alerts: thresholds, as :class:`~lightning_mp.monitor.alerts.AlertSettings` or a mapping of its fields; False for
+            none.
         actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (leave that step out),
             ``ReduceLR(factor, steps)``, ``"stop"``, or a callable given (event, trainer, pl_module) on every rank.
         groups: names of groups of modules, and the pattern of each, whose gradients get a norm of their own.
@@ -150,7 +151,7 @@ class TrainingHealth(Callback):
         logged = trainer.callback_metrics
         loss = next((logged[name] for name in _VAL_LOSSES if name in logged), None)
         if loss is not None and not trainer.sanity_checking:
-            self._book.row(trainer, trainer.global_step, {series.VAL_LOSS: float(loss)}, {})
+            self._book.row(trainer, trainer.global_step, {metric_names.VAL_LOSS: float(loss)}, {})
 
     # ------------------------------------------------------------------ the step
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_mp.checkpoints.consolidating import consolidate
+from lightning_mp.checkpoints.consolidate_file import consolidate
 from lightning_mp.checkpoints.formats import CheckpointFormatError, Kind, kind_of
-from lightning_mp.checkpoints.reading import plan_state, read_full
+from lightning_mp.checkpoints.load import plan_state, read_full
 
 __all__ = ["CheckpointFormatError", "Kind", "consolidate", "kind_of", "plan_state", "read_full"]

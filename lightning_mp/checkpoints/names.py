@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError
-from lightning_mp.numerics.patterns import plain_name
+from lightning_mp.modules.patterns import plain_name
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # p
 from lightning_mp.checkpoints import files
 from lightning_mp.checkpoints.formats import SHARDED_EXTRA, CheckpointFormatError
 from lightning_mp.checkpoints.names import plain_names
-from lightning_mp.numerics.patterns import plain_name
+from lightning_mp.modules.patterns import plain_name
 
 # where ModelParallelStrategy and FSDPStrategy put the weights
 _WEIGHTS = ("state_dict", "model")

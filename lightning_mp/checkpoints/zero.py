@@ -17,7 +17,7 @@ from lightning_mp.checkpoints import files
 from lightning_mp.checkpoints.formats import ALLOWED, DEEPSPEED_MODEL, CheckpointFormatError, deepspeed_folder
 from lightning_mp.checkpoints.names import plain_names
 from lightning_mp.errors import MissingExtraError
-from lightning_mp.numerics.patterns import plain_name
+from lightning_mp.modules.patterns import plain_name
 
 LEFT_OUT = (
     "DeepSpeed keeps optimizer states flat, a piece a rank: only as many ranks of the same ZeRO stage (1 and 2 are "

@@ -22,8 +22,8 @@ from lightning_mp.demo.records import WARM_UP_STEPS, Failure, Job, Reading, Resu
 from lightning_mp.demo.shapes import Device, Shape, find_device, shape_for
 from lightning_mp.demo.table import print_table
 from lightning_mp.demo.text import Text, from_path, standard_library
-from lightning_mp.run_folder import REPORT
-from lightning_mp.strict_json import to_json
+from lightning_mp.monitor.run_folder import REPORT
+from lightning_mp.monitor.strict_json import to_json
 
 if TYPE_CHECKING:
     from lightning_mp.demo.tokens import Corpus
@@ -184,7 +184,7 @@ def _row(mode: Mode, outcome: Result | Failure, out: Path) -> Row:
 
 def _write(setting: Setting, rows: Sequence[Row], histories: dict[str, list[Reading]]) -> None:
     from lightning_mp.demo.picture import draw
-    from lightning_mp.report import write_report
+    from lightning_mp.monitor.report import write_report
 
     shape, corpus = setting.shape, setting.corpus
     summary = {

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_mp.callbacks.writing import open_folder, write_run
 from lightning_mp.demo.memory import PeakMemory
 from lightning_mp.demo.modes import MODES
 from lightning_mp.demo.quiet import quiet
 from lightning_mp.demo.records import WARM_UP_STEPS, Job, Reading, Result
+from lightning_mp.monitor.run_files import open_folder, write_run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from lightning_mp.demo.shapes import Shape
     from lightning_mp.demo.tokens import Corpus
-    from lightning_mp.run_folder import RunFolder
+    from lightning_mp.monitor.run_folder import RunFolder
 
 
 class Windows(Dataset[Tensor]):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.errors import Faults
-from lightning_mp.numerics.pins import PinMap
+from lightning_mp.modules.pins import PinMap
 from lightning_mp.policy import PrecisionPolicy
 
 #: runs the last batch forward and backward again, without summing over ranks, to find what broke it; or cannot

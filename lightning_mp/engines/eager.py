@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from lightning_mp.engines import diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.base import Replay
 from lightning_mp.errors import Faults, NonFiniteError
-from lightning_mp.numerics import checkpointing, grads, pins
+from lightning_mp.modules import checkpointing, pins
+from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import cast_module_, to_torch
-from lightning_mp.numerics.ledger import StepLedger
 from lightning_mp.numerics.scaler import LossScaler
+from lightning_mp.numerics.step_counter import StepLedger
 from lightning_mp.policy import PrecisionPolicy
 
 

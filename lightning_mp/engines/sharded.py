@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_mp.engines.base import Replay
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults, NonFiniteError
-from lightning_mp.numerics import grads, sharded_norm
+from lightning_mp.numerics import grad_norm, grads
 
 #: what FSDP1's wrappers add to the names of modules
 _WRAPPER = "._fsdp_wrapped_module"
@@ -25,7 +25,7 @@ class ShardedEngine(EagerEngine):
     """Carries a policy out on sharded parameters."""
 
     #: the groups that plain gradients are split over
-    _whole: sharded_norm.Groups = ()
+    _whole: grad_norm.Groups = ()
 
     def prepare(self, module: nn.Module) -> None:
         """Cast, pin and checkpoint, before the strategy shards: storage is of one dtype within a shard unit then."""
@@ -47,21 +47,21 @@ class ShardedEngine(EagerEngine):
 
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the local parts; the flag is reduced over every rank of every mesh dimension."""
-        sharded_norm.sum_partial_(grads.parameters_of(optimizer))
+        grad_norm.sum_partial_(grads.parameters_of(optimizer))
         super().unscale(optimizer)
 
     def after_backward(self, *, manual: bool) -> None:
         """Bring gradients into the state in which users may look at them: whole, and in true units."""
         if manual:
             for optimizer in self.optimizers:
-                sharded_norm.sum_partial_(grads.parameters_of(optimizer))
+                grad_norm.sum_partial_(grads.parameters_of(optimizer))
         super().after_backward(manual=manual)
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all parts, in fp32."""
         parameters = grads.parameters_of(optimizer)
-        self.last_norm = sharded_norm.global_norm(parameters, self.device, self._whole)
-        sharded_norm.clip_to_(parameters, max_norm, self.last_norm)
+        self.last_norm = grad_norm.global_norm(parameters, self.device, self._whole)
+        grad_norm.clip_to_(parameters, max_norm, self.last_norm)
 
     def _error(self, replay: Replay, what: str, *, at_min: bool = False) -> NonFiniteError:
         alone = None if replay is None else partial(_alone, self._module, replay)
@@ -81,7 +81,7 @@ def _alone(module: nn.Module | None, replay: Callable[[], Tensor | None]) -> Ten
     return replay()
 
 
-def flat_groups(model: nn.Module | None) -> sharded_norm.Groups:
+def flat_groups(model: nn.Module | None) -> grad_norm.Groups:
     """The process group over which FSDP1 splits flat parameters, if it does."""
     if not isinstance(model, FullyShardedDataParallel):
         return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_mp.hardware import Device
+from lightning_mp.policy.hardware import Device
 
 
 def describe(device: torch.device) -> Device:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mp.loss_scaling import FP32_MAX, LossScaling
+from lightning_mp.policy.loss_scaling import FP32_MAX, LossScaling
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_mp.loss_scaling import LossScaling
 from lightning_mp.numerics import loss_scale
 from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.numerics.grads import HostRead, gradients, parameters_of, step_unless, unscale_and_check_
 from lightning_mp.numerics.loss_scale import LossScaleState
+from lightning_mp.policy.loss_scaling import LossScaling
 
 
 @dataclass(slots=True)

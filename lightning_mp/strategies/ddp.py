@@ -9,8 +9,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_mp.engines.eager import EagerEngine
-from lightning_mp.strategies.carrying import CarriesCheckpoints
-from lightning_mp.strategies.ending import EndsTogether
+from lightning_mp.strategies.checkpoint_io import CarriesCheckpoints
+from lightning_mp.strategies.fail_together import EndsTogether
 
 
 class PlanDDPStrategy(EndsTogether, CarriesCheckpoints, DDPStrategy):

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.numerics.shard_units import Units
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.strategies import meta
+from lightning_mp.strategies import meta_device
+from lightning_mp.strategies.shard_units import Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ def shard(model: nn.Module, units: Units, mesh: DeviceMesh, policy: PrecisionPol
         for block in units.blocks:
             block.compile()
     for unit in units.inner:
-        meta.materialize(unit, model, place, device)
+        meta_device.materialize(unit, model, place, device)
         fully_shard(unit, **options)
-    meta.materialize(model, model, place, device)
+    meta_device.materialize(model, model, place, device)
     # The root's forward is the whole step, after which backward begins at once: nothing is to be freed in between, and
     # where the step calls self(x), what comes after that call still needs the root's weights.
     options.pop("reshard_after_forward", None)

@@ -16,8 +16,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_mp import LossScaling, PlanError, series
+from lightning_mp import LossScaling, PlanError
 from lightning_mp.callbacks import LossScaleMonitor
+from lightning_mp.monitor import metric_names
 from support.counting import Counts
 from support.manual import Pair
 from support.models import Regression, batches
@@ -62,15 +63,18 @@ def watched(keeper: str, module: Any = None, **options: Any) -> tuple[LossScaleM
 @keepers
 def test_every_value_is_the_keepers(keeper: str, optimizer: str) -> None:
     monitor, asks = watched(keeper, Regression(OPTIMIZERS[optimizer], overflow_at=OVERFLOWS))
-    assert [row[series.STEP] for row in monitor.rows] == list(range(8))
+    assert [row[metric_names.STEP] for row in monitor.rows] == list(range(8))
     for row, state, skips in zip(monitor.rows, asks.states, SKIPS, strict=True):
-        assert (row[series.LOSS_SCALE], row[series.GROWTH_TRACKER]) == (state["scale"], state["_growth_tracker"])
-        names = (series.SKIPPED_STEPS, series.SKIPPED_IN_A_ROW, series.SKIP_RATE)
+        assert (row[metric_names.LOSS_SCALE], row[metric_names.GROWTH_TRACKER]) == (
+            state["scale"],
+            state["_growth_tracker"],
+        )
+        names = (metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW, metric_names.SKIP_RATE)
         assert [row[name] for name in names] == pytest.approx(skips)
         if keeper == "plan, hysteresis":
-            assert row[series.HYSTERESIS] == state["hysteresis_left"]
+            assert row[metric_names.HYSTERESIS] == state["hysteresis_left"]
         else:
-            assert series.HYSTERESIS not in row
+            assert metric_names.HYSTERESIS not in row
 
 
 @pytest.mark.parametrize("mode", UNSCALED)
@@ -90,7 +94,7 @@ def test_every_logger_gets_every_reading(keeper: str, tmp_path: Path) -> None:
     monitor, _ = watched(keeper, logger=loggers)
     for logger in loggers:
         with (Path(logger.log_dir) / "metrics.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row[series.LOSS_SCALE]]
+            rows = [row for row in csv.DictReader(file) if row[metric_names.LOSS_SCALE]]
         assert [int(row["step"]) for row in rows] == list(range(8))
         for row, mine in zip(rows, monitor.rows, strict=True):
             assert {name: float(row[name]) for name in mine} == mine
@@ -116,21 +120,25 @@ def test_other_steps_read_nothing(keeper: str) -> None:
     without, monitor = reads(), LossScaleMonitor(3)
     extra = [ours - theirs for ours, theirs in zip(reads(monitor), without, strict=True)]
     assert extra[1:] == [0, 0, 1, 0, 0, 1, 0]
-    assert [row[series.STEP] for row in monitor.rows] == [0, 3, 6]
+    assert [row[metric_names.STEP] for row in monitor.rows] == [0, 3, 6]
 
 
 def test_skips_between_readings_are_counted() -> None:
     monitor, _ = watched("stock", every=4)
-    assert [(row[series.STEP], row[series.SKIPPED_STEPS]) for row in monitor.rows] == [(0, 0), (4, 2)]
+    assert [(row[metric_names.STEP], row[metric_names.SKIPPED_STEPS]) for row in monitor.rows] == [(0, 0), (4, 2)]
     last, _ = watched("stock", every=3)
-    assert [(row[series.SKIPPED_STEPS], row[series.SKIPPED_IN_A_ROW]) for row in last.rows] == [(0, 0), (2, 2), (3, 0)]
+    assert [(row[metric_names.SKIPPED_STEPS], row[metric_names.SKIPPED_IN_A_ROW]) for row in last.rows] == [
+        (0, 0),
+        (2, 2),
+        (3, 0),
+    ]
 
 
 @keepers
 def test_accumulation_is_read_once_a_step(keeper: str) -> None:
     monitor, asks = watched(keeper, accumulate_grad_batches=2)
-    assert [row[series.STEP] for row in monitor.rows] == [0, 1, 2, 3]
-    assert [row[series.LOSS_SCALE] for row in monitor.rows] == [state["scale"] for state in asks.states[1::2]]
+    assert [row[metric_names.STEP] for row in monitor.rows] == [0, 1, 2, 3]
+    assert [row[metric_names.LOSS_SCALE] for row in monitor.rows] == [state["scale"] for state in asks.states[1::2]]
 
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
@@ -142,7 +150,7 @@ def test_a_batch_without_a_loss_is_no_step(keeper: str) -> None:
 
     monitor, _ = watched(keeper, Sometimes(OPTIMIZERS["fused"], overflow_at=(5,)))
     assert len(monitor.rows) == 6
-    assert monitor.rows[-1][series.SKIP_RATE] == pytest.approx(1 / 6)
+    assert monitor.rows[-1][metric_names.SKIP_RATE] == pytest.approx(1 / 6)
 
 
 def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
@@ -156,9 +164,9 @@ def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
 @keepers
 def test_several_optimizers_by_hand_are_read_once_a_batch(keeper: str, optimizer: str) -> None:
     monitor, _ = watched(keeper, Pair(by_hand, {2: "net other", 4: "net"}, OPTIMIZERS[optimizer]))
-    assert [row[series.STEP] for row in monitor.rows] == list(range(0, 16, 2))
-    assert [row[series.SKIPPED_STEPS] for row in monitor.rows] == [0, 0, 2, 2, 3, 3, 3, 3]
-    assert [row[series.SKIPPED_IN_A_ROW] for row in monitor.rows] == [0, 0, 2, 0, 0, 0, 0, 0]
+    assert [row[metric_names.STEP] for row in monitor.rows] == list(range(0, 16, 2))
+    assert [row[metric_names.SKIPPED_STEPS] for row in monitor.rows] == [0, 0, 2, 2, 3, 3, 3, 3]
+    assert [row[metric_names.SKIPPED_IN_A_ROW] for row in monitor.rows] == [0, 0, 2, 0, 0, 0, 0, 0]
 
 
 def test_a_second_fit_goes_on_and_a_new_run_begins_anew() -> None:
@@ -167,9 +175,9 @@ def test_a_second_fit_goes_on_and_a_new_run_begins_anew() -> None:
     runner.fit(module, data)
     runner.fit_loop.max_epochs = 2
     runner.fit(module, data)
-    assert [row[series.STEP] for row in monitor.rows] == list(range(16))
+    assert [row[metric_names.STEP] for row in monitor.rows] == list(range(16))
     fit(module, callbacks=[monitor], **KEEPERS["stock"]())
-    assert [row[series.STEP] for row in monitor.rows] == list(range(8))
+    assert [row[metric_names.STEP] for row in monitor.rows] == list(range(8))
 
 
 def test_resuming_goes_on_with_the_plans_counts(tmp_path: Path) -> None:
@@ -177,7 +185,12 @@ def test_resuming_goes_on_with_the_plans_counts(tmp_path: Path) -> None:
     fit(module, data=ResumableBatches(), callbacks=[SaveAt(tmp_path, 4)], **KEEPERS["plan"]())
     again = Regression(OPTIMIZERS["fused"], overflow_at=OVERFLOWS)
     fit(again, data=ResumableBatches(), callbacks=[monitor], ckpt_path=tmp_path / "4.ckpt", **KEEPERS["plan"]())
-    assert [(row[series.STEP], row[series.SKIPPED_STEPS]) for row in monitor.rows] == [(4, 2), (5, 3), (6, 3), (7, 3)]
+    assert [(row[metric_names.STEP], row[metric_names.SKIPPED_STEPS]) for row in monitor.rows] == [
+        (4, 2),
+        (5, 3),
+        (6, 3),
+        (7, 3),
+    ]
 
 
 def test_evaluating_alone_is_nothing_to_it() -> None:

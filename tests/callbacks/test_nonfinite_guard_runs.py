@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 from lightning_mp import NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard
-from lightning_mp.callbacks.actions import ReduceLR
+from lightning_mp.monitor.actions import ReduceLR
 from support.manual import Pair
 from support.models import Regression, batches, same_weights, weights
 from support.nonfinite import BAD, STOCK, Breaks, without

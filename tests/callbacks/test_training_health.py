@@ -17,10 +17,10 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_mp import PlanError, series
+from lightning_mp import PlanError
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
-from lightning_mp.callbacks.work import default_tokens, samples_in
-from lightning_mp.numerics import flops
+from lightning_mp.monitor import flops, metric_names
+from lightning_mp.monitor.throughput import default_tokens, samples_in
 from support import health
 from support.counting import Counts
 from support.language import LENGTH, Language, gpt2, tokens
@@ -64,17 +64,17 @@ def test_the_numbers_are_those_of_a_plain_loop(host: str, mode: str, optimizer: 
     module = Regression(PLAIN if optimizer == "plain" else FUSED)
     rows = watched(tmp_path, module, max_steps=1, **clip, **host_of(host, mode)).rows
     (expected,) = health.oracle(world=1)[:1]
-    ratio = expected.pop(series.UPDATE_RATIO)
+    ratio = expected.pop(metric_names.UPDATE_RATIO)
     assert {name: rows[0][name] for name in expected} == pytest.approx(expected, rel=NEAR[mode])
     if not clip:
-        assert rows[0][series.UPDATE_RATIO] == pytest.approx(ratio, rel=max(NEAR[mode], 5e-2))
+        assert rows[0][metric_names.UPDATE_RATIO] == pytest.approx(ratio, rel=max(NEAR[mode], 5e-2))
 
 
 @hosts
 def test_step_after_step(host: str, tmp_path: Path) -> None:
     rows = watched(tmp_path, max_steps=health.STEPS, **host_of(host, "32-true")).rows
     for number, (row, expected) in enumerate(zip(rows, health.oracle(world=1), strict=True)):
-        assert row[series.STEP] == number
+        assert row[metric_names.STEP] == number
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
@@ -99,17 +99,17 @@ def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
 def test_by_hand_with_several_optimizers(host: str, mode: str, optimizer: str, tmp_path: Path) -> None:
     module = Pair(by_hand, optimizer=PLAIN if optimizer == "plain" else FUSED)
     rows = watched(tmp_path, module, **host_of(host, mode)).rows
-    assert [row[series.STEP] for row in rows] == list(range(0, 16, 2))
+    assert [row[metric_names.STEP] for row in rows] == list(range(0, 16, 2))
     for row, gradients in zip(rows, module.true, strict=True):
-        assert row[series.GRAD_NORM] == pytest.approx(health.norm(gradients.values()), rel=1e-3)
-        assert row[series.LR] == health.LR
-        assert row[series.UPDATE_RATIO] > 0
+        assert row[metric_names.GRAD_NORM] == pytest.approx(health.norm(gradients.values()), rel=1e-3)
+        assert row[metric_names.LR] == health.LR
+        assert row[metric_names.UPDATE_RATIO] > 0
 
 
 def test_a_schedule_is_read_as_the_step_used_it(tmp_path: Path) -> None:
     module = Regression(PLAIN, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
     rows = watched(tmp_path, module).rows
-    assert [row[series.LR] for row in rows] == pytest.approx(module.lrs)
+    assert [row[metric_names.LR] for row in rows] == pytest.approx(module.lrs)
 
 
 # ---------------------------------------------------------------------- work and memory
@@ -120,9 +120,9 @@ def test_tokens_samples_and_flops_over_the_same_time(tmp_path: Path) -> None:
     fit(Language(gpt2()), data=tokens(), callbacks=[mine])
     flops = 4_055_040 / (2 * LENGTH)  # a token, as tests/numerics/test_flops.py has it
     for row in mine.rows:
-        assert row[series.TOKENS_PER_S] == pytest.approx(LENGTH * row[series.SAMPLES_PER_S])
-        assert row[series.MFU] == pytest.approx(flops * row[series.TOKENS_PER_S] / 1e9)
-        assert row[series.MEMORY_PEAK] > 0
+        assert row[metric_names.TOKENS_PER_S] == pytest.approx(LENGTH * row[metric_names.SAMPLES_PER_S])
+        assert row[metric_names.MFU] == pytest.approx(flops * row[metric_names.TOKENS_PER_S] / 1e9)
+        assert row[metric_names.MEMORY_PEAK] > 0
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ def test_the_user_may_say_how_many_tokens_a_batch_has(on_device: bool, tmp_path:
         return tokens if on_device else 24
 
     rows = watched(tmp_path, monitor={"tokens": count}).rows
-    assert all(row[series.TOKENS_PER_S] == pytest.approx(3 * row[series.SAMPLES_PER_S]) for row in rows)
+    assert all(row[metric_names.TOKENS_PER_S] == pytest.approx(3 * row[metric_names.SAMPLES_PER_S]) for row in rows)
 
 
 def test_without_a_known_peak_there_is_no_mfu_and_one_line_says_so(tmp_path: Path, caplog: Any) -> None:
     with caplog.at_level(logging.INFO):
         rows = watched(tmp_path).rows
-    assert {row[series.MFU] for row in rows} == {None}
+    assert {row[metric_names.MFU] for row in rows} == {None}
     assert sum("peak_flops" in message for message in caplog.messages) == 1
 
 
@@ -177,9 +177,15 @@ def test_every_logger_gets_every_reading_once(beside: Any, tmp_path: Path) -> No
     for logger in loggers:
         with (Path(logger.log_dir) / "metrics.csv").open() as file:
             written = list(csv.DictReader(file))
-        for name in (series.LOSS, series.GRAD_NORM, f"{series.GRAD_NORM}/first", series.LOSS_SCALE, series.LR):
+        for name in (
+            metric_names.LOSS,
+            metric_names.GRAD_NORM,
+            f"{metric_names.GRAD_NORM}/first",
+            metric_names.LOSS_SCALE,
+            metric_names.LR,
+        ):
             points = [(int(row["step"]), float(row[name])) for row in written if row[name]]
-            assert points == [(row[series.STEP], pytest.approx(row[name])) for row in mine.rows]
+            assert points == [(row[metric_names.STEP], pytest.approx(row[name])) for row in mine.rows]
 
 
 def test_a_run_without_a_folder_writes_where_its_logger_does(tmp_path: Path) -> None:
@@ -225,10 +231,10 @@ def test_a_second_fit_goes_on_and_a_new_run_begins_anew(tmp_path: Path) -> None:
     runner.fit(module, data)
     runner.fit_loop.max_epochs = 2
     runner.fit(module, data)
-    assert [row[series.STEP] for row in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(16))
+    assert [row[metric_names.STEP] for row in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(16))
     assert len(mine.rows) == 16
     fit(module, callbacks=[mine])
-    assert [row[series.STEP] for row in mine.rows] == list(range(8))
+    assert [row[metric_names.STEP] for row in mine.rows] == list(range(8))
 
 
 @hosts
@@ -237,9 +243,9 @@ def test_resuming_goes_on_with_the_file_and_the_alerts_memory(host: str, tmp_pat
         tmp_path, data=ResumableBatches(), max_steps=5, callbacks=[SaveAt(tmp_path, 5)], **host_of(host, "16-mixed")
     )
     again = watched(tmp_path, data=ResumableBatches(), ckpt_path=tmp_path / "5.ckpt", **host_of(host, "16-mixed"))
-    assert [row[series.STEP] for row in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(8))
+    assert [row[metric_names.STEP] for row in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(8))
     norms = again._alerts.state_dict()["grad_norm_spike"]["norms"]
-    assert norms == [row[series.GRAD_NORM] for row in (*first.rows, *again.rows)]
+    assert norms == [row[metric_names.GRAD_NORM] for row in (*first.rows, *again.rows)]
 
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
@@ -252,7 +258,7 @@ def test_a_batch_without_a_loss_is_no_reading(host: str, mode: str, tmp_path: Pa
 
     rows = watched(tmp_path, Sometimes(PLAIN), **host_of(host, mode)).rows
     assert len(rows) == 6
-    assert all(row[series.LOSS] > 0 for row in rows)
+    assert all(row[metric_names.LOSS] > 0 for row in rows)
 
 
 def test_evaluating_alone_opens_nothing(tmp_path: Path) -> None:
@@ -275,7 +281,7 @@ def test_validation_in_between_is_not_the_loops_time(tmp_path: Path) -> None:
     data = batches()
     mine = TrainingHealth(tmp_path / "run", report=False)
     trainer(callbacks=[mine], val_check_interval=1, num_sanity_val_steps=0).fit(Slow(PLAIN), data, data)
-    assert min(row[series.SAMPLES_PER_S] for row in mine.rows[1:]) > 8 / 0.4
+    assert min(row[metric_names.SAMPLES_PER_S] for row in mine.rows[1:]) > 8 / 0.4
 
 
 def test_it_is_copied_and_pickled_after_a_run(tmp_path: Path) -> None:
@@ -288,8 +294,8 @@ def test_only_what_is_trained_is_measured(tmp_path: Path) -> None:
     module = Regression(PLAIN)
     module.net[0].requires_grad_(False)
     rows = watched(tmp_path, module, monitor={}).rows
-    assert rows[-1][f"{series.GRAD_NORM}/first"] == 0.0
-    assert rows[-1][series.PARAM_NORM] == pytest.approx(
+    assert rows[-1][f"{metric_names.GRAD_NORM}/first"] == 0.0
+    assert rows[-1][metric_names.PARAM_NORM] == pytest.approx(
         health.norm(parameter for parameter in module.parameters() if parameter.requires_grad), rel=1e-5
     )
 
@@ -317,7 +323,7 @@ def test_a_reading_is_read_at_once_and_other_steps_are_not(
     )
     extra = [ours - theirs for ours, theirs in zip(mine.counts, plain.counts, strict=True)]
     assert extra == [once * (step % every == 0) for step in range(8)]
-    assert [row[series.STEP] for row in health_of.rows] == list(range(0, 8, every))
+    assert [row[metric_names.STEP] for row in health_of.rows] == list(range(0, 8, every))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +349,7 @@ def test_an_operator_whose_flops_are_not_known_takes_mfu_away(tmp_path: Path, mo
     monkeypatch.setitem(flops._RULES, torch.ops.aten.addmm, lambda *_, **__: 1 // 0)
     with caplog.at_level(logging.INFO):
         rows = watched(tmp_path, monitor={"peak_flops": 1e9}).rows
-    assert {row[series.MFU] for row in rows} == {None}
+    assert {row[metric_names.MFU] for row in rows} == {None}
     assert any("aten.addmm" in message for message in caplog.messages)
 
 
@@ -365,7 +371,7 @@ def test_what_validation_logged_is_a_row_of_its_own(name: str, tmp_path: Path) -
     mine = TrainingHealth(tmp_path, report=False)
     runner = trainer(callbacks=[mine], val_check_interval=4, num_sanity_val_steps=1)
     runner.fit(Validated(PLAIN), batches(), batches())
-    assert [row for row in lines(tmp_path / "metrics.jsonl") if series.VAL_LOSS in row] == [
-        {"step": 4, series.VAL_LOSS: 2.5},
-        {"step": 8, series.VAL_LOSS: 2.5},
+    assert [row for row in lines(tmp_path / "metrics.jsonl") if metric_names.VAL_LOSS in row] == [
+        {"step": 4, metric_names.VAL_LOSS: 2.5},
+        {"step": 8, metric_names.VAL_LOSS: 2.5},
     ]

@@ -16,9 +16,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.optim import LBFGS
 
-from lightning_mp import LossScaling, NonFiniteError, PlanError, series
+from lightning_mp import LossScaling, NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard, TrainingHealth
-from lightning_mp.callbacks.actions import ReduceLR
+from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.actions import ReduceLR
 from support.manual import Pair
 from support.models import Regression, batches, same_weights, weights
 from support.oracles import plan_for, stock_for
@@ -90,7 +91,7 @@ def test_a_bad_batch_is_named_where_it_came_in(host: str, tmp_path: Path) -> Non
     assert (event.step, event.kind, event.rank) == (4, "nonfinite_loss", 0)
     assert (event.module, event.evidence["batch_idx"]) == ("net.0", 4)
     assert "batch" in event.cause
-    assert math.isnan(mine.rows[-1][series.LOSS])
+    assert math.isnan(mine.rows[-1][metric_names.LOSS])
 
 
 @hosts
@@ -115,7 +116,7 @@ def test_an_ordinary_overflow_is_information(host: str, tmp_path: Path) -> None:
     assert [(event.step, event.kind, event.severity) for event in mine.events] == [
         (step, "nonfinite_grad", "info") for step in (0, 1, 5)
     ]
-    assert [row[series.SKIPPED_STEPS] for row in mine.rows] == [1, 2, 2, 2, 2, 3, 3, 3]
+    assert [row[metric_names.SKIPPED_STEPS] for row in mine.rows] == [1, 2, 2, 2, 2, 3, 3, 3]
 
 
 @pytest.mark.parametrize("host", ["stock 16-mixed", "plan 16-mixed"])
@@ -164,8 +165,8 @@ def test_a_guard_beside_it_tells_these_itself(tmp_path: Path) -> None:
     mine = watched(tmp_path, Faulty("batch"), callbacks=[guard])
     assert [event.kind for event in guard.events] == ["nonfinite_loss"]
     assert mine.events == []
-    assert mine.rows[4][series.GRAD_NORM] is None
-    assert mine.rows[-1][series.SKIPPED_STEPS] == 1
+    assert mine.rows[4][metric_names.GRAD_NORM] is None
+    assert mine.rows[-1][metric_names.SKIPPED_STEPS] == 1
 
 
 # ---------------------------------------------------------------------- where events go
@@ -200,7 +201,7 @@ def test_a_skipped_step_changes_nothing_but_the_next_does(host: str, optimizer: 
     before, at, behind = module.after[SPIKE_AT - 1 : SPIKE_AT + 2]
     assert same_weights(before, at)
     assert not same_weights(at, behind)
-    assert [row[series.SKIPPED_STEPS] for row in mine.rows[SPIKE_AT - 1 : SPIKE_AT + 2]] == [0, 1, 1]
+    assert [row[metric_names.SKIPPED_STEPS] for row in mine.rows[SPIKE_AT - 1 : SPIKE_AT + 2]] == [0, 1, 1]
 
 
 @hosts
@@ -217,7 +218,7 @@ def test_a_bad_batch_is_skipped_where_it_would_have_been_applied(tmp_path: Path)
     mine = watched(tmp_path, module, {"actions": {"nonfinite_loss": "skip"}})
     (event,) = alerts(mine)
     assert (event.action, event.severity) == ("skip", "warning")
-    assert all(map(math.isfinite, [row[series.PARAM_NORM] for row in mine.rows]))
+    assert all(map(math.isfinite, [row[metric_names.PARAM_NORM] for row in mine.rows]))
 
 
 def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
@@ -242,14 +243,14 @@ def test_a_lowered_rate_is_logged_as_used_and_given_back(host: str, action: Any,
     module = Faulty("spike", SPIKE_AT)
     mine = watched(tmp_path, module, {"actions": {"grad_norm_spike": action}}, **ROOM[host]())
     assert alerts(mine)[0].action == "reduce_lr(factor=0.1, steps=3)"
-    used = [row[series.LR] for row in mine.rows[SPIKE_AT : SPIKE_AT + 5]]
+    used = [row[metric_names.LR] for row in mine.rows[SPIKE_AT : SPIKE_AT + 5]]
     assert used == pytest.approx([1e-3, 1e-4, 1e-4, 1e-4, 1e-3])
 
 
 def test_stop_stops(tmp_path: Path) -> None:
     mine = watched(tmp_path, Faulty("spike", SPIKE_AT), {"actions": {"grad_norm_spike": "stop"}})
     assert alerts(mine)[0].action == "stop"
-    assert mine.rows[-1][series.STEP] == SPIKE_AT
+    assert mine.rows[-1][metric_names.STEP] == SPIKE_AT
 
 
 def test_a_callable_gets_the_event_the_trainer_and_the_module(tmp_path: Path) -> None:

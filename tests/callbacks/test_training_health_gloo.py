@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mp import series
+from lightning_mp.monitor import metric_names
 from support import health
 from support.gloo import run_ranks
 
@@ -56,9 +56,9 @@ def test_every_rank_reads_the_same(host: str, mode: str, rows: dict[Any, Any]) -
 @pytest.mark.parametrize(("host", "mode"), SCALED)
 def test_the_scale_is_read_wherever_it_is_kept(host: str, mode: str, rows: dict[Any, Any]) -> None:
     mine, scale = rows[host, mode][0]
-    assert [row[series.LOSS_SCALE] for row in mine] == [64.0] * health.STEPS
-    assert [row[series.LOSS_SCALE] for row in scale] == [64.0] * health.STEPS
-    assert [row[series.SKIPPED_STEPS] for row in scale] == [0.0] * health.STEPS
+    assert [row[metric_names.LOSS_SCALE] for row in mine] == [64.0] * health.STEPS
+    assert [row[metric_names.LOSS_SCALE] for row in scale] == [64.0] * health.STEPS
+    assert [row[metric_names.SKIPPED_STEPS] for row in scale] == [0.0] * health.STEPS
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,9 @@ def test_the_rank_whose_own_batch_was_bad_is_named_and_all_do_the_same(run: tupl
 
 def test_work_is_added_over_ranks_and_the_slowest_sets_the_time() -> None:
     for found in run_ranks(health.totals):
-        assert (found[series.SAMPLES_PER_S], found[series.TOKENS_PER_S]) == ((8 + 9) / 2.0, 300 / 2.0)
+        assert (found[metric_names.SAMPLES_PER_S], found[metric_names.TOKENS_PER_S]) == ((8 + 9) / 2.0, 300 / 2.0)
         assert found["flops_per_s"] == 6e9 / 2.0  # a device
-        assert found[series.LOSS] is None
+        assert found[metric_names.LOSS] is None
 
 
 def test_a_step_under_zero_cannot_be_left_out(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 import lightning_mp.configs
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
-from lightning_mp.presets import PRESETS, preset
-from lightning_mp.strategies.names import STRATEGIES
+from lightning_mp.policy.presets import PRESETS, preset
+from lightning_mp.strategies.registry import STRATEGIES
 from support.deepspeed_json import RULE
 
 CONFIGS = Path(lightning_mp.configs.__file__).parent

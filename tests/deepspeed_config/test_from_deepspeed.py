@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, PlanError
-from lightning_mp.deepspeed_config import compose
-from lightning_mp.deepspeed_keys import BLOCKS, REFUSED, TOP
-from lightning_mp.deepspeed_notes import DeepSpeedNotes
+from lightning_mp.deepspeed_config.merge import compose
+from lightning_mp.deepspeed_config.notes import DeepSpeedNotes
+from lightning_mp.deepspeed_config.schema import BLOCKS, REFUSED, TOP
 from support.deepspeed_json import DEEPSPEED, REAL, WHOLE_FP16, faults_of, the_fault
 
 read = MixedPrecisionPlan.from_deepspeed

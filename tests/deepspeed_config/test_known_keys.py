@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mp.deepspeed_keys import BLOCKS, REFUSED, REMOVED_ZERO, TOP
+from lightning_mp.deepspeed_config.schema import BLOCKS, REFUSED, REMOVED_ZERO, TOP
 from support.deepspeed_json import (
     RESOLVED,
     composed,

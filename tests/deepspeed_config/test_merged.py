@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_mp.deepspeed_keys import BLOCKS, TOP
-from lightning_mp.loss_scaling import LossScaling
+from lightning_mp.deepspeed_config.schema import BLOCKS, TOP
+from lightning_mp.policy.loss_scaling import LossScaling
 from support.deepspeed_json import (
     OFF,
     RESOLVED,

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_mp.deepspeed_config import Composed, add_trainer
-from lightning_mp.deepspeed_keys import BLOCKS, REFUSED, TOP
+from lightning_mp.deepspeed_config.merge import Composed, add_trainer
+from lightning_mp.deepspeed_config.schema import BLOCKS, REFUSED, TOP
 from lightning_mp.errors import PlanError
-from lightning_mp.loss_scaling import LossScaling
+from lightning_mp.policy.loss_scaling import LossScaling
 from support.deepspeed_json import (
     REAL,
     RESOLVED,
@@ -150,7 +150,7 @@ def test_any_json_composes_or_is_refused_and_stays_as_it_was(
 
 def test_none_of_this_needs_torch() -> None:
     code = (
-        "import sys, lightning_mp.deepspeed_config as d, lightning_mp.policy as p;"
+        "import sys, lightning_mp.deepspeed_config.merge as d, lightning_mp.policy as p;"
         "d.add_trainer(d.compose(p.PrecisionPolicy(precision='16-mixed'), {'fp16': {}}, stage=2).config,"
         " clip_norm=None, accumulate=1, world_size=1, micro_batch=None);"
         "print([name for name in ('torch', 'lightning', 'deepspeed') if name in sys.modules])"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mp import Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, PlanError
-from lightning_mp.deepspeed_config import compose
+from lightning_mp.deepspeed_config.merge import compose
 from support.deepspeed_json import DEEPSPEED, OFF, WHOLE_FP16, faults_of, the_fault
 
 WRITABLE = ("32-true", "bf16-mixed", "16-mixed")

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mp.deepspeed_config import compose
+from lightning_mp.deepspeed_config.merge import compose
 from lightning_mp.errors import PlanError
-from lightning_mp.loss_scaling import LossScaling
+from lightning_mp.policy.loss_scaling import LossScaling
 from support.deepspeed_json import (
     OFF,
     RESOLVED,

@@ -14,7 +14,7 @@ import yaml
 
 import lightning_mp
 from lightning_mp import callbacks
-from lightning_mp.findings import CODES
+from lightning_mp.monitor.findings import CODES
 from support.docs import DOCS, ROOT, text
 
 #: elements that load what they point to, and the attribute that points

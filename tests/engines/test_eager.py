@@ -13,8 +13,8 @@ from lightning_mp import LossScaleError, LossScaling, NonFiniteError, PlanError,
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.engines.optimizer_facts import calls_closure_again, eps_is_zero, loses_updates
 from lightning_mp.errors import Faults
-from lightning_mp.numerics.ledger import StepLedger
 from lightning_mp.numerics.scaler import LossScaler
+from lightning_mp.numerics.step_counter import StepLedger
 from support.models import InfiniteGradient, same_weights, weights
 
 OPTIMIZERS: dict[str, Any] = {

@@ -10,8 +10,8 @@ import torch
 
 from lightning_mp import LossScaling
 from lightning_mp.engines.zero import ZeroEngine
-from lightning_mp.numerics.ledger import StepLedger
 from lightning_mp.numerics.scaler import LossScaler
+from lightning_mp.numerics.step_counter import StepLedger
 from lightning_mp.policy import PrecisionPolicy
 
 host = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")

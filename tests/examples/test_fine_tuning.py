@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mp import doctor
-from lightning_mp.auditing import AuditRow
 from lightning_mp.callbacks import PrecisionAudit
+from lightning_mp.monitor.audit import AuditRow
 from support.examples import handed_to_fit, load, path_of, run, warned
 from support.running import trainer
 

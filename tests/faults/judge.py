@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from lightning_mp.events import Event
+from lightning_mp.monitor.events import Event
 
 #: the first step that could show a fault, and the two after it
 WITHIN = 3

@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_mp.alerts import AlertSettings
-from lightning_mp.events import Event
+from lightning_mp.monitor.alerts import AlertSettings
+from lightning_mp.monitor.events import Event
 
 #: of a core: a run that computes all the time has one, and at half of it takes twice as long
 ENOUGH = 0.5

@@ -21,7 +21,7 @@ from faults.scenarios import SCENARIOS, Scenario, data, patient
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
 from lightning_mp.callbacks.training_health import TrainingHealth
-from lightning_mp.events import Event
+from lightning_mp.monitor.events import Event
 from support.gloo import run_ranks
 from support.running import fit
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from faults import inject
 from faults.model import Batches, Language, Patient, Regression, points, sentences
 from lightning_mp import LossScaling
-from lightning_mp.alerts import AlertSettings
-from lightning_mp.events import Kind
+from lightning_mp.monitor.alerts import AlertSettings
+from lightning_mp.monitor.events import Kind
 
 NOT_FINITE: tuple[Kind, ...] = ("nonfinite_loss", "nonfinite_grad")
 #: the scale falls by two before it is at its floor

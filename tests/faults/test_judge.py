@@ -8,7 +8,7 @@ import pytest
 
 from faults.judge import Expected, Row, Verdict, judge, missed
 from faults.table import cells, markdown, well
-from lightning_mp.events import Event
+from lightning_mp.monitor.events import Event
 
 NAN = Expected(("nonfinite_loss", "nonfinite_grad"), began=200, first=200, module="model.h.1", rank=1)
 SPIKE = Expected(("grad_norm_spike",), began=200, first=201)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from faults.machine import excused, unexcused
-from lightning_mp.events import Event
+from lightning_mp.monitor.events import Event
 
 STARVED = {98: 0.2, 99: 0.3, 100: 0.1}
 

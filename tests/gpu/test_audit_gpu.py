@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lightning_mp import PlanError
-from lightning_mp.auditing import audit
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
+from lightning_mp.monitor.audit import audit
 from support.cuda import Resident, cuda_fit
 from support.language import Language, gpt2, llama, tokens
 from support.models import Regression, same_weights, weights

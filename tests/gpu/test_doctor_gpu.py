@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.monitor.doctor import doctor
+from lightning_mp.monitor.doctor.probe import reduces_in_half
 from lightning_mp.numerics.device import describe
-from lightning_mp.preflight import doctor
-from lightning_mp.preflight.probing import reduces_in_half
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

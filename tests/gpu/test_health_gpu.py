@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch import Callback
 from torch.optim import AdamW
 
-from lightning_mp import hardware, series
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
+from lightning_mp.monitor import metric_names
 from lightning_mp.numerics.device import describe
+from lightning_mp.policy import hardware
 from support import health
 from support.cuda import Resident, Unread, cuda_fit
 from support.language import LENGTH, Language, gpt2, tokens
@@ -75,9 +76,9 @@ def test_mfu_is_what_was_counted_over_the_data_sheets_peak(mode: str, tmp_path: 
     known = hardware.peak(describe(torch.device("cuda")), dtype)
     for row in mine.rows:
         if known is None:
-            assert row[series.MFU] is None
+            assert row[metric_names.MFU] is None
         else:
-            expected = 4_055_040 / (2 * LENGTH) * row[series.TOKENS_PER_S] / known.flops_per_s
-            assert row[series.MFU] == pytest.approx(expected, rel=1e-3)
-        assert 0 < row[series.MEMORY_ALLOCATED] <= row[series.MEMORY_PEAK]
-        assert row[series.MEMORY_ALLOCATED] <= row[series.MEMORY_RESERVED]
+            expected = 4_055_040 / (2 * LENGTH) * row[metric_names.TOKENS_PER_S] / known.flops_per_s
+            assert row[metric_names.MFU] == pytest.approx(expected, rel=1e-3)
+        assert 0 < row[metric_names.MEMORY_ALLOCATED] <= row[metric_names.MEMORY_PEAK]
+        assert row[metric_names.MEMORY_ALLOCATED] <= row[metric_names.MEMORY_RESERVED]

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import AdamW
 
 from lightning_mp.callbacks import NonFiniteGuard
-from lightning_mp.replaying import Blame, Replayer
+from lightning_mp.monitor.replay import Blame, Replayer
 from support.cuda import Resident, Unread, cuda_fit
 from support.models import same_weights, weights
 from support.nonfinite import BAD, FAULTS, STOCK, Breaks, without

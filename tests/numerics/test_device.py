@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_mp import hardware
 from lightning_mp.numerics.device import describe
+from lightning_mp.policy import hardware
 
 
 def test_a_cpu() -> None:

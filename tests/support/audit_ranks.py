@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_mp import PlanError, make_strategy
-from lightning_mp.auditing import audit
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
+from lightning_mp.monitor.audit import audit
 from support.language import Language, llama, tokens
 from support.models import Regression
 from support.oracles import plan_for

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_mp.deepspeed_config import Composed, add_trainer, compose
+from lightning_mp.deepspeed_config.merge import Composed, add_trainer, compose
 from lightning_mp.errors import PlanError
-from lightning_mp.loss_scaling import LossScaling
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
+from lightning_mp.policy.loss_scaling import LossScaling
 
 DATA = Path(__file__).parent / "data" / "deepspeed_configs.json"
 REAL: dict[str, dict[str, Any]] = json.loads(DATA.read_text(encoding="utf-8"))

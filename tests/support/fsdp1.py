@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaling, NonFinite, NonFiniteError, PlanError
-from lightning_mp.numerics.patterns import plain_name
-from lightning_mp.strategies.fsdp1 import PlanFSDP1Strategy
+from lightning_mp.modules.patterns import plain_name
+from lightning_mp.strategies.fsdp1.strategy import PlanFSDP1Strategy
 from support import hf
 from support.collectives import recorded
 from support.manual import Manual

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_mp import PlanError
-from lightning_mp.strategies.fsdp2 import PlanFSDP2Strategy
+from lightning_mp.strategies.fsdp2.strategy import PlanFSDP2Strategy
 from support.models import FEATURES, InfiniteGradient, Regression
 from support.oracles import plan_for
 from support.running import fit

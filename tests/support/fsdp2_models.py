@@ -17,7 +17,7 @@ from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaling, NonFinite, NonFiniteError
-from lightning_mp.numerics.class_swap import original_class
+from lightning_mp.modules.class_swap import original_class
 from support import hf
 from support.fsdp2 import (
     BAD_RANK,

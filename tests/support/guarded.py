@@ -16,7 +16,7 @@ from torch.optim import AdamW
 
 from lightning_mp import NonFiniteError, make_strategy
 from lightning_mp.callbacks import NonFiniteGuard
-from lightning_mp.replaying import Blame, Replayer
+from lightning_mp.monitor.replay import Blame, Replayer
 from support import sharded_hosts
 from support.fsdp2 import or_traceback, refused, whole
 from support.nonfinite import BAD, Breaks, Remembers, without

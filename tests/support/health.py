@@ -13,11 +13,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_mp import LossScaling, PlanError, make_strategy, series
+from lightning_mp import LossScaling, PlanError, make_strategy
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
-from lightning_mp.callbacks.measuring import Measuring
-from lightning_mp.callbacks.work import Done
 from lightning_mp.errors import Faults
+from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.measure import Measuring
+from lightning_mp.monitor.throughput import Done
 from support import sharded_hosts
 from support.models import Regression, batches
 from support.oracles import plan_for
@@ -69,13 +70,13 @@ def oracle(world: int = 2, accumulate: int = 1) -> list[dict[str, float]]:
         change = [new - old for new, old in zip(net.parameters(), before, strict=True)]
         rows.append(
             {
-                series.LOSS: loss.item(),
-                series.GRAD_NORM: norm(grads.values()),
-                f"{series.GRAD_NORM}/first": norm([grads["0.weight"], grads["0.bias"]]),
-                f"{series.GRAD_NORM}/norms": norm([grads["1.weight"], grads["1.bias"]]),
-                series.PARAM_NORM: norm(net.parameters()),
-                series.UPDATE_RATIO: norm(change) / norm(before),
-                series.LR: LR,
+                metric_names.LOSS: loss.item(),
+                metric_names.GRAD_NORM: norm(grads.values()),
+                f"{metric_names.GRAD_NORM}/first": norm([grads["0.weight"], grads["0.bias"]]),
+                f"{metric_names.GRAD_NORM}/norms": norm([grads["1.weight"], grads["1.bias"]]),
+                metric_names.PARAM_NORM: norm(net.parameters()),
+                metric_names.UPDATE_RATIO: norm(change) / norm(before),
+                metric_names.LR: LR,
             }
         )
     return rows
@@ -160,7 +161,7 @@ def one_bad(host: str, mode: str, run_dir: str, action: str) -> dict[str, Any]:
     return {
         "events": [event.to_dict() for event in mine.events],
         "rows": len(mine.rows),
-        "finite": all(row[series.PARAM_NORM] == row[series.PARAM_NORM] for row in mine.rows),
+        "finite": all(row[metric_names.PARAM_NORM] == row[metric_names.PARAM_NORM] for row in mine.rows),
     }
 
 

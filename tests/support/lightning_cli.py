@@ -10,8 +10,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_mp.cli.training.lightning_cli import PlanCLI, run
 from lightning_mp.errors import Fault, PlanError
-from lightning_mp.training.lightning_cli import PlanCLI, run
 
 PLAIN = """\
 plan:

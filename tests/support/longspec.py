@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp.callbacks import PrecisionAudit
+from lightning_mp.cli.training.application import train
+from lightning_mp.cli.training.language_model import CausalLM
 from lightning_mp.errors import LossScaleError
-from lightning_mp.numerics.memory import memory
-from lightning_mp.training.application import train
-from lightning_mp.training.language import CausalLM
+from lightning_mp.monitor.memory import memory
 from support import hf
 from support.deepspeed_json import WHOLE_FP16
 from support.models import InfiniteGradient

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.errors import Faults
-from lightning_mp.numerics import pins
+from lightning_mp.modules import pins
 from lightning_mp.numerics.dtypes import cast_module_, to_torch
 from lightning_mp.policy import Pin
 

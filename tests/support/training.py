@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_mp.cli.training.application import train
 from lightning_mp.errors import Fault, PlanError
-from lightning_mp.training.application import train
 
 #: three steps on the CPU of a short text, so that a run takes a second or two
 QUICK = (

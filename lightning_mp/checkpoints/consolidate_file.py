@@ -1,0 +1,196 @@
+"""One plain state dict out of any checkpoint, for everything that knows nothing of how it was trained."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mp.checkpoints.files import STORAGE
+from lightning_mp.checkpoints.formats import CheckpointFormatError
+from lightning_mp.checkpoints.load import read_weights
+from lightning_mp.errors import Fault, MissingExtraError, PlanError, nearest
+from lightning_mp.policy import STORAGE_DTYPES, dtype_name
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_SHORT = {dtype: name for name, dtype in STORAGE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """What was written: ``size`` in bytes, the names of all dtypes, and the entries left out as no tensors."""
+
+    path: Path
+    tensors: int
+    size: int
+    dtypes: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def consolidate(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    dtype: object = None,
+    *,
+    prefix: str = "",
+    weights_only: bool | None = None,
+) -> Path:
+    """Write the weights of ``checkpoint`` to ``output`` as one plain state dict, name → tensor and nothing else.
+
+    Args:
+        checkpoint: a ``.ckpt`` file of Lightning, a folder of shards, or a folder of DeepSpeed's.
+        output: ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` for ``torch.save``, or ``.safetensors``. An existing file is
+            replaced once the new one is complete.
+        dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or another spelling of one, for all floating tensors; by default each
+            keeps its own (fp32 masters from DeepSpeed, unless the checkpoint records what the run declared).
+        prefix: write only the names under it, without it: ``"model."`` gives what ``transformers`` loads when the
+            LightningModule calls its model ``self.model``.
+        weights_only: as for ``torch.load``; ``False`` unpickles objects, from a checkpoint you trust.
+
+    Returns:
+        The path of what was written.
+
+    Raises:
+        CheckpointFormatError: the checkpoint cannot be read, or ``output`` or ``prefix`` does not fit.
+        PlanError: ``dtype`` is none to store weights in.
+        MissingExtraError: safetensors or DeepSpeed is needed and not installed.
+    """
+    written = write_consolidated(checkpoint, output, dtype, prefix=prefix, weights_only=weights_only)
+    if written.left_out:
+        warnings.warn(f"{written.path}: no tensors, so left out: {', '.join(written.left_out)}", stacklevel=2)
+    return written.path
+
+
+def write_consolidated(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    dtype: object = None,
+    *,
+    prefix: str = "",
+    weights_only: bool | None = None,
+) -> Consolidated:
+    """:func:`consolidate`, telling what was written."""
+    source, target = Path(checkpoint), Path(output)
+    wanted = None if dtype is None else STORAGE[_storage_name(dtype)]
+    save = _writer(target)
+    _check_target(source, target)
+    weights = _under(read_weights(source, weights_only=weights_only), prefix, source)
+    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise CheckpointFormatError(f"{str(source)!r}, which holds no tensor", "weights", "check the path")
+    plain = _plain(tensors, wanted)
+    _write_whole(plain, target, save)
+    return Consolidated(
+        path=target,
+        tensors=len(plain),
+        size=target.stat().st_size,
+        dtypes=tuple(sorted({_SHORT.get(t.dtype, str(t.dtype).removeprefix("torch.")) for t in plain.values()})),
+        left_out=tuple(name for name in weights if name not in tensors),
+    )
+
+
+def _storage_name(dtype: object) -> str:
+    try:
+        name = dtype_name(dtype)
+    except PlanError:
+        name = ""
+    if name not in STORAGE_DTYPES:
+        near = nearest(str(dtype), STORAGE_DTYPES)
+        fix = f"did you mean {near}?" if near else "write one of these, or none to keep each tensor's own"
+        raise PlanError([Fault(f"dtype {dtype!r}", ", ".join(STORAGE_DTYPES), fix)], "dtype")
+    return name
+
+
+def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], None]:
+    if output.suffix not in _SUFFIXES:
+        raise CheckpointFormatError(
+            f"the output {str(output)!r}", "a name ending in " + ", ".join(_SUFFIXES), "add one of these endings"
+        )
+    if output.suffix != ".safetensors":
+        return torch.save
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise MissingExtraError("safetensors", "hf", "writing .safetensors") from None
+
+    def save(tensors: dict[str, Tensor], path: Path) -> None:
+        # "pt" is what transformers looks for before it loads the file.
+        save_file(_separate(tensors), path, metadata={"format": "pt"})
+
+    return save
+
+
+def _check_target(source: Path, target: Path) -> None:
+    if target.is_dir():
+        raise CheckpointFormatError(f"the output {str(target)!r}, a folder", "a file", "add a file name to it")
+    if target.exists() and source.exists() and target.samefile(source):
+        raise CheckpointFormatError(
+            f"{str(target)!r} as checkpoint and as output",
+            "another output: this would leave the weights of the checkpoint only",
+            "choose another name",
+        )
+
+
+def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, Any]:
+    """What is below ``prefix``, whole parts of names only, without it."""
+    if not prefix:
+        return dict(weights)
+    start = prefix.rstrip(".") + "."
+    found = {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
+    if not found:
+        known = list(dict.fromkeys(name.partition(".")[0] + "." for name in weights if "." in name))
+        near = nearest(start, known, 1)
+        fix = f"did you mean {near}?" if near else "write one of these, or none"
+        raise CheckpointFormatError(f"the prefix {prefix!r} of {str(source)!r}", ", ".join(known) or "none", fix)
+    return found
+
+
+def _plain(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Each tensor contiguous, in ``dtype`` if it is floating, with no more storage than it needs; ties stay ties."""
+    made: dict[tuple[Any, ...], Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        key = (*place, tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in made:
+            made[key] = _own(tensor.detach(), dtype)
+        plain[name] = made[key]
+    return plain
+
+
+def _own(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    tensor = tensor.contiguous()
+    # torch.save would write the whole of what a view is a part of.
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with a copy for each further name of a tied tensor: safetensors refuses shared memory."""
+    seen: set[int] = set()
+    separate: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        separate[name] = tensor.clone() if id(tensor) in seen else tensor
+        seen.add(id(tensor))
+    return separate
+
+
+def _write_whole(tensors: dict[str, Tensor], output: Path, save: Callable[[dict[str, Tensor], Path], None]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    half = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        half.touch()
+        mode = half.stat().st_mode
+        save(tensors, half)
+        half.chmod(mode)  # safetensors makes files that only their owner may read
+        half.replace(output)
+    finally:
+        half.unlink(missing_ok=True)

@@ -1,0 +1,229 @@
+"""``lightning-mp train``: arguments to one run, or to several that are then compared."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning_mp.cli.training import compose, targets
+from lightning_mp.cli.training.compose import SUBJECT, Composed
+from lightning_mp.errors import Faults, MissingExtraError, PlanError, one_line
+
+if TYPE_CHECKING:
+    from lightning_mp.cli.training.build import Regime
+
+CONFIG = "config.yaml"
+#: how the processes that a run starts know its folder
+RUN_DIR = "LIGHTNING_MP_RUN_DIR"
+_KEYWORDS = ("last", "best", "hpc", "registry")
+_LONGEST_NAME = 120
+Say = Callable[[str], None]
+
+
+def train(
+    arguments: Sequence[str],
+    say: Say,
+    *,
+    multirun: bool = False,
+    config_dirs: Sequence[Path] = (),
+    only_show: bool = False,
+) -> int:
+    """Compose ``[CONFIG] key=value …``, check all of it, then train; returns the exit status.
+
+    Raises:
+        PlanError: what was given cannot run; every fault at once, before a model is built.
+        MissingExtraError: an optional package that is needed is not installed.
+        NonFiniteError: the run met more non-finite steps than its plan allows.
+    """
+    path, overrides = compose.split(arguments)
+    faults = Faults(SUBJECT)
+    with targets.importable(path):
+        jobs = compose.compose(path, overrides, faults, config_dirs=config_dirs, multirun=multirun)
+        name = _name(path, overrides)
+        sweep = bool(jobs[0].swept)
+        root = _run_dir(jobs[0], name, faults)
+        for job in jobs:
+            _place(job, root / _job_name(job.swept) if sweep else root)
+        checked = _check_all(jobs, faults)
+        if only_show:
+            say("---\n".join(_as_yaml(config) for config, _ in checked).rstrip())
+            return 0
+        if sweep:
+            return _sweep(path, jobs, config_dirs, root, say)
+        ((config, regime),) = checked
+        return _run(config, regime, say)
+
+
+def _check_all(jobs: Sequence[Composed], faults: Faults) -> list[tuple[dict[str, Any], Regime]]:
+    from lightning_mp.cli.training import build, check
+
+    found = list[tuple[dict[str, Any], Any]]()
+    for job in jobs:
+        mine = Faults(SUBJECT)
+        config = check.check(job, mine)
+        _check_settings(config, mine)
+        regime = None if mine.found else build.regime(config, mine)
+        faults.extend(fault for fault in mine.found if fault not in faults.found)
+        found.append((config, regime))
+    faults.raise_if_any()
+    return cast("list[tuple[dict[str, Any], Regime]]", found)
+
+
+def _check_settings(config: dict[str, Any], faults: Faults) -> None:
+    seed = config.get("seed")
+    if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**32):
+        faults.add(f"seed={seed!r}", "an integer from 0 to 2**32 - 1, or null", "write seed=0")
+    check_checkpoint(config.get("ckpt_path"), faults)
+
+
+def check_checkpoint(checkpoint: object, faults: Faults) -> None:
+    """A checkpoint to go on from that is named, and not there."""
+    # with a colon it is an address (s3://…) or a model of a registry
+    if checkpoint is None or checkpoint in _KEYWORDS or ":" in str(checkpoint):
+        return
+    if not Path(str(checkpoint)).exists():
+        faults.add(f"ckpt_path={checkpoint}, which does not exist", "a checkpoint, or 'last'", "check the path")
+
+
+# ---------------------------------------------------------------------- where a run writes
+
+
+def _name(path: Path | None, overrides: Sequence[str]) -> str:
+    chosen = [text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("experiment=")]
+    return _file_name(chosen[-1]) if chosen else "train" if path is None else path.stem
+
+
+def _run_dir(job: Composed, name: str, faults: Faults) -> Path:
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        given = job.config.get("run_dir")
+    except OmegaConfBaseException as error:
+        said = str(error).partition("\n")[0]
+        faults.add(f"run_dir{job.places.of('run_dir')}: {said}", "a folder", "give every ${...} a target")
+        given = None
+    if given is not None:
+        return Path(str(given))
+    inherited = os.environ.get(RUN_DIR)
+    return Path(inherited) if inherited else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _place(job: Composed, folder: Path) -> None:
+    from omegaconf import open_dict
+
+    with open_dict(job.config):
+        job.config.run_dir = str(folder)
+
+
+def _job_name(swept: Sequence[str]) -> str:
+    return _file_name(",".join(swept))[:_LONGEST_NAME]
+
+
+def _file_name(text: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "=,.-_+" else "_" for letter in text)
+
+
+def _as_yaml(config: dict[str, Any]) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(config))
+
+
+# ---------------------------------------------------------------------- one run
+
+
+def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
+    from lightning.pytorch import seed_everything
+    from lightning.pytorch.utilities import rank_zero_only
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from lightning_mp.cli.training import build
+    from lightning_mp.demo.inputs import InputError
+
+    faults, folder = Faults(SUBJECT), Path(config["run_dir"])
+    if config.get("seed") is not None:
+        seed_everything(config["seed"], workers=True, verbose=False)
+    with told(folder):
+        trainer = build.trainer(regime.trainer, faults)
+        faults.raise_if_any()
+        assert trainer is not None
+        model, data = build.model(config, faults), build.data(config, faults)
+        faults.raise_if_any()
+        assert model is not None
+        if getattr(rank_zero_only, "rank", 0) == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            if (folder / CONFIG).exists() and not config.get("ckpt_path"):
+                say(f"{folder} holds an earlier run, whose checkpoints stay: run_dir=... keeps the two apart")
+            (folder / CONFIG).write_text(_as_yaml(config), encoding="utf-8")
+        try:
+            trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
+        except (InputError, MisconfigurationException) as error:
+            said = one_line(error)
+            faults.add(f"what Lightning cannot run: {said}", "parts that fit together", "mend what it names")
+            faults.raise_if_any()
+    if trainer.is_global_zero:
+        page = folder / "report.html"
+        say(f"{folder}: {trainer.global_step} steps" + (f", {page}" if page.exists() else ""))
+    return 1 if trainer.interrupted else 0
+
+
+@contextmanager
+def told(folder: Path) -> Generator[None]:
+    """Processes that Lightning starts for the other ranks write to the same folder."""
+    with environment_kept(RUN_DIR):
+        os.environ[RUN_DIR] = str(folder)
+        yield
+
+
+@contextmanager
+def environment_kept(*names: str) -> Generator[None]:
+    """Environment variables as they were, whatever is done to them inside."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# ---------------------------------------------------------------------- several
+
+
+def _sweep(path: Path | None, jobs: Sequence[Composed], config_dirs: Sequence[Path], root: Path, say: Say) -> int:
+    """Each run in a process of its own: one that fails or runs out of memory leaves the others alone."""
+    failed = 0
+    for number, job in enumerate(jobs, 1):
+        say(f"[{number}/{len(jobs)}] {' '.join(job.swept)}")
+        folder = str(job.config.run_dir).replace("\\", "\\\\").replace("'", "\\'")
+        options = [part for each in config_dirs for part in ("--config-dir", str(each))]
+        kept = [text for text in job.arguments if text.partition("=")[0].lstrip("+") != "run_dir"]
+        arguments = [*([] if path is None else [str(path)]), *kept, f"++run_dir='{folder}'"]
+        command = [sys.executable, "-m", "lightning_mp", "train", *options, *arguments]
+        failed += subprocess.run(command, check=False).returncode != 0
+    _compare([Path(str(job.config.run_dir)) for job in jobs], root, say)
+    if failed:
+        say(f"{failed} of {len(jobs)} runs failed")
+    return 1 if failed else 0
+
+
+def _compare(folders: Sequence[Path], root: Path, say: Say) -> None:
+    from lightning_mp.monitor.report import write_report
+    from lightning_mp.monitor.report.load import is_run
+
+    written = [folder for folder in folders if is_run(folder)]
+    try:
+        if written:
+            say(f"compared: {write_report(written, root / 'report.html')}")
+        else:
+            say("no run wrote metrics, so there is nothing to compare: add TrainingHealth to the callbacks")
+    except (MissingExtraError, PlanError) as error:
+        say(f"not compared: {error}")

@@ -1,0 +1,176 @@
+"""The parts of a run from its config. What can be refused without a model is, before there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_mp.cli.training.check import is_built
+from lightning_mp.cli.training.targets import HYDRA_KEYS, locate, parameters
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
+from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
+
+_FACTORY = "make_strategy"
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """A plan, and the Trainer's arguments that carry it out."""
+
+    plan: MixedPrecisionPlan
+    trainer: Mapping[str, Any]
+
+
+def regime(config: Mapping[str, Any], faults: Faults) -> Regime | None:
+    """Plan, strategy, callbacks and Trainer arguments; ``None`` with faults."""
+    before = len(faults.found)
+    plan = plan_of(config["plan"], faults)
+    trainer = dict(cast("Mapping[str, Any]", config.get("trainer") or {}))
+    callbacks = _callbacks(config.get("callbacks"), str(config["run_dir"]), faults)
+    if trainer.get("enable_checkpointing") is False:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
+    arguments = instantiated({k: v for k, v in trainer.items() if k not in HYDRA_KEYS}, "trainer", faults) or {}
+    strategy = "auto" if plan is None else strategy_of(config.get("strategy") or "auto", plan, faults)
+    if plan is None or len(faults.found) > before:
+        return None
+    if arguments.get("default_root_dir") is None:
+        arguments["default_root_dir"] = config.get("run_dir")
+    try:
+        return Regime(plan, trainer_kwargs(plan, strategy=strategy, callbacks=callbacks, **arguments))
+    except PlanError as error:
+        faults.extend(error.faults)
+    return None
+
+
+def model(config: Mapping[str, Any], faults: Faults) -> LightningModule | None:
+    """The LightningModule of the model section."""
+    built = instantiated(config["model"], "model", faults)
+    if built is not None and not isinstance(built, LightningModule):
+        faults.add(f"model: a {type(built).__name__}", "a LightningModule", "give the _target_ of one")
+        return None
+    return built
+
+
+def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
+    """The data section as arguments of ``Trainer.fit``: a LightningDataModule, one loader, or ``train`` and ``val``."""
+    given = config.get("data")
+    if given is None:
+        return {}  # the model has its own
+    built = instantiated(given, "data", faults)
+    if isinstance(built, LightningDataModule):
+        return {"datamodule": built}
+    if not isinstance(built, dict):
+        return {"train_dataloaders": built}
+    loaders = cast("dict[str, Any]", built)
+    if "train" not in loaders or loaders.keys() - {"train", "val"}:
+        faults.add(f"data: the keys {', '.join(loaders)}", "a _target_, or the keys train and val", "write one of them")
+    return {"train_dataloaders": loaders.get("train"), "val_dataloaders": loaders.get("val")}
+
+
+def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer | None:
+    """The Trainer itself."""
+    try:
+        return Trainer(**arguments)
+    except PlanError as error:
+        faults.extend(error.faults)
+    except Exception as error:  # Lightning's own, of several kinds
+        faults.add(f"trainer: {_line(error)}", "what Lightning's Trainer takes", "mend the trainer or strategy section")
+    return None
+
+
+def plan_of(given: Any, faults: Faults) -> MixedPrecisionPlan | None:
+    """The plan of a plan section: a precision, the plan's fields, or something to call."""
+    built: Any = None
+    try:
+        if isinstance(given, str):
+            return MixedPrecisionPlan(cast("Any", given))
+        if not is_built(given):
+            return MixedPrecisionPlan.from_config(given)
+    except PlanError as error:
+        faults.extend(error.faults)
+        return None
+    built = instantiated(given, "plan", faults)
+    if built is not None and not isinstance(built, MixedPrecisionPlan):
+        faults.add(f"plan: a {type(built).__name__}", "a MixedPrecisionPlan", "give the _target_ of one")
+        return None
+    return built
+
+
+def strategy_of(given: Any, plan: MixedPrecisionPlan, faults: Faults) -> Any:
+    """The strategy of a strategy section, for ``plan``: a name, keywords of make_strategy, or a class of the user's."""
+    try:
+        if isinstance(given, str):
+            return make_strategy(given, plan)
+        fields = dict(cast("Mapping[str, Any]", given))
+        if not is_ours(fields):
+            return instantiated(fields, "strategy", faults)
+        fields.pop("plan", None)  # this very run's
+        keywords = instantiated({k: v for k, v in fields.items() if k not in HYDRA_KEYS}, "strategy", faults)
+        return None if keywords is None else make_strategy(keywords.pop("name", "auto"), plan, **keywords)
+    except PlanError as error:
+        faults.extend(error.faults)
+    except MissingExtraError as error:
+        faults.add(f"strategy: {error}", "an installed strategy", "install it, or choose another")
+    return None
+
+
+def is_ours(strategy: Any) -> bool:
+    """Whether a strategy section is one of make_strategy's, by name or by its keywords."""
+    if not isinstance(strategy, Mapping):
+        return True
+    target = cast("Mapping[str, Any]", strategy).get("_target_", _FACTORY)
+    return str(target).rpartition(".")[2] == _FACTORY
+
+
+def _callbacks(given: Any, run_dir: str, faults: Faults) -> list[Callback]:
+    """A mapping of name to callback (``null`` switches one off), or a list."""
+    entries: Any = {} if given is None else given
+    named = (
+        entries if isinstance(entries, dict) else dict(enumerate(entries if isinstance(entries, list) else [entries]))
+    )
+    found: list[Callback] = []
+    for name, entry in cast("dict[Any, Any]", named).items():
+        if entry is None:
+            continue
+        part = f"callbacks.{name}"
+        if not isinstance(entry, Mapping) or "_target_" not in entry:
+            faults.add(f"{part}: {entry!r}", "a mapping with a _target_, or null", "write '_target_: package.Class'")
+            continue
+        built = instantiated(_homed(cast("Any", entry), run_dir), part, faults)
+        if isinstance(built, Callback):
+            found.append(built)
+        elif built is not None:
+            faults.add(f"{part}: a {type(built).__name__}", "a Callback", "give the _target_ of one")
+    return found
+
+
+def _homed(entry: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
+    """The entry, with the run's folder where a callback that writes was told none."""
+    takes = [parameter.name for parameter in parameters(locate(str(entry["_target_"]))) or ()]
+    homes = {"run_dir": run_dir, "dirpath": str(Path(run_dir) / "checkpoints")}
+    return {**entry, **{key: home for key, home in homes.items() if key in takes and entry.get(key) is None}}
+
+
+def instantiated(given: Any, part: str, faults: Faults) -> Any:
+    """What Hydra builds of ``given``; a value that is no mapping or list as it is, ``None`` with a fault."""
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate(given, _convert_="all") if isinstance(given, (dict, list)) else given
+    except Exception as error:  # whatever the code that is built raises
+        cause = error.__cause__ or error
+        if isinstance(cause, PlanError):
+            faults.extend(Fault(f"{part}: {fault.given}", fault.allowed, fault.fix) for fault in cause.faults)
+        else:
+            faults.add(f"{part}: {_line(cause)}", "a part that can be built", "mend it, or its arguments")
+    return None
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"

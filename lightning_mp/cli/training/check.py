@@ -1,0 +1,213 @@
+"""A composed config, looked at as a whole before anything is built: every fault with the place it was written at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any, cast
+
+from lightning_mp.cli.training import targets
+from lightning_mp.cli.training.compose import Composed
+from lightning_mp.cli.training.places import Places
+from lightning_mp.cli.training.primary import SECTIONS, SETTINGS
+from lightning_mp.cli.training.targets import HYDRA_KEYS, UnknownTargetError
+from lightning_mp.errors import Fault, Faults, PlanError, nearest
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.load import plain_mapping
+
+_NEEDED = {
+    "model": "write 'model:' and below it '_target_: package.Class', or choose one of the group: model=llama_tiny",
+    "plan": "write 'plan:' and below it 'precision: bf16-mixed', or choose one of the group: plan=bf16",
+}
+_KEY = re.compile(r"^(?:unknown key )?([\w.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """What a fault of a value is told with: every key there is, sections that are known to be missing, and places."""
+
+    keys: list[str]
+    missing: list[str]
+    places: Places
+
+
+def check(
+    composed: Composed, faults: Faults, *, needed: Collection[str] = tuple(_NEEDED), only: Collection[str] | None = None
+) -> dict[str, Any]:
+    """The config as plain, resolved values; with faults what of it could be read, and every fault noted.
+
+    Looked for: values that are missing or do not resolve, sections that are missing, ``_target_`` that name nothing,
+    keys that what they name does not take, arguments it needs, Trainer arguments, and all of the plan. ``needed`` are
+    the sections that have to be there; with ``only``, the others are neither looked at nor given back.
+    """
+    config, places = composed.config, composed.places
+    written = targets.plain(config)
+    before = len(faults.found)
+    missing = [name for name in needed if not written.get(name)]
+    for name in missing:
+        near = nearest(name, [key for key in written if key not in (*SECTIONS, *SETTINGS)], 1)
+        fix = f"call it {name}: {near}" if near else _NEEDED[name]
+        faults.add(f"no {name}{places.of(near[1:-1])}", f"a {name} section", fix)
+    words = _Words(sorted(_keys(written)), missing, places)
+    kept = [name for name in written if only is None or name in only]
+    _check_values(config, kept, "", words, faults)
+    written = {name: written[name] for name in kept}
+    _check_targets(written, "", places, faults)
+    _check_trainer(written.get("trainer"), places, faults, under_plan=bool(written.get("plan")))
+    if len(faults.found) == before:
+        resolved = {name: _resolved(config, name) for name in kept}
+        _check_plan(resolved.get("plan"), places, faults)
+        return resolved
+    _check_plan(_settled(written.get("plan")), places, faults)
+    return written
+
+
+def _resolved(config: Any, name: str) -> Any:
+    """A section's plain value, resolved where it stands: what it refers to may lie in another."""
+    from omegaconf import OmegaConf
+
+    value = config[name]
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
+
+
+# ---------------------------------------------------------------------- values
+
+
+def _check_values(config: Any, keys: Iterable[Any], prefix: str, words: _Words, faults: Faults) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+    for key in keys:
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if OmegaConf.is_missing(config, key):
+            faults.add(f"{path}: ???{words.places.of(path)}", "a value", f"give it one: {path}=...")
+            continue
+        try:
+            value = config[key]
+        except InterpolationToMissingValueError:
+            continue  # the missing value is told where it stands
+        except OmegaConfBaseException as error:
+            _tell(error, path, words, faults)
+            continue
+        if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(config, key):
+            below = range(len(value)) if OmegaConf.is_list(value) else list(value.keys())
+            _check_values(value, below, path, words, faults)
+
+
+def _tell(error: Exception, path: str, words: _Words, faults: Faults) -> None:
+    said, where = str(error).partition("\n")[0], words.places.of(path)
+    if "Recursive" in said:
+        faults.add(f"{path}{where}, which leads back to itself", "a value", "break the loop of ${...}")
+        return
+    wanted = re.search(r"Interpolation key '(.*)' not found", said)
+    if wanted and wanted.group(1) in words.missing:
+        return  # which is told already
+    near = nearest(wanted.group(1), words.keys) if wanted else ""
+    fix = f"did you mean {near}?" if near else "give every ${...} a target"
+    faults.add(f"{path}{where}: {said}", "a value that resolves", fix)
+
+
+def _keys(value: Any, prefix: str = "") -> list[str]:
+    """Every dotted key."""
+    if not isinstance(value, Mapping):
+        return []
+    found: list[str] = []
+    for key, item in cast("Mapping[str, Any]", value).items():
+        path = f"{prefix}{key}"
+        found += [path, *_keys(item, f"{path}.")]
+    return found
+
+
+# ---------------------------------------------------------------------- targets and their keys
+
+
+def _check_targets(value: Any, path: str, places: Places, faults: Faults) -> None:
+    if isinstance(value, list):
+        for index, item in enumerate(cast("list[Any]", value)):
+            _check_targets(item, f"{path}.{index}", places, faults)
+    if not isinstance(value, Mapping):
+        return
+    given = cast("Mapping[str, Any]", value)
+    target = given.get("_target_")
+    if isinstance(target, str) and "${" not in target and target != "???":
+        _check_target(target, given, path, places, faults)
+    elif target is None and "class_path" in given:
+        where = places.of(f"{path}.class_path")
+        fix = "write _target_ and its arguments beside it, or run the file by 'lightning-mp cli fit --config'"
+        faults.add(f"{path}.class_path{where}, which is LightningCLI's", "_target_", fix)
+    for key, item in given.items():
+        _check_targets(item, f"{path}.{key}" if path else key, places, faults)
+
+
+def _check_target(target: str, given: Mapping[str, Any], path: str, places: Places, faults: Faults) -> None:
+    try:
+        found = targets.locate(target)
+    except UnknownTargetError as error:
+        where = places.of(f"{path}._target_")
+        fix = f"did you mean {error.near}?" if error.near else "write package.module.Name, and check that it imports"
+        faults.add(f"{path}._target_: {target}{where}: {error}", "a class or function that can be imported", fix)
+        return
+    taken = targets.parameters(found)
+    if taken is None or path.partition(".")[0] in ("plan", "trainer"):
+        return  # it takes anything; or what it takes is checked in full elsewhere
+    names = [parameter.name for parameter in taken]
+    for key in (key for key in given if key not in HYDRA_KEYS and key not in names):
+        near = nearest(key, names)
+        fix = f"did you mean {near}?" if near else "remove it"
+        faults.add(f"unknown key {path}.{key}{places.of(f'{path}.{key}')}", ", ".join(names) or "no keys", fix)
+    if given.get("_partial_") or given.get("_args_"):
+        return
+    for name in (one.name for one in taken if one.default is Parameter.empty and one.name not in given):
+        faults.add(f"{path}{places.of(path)} without {name!r}", f"what {target} needs", f"give it: {path}.{name}=...")
+
+
+def _check_trainer(given: Any, places: Places, faults: Faults, *, under_plan: bool) -> None:
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        faults.add(f"trainer: {given!r}{places.of('trainer')}", "a mapping of Trainer arguments", "max_steps: 100")
+        return
+    known = [*targets.trainer_arguments(), *(() if under_plan else targets.ELSEWHERE)]
+    for key in (key for key in cast("Mapping[str, Any]", given) if key not in known and key not in HYDRA_KEYS):
+        near = nearest(key, known)
+        fix = targets.ELSEWHERE.get(key) or (f"did you mean {near}?" if near else "remove it")
+        faults.add(f"trainer.{key}{places.of(f'trainer.{key}')}", "an argument of Lightning's Trainer", fix)
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+def _check_plan(given: Any, places: Places, faults: Faults) -> None:
+    if not isinstance(given, Mapping) or is_built(cast("Mapping[str, Any]", given)):
+        return
+    try:
+        PrecisionPolicy.from_dict(plain_mapping(cast("Mapping[str, Any]", given)))
+    except PlanError as error:
+        for fault in error.faults:
+            faults.extend([Fault(f"plan: {fault.given}{_place(fault.given, places)}", fault.allowed, fault.fix)])
+
+
+def is_built(plan: Mapping[str, Any]) -> bool:
+    """Whether the plan's ``_target_`` is something to call (``MixedPrecisionPlan.preset``), and not the plan itself."""
+    return str(plan.get("_target_", "MixedPrecisionPlan")).rpartition(".")[2] not in (
+        "MixedPrecisionPlan",
+        "PrecisionPolicy",
+    )
+
+
+def _place(given: str, places: Places) -> str:
+    found = _KEY.match(given)
+    return places.of(f"plan.{found.group(1)}" if found else "plan")
+
+
+def _settled(plan: Any) -> Any:
+    """A plan as written, without what does not resolve, which is told already."""
+    if not isinstance(plan, Mapping):
+        return plan
+    return {
+        key: value
+        for key, value in cast("Mapping[str, Any]", plan).items()
+        if not isinstance(value, (str, Mapping, list)) or not re.search(r"\$\{|\?\?\?", str(cast("Any", value)))
+    }

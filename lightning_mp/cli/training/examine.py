@@ -1,0 +1,74 @@
+"""``lightning-mp doctor``: the run that a config describes, examined instead of trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_mp.cli.training import build, check, compose, primary, targets
+from lightning_mp.errors import Faults, nearest
+from lightning_mp.modules import checkpointing, pins
+from lightning_mp.monitor.doctor import doctor
+from lightning_mp.monitor.findings import Finding
+from lightning_mp.policy import PrecisionPolicy
+
+SUBJECT = "doctor"
+#: the sections that a run is examined by; the others are left alone
+_SECTIONS = ("plan", "model", "strategy", "trainer")
+
+
+def examine(arguments: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> list[Finding]:
+    """What :func:`lightning_mp.doctor` finds for the run that ``[CONFIG] key=value …`` describes.
+
+    It is composed as ``lightning-mp train`` does. The model may be any ``torch.nn.Module``. Without a plan the run is
+    one of Lightning's own precisions: ``trainer.precision``.
+
+    Raises:
+        PlanError: what cannot be composed, no model, a part that cannot be built, a pattern that matches nothing on
+            this model; every fault at once.
+        MissingExtraError: Hydra is not installed.
+    """
+    path, overrides = compose.split(arguments)
+    faults = Faults(SUBJECT)
+    if not arguments:
+        faults.add("nothing to examine", "a YAML file, key=value", "lightning-mp doctor run.yaml, or experiment=NAME")
+        faults.raise_if_any()
+    with targets.importable(path):
+        (job,) = compose.compose(path, overrides, faults, config_dirs=config_dirs)
+        sections, needed = list(_SECTIONS), ["model"]
+        if not job.config.get("plan"):
+            if nearest("plan", {str(key) for key in job.config} - {*primary.SECTIONS}):
+                needed.append("plan")  # misspelt, and no run of Lightning's own
+            if build.is_ours(job.config.get("strategy")):
+                sections.remove("strategy")  # the package's choice, for a plan
+        config = check.check(job, faults, needed=needed, only=sections)
+        faults.raise_if_any()
+        return _examined(config, faults)
+
+
+def _examined(config: dict[str, Any], faults: Faults) -> list[Finding]:
+    plan = build.plan_of(config["plan"], faults) if config.get("plan") else None
+    model = build.instantiated(config["model"], "model", faults)
+    trainer = build.instantiated(config.get("trainer") or {}, "trainer", faults)
+    strategy = config.get("strategy")
+    if plan is not None:
+        strategy = build.strategy_of(strategy or "auto", plan, faults)
+        _check_patterns(model, plan.policy, faults)
+    elif not build.is_ours(strategy):
+        strategy = build.instantiated(strategy, "strategy", faults)
+    faults.raise_if_any()
+    return doctor(model, plan, strategy, trainer)
+
+
+def _check_patterns(model: object, policy: PrecisionPolicy, faults: Faults) -> None:
+    """Patterns that match nothing: the run would be refused. What has a code of its own is the doctor's to say."""
+    if not isinstance(model, nn.Module):
+        return
+    unmatched = Faults(SUBJECT)
+    pins.resolve(model, policy.pins, unmatched)
+    if policy.checkpointing is not None:
+        checkpointing.select(model, policy.checkpointing, unmatched)
+    faults.extend(fault for fault in unmatched.found if "tied weights" not in fault.given)

@@ -1,0 +1,107 @@
+"""A language model of transformers, by name and config, as a LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_mp.errors import Faults, MissingExtraError, nearest, one_line
+
+_HERE = "lightning_mp.cli.training.language_model.CausalLM"
+
+
+class CausalLM(LightningModule):
+    """Next-token training of any causal language model of transformers, from its config, with random weights.
+
+    A batch is int64 of (batch, context + 1). AdamW; the rate rises over ``warmup_steps``, then falls to a tenth along a
+    cosine until the run's last step.
+
+    Args:
+        architecture: transformers' ``model_type``: ``llama``, ``gpt2``, ``qwen2``, ….
+        config: fields of that architecture's config; ``use_cache`` is off unless it says so.
+        lora: fields of peft's ``LoraConfig``: then only the adapters are trained; ``None`` trains everything.
+        lr: the highest learning rate.
+        betas: AdamW's.
+        weight_decay: AdamW's, on every parameter that is trained.
+        warmup_steps: optimizer steps until ``lr`` is reached.
+
+    Raises:
+        MissingExtraError: transformers is not installed, or, with ``lora``, peft.
+        ValueError: no such architecture.
+        PlanError: ``lora`` has a field that ``LoraConfig`` lacks, or a value that it refuses.
+    """
+
+    def __init__(
+        self,
+        architecture: str,
+        config: Mapping[str, Any],
+        *,
+        lora: Mapping[str, Any] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.1,
+        warmup_steps: int = 10,
+    ) -> None:
+        super().__init__()
+        try:
+            from transformers import AutoConfig, AutoModelForCausalLM
+        except ImportError as error:
+            raise MissingExtraError("transformers", "hf", _HERE) from error
+        ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
+        settings = AutoConfig.for_model(architecture, **{**ids, **config})
+        model: nn.Module = AutoModelForCausalLM.from_config(settings)
+        self.model = model if lora is None else _with_lora(model, lora)
+        self._lr, self._betas, self._weight_decay = lr, (betas[0], betas[1]), weight_decay
+        self._warmup_steps = warmup_steps
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Mean next-token loss in nats."""
+        return self._loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Log the mean next-token loss as ``val/loss``."""
+        self.log("val/loss", self._loss(batch), batch_size=batch.shape[0], prog_bar=True, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW and its schedule, a step of it an optimizer step."""
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        options: dict[str, Any] = {"lr": self._lr, "betas": self._betas, "weight_decay": self._weight_decay}
+        # fused: the others divide by an eps that fp16 rounds to 0
+        optimizer = torch.optim.AdamW(parameters, **options, fused=True)
+        warm_up = max(1, self._warmup_steps)
+        rest = max(1, int(self.trainer.estimated_stepping_batches) - warm_up)
+        schedulers: list[Any] = [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm_up, total_iters=warm_up),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, rest, eta_min=self._lr / 10),
+        ]
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[warm_up])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        logits = self.model(input_ids=batch[:, :-1]).logits
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def _with_lora(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
+    """``model`` with peft's adapters, and all else frozen."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MissingExtraError("peft", "hf", f"lora= of {_HERE}") from error
+    known, faults = [field.name for field in fields(LoraConfig)], Faults("CausalLM")
+    for name in lora:
+        if name not in known:
+            near = nearest(name, known)
+            faults.add(f"unknown key lora.{name}", ", ".join(known), f"did you mean {near}?" if near else "remove it")
+    faults.raise_if_any()
+    try:
+        return get_peft_model(cast("Any", model), cast("Any", LoraConfig)(**{"task_type": "CAUSAL_LM", **lora}))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        faults.add(f"lora={dict(lora)!r}: {one_line(error)}", "what peft's LoraConfig takes", "mend what it names")
+    faults.raise_if_any()
+    raise AssertionError

@@ -1,0 +1,1 @@
+"""DeepSpeed's JSON: its keys, what a strategy makes of one, and the way of a plan from and to one."""

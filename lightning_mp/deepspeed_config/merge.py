@@ -1,0 +1,400 @@
+"""The JSON a DeepSpeed engine gets under a plan: the user's own, merged, or every contradiction at once.
+
+The plan runs DeepSpeed's ZeRO engines as sharders: it enters autocast, casts and scales the loss itself. So the half
+precision engines (``bf16``, ``torch_autocast``) stay off, and ``fp16`` states the plan's loss scaling.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+from lightning_mp.deepspeed_config.schema import REFUSED, dtype_of, known, written
+from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.load import plain_mapping
+from lightning_mp.policy.loss_scaling import LossScaling
+
+SUBJECT = "DeepSpeed config"
+_CLIP, _STEPS = "gradient_clipping", "gradient_accumulation_steps"
+_BATCH, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+_FLAGS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """What the engine gets, and one line for everything that the plan carries out instead or JSON cannot say."""
+
+    config: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def read(source: Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]:
+    """A DeepSpeed config as a plain dict, from a mapping, an OmegaConf ``DictConfig`` or the path of a JSON file.
+
+    Raises:
+        PlanError: no such file, broken JSON (with its line and column), a key written twice, no object.
+    """
+    loaded: Any = _parsed(Path(source)) if isinstance(source, (str, PathLike)) else source
+    if not isinstance(loaded, Mapping):
+        name = f"{str(source)!r} holding a {type(loaded).__name__}" if loaded is not source else repr(loaded)
+        raise _refused(name, "an object, {...}, or the path of a JSON file that holds one", "write {'fp16': {...}}")
+    if loaded is not source:
+        return cast("dict[str, Any]", loaded)
+    try:
+        return plain_mapping(cast("Mapping[str, Any]", loaded))
+    except PlanError as error:
+        raise PlanError(error.faults, SUBJECT) from error
+
+
+def _refused(given: str, allowed: str, fix: str) -> PlanError:
+    return PlanError([Fault(given, allowed, fix)], SUBJECT)
+
+
+def _parsed(path: Path) -> Any:
+    if not path.is_file():
+        raise _refused(f"{str(path)!r}, which is no file", "the path of a JSON file", "check the path")
+    twice: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice.extend(dict.fromkeys(key for key in keys if keys.count(key) > 1))
+        return dict(pairs)
+
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        comment = error.doc.startswith(("//", "/*", "#"), error.pos)
+        fix = "remove the comment there: JSON has none" if comment else "mend it there (no comments, no last comma)"
+        raise _refused(f"{str(path)!r}: {error.msg} at {place}", "JSON", fix) from error
+    except (OSError, ValueError) as error:
+        raise _refused(f"{str(path)!r}: {error}", "JSON in UTF-8", "mend the file") from error
+    if twice:
+        faults = [Fault(f"{key!r} twice in {str(path)!r}", "each key once in its object", "keep one") for key in twice]
+        raise PlanError(faults, SUBJECT)
+    return loaded
+
+
+def compose(
+    policy: PrecisionPolicy,
+    user: Mapping[str, Any] | None = None,
+    *,
+    stage: int,
+    offload_optimizer: bool = False,
+    offload_parameters: bool = False,
+    fp16_supported: bool = True,
+) -> Composed:
+    """The engine's config for a plan and a ZeRO stage, with the user's own JSON merged in.
+
+    ``fp16_supported`` says whether DeepSpeed takes fp16 on this device; the plan computes in it either way.
+
+    Raises:
+        PlanError: every unknown key, wrong type and contradiction between JSON, plan and strategy, each with both
+            values.
+        ValueError: the precision is still ``"auto"``.
+    """
+    if policy.precision == "auto":
+        raise ValueError("a DeepSpeed config needs a resolved precision, not 'auto'")
+    merge = _Merge(policy, written(read(user)) if user is not None else {})
+    merge.engines()
+    merge.fp16(fp16_supported)
+    merge.dtypes()
+    merge.zero(stage, {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters})
+    merge.faults.raise_if_any()
+    return Composed(merge.config, tuple(merge.notes))
+
+
+class _Merge:
+    """One user's JSON on its way to the engine's; ``config`` holds what is settled."""
+
+    def __init__(self, policy: PrecisionPolicy, user: dict[str, Any]) -> None:
+        self.policy = policy
+        self.faults = Faults(SUBJECT)
+        self.notes: list[str] = []
+        self.config = known("", self._without_refused(user), self.faults)
+        self.config.setdefault("zero_allow_untested_optimizer", True)  # the step is the plan's, whatever the optimizer
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # offloading must not swap the user's optimizer
+
+    def _without_refused(self, user: dict[str, Any]) -> dict[str, Any]:
+        for key in [key for key in user if key in REFUSED]:
+            value = user.pop(key)
+            if value and not (isinstance(value, Mapping) and cast("Any", value).get("enabled") is False):
+                self.faults.add(f"{key}={value!r}", f"no {key}: {REFUSED[key]}", f"remove {key} from the JSON")
+            else:
+                self.notes.append(f"{key}={value!r}: taken out, it is off")
+        return user
+
+    def contradiction(self, said: str, planned: str, fix: str) -> None:
+        """Note that the JSON says one thing and the plan another."""
+        self.faults.add(f"{said} in the JSON and {planned} in the plan", "the same in both", fix)
+
+    def block(self, name: str) -> dict[str, Any]:
+        """A top-level block's well-formed entries, taken out of the config."""
+        return known(name, self.config.pop(name, {}), self.faults)
+
+    @property
+    def _precision(self) -> str:
+        return f"precision={self.policy.precision!r}"
+
+    def _refuse(self, where: str, block: dict[str, Any], reasons: Mapping[str, str]) -> None:
+        for key, reason in reasons.items():
+            value = block.pop(key, False)
+            if value is not False:
+                self.faults.add(f"{where}.{key}={value!r}", f"{where} without it: {reason}", f"remove {where}.{key}")
+
+    # --- who computes in half precision ---------------------------------------------------------------------------
+
+    def engines(self) -> None:
+        """``bf16`` and ``torch_autocast``: off, since the plan does both; what the user wrote must agree with it."""
+        for name in ("bf16", "bfloat16"):
+            self._bf16(name, self.block(name))
+        self._autocast(self.block("torch_autocast"))
+        self.config["bf16"] = {"enabled": False}
+        self.config["torch_autocast"] = {"enabled": False}
+
+    def _bf16(self, name: str, block: dict[str, Any]) -> None:
+        masters = "the plan's precision says what is stored: fp32 under 'bf16-mixed', bf16 under 'bf16-true'"
+        self._refuse(name, block, dict.fromkeys(("bf16_master_weights_and_grads", "bf16_optimizer_states"), masters))
+        enabled = block.pop("enabled", False)
+        if enabled and not self.policy.precision.startswith("bf16"):
+            fix = f"set {name}.enabled to false, or precision to 'bf16-mixed'"
+            self.contradiction(f"{name}.enabled=True", self._precision, fix)
+        elif enabled:
+            self.notes.append(f"{name}.enabled=True: taken out, the plan's {self._precision} computes in bf16 itself")
+        self._taken_out(name, block, "the bf16 engine is off")
+
+    def _autocast(self, block: dict[str, Any]) -> None:
+        reason = "the plan enters PyTorch's own autocast; pins={pattern: dtype} chooses the format of a module"
+        self._refuse("torch_autocast", block, {"lower_precision_safe_modules": reason})
+        enabled, dtype = block.pop("enabled", False), block.pop("dtype", None)
+        said = f"torch_autocast.enabled={enabled} with dtype={dtype!r}"
+        if enabled and not (self.policy.mixed and dtype_of(dtype) == self.policy.compute_dtype):
+            fix = "set torch_autocast.enabled to false, or its dtype and the plan's precision to the same '-mixed'"
+            self.contradiction(said, self._precision, fix)
+        elif enabled:
+            self.notes.append(f"{said}: taken out, the plan's {self._precision} enters autocast itself")
+
+    def _taken_out(self, where: str, block: Mapping[str, Any], reason: str) -> None:
+        if block:
+            said = ", ".join(f"{where}.{key}={value!r}" for key, value in block.items())
+            self.notes.append(f"{said}: taken out, {reason}")
+
+    # --- the loss scale -------------------------------------------------------------------------------------------
+
+    def fp16(self, supported: bool) -> None:
+        """The whole ``fp16`` block as the plan says it; what the user wrote must agree with it."""
+        block = self.block("fp16")
+        masters = "the plan's precision says what is stored: fp32 under '16-mixed', fp16 under '16-true'"
+        self._refuse("fp16", block, {"fp16_master_weights_and_grads": masters})
+        rule, enabled = self.policy.loss_scaling, block.pop("enabled", None)
+        half = self.policy.compute_dtype == "fp16"
+        if enabled is not None and enabled != half:
+            fix = f"set fp16.enabled to {str(half).lower()}, or precision to {'32-true' if half else '16-mixed'!r}"
+            self.contradiction(f"fp16.enabled={enabled}", self._precision, fix)
+        if not half or rule is None:
+            self._taken_out("fp16", block, f"the plan's {self._precision} has no loss scale")
+            self.config["fp16"] = {"enabled": False}
+            return
+        if not supported:
+            self.notes.append("fp16.enabled=False: DeepSpeed refuses this device, and the plan computes in fp16 itself")
+        auto_cast = block.pop("auto_cast", False)
+        if auto_cast:
+            self.notes.append("fp16.auto_cast=True: the engine casts floating inputs to fp16 before the forward")
+        self._scaling(block, rule)
+        self.config["fp16"] = {"enabled": supported, "auto_cast": auto_cast, **self._scaling_block(rule)}
+
+    def _scaling(self, block: dict[str, Any], rule: LossScaling) -> None:
+        scale = block.pop("loss_scale", None)
+        planned = 0 if rule.dynamic else rule.init_scale
+        if scale is not None and scale != planned:
+            what = "a dynamic loss scale" if rule.dynamic else "a static loss scale"
+            built = "LossScaling()" if scale == 0 else f"LossScaling.static({scale!r})"
+            fix = f"remove fp16.loss_scale from the JSON, or set loss_scaling={built}"
+            self.contradiction(f"fp16.loss_scale={scale!r}", f"{what}, fp16.loss_scale={planned!r},", fix)
+        if not rule.dynamic:
+            self._taken_out("fp16", block, "the plan's loss scale is static and DeepSpeed reads none of them")
+            return
+        for key, field in _RULE_KEYS.items():
+            if key in block and block[key] != _json_value(key, getattr(rule, field)):
+                said, value = _user_value(key, block[key])
+                fix = f"remove fp16.{key} from the JSON, or set LossScaling({field}={value})"
+                self.contradiction(f"fp16.{key}={said}", f"loss_scaling.{field}={getattr(rule, field)!r}", fix)
+
+    def _scaling_block(self, rule: LossScaling) -> dict[str, Any]:
+        block: dict[str, Any] = {"loss_scale": 0 if rule.dynamic else rule.init_scale}
+        for key, field in _RULE_KEYS.items():
+            value = _json_value(key, getattr(rule, field))
+            if _fits(key, value, rule.dynamic):
+                block[key] = int(value) if key == "min_loss_scale" else value
+            else:
+                needs = "a power of 2 >= 1" if key == "initial_scale_power" else "a whole number >= 1"
+                own = f"the plan's loss_scaling.{field}={getattr(rule, field)!r} is none and holds all the same"
+                self.notes.append(f"fp16.{key}: left out, DeepSpeed takes {needs}; {own}")
+        unsaid = [
+            f"{field}={getattr(rule, field)!r}"
+            for field, value in _UNSPOKEN.items()
+            if rule.dynamic and getattr(rule, field) != value
+        ]
+        if unsaid:
+            said = ", ".join(unsaid)
+            self.notes.append(f"loss_scaling: DeepSpeed's JSON has no key for {said}; the plan's rule carries them out")
+        return block
+
+    # --- formats and shards ---------------------------------------------------------------------------------------
+
+    def dtypes(self) -> None:
+        """``communication_data_type`` and ``data_types``: what gradients are sent and summed in."""
+        reduce = self.policy.reduce_dtype
+        sent = str(self.config.get("communication_data_type", reduce))
+        if sent.lower() != reduce:
+            fix = "remove communication_data_type from the JSON, or set the plan's reduce_dtype"
+            self.contradiction(f"communication_data_type={sent!r}", f"reduce_dtype={reduce!r}", fix)
+        self.config["communication_data_type"] = reduce
+        types = self.block("data_types")
+        summed = types.get("grad_accum_dtype", "fp32")
+        if dtype_of(summed) != "fp32":
+            fix = "remove data_types.grad_accum_dtype from the JSON"
+            self.contradiction(f"data_types.grad_accum_dtype={summed!r}", "gradients accumulated in 'fp32'", fix)
+        stored = self.policy.storage_dtype
+        self._stored(types, "param_dtype", stored, f"{self._precision}, stored as {stored!r},")
+        buffers = self.policy.buffer_dtype
+        self._stored(types, "buffer_dtype", buffers, f"buffer_dtype={buffers!r}")
+        self.config["data_types"] = {**types, "grad_accum_dtype": "fp32"}
+
+    def _stored(self, types: dict[str, Any], key: str, planned: str | None, said: str) -> None:
+        # Taken out even where it agrees: the engine would cast, pins included, or refuse what is not its own mode.
+        dtype = types.pop(key, None)
+        if dtype is None:
+            return
+        if dtype_of(dtype) != planned:
+            fix = f"remove data_types.{key} from the JSON, or change the plan"
+            self.contradiction(f"data_types.{key}={dtype!r}", said, fix)
+        else:
+            self.notes.append(f"data_types.{key}={dtype!r}: taken out, the plan stores in it itself")
+
+    def zero(self, stage: int, offload: Mapping[str, bool]) -> None:
+        """``zero_optimization``: the strategy's stage and offloading, with the user's other keys."""
+        zero = self.block("zero_optimization")
+        if stage not in (1, 2, 3):
+            self.faults.add(f"stage={stage!r}", "1, 2, 3", "choose 'ddp' for training without shards")
+        if "stage" in zero and zero["stage"] != stage:
+            self._against_strategy(f"zero_optimization.stage={zero['stage']!r}", f"stage={stage!r}")
+        self._modernise(zero)
+        for name, wanted in offload.items():
+            self._offload(zero, name, wanted, stage)
+        self.config["zero_optimization"] = {**zero, "stage": stage}
+
+    def _against_strategy(self, said: str, chosen: str) -> None:
+        fix = "remove it from the JSON, or choose the strategy that says the same"
+        self.faults.add(f"{said} in the JSON and {chosen} in the strategy", "the same in both", fix)
+
+    def _modernise(self, zero: dict[str, Any]) -> None:
+        """Write the deprecated flags as the blocks that took their place, which DeepSpeed refuses beside them."""
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if zero.pop(old, False) and new not in zero:
+                zero[new] = {"device": "cpu"}
+                self.notes.append(f"zero_optimization.{old}=True: written as {new}, which took its place")
+
+    def _offload(self, zero: dict[str, Any], name: str, wanted: bool, stage: int) -> None:
+        where, given = f"zero_optimization.{name}", name in zero
+        block = known(where, zero.pop(name, {}), self.faults)
+        if wanted and block.get("device") == "none":
+            self._against_strategy(f"{where}.device='none'", f"{_FLAGS[name]}=True")
+        if wanted:
+            block = {"device": "cpu", **block}
+        if wanted or given:
+            zero[name] = block
+        if name == "offload_param" and stage in (1, 2) and block.get("device", "none") != "none":
+            given_as = f"{_FLAGS[name]}=True" if wanted else f"{where}={block!r}"
+            self.faults.add(f"{given_as} with stage={stage}", "offloaded parameters at stage 3", "choose stage 3")
+
+
+#: keys of the fp16 block, and the fields of LossScaling that say the same
+_RULE_KEYS: Mapping[str, str] = {
+    "initial_scale_power": "init_scale",
+    "loss_scale_window": "growth_interval",
+    "hysteresis": "hysteresis",
+    "consecutive_hysteresis": "consecutive_hysteresis",
+    "min_loss_scale": "min_scale",
+}
+#: fields no key says, and what DeepSpeed does (deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler)
+_UNSPOKEN: Mapping[str, Any] = {
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_delay": 1,
+    "max_scale": math.inf,
+    "at_min": "raise",
+}
+
+
+def _json_value(key: str, value: Any) -> Any:
+    """A field of the plan as the key says it; the power of 2 is ``None`` where there is none."""
+    if key != "initial_scale_power":
+        return value
+    mantissa, exponent = math.frexp(value)
+    return exponent - 1 if mantissa == 0.5 else None
+
+
+def _user_value(key: str, value: Any) -> tuple[str, str]:
+    """A key's value as a message shows it, and the field that would say the same."""
+    return (f"{value!r} (2**{value})", f"2**{value}") if key == "initial_scale_power" else (repr(value), repr(value))
+
+
+def _fits(key: str, value: Any, dynamic: bool) -> bool:
+    # DeepSpeed's own ranges: precision_config.DeepSpeedFP16Config; a static scale's floor is not looked at.
+    if key == "initial_scale_power":
+        return value is not None and value >= 0
+    return key != "min_loss_scale" or (value == int(value) and (value >= 1 or not dynamic))
+
+
+def add_trainer(
+    config: Mapping[str, Any],
+    *,
+    clip_norm: float | None,
+    accumulate: int,
+    world_size: int,
+    micro_batch: int | None,
+) -> dict[str, Any]:
+    """A copy of a config with what the Trainer decides: clipping, accumulation and the batch.
+
+    ``micro_batch`` is the dataloader's batch size, ``None`` where it is not known. Clipping that stands in the JSON
+    alone is kept, and the caller clips by it.
+
+    Raises:
+        PlanError: every value that JSON and Trainer give differently, with both.
+    """
+    faults = Faults(SUBJECT)
+    merged = written(config)
+    own = known("", {key: merged[key] for key in (_CLIP, _STEPS, _BATCH, _MICRO) if key in merged}, faults)
+    trainer = (
+        (_CLIP, clip_norm, "Trainer(gradient_clip_val={})"),
+        (_STEPS, accumulate, "Trainer(accumulate_grad_batches={})"),
+        (_MICRO, micro_batch, "a dataloader with batch_size={}"),
+    )
+    for key, value, words in trainer:
+        if key in own and value is not None and own[key] != value:
+            given = f"{key}={own[key]!r} in the JSON and {words.format(repr(value))}"
+            faults.add(given, "the same in both", f"write {words.format(own[key])}, or remove {key} from the JSON")
+    merged[_CLIP] = own.get(_CLIP, 0.0 if clip_norm is None else clip_norm)  # left out, DeepSpeed would clip at 1.0
+    merged[_STEPS] = int(own.get(_STEPS, accumulate))
+    merged[_MICRO] = _micro(own, micro_batch, merged[_STEPS] * world_size)
+    product = merged[_MICRO] * merged[_STEPS] * world_size
+    if own.get(_BATCH, product) != product:
+        factors = f"{merged[_MICRO]} a device x {merged[_STEPS]} accumulated x {world_size} devices = {product}"
+        fix = f"write {_BATCH}: {product}, or leave it out"
+        faults.add(f"{_BATCH}={own[_BATCH]!r} in the JSON and {factors}", "their product", fix)
+    faults.raise_if_any()
+    return merged
+
+
+def _micro(own: Mapping[str, Any], micro_batch: int | None, parts: int) -> int:
+    if _MICRO in own or micro_batch is not None:
+        return int(own.get(_MICRO, micro_batch))
+    whole = int(own.get(_BATCH, parts))  # alone, the whole batch says what a part of it is
+    return whole // parts if whole % parts == 0 else 1

@@ -1,0 +1,91 @@
+"""Which Lightning strategies a plan runs on, with which engine, and what it refuses on them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from torch import nn
+
+from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.engines.sharded import ShardedEngine
+from lightning_mp.engines.user_sharding import check_users_sharding
+from lightning_mp.errors import Faults
+from lightning_mp.policy import PrecisionPolicy
+
+
+def engine_of(strategy: Strategy | None) -> type[EagerEngine]:
+    """The engine for ``strategy``; this package's own strategies name theirs in ``plan_engine``."""
+    own = getattr(strategy, "plan_engine", None)
+    if own is not None:
+        return cast("type[EagerEngine]", own)
+    return ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
+
+
+def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
+    """Note why the plan cannot run on ``strategy``, and which ``mp_*`` strategy can."""
+    policy = engine.policy
+    own = getattr(strategy, "check_plan", None)
+    if own is not None:
+        own(engine, module, faults)
+    # before DDP: DeepSpeedStrategy is a DDPStrategy by inheritance only
+    elif isinstance(strategy, DeepSpeedStrategy):
+        _refuse_stock(strategy, _zero_name(strategy), "its engine casts, scales and skips by rules of its own", faults)
+    elif isinstance(strategy, FSDPStrategy):
+        _refuse_stock(strategy, "mp_fsdp1", "it would put pinned and unpinned weights into one flat parameter", faults)
+    elif isinstance(strategy, ModelParallelStrategy):
+        mesh = cast("Any", strategy)._device_mesh
+        replicas = 1 if mesh is None else mesh["data_parallel"].size()
+        check_users_sharding(module, policy, engine.pin_map, faults, replicas=replicas)
+    elif isinstance(strategy, DDPStrategy):
+        _check_hook(strategy, policy, faults)
+    elif not isinstance(strategy, SingleDeviceStrategy):
+        _refuse_stock(strategy, "mp_ddp", "nobody has tried what it makes of a plan", faults)
+
+
+def _refuse_stock(strategy: Strategy, instead: str, why: str, faults: Faults) -> None:
+    faults.add(
+        f"strategy {type(strategy).__name__}",
+        f"a single device, DDP, or this package's own strategies: {why}",
+        f"use Trainer(strategy={instead!r})",
+    )
+
+
+def _zero_name(strategy: DeepSpeedStrategy) -> str:
+    config = cast("Any", strategy.config)
+    zero = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
+    offload = "_offload" if {"offload_optimizer", "offload_param"} & set(zero) else ""
+    return f"mp_deepspeed_zero{zero.get('stage') or 1}{offload}"
+
+
+def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) -> None:
+    """A communication hook of the user's own decides what is summed; so does ``reduce_dtype``."""
+    hook: Any = getattr(strategy, "_ddp_comm_hook", None)
+    if hook is None:
+        return
+    given = f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)})"
+    if _decides_dtype(hook, strategy):
+        faults.add(
+            f"{given} beside reduce_dtype={policy.reduce_dtype!r}",
+            "one of the two to decide the dtype gradients are summed in",
+            "remove the hook and set MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16'",
+        )
+    elif {policy.storage_dtype, *(pin.dtype for pin in policy.pins)} != {policy.reduce_dtype}:
+        faults.add(
+            f"{given} where gradients are summed in another dtype than their own",
+            "no communication hook where parameters or pins are not stored in reduce_dtype",
+            "remove the hook",
+        )
+
+
+def _decides_dtype(hook: Any, strategy: Any) -> bool:
+    names = {getattr(item, "__name__", "") for item in (hook, getattr(strategy, "_ddp_comm_wrapper", None))}
+    return any("compress" in name for name in names)

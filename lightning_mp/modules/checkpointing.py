@@ -1,0 +1,174 @@
+"""Activation checkpointing by module: recompute in the backward pass what the plan does not keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_mp.errors import Faults, nearest
+from lightning_mp.modules import class_swap
+from lightning_mp.modules.patterns import called_in, matches, named_submodules, no_match
+from lightning_mp.policy import Checkpointing
+
+#: What ``mode="selective"`` keeps by default: matrix products and attention, whose recomputation costs the most for
+#: what it saves (the list of torchtitan's distributed/activation_checkpoint.py, for one device).
+DEFAULT_SAVE_OPS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """What a checkpointed module needs in its forward."""
+
+    save_ops: frozenset[str] | None
+    preserve_rng: bool
+
+
+class CheckpointedForward(class_swap.Swapped):
+    """Stores the inputs of a module's forward and runs it again in the backward pass."""
+
+    _lmp_checkpoint: CheckpointState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, checkpointed wherever gradients are on."""
+        run = cast("Any", super()).forward
+        state = self.__dict__.get("_lmp_checkpoint")
+        if state is None or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        options: dict[str, Any] = {"preserve_rng_state": state.preserve_rng}
+        if state.save_ops is not None:
+            options["context_fn"] = partial(_selective_contexts, state.save_ops)
+        # Not the reentrant form: with frozen inputs (LoRA) it computes no gradients at all.
+        return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _selective_contexts(save_ops: frozenset[str]) -> tuple[Any, Any]:
+    def decide(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        kept = str(op) in save_ops
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
+
+
+def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Module]:
+    """The modules that ``config`` checkpoints, in definition order, without changing anything.
+
+    Of nested matches the outermost counts; a matched container without a forward (``ModuleList``) stands for its
+    children. Patterns that match nothing are noted in ``faults``, and so are unknown ``save_ops``.
+    """
+    named = list(named_submodules(root))
+    for pattern in config.patterns:
+        if not any(matches(pattern, name, module) for name, module in named):
+            no_match(pattern, root, "checkpointing pattern", faults)
+    if config.save_ops is not None:
+        _check_ops(config.save_ops, faults)
+    outermost: dict[int, nn.Module] = {}
+    covered: list[str] = []
+    for name, module in named:
+        if any(name.startswith(f"{above}.") for above in covered):
+            continue
+        if any(matches(pattern, name, module) for pattern in config.patterns):
+            covered.append(name)
+            outermost.update((id(called), called) for called in called_in(module))
+    return list(outermost.values())[:: config.every]
+
+
+@dataclass(slots=True)
+class Applied:
+    """What ``apply`` changed; calling ``undo`` puts all of it back."""
+
+    _undo: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
+
+    def undo(self) -> None:
+        """Restore forwards, ``use_cache`` and the input embeddings' hooks."""
+        while self._undo:
+            self._undo.pop()()
+
+    def after(self, action: Callable[[], object]) -> None:
+        """Note how to undo something just done."""
+        self._undo.append(action)
+
+
+def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) -> Applied:
+    """Checkpoint ``modules`` in place.
+
+    transformers models below ``root`` get ``use_cache=False``, and input gradients where their embeddings are frozen
+    (LoRA).
+    """
+    applied = Applied()
+    names = None if config.mode == "full" else frozenset(_op_names(config.save_ops or DEFAULT_SAVE_OPS))
+    state = CheckpointState(names, config.preserve_rng)
+    for module in modules:
+        object.__setattr__(module, "_lmp_checkpoint", state)
+        class_swap.swap_in(module, CheckpointedForward)
+        applied.after(partial(_remove, module))
+    _without_cache(root, applied)
+    _with_input_gradients(root, applied)
+    return applied
+
+
+def _remove(module: nn.Module) -> None:
+    class_swap.swap_out(module, CheckpointedForward)
+    del module.__dict__["_lmp_checkpoint"]
+
+
+def _without_cache(root: nn.Module, applied: Applied) -> None:
+    """Key-value caches are filled again by the recomputation, and would be filled twice."""
+    configs = {id(module.config): module.config for module in root.modules() if hasattr(module, "config")}
+    for config in cast("Iterable[Any]", configs.values()):
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False
+            applied.after(partial(setattr, config, "use_cache", True))
+
+
+def _with_input_gradients(root: nn.Module, applied: Applied) -> None:
+    """Turn on transformers' input gradients where the embeddings are frozen and something behind them is trained."""
+    done: list[nn.Module] = []
+    for module in root.modules():
+        model = cast("Any", module)
+        if not hasattr(module, "enable_input_require_grads") or any(module in set(above.modules()) for above in done):
+            continue
+        embeddings = model.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
+        if embeddings is None or any(parameter.requires_grad for parameter in embeddings.parameters()):
+            continue
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            model.enable_input_require_grads()
+            applied.after(model.disable_input_require_grads)
+            done.append(module)
+
+
+def _overloads(name: str) -> dict[str, Any]:
+    """``"mm"``, ``"aten.mm"`` or ``"aten.mm.default"`` → the overloads it means, by their full names."""
+    parts = name.replace("::", ".").removeprefix("aten.").split(".")
+    packet = getattr(torch.ops.aten, parts[0], None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):  # pyright: ignore[reportPrivateUsage]
+        return {}
+    wanted = parts[1:] or packet.overloads()
+    return {str(getattr(packet, overload)): packet for overload in wanted if overload in packet.overloads()}
+
+
+def _op_names(names: Iterable[str]) -> Iterable[str]:
+    for name in names:
+        yield from _overloads(name)
+
+
+def _check_ops(names: Iterable[str], faults: Faults) -> None:
+    for name in names:
+        if not _overloads(name):
+            near = nearest(name.removeprefix("aten."), dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS))
+            faults.add(f"save_ops {name!r}", "names of aten operators", f"did you mean {near}?" if near else "use 'mm'")

@@ -1,0 +1,62 @@
+"""Which modules a pattern means: the one place where names are matched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_mp.errors import Faults, nearest
+from lightning_mp.modules.class_swap import original_class
+
+
+def matches(pattern: str, name: str, module: nn.Module) -> bool:
+    """Whether ``pattern`` (case-sensitive ``fnmatch``) is the module's name, a dotted suffix of it, or its class."""
+    parts = name.split(".")
+    suffixes = (".".join(parts[start:]) for start in range(len(parts)))
+    return any(fnmatchcase(suffix, pattern) for suffix in suffixes) or fnmatchcase(
+        original_class(module).__name__, pattern
+    )
+
+
+def named_submodules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below ``root`` under every one of its names, in definition order."""
+    for name, module in root.named_modules(remove_duplicate=False):
+        if name:
+            yield name, module
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether calling the module means anything; a ``ModuleList`` only holds others."""
+    return original_class(module).forward is not nn.Module.forward
+
+
+def called_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The module itself where it has a forward; else the outermost below it that have one."""
+    if has_own_forward(module):
+        yield module
+        return
+    for child in module.children():
+        yield from called_in(child)
+
+
+def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
+    """Note that ``pattern`` matches nothing in ``root``, with the names most like it."""
+    words = dict.fromkeys(word for name, module in named_submodules(root) for word in _words(name, module))
+    near = nearest(pattern.strip("*."), words)
+    fix = f"nearest: {near}" if near else f"modules here include {', '.join(list(words)[:5])}"
+    faults.add(f"{what} {pattern!r}, which matches no module", "a module's name, a suffix of it, or its class", fix)
+
+
+def _words(name: str, module: nn.Module) -> tuple[str, ...]:
+    return name.rpartition(".")[2], original_class(module).__name__, name
+
+
+# Not "module": none of the strategies here leaves that one behind, and a LightningModule may well call its model so.
+_WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def plain_name(name: str) -> str:
+    """``name`` without the parts that FSDP, ``torch.compile``, Fabric and checkpoint wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -1,0 +1,240 @@
+"""Module-level dtypes: which pin covers which module, and running a module in its pin's dtype wherever it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.errors import Faults
+from lightning_mp.modules import class_swap
+from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
+from lightning_mp.numerics.dtypes import cast_floating, cast_module_, floating_dtype, to_torch
+from lightning_mp.policy import Pin
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedModule:
+    """One module with the pin that covers it."""
+
+    name: str
+    module: nn.Module
+    pin: Pin
+    #: it is called from outside what the pin covers, so its inputs and outputs cross the boundary
+    entry: bool
+    #: the dtype of the pin whose region lies around it, if one does
+    inside: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PinMap:
+    """Which pin covers which module; ``shadowed`` are the patterns that earlier ones leave nothing to."""
+
+    members: tuple[PinnedModule, ...]
+    shadowed: tuple[str, ...]
+
+    def dtypes(self) -> dict[int, str]:
+        """``id`` of every parameter that a pin decides → the pin's dtype."""
+        return {
+            id(parameter): member.pin.dtype
+            for member in self.members
+            for parameter in member.module.parameters(recurse=False)
+        }
+
+
+def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
+    """Match ``pins`` against the modules below ``root`` without changing anything.
+
+    The first pin in order that covers a module wins; a match covers what is below it, and the other owner of a tied
+    weight. Patterns that match nothing and tied weights pinned to two dtypes are noted in ``faults``.
+    """
+    if not pins:
+        return PinMap((), ())
+    named = list(named_submodules(root))
+    index_of = _covering(named, pins, root, faults)
+    _extend_over_ties(named, index_of)
+    _check_ties(named, index_of, pins, faults)
+    _check_root_ties(root, named, index_of, faults)
+    modules = dict(named)
+    members: list[PinnedModule] = []
+    seen: set[int] = set()
+    for name, module in named:
+        index = index_of.get(name)
+        if index is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        above = _nearest_called_above(name, modules, index_of)
+        pin = pins[index]
+        inside = None if above is None or above == index else pins[above].dtype
+        members.append(PinnedModule(name, module, pin, entry=above != index, inside=inside))
+    used = set(index_of.values())
+    shadowed = [pin.pattern for index, pin in enumerate(pins) if index not in used]
+    return PinMap(tuple(members), tuple(shadowed))
+
+
+def _covering(
+    named: Sequence[tuple[str, nn.Module]], pins: Sequence[Pin], root: nn.Module, faults: Faults
+) -> dict[str, int]:
+    """Module name → index of the first pin that matches it or something above it."""
+    index_of: dict[str, int] = {}
+    matched: set[int] = set()
+    for name, module in named:
+        own = [index for index, pin in enumerate(pins) if matches(pin.pattern, name, module)]
+        matched.update(own)
+        above = index_of.get(name.rpartition(".")[0])
+        candidates = own if above is None else [*own, above]
+        if candidates:
+            index_of[name] = min(candidates)
+    for index, pin in enumerate(pins):
+        if index not in matched:
+            no_match(pin.pattern, root, "pin", faults)
+    return index_of
+
+
+def _owners(named: Sequence[tuple[str, nn.Module]]) -> dict[int, list[tuple[str, str]]]:
+    """``id(parameter)`` → every (module name, parameter name) it is reached by."""
+    owners: dict[int, list[tuple[str, str]]] = {}
+    for name, module in named:
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((name, key))
+    return owners
+
+
+def _extend_over_ties(named: Sequence[tuple[str, nn.Module]], index_of: dict[str, int]) -> None:
+    """A tied weight lives in one dtype: a pin on one owner covers an owner that no pin mentions."""
+    for places in _owners(named).values():
+        indices = [index_of[name] for name, _ in places if name in index_of]
+        if indices:
+            for name, _ in places:
+                index_of.setdefault(name, min(indices))
+
+
+def _check_ties(
+    named: Sequence[tuple[str, nn.Module]], index_of: dict[str, int], pins: Sequence[Pin], faults: Faults
+) -> None:
+    for places in _owners(named).values():
+        dtypes = {f"{name}.{key}": pins[index_of[name]].dtype for name, key in places if name in index_of}
+        if len(set(dtypes.values())) > 1:
+            given = " and ".join(f"{place} pinned to {dtype}" for place, dtype in dtypes.items())
+            faults.add(
+                f"contradicting pins on tied weights: {given}",
+                "one dtype for a tied weight, since it is a single tensor",
+                "pin both to the same dtype, or untie them (transformers: tie_word_embeddings=False)",
+            )
+
+
+def _check_root_ties(
+    root: nn.Module, named: Sequence[tuple[str, nn.Module]], index_of: dict[str, int], faults: Faults
+) -> None:
+    """The root itself is never pinned: a weight it owns directly could not keep a pin's dtype."""
+    roots_own = {id(parameter): name for name, parameter in root.named_parameters(recurse=False)}
+    for name, module in named:
+        for key, parameter in module.named_parameters(recurse=False) if name in index_of else ():
+            if id(parameter) in roots_own:
+                faults.add(
+                    f"a pin on {name}.{key}, which is tied to the root module's own {roots_own[id(parameter)]!r}",
+                    "pins on weights that only modules below the root own",
+                    "let the root reach it through the module instead of holding the parameter itself",
+                )
+
+
+def _nearest_called_above(name: str, modules: dict[str, nn.Module], index_of: dict[str, int]) -> int | None:
+    """The pin of the nearest module above that is itself called; a ModuleList hands nothing to what it holds."""
+    parent = name.rpartition(".")[0]
+    while parent:
+        if has_own_forward(modules[parent]):
+            return index_of.get(parent)
+        parent = parent.rpartition(".")[0]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class PinState:
+    """What a pinned module needs in its forward; ``output`` ``None`` hands on whatever dtype comes out."""
+
+    dtype: torch.dtype
+    output: torch.dtype | None
+    to_input_dtype: bool
+    device_type: str
+
+
+class PinnedForward(class_swap.Swapped):
+    """Runs a module in its pin's dtype and keeps it stored in it, whatever ``.to`` is called on the model."""
+
+    _lmp_pin: PinState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Cast floating inputs, run outside autocast, cast floating outputs as the pin says."""
+        pin = self.__dict__.get("_lmp_pin")
+        if pin is None:
+            return cast("Any", super()).forward(*args, **kwargs)
+        came_in = (floating_dtype(args) or floating_dtype(kwargs)) if pin.to_input_dtype else None
+        args, kwargs = cast_floating(args, pin.dtype), cast_floating(kwargs, pin.dtype)
+        with torch.autocast(pin.device_type, enabled=False):
+            output = cast("Any", super()).forward(*args, **kwargs)
+        wanted = came_in or pin.output
+        return output if wanted is None else cast_floating(output, wanted)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        pin = self.__dict__.get("_lmp_pin")
+        if pin is None:
+            return cast("Any", super())._apply(fn, recurse)
+        dtype = pin.dtype
+
+        def keeping_the_pin(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if not moved.is_floating_point() or moved.dtype == dtype:
+                return moved
+            # From the original, not from ``moved``: a trip through a narrower dtype would lose bits.
+            return tensor.to(device=moved.device, dtype=dtype)
+
+        if recurse:
+            for child in cast("nn.Module", self).children():
+                cast("Any", child)._apply(fn)
+        return cast("Any", super())._apply(keeping_the_pin, recurse=False)
+
+
+def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> None:
+    """Store and run every covered module in its pin's dtype, in place; a module pinned so already is left alone.
+
+    ``compute_dtype`` is what a module with no floating input (an embedding) returns to under the true modes.
+    """
+    for member in pin_map.members:
+        module, dtype = member.module, to_torch(member.pin.dtype)
+        cast_module_(module, dtype)
+        owns = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+        if not owns and not (member.entry and has_own_forward(module)):
+            continue
+        object.__setattr__(module, "_lmp_pin", _state(member, mixed, compute_dtype, device_type))
+        class_swap.swap_in(module, PinnedForward)
+
+
+def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
+    dtype, output = to_torch(member.pin.dtype), member.pin.output
+    if not member.entry or output == "pin":
+        return PinState(dtype, None, to_input_dtype=False, device_type=device_type)
+    if output is not None and output != "input":
+        return PinState(dtype, to_torch(output), to_input_dtype=False, device_type=device_type)
+    # Inside another pinned region autocast is off, so nothing there would cast what comes out.
+    returns = output == "input" or not mixed or member.inside is not None
+    fallback = to_torch(member.inside) if member.inside else compute_dtype
+    return PinState(dtype, fallback if returns else None, to_input_dtype=returns, device_type=device_type)
+
+
+def unpin(module: nn.Module) -> None:
+    """Give ``module`` and all below it their own forward back after a run with pins; dtypes stay as they are.
+
+    For what wants the plain classes: scripting, parametrizations, another framework.
+    """
+    remove(module.modules())
+
+
+def remove(modules: Iterable[nn.Module]) -> None:
+    """Undo the forward of every pinned module among ``modules``; what is stored stays as it is."""
+    for module in modules:
+        if "_lmp_pin" in module.__dict__:
+            class_swap.swap_out(module, PinnedForward)
+            del module.__dict__["_lmp_pin"]

@@ -1,0 +1,173 @@
+"""What is done about an alert: nothing but telling, a step left out, a lower learning rate, the end, or a callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast, get_args
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+from lightning_mp.errors import Faults, nearest
+from lightning_mp.monitor.events import KINDS, Event, Kind
+from lightning_mp.numerics import grads
+
+Word = Literal["log", "skip", "reduce_lr", "stop"]
+Call = Callable[[Event, Trainer, LightningModule], Any]
+#: what is known of a step before it is made
+KNOWN_EARLY: tuple[Kind, ...] = ("nonfinite_loss", "nonfinite_grad", "grad_norm_spike", "loss_divergence")
+_ALLOWED = "'log', 'skip', 'stop', 'reduce_lr', ReduceLR(factor, steps), or a callable(event, trainer, pl_module)"
+
+
+class ReduceLR:
+    """The learning rate times ``factor`` for the next ``steps`` optimizer steps, on top of any scheduler.
+
+    Rates are multiplied during ``optimizer.step`` alone, so that no scheduler, logger or checkpoint ever sees it.
+
+    Raises:
+        PlanError: a factor that is not at least 0 and below 1, or no whole number of steps.
+    """
+
+    def __init__(self, factor: float = 0.1, steps: int = 100) -> None:
+        faults = Faults("ReduceLR")
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < 1:
+            faults.add(f"factor={factor!r}", "0 <= factor < 1", "use factor=0.1")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            faults.add(f"steps={steps!r}", "a whole number from 1 on", "use steps=100")
+        faults.raise_if_any()
+        self.factor, self.steps = factor, steps
+        self._end = 0
+        self._handles: list[Any] = []
+        self._own: list[tuple[dict[str, Any], Any]] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether the next step is made at the lower rate."""
+        return bool(self._handles)
+
+    @property
+    def still_to_come(self) -> float:
+        """What the present learning rate will be multiplied with when the optimizer steps."""
+        return self.factor if self.active and not self._own else 1.0
+
+    def start(self, trainer: Trainer) -> None:
+        """Begin with the next optimizer step; where it goes on already it begins anew, and never multiplies twice."""
+        self.release()
+        self._end = trainer.global_step + self.steps
+        for optimizer in map(_torch_optimizer, trainer.optimizers):
+            self._handles.append(optimizer.register_step_pre_hook(self._lower))
+            self._handles.append(optimizer.register_step_post_hook(self._give_back))
+
+    def after_batch(self, trainer: Trainer) -> None:
+        """A training batch is over: end it after the last of its steps."""
+        if self.active and trainer.global_step >= self._end:
+            self.release()
+
+    def release(self) -> None:
+        """End it, also in the midst of a step that failed."""
+        self._give_back()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _lower(self, optimizer: Optimizer, *_: Any) -> None:
+        self._give_back()
+        for group in optimizer.param_groups:
+            self._own.append((group, group["lr"]))
+            group["lr"] = group["lr"] * self.factor
+
+    def _give_back(self, *_: Any) -> None:
+        for group, lr in self._own:
+            group["lr"] = lr
+        self._own.clear()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(factor={self.factor!r}, steps={self.steps!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handles": [], "_own": []}
+
+
+Action = Literal["log", "skip", "stop"] | ReduceLR | Call
+ActionLike = Word | ReduceLR | Mapping[str, Mapping[str, Any]] | Call
+
+
+def parse(actions: Mapping[str, ActionLike] | None, faults: Faults) -> dict[Kind, Action]:
+    """The action for each kind of event that has one; what is unknown is noted in ``faults``."""
+    found: dict[Kind, Action] = {}
+    for kind, given in (actions or {}).items():
+        if kind not in KINDS:
+            near = nearest(str(kind), KINDS)
+            faults.add(f"actions[{kind!r}]", ", ".join(KINDS), f"did you mean {near}?" if near else "choose one")
+        action = _action(f"actions[{kind!r}]", given, faults)
+        if action == "skip" and kind in KINDS and kind not in KNOWN_EARLY:
+            faults.add(
+                f"actions[{kind!r}]='skip', which is known only after the step",
+                f"'skip' for {', '.join(KNOWN_EARLY)}",
+                "use 'log', 'stop', 'reduce_lr' or a callable",
+            )
+        if action is not None:
+            found[cast("Kind", kind)] = action
+    return found
+
+
+def _action(key: str, given: Any, faults: Faults) -> Action | None:
+    if isinstance(given, ReduceLR) or (callable(given) and not isinstance(given, type)):
+        return given
+    if given in ("log", "skip", "stop"):
+        return given
+    if given == "reduce_lr":
+        return ReduceLR()
+    if isinstance(given, Mapping) and list(given) == ["reduce_lr"]:
+        return _reduction(key, given["reduce_lr"], faults)
+    words = get_args(Word)
+    near = nearest(given, words) if isinstance(given, str) else ""
+    faults.add(f"{key}={given!r}", _ALLOWED, f"did you mean {near}?" if near else "use 'log'")
+    return None
+
+
+def _reduction(key: str, given: Any, faults: Faults) -> ReduceLR | None:
+    known = ("factor", "steps")
+    values = dict(cast("Mapping[str, Any]", given)) if isinstance(given, Mapping) else {}
+    unknown = [name for name in values if name not in known]
+    if unknown or (not isinstance(given, Mapping) and given is not None):
+        faults.add(f"{key}={{'reduce_lr': {given!r}}}", "factor and steps", "use {'reduce_lr': {'factor': 0.1}}")
+        return None
+    try:
+        return ReduceLR(**values)
+    except ValueError as error:  # its own faults, told with all the others
+        faults.extend(getattr(error, "faults", ()))
+        return None
+
+
+def describe(action: Action) -> str:
+    """The action as an event names it."""
+    if isinstance(action, str):
+        return action
+    if isinstance(action, ReduceLR):
+        return f"reduce_lr(factor={action.factor:g}, steps={action.steps})"
+    return f"call {getattr(action, '__name__', type(action).__name__)}"
+
+
+def _torch_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer that updates weights, below the one DeepSpeed puts around it."""
+    while not isinstance(optimizer, Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def withhold(optimizer: Optimizer, *, scaled: bool) -> None:
+    """Leave the coming step out: an optimizer of torch's does nothing to a parameter without a gradient.
+
+    ``scaled``: gradients are unscaled within the step, by an optimizer whose gradients torch's scaler still has to see.
+    """
+    if not scaled:
+        grads.drop(optimizer)
+        return
+    handles: list[Any] = []
+
+    def once(stepping: Optimizer, *_: Any) -> None:
+        handles.pop().remove()
+        grads.drop(stepping)
+
+    handles.append(optimizer.register_step_pre_hook(once))

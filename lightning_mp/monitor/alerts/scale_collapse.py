@@ -1,0 +1,46 @@
+"""A loss scale that has nowhere left to fall, while steps go on being skipped."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from lightning_mp.monitor.alerts.reading import Reading
+from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.settings import AlertSettings
+from lightning_mp.monitor.alerts.window import Window
+from lightning_mp.monitor.events import Event, Kind
+
+#: below it a loss scale makes gradients smaller than they are: nothing is gained by it (torch's scaler has no floor)
+USELESS = 1.0
+RECENT = 10
+
+
+class ScaleCollapse(Rule):
+    """Several of the last readings were skips at the scale's floor, or at a scale below one."""
+
+    kind: ClassVar[Kind] = "scale_collapse"
+    state = ("skips",)
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        self.skips = Window(RECENT)
+
+    def judge(self, reading: Reading) -> Event | None:
+        scale = reading.loss_scale
+        if scale is None:
+            return None
+        low = reading.scale_at_floor or scale < USELESS
+        self.skips.append(float(low and reading.skipped))
+        count = int(sum(self.skips))
+        if not low or count < self.settings.collapse_skips:
+            return None
+        return Event(
+            step=reading.step,
+            kind=self.kind,
+            severity="error",
+            value=scale,
+            evidence={"loss_scale": scale, "skipped_at_floor": count, "of_readings": len(self.skips)},
+            cause="gradients overflow whatever the scale: weights or activations have left fp16's range",
+            advice="stop; go back to the last good checkpoint, pin the module that the nonfinite events name to fp32, "
+            "or use 'bf16-mixed'",
+        )

@@ -1,0 +1,72 @@
+"""A run that became slow."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from lightning_mp.monitor.alerts.reading import Reading
+from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.settings import AlertSettings
+from lightning_mp.monitor.alerts.window import Window, known, median
+from lightning_mp.monitor.events import Event, Kind
+
+#: of the fastest of the slow readings in a row: what was slower than that before was as slow as they are. Measured: on
+#: a machine with five times more work than cores this tells nearly all chance from what lasts
+AS_SLOW = 2.0
+
+
+class ThroughputDrop(Rule):
+    """Several readings in a row far below the best level there was, which together cost time worth a word.
+
+    Tokens per second where they are known, samples per second otherwise. On a busy machine steps are slow now and then:
+    every reading in the window before that was as slow asks for one more in a row.
+    """
+
+    kind: ClassVar[Kind] = "throughput_drop"
+    state = ("seen", "best", "rates", "slow", "fastest", "lost")
+    calm = 100
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        self.seen = 0
+        #: the largest median of a window
+        self.best = 0.0
+        #: the slow readings in a row: how many, the fastest of them, and the seconds they have cost
+        self.slow, self.fastest, self.lost = 0, 0.0, 0.0
+        self.rates = Window(settings.throughput_window)
+
+    def judge(self, reading: Reading) -> Event | None:
+        rate = known(reading.samples_per_s if reading.tokens_per_s is None else reading.tokens_per_s)
+        if rate is None:
+            return None
+        self.seen += 1
+        if self.seen <= self.settings.throughput_warmup:
+            return None
+        event = self._event(reading, rate)
+        self.rates.append(rate)
+        if self.rates.full:
+            self.best = max(self.best, median(self.rates))
+        return event
+
+    def _event(self, reading: Reading, rate: float) -> Event | None:
+        if rate >= self.settings.throughput_ratio * self.best:
+            self.slow, self.fastest, self.lost = 0, 0.0, 0.0
+            return None
+        before = list(self.rates)[: len(self.rates) - self.slow]
+        self.slow, self.fastest = self.slow + 1, max(self.fastest, rate)
+        seconds = known(reading.seconds)
+        # a time that is not known counts as long enough
+        self.lost += self.settings.throughput_seconds if seconds is None else seconds * (1 - rate / self.best)
+        enough = self.settings.throughput_patience + sum(other <= AS_SLOW * self.fastest for other in before)
+        if self.slow < enough or self.lost < self.settings.throughput_seconds:
+            return None
+        unit = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
+        return Event(
+            step=reading.step,
+            kind=self.kind,
+            severity="warning",
+            value=rate,
+            evidence={unit: rate, "before": self.best, "ratio": rate / self.best, "readings": self.slow},
+            cause="slow data loading, another job on the machine, or a device that throttles",
+            advice="raise num_workers or look at the storage; compare with the device's utilisation and clocks",
+        )

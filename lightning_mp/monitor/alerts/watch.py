@@ -1,0 +1,57 @@
+"""All rules together, in the order in which their events are told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lightning_mp.monitor.alerts.grad_norm_spike import GradNormSpike
+from lightning_mp.monitor.alerts.loss_divergence import LossDivergence
+from lightning_mp.monitor.alerts.loss_plateau import LossPlateau
+from lightning_mp.monitor.alerts.memory_growth import MemoryGrowth
+from lightning_mp.monitor.alerts.reading import Reading
+from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.scale_collapse import ScaleCollapse
+from lightning_mp.monitor.alerts.scale_jump import ScaleJump
+from lightning_mp.monitor.alerts.settings import AlertSettings
+from lightning_mp.monitor.alerts.skip_streak import SkipStreak
+from lightning_mp.monitor.alerts.throughput_drop import ThroughputDrop
+from lightning_mp.monitor.events import Event, Kind
+
+RULES: tuple[type[Rule], ...] = (
+    GradNormSpike,
+    LossPlateau,
+    LossDivergence,
+    ScaleCollapse,
+    SkipStreak,
+    ScaleJump,
+    ThroughputDrop,
+    MemoryGrowth,
+)
+
+
+class Alerts:
+    """The rules over one run's readings. ``settings`` is whatever :meth:`AlertSettings.of` takes."""
+
+    def __init__(self, settings: bool | Mapping[str, Any] | AlertSettings | None = None) -> None:
+        self.settings = AlertSettings.of(settings)
+        self.rules = [rule(self.settings) for rule in RULES if rule.kind in self.settings.kinds]
+
+    def look(self, reading: Reading, *, only: Collection[Kind] | None = None) -> list[Event]:
+        """The events that begin in ``reading``; rank, module and action are for the caller to fill in.
+
+        ``only`` asks some rules. A rule judges a step once: asked again in the same step it says nothing, so that some
+        can be asked before the optimizer's step and the rest after it.
+        """
+        asked = [rule for rule in self.rules if only is None or rule.kind in only]
+        events = [rule.look(reading) for rule in asked]
+        return [event for event in events if event is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rule's windows and counts by kind, as plain values."""
+        return {rule.kind: rule.state_dict() for rule in self.rules}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; a rule that the state does not know begins anew."""
+        for rule in self.rules:
+            rule.load_state_dict(state.get(rule.kind, {}))

@@ -1,0 +1,128 @@
+"""What a precision plugin declares, module by module: a plan's policy, or Lightning's own by their documentation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import (
+    DeepSpeedPrecision,
+    DoublePrecision,
+    FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from torch import nn
+
+from lightning_mp.engines import device_rules
+from lightning_mp.errors import Faults
+from lightning_mp.modules import pins
+from lightning_mp.monitor.audit.judge import AS_STORED, Declaration
+from lightning_mp.monitor.audit.operators import dtype_name
+from lightning_mp.numerics.device import describe
+from lightning_mp.policy import PrecisionPolicy
+
+_STOCK = (MixedPrecision, HalfPrecision, FSDPPrecision, DeepSpeedPrecision, DoublePrecision)
+_DTYPES = {"64": "fp64", "32": "fp32", "16": "fp16", "bf16": "bf16"}
+
+
+def by_trainer(trainer: Trainer, modules: Mapping[str, nn.Module]) -> Declaration:
+    """What the Trainer's plugin, with the strategy it is on, declares for ``modules``."""
+    plugin = trainer.precision_plugin
+    policy = getattr(plugin, "policy", None)
+    if isinstance(policy, PrecisionPolicy):
+        return by_policy(policy, modules, trainer.strategy.root_device, getattr(plugin, "engine", None))
+    return by_stock(plugin, trainer.strategy, modules)
+
+
+def by_any(
+    plan: Precision | PrecisionPolicy | str | None, modules: Mapping[str, nn.Module], device: torch.device
+) -> Declaration:
+    """What a plan, its policy, a stock plugin or a precision declares for a module on ``device``."""
+    if plan is None:
+        note = "no plan was given: dtypes are shown, and only pins are judged"
+        return Declaration(by="nothing but pins", pins=in_force(modules), notes=(note,))
+    policy = getattr(plan, "policy", PrecisionPolicy(precision=plan) if isinstance(plan, str) else plan)
+    if not isinstance(policy, PrecisionPolicy):
+        return by_stock(cast("Precision", plan), None, modules)
+    if policy.precision == "auto":
+        policy = device_rules.resolved(policy, describe(device), modules[""])
+    return by_policy(policy, modules, device)
+
+
+def by_policy(
+    policy: PrecisionPolicy, modules: Mapping[str, nn.Module], device: torch.device, engine: Any = None
+) -> Declaration:
+    """What a policy declares; ``engine``, while a run lasts, knows which pin covers which module."""
+    facts = describe(device)
+    pin_map = pins.resolve(modules[""], policy.pins, Faults("audit")) if engine is None else engine.pin_map
+    pinned = {id(member.module): member.pin.dtype for member in pin_map.members}
+    without_tf32 = f"tf32={policy.tf32!r} changes nothing on {facts.name}: it has no TF32"
+    return Declaration(
+        by=f"MixedPrecisionPlan({policy.precision!r})",
+        storage=policy.storage_dtype,
+        compute=policy.compute_dtype,
+        reduce=policy.reduce_dtype,
+        state=AS_STORED,
+        autocast=policy.mixed,
+        frozen=True,
+        tf32=None if policy.tf32 is None or not facts.tf32 else policy.tf32 != "highest",
+        pins={name: pinned[id(module)] for name, module in modules.items() if id(module) in pinned},
+        notes=(without_tf32,) if policy.tf32 is not None and not facts.tf32 else (),
+    )
+
+
+def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str, nn.Module]) -> Declaration:
+    """What one of Lightning's own plugins does, as its documentation has it."""
+    precision = str(plugin.precision)
+    by = f"{type(plugin).__name__}({precision!r})"
+    half = _DTYPES.get(precision.partition("-")[0])
+    if half is None or not (isinstance(plugin, _STOCK) or type(plugin) is Precision):
+        note = f"what {type(plugin).__name__} declares for a module is not known here: dtypes are shown, not judged"
+        return Declaration(by=by, pins=in_force(modules), notes=(note,))
+    mixed = precision.endswith("-mixed")
+    common: dict[str, Any] = {"by": by, "compute": half, "pins": in_force(modules)}
+    if isinstance(plugin, DeepSpeedPrecision):
+        # DeepSpeed's engines cast every parameter and keep fp32 copies of their own; its JSON says what is reduced in.
+        return Declaration(**common, storage=half, frozen=True, state="fp32" if mixed or half == "fp32" else None)
+    if isinstance(strategy, FSDPStrategy):
+        return _on_fsdp(strategy, mixed, common)
+    whole = isinstance(strategy, SingleDeviceStrategy) or (
+        isinstance(strategy, DDPStrategy) and getattr(strategy, "_ddp_comm_hook", None) is None
+    )
+    return Declaration(
+        **common,
+        storage="fp32" if mixed else half,
+        reduce=AS_STORED if whole else None,
+        state=AS_STORED,
+        autocast=mixed,
+        frozen=isinstance(plugin, HalfPrecision),  # casts all; elsewhere frozen weights need no fp32 copy
+    )
+
+
+def _on_fsdp(strategy: FSDPStrategy, mixed: bool, common: dict[str, Any]) -> Declaration:
+    """FSDP1 gathers in ``param_dtype``, which is what everything then runs in, norms included."""
+    with warnings.catch_warnings():  # of what the user was told when the run began
+        warnings.simplefilter("ignore")
+        config = strategy.mixed_precision_config
+    compute, reduce = (getattr(config, name, None) for name in ("param_dtype", "reduce_dtype"))
+    half = common.pop("compute")
+    return Declaration(
+        **common,
+        storage="fp32" if mixed else half,
+        compute=half if compute is None else dtype_name(compute),
+        reduce=None if reduce is None else dtype_name(reduce),
+        state=AS_STORED,
+        frozen=not mixed,
+    )
+
+
+def in_force(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The pins that modules themselves carry: those of a plan that was applied, or of ``DtypePinning``."""
+    states = {name: module.__dict__.get("_lmp_pin") for name, module in modules.items()}
+    return {name: dtype_name(cast("pins.PinState", state).dtype) for name, state in states.items() if state is not None}

@@ -1,0 +1,84 @@
+"""Where a run keeps what an audit looks at: modules under the names their user gave them, and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mp.modules.patterns import plain_name
+from lightning_mp.monitor.audit.judge import Declaration
+from lightning_mp.monitor.audit.observer import Observed
+from lightning_mp.monitor.audit.operators import dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a callback saw while steps ran, under what was declared then."""
+
+    declaration: Declaration
+    seen: dict[str, Observed]
+
+
+def modules_of(root: nn.Module) -> dict[str, nn.Module]:
+    """Every module under its plain name; of a wrapper and what it wraps the latter."""
+    return {plain_name(name): module for name, module in root.named_modules()} | {"": root}
+
+
+def states_of(optimizers: Iterable[Any]) -> dict[int, set[str]]:
+    """Dtypes of optimizer state by ``id`` of the parameter; counts are left out."""
+    found: dict[int, set[str]] = {}
+    for optimizer in optimizers:
+        for parameter, state in _states(optimizer):
+            found.setdefault(id(parameter), set()).update(_kept(parameter, state))
+    return found
+
+
+def _states(optimizer: Any) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
+    partitions = _partitions(optimizer)
+    state: Mapping[Any, Any] = _torch_optimizer(optimizer).state
+    if not partitions:
+        yield from ((parameter, values) for parameter, values in state.items() if isinstance(parameter, Tensor))
+    for parameters, flat in partitions:
+        values = state.get(flat, {})
+        yield from ((parameter, values) for parameter in parameters)
+
+
+def _partitions(optimizer: Any) -> list[tuple[Sequence[Tensor], Tensor]]:
+    """ZeRO steps flat partitions: the parameters that lie in each."""
+    for groups, flats in (
+        ("bit16_groups", "single_partition_of_fp32_groups"),  # stages 1 and 2
+        ("fp16_groups", "fp32_partitioned_groups_flat"),  # stage 3
+    ):
+        if hasattr(optimizer, flats):
+            return list(zip(getattr(optimizer, groups), getattr(optimizer, flats), strict=True))
+    return []
+
+
+def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that DeepSpeed's, Apex's and their like keep inside."""
+    inner: Any = optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    return inner
+
+
+def _kept(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
+            continue
+        if value.dim() or not parameter.dim():  # else a count or a coefficient
+            yield dtype_name(value.dtype)
+
+
+def from_all_ranks(seen: dict[str, Observed]) -> list[dict[str, Observed]]:
+    """What each rank saw, on every rank; all have to call it."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return [seen]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, seen)
+    return cast("list[dict[str, Observed]]", gathered)

@@ -1,0 +1,199 @@
+"""Whether what was seen at a module is what was declared for it, and if not, why that is likely so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lightning_mp.monitor.audit.observer import Observed
+from lightning_mp.monitor.audit.operators import Ran
+
+AS_STORED = "as stored"
+_HALF = frozenset(("bf16", "fp16", "fp8"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """The dtypes a run declares, as short names; ``None`` where nothing is declared, and nothing judged.
+
+    ``reduce`` and ``state`` may be ``AS_STORED``. ``autocast``: torch's lists keep norms and look-ups out of
+    ``compute``. ``frozen``: frozen parameters are of ``storage`` too. ``tf32``: whether fp32 products are to run in
+    TF32; ``None`` leaves that to torch's switches. ``pins`` are by module name.
+    """
+
+    by: str
+    storage: str | None = None
+    compute: str | None = None
+    reduce: str | None = None
+    state: str | None = None
+    autocast: bool = False
+    frozen: bool = False
+    tf32: bool | None = None
+    pins: Mapping[str, str] = field(default_factory=dict[str, str])
+    notes: tuple[str, ...] = ()
+
+    def declared(self, name: str) -> str | None:
+        """What the module ``name`` computes in: its pin, else what products run in."""
+        pin = self.pins.get(name)
+        return pin or ("tf32" if self.tf32 and self.compute == "fp32" else self.compute)
+
+    def stored(self, name: str) -> str | None:
+        """What its parameters are stored in."""
+        return self.pins.get(name) or self.storage
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing about a module that is not as declared; ``what`` is the column of the report."""
+
+    what: str
+    declared: str
+    found: str
+    reason: str
+    fix: str
+
+
+def joined(names: Iterable[str]) -> str | None:
+    """``"bf16, fp32"``, or ``None`` for nothing."""
+    return ", ".join(sorted(names)) or None
+
+
+def computed(seen: Observed) -> set[str]:
+    """The dtypes that tell what a module computes in: of its products, norms and look-ups, else of all it does."""
+    telling = [ran for ran in seen.ran if ran.kind in ("product", "attention", "norm", "lookup")]
+    return {dtype for ran in telling or seen.ran for dtype in ran.dtypes}
+
+
+def differences(name: str, seen: Observed, declaration: Declaration) -> Iterator[Difference]:
+    """What of ``seen`` is not as ``declaration`` has it for the module ``name``."""
+    stored = _wrong_storage(name, seen, declaration)
+    if stored is not None:
+        yield stored
+    computation = _wrong_computation(name, seen, declaration)
+    if computation is not None and not (stored is not None and computed(seen) <= seen.param | {stored.declared}):
+        yield computation
+    if stored is None:  # else gradients, state and mostly computation follow the parameter
+        yield from _wrong_companions(name, seen, declaration)
+    if declaration.reduce is not None:
+        wanted = declaration.stored(name) if declaration.reduce == AS_STORED else declaration.reduce
+        if wanted is not None and seen.reduce - {wanted}:
+            yield Difference("reduce", wanted, joined(seen.reduce) or "", *_REDUCED)
+
+
+def _wrong_storage(name: str, seen: Observed, declaration: Declaration) -> Difference | None:
+    wanted = declaration.stored(name)
+    judged = seen.trained | (seen.frozen if declaration.frozen or name in declaration.pins else set())
+    if wanted is None or not judged - {wanted}:
+        return None
+    if name in declaration.pins:
+        reason, fix = _LOST_PIN
+    elif wanted == "fp32" and declaration.compute != "fp32":
+        reason, fix = _NO_MASTERS
+    else:
+        reason, fix = _CAST
+    return Difference("param", wanted, joined(judged) or "", reason, fix)
+
+
+def _wrong_companions(name: str, seen: Observed, declaration: Declaration) -> Iterator[Difference]:
+    stored = declaration.stored(name)
+    if stored is not None and seen.trained and seen.grad - seen.trained:
+        yield Difference("grad", stored, joined(seen.grad) or "", *_GRADIENT)
+    state = stored if declaration.state == AS_STORED else declaration.state
+    if state is not None and seen.state - {state}:
+        yield Difference("optimizer_state", state, joined(seen.state) or "", *_STATE)
+
+
+# ---------------------------------------------------------------------- what was computed
+
+
+def _wrong_computation(name: str, seen: Observed, declaration: Declaration) -> Difference | None:
+    wanted = declaration.declared(name)
+    if wanted is None:
+        return None
+    wrong = [ran for ran in seen.ran if not _as_declared(ran, name, seen, declaration, wanted)]
+    if not wrong:
+        return None
+    found = joined({dtype for ran in wrong for dtype in ran.dtypes}) or ""
+    if name in declaration.pins:
+        why = _PIN_NOT_IN_FORCE
+    elif declaration.autocast and any(ran.kind in ("norm", "statistic") for ran in wrong):
+        wanted, why = "fp32", _HALF_NORM
+    elif "tf32" in (wanted, found):
+        why = _TF32
+    else:
+        why = _OUTSIDE_AUTOCAST if found == "fp32" and declaration.autocast else _CASTS_ITSELF
+    return Difference("compute", wanted, found, *why)
+
+
+def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, wanted: str) -> bool:
+    found, pinned = set(ran.dtypes), name in declaration.pins
+    by_lists = declaration.autocast and not pinned
+    if ran.kind in ("product", "attention"):
+        # a pin says fp32 and leaves to the run's own switch whether products of it use TF32
+        tf32 = {"tf32"} if wanted == "fp32" and declaration.tf32 is not False else set[str]()
+        return found <= {wanted} | tf32 | ({"fp32", "tf32"} if ran.kind == "attention" else set())
+    wanted = "fp32" if wanted == "tf32" else wanted
+    if ran.kind == "lookup":
+        return found <= {"fp32", declaration.stored(name), None if by_lists else wanted}
+    if ran.kind == "norm" and by_lists:
+        # fp32 weights or statistics beside a half input: the kernel sums in fp32, and autocast leaves it alone
+        return found <= {wanted, "fp32"} and ("fp32" in found or not ran.weighted)
+    if ran.kind == "norm":
+        return found <= {wanted, "fp32"}
+    if (pinned and wanted == "fp32") or (by_lists and ran.kind == "statistic" and _is_norm(seen)):
+        return not found & _HALF
+    # what pinned modules hand on may be worked with anywhere, and so may fp32
+    return not found & (_HALF - {wanted, *declaration.pins.values()})
+
+
+def _is_norm(seen: Observed) -> bool:
+    """A norm written out in elementwise operators, as language models' RMS norms are."""
+    return "norm" in seen.class_name.lower() and not any(ran.kind in ("product", "norm") for ran in seen.ran)
+
+
+# ---------------------------------------------------------------------- likely reasons, and what to do
+
+_LOST_PIN = (
+    "its parameters were cast or replaced after the pin was applied (parameter.data = …, load_state_dict(assign=True))",
+    "cast before trainer.fit, and leave what is pinned alone afterwards",
+)
+_NO_MASTERS = (
+    "a half-precision checkpoint was loaded, or the module was cast by hand: there are no fp32 master weights",
+    "load it in fp32 (transformers: dtype=torch.float32) or call .float() before trainer.fit, or pin it to what it is",
+)
+_CAST = (
+    "the module was cast by hand after the precision plugin had converted it, or was made later",
+    "remove the cast, or pin the module to the dtype it is to have",
+)
+_PIN_NOT_IN_FORCE = (
+    "the pin is not in force: the plan was not applied yet, the module was replaced or unpinned, or it casts itself",
+    "leave applying the plan to the Trainer (or call plan.convert_module), and take casts out of its forward",
+)
+_OUTSIDE_AUTOCAST = (
+    "autocast is off where it runs: torch.autocast(enabled=False) around it, or a call outside the step's own context",
+    "remove what turns autocast off, or declare it: pins={'<module>': 'fp32'}",
+)
+_HALF_NORM = (
+    "its input and its weights were cast to half precision, in its forward or before it",
+    "remove the cast, or pin it: pins={'*norm*': 'fp32'}",
+)
+_CASTS_ITSELF = (
+    "it casts its inputs or weights itself, or runs under an autocast of another dtype",
+    "take the cast out of its forward, or declare it: a pin to that dtype",
+)
+_TF32 = (
+    "torch's TF32 switches were set otherwise after the run began",
+    "leave them to the plan's tf32=, or to EnableTF32",
+)
+_GRADIENT = (
+    "a hook gave the gradient another dtype than its parameter",
+    "remove the hook, or cast back to the parameter's dtype in it",
+)
+_STATE = (
+    "the optimizer keeps its state in a dtype of its own, or loaded one that was saved in another",
+    "use an optimizer whose state has its parameters' dtype, or load a state saved under the same precision",
+)
+_REDUCED = (
+    "a communication hook casts gradients, or they are summed in the dtype they are stored in",
+    "remove the hook; MixedPrecisionPlan(reduce_dtype=...) says what gradients are summed in",
+)

@@ -1,0 +1,264 @@
+"""What dtypes a model has and runs in, module by module, seen while it runs: operators, inputs, outputs, reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_mp.modules.class_swap import original_class
+from lightning_mp.monitor.audit.operators import Ran, dtype_name, dtypes, is_product, read
+
+#: the group's own collectives; those of ``_c10d_functional`` move activations of tensor parallelism
+_COLLECTIVES = "c10d"
+#: dtypes of optimizer state by ``id`` of its parameter
+States = Mapping[int, set[str]]
+#: the plain attention kernel alone uses it, between its two products
+_IN_PLAIN_ATTENTION = "_safe_softmax"
+_REDUCTIONS = ("allreduce", "reduce_scatter", "reduce_")
+
+
+@dataclass(slots=True)
+class Observed:
+    """The dtypes seen at one module, as short names; plain data, so that ranks can exchange it.
+
+    ``trained``, ``frozen`` and ``special`` are those of its own parameters; ``special`` are tensor subclasses
+    (quantised weights), which choose their storage themselves. ``ran`` is what was computed in it, its children left
+    out.
+    """
+
+    class_name: str
+    trained: set[str] = field(default_factory=set[str])
+    frozen: set[str] = field(default_factory=set[str])
+    special: set[str] = field(default_factory=set[str])
+    input: set[str] = field(default_factory=set[str])
+    output: set[str] = field(default_factory=set[str])
+    ran: set[Ran] = field(default_factory=set[Ran])
+    grad: set[str] = field(default_factory=set[str])
+    reduce: set[str] = field(default_factory=set[str])
+    state: set[str] = field(default_factory=set[str])
+    calls: int = 0
+    #: inside a compiled or scripted region, where no hook can stand
+    hidden: bool = False
+    #: each rank holds a part of its parameters
+    sharded: bool = False
+
+    @property
+    def param(self) -> set[str]:
+        """The dtypes of all its own parameters."""
+        return self.trained | self.frozen | self.special
+
+    def add(self, other: Observed) -> None:
+        """Take in what another look, or another rank, saw at the same module."""
+        for name in ("trained", "frozen", "special", "input", "output", "ran", "grad", "reduce", "state"):
+            getattr(self, name).update(getattr(other, name))
+        self.calls += other.calls
+        self.hidden, self.sharded = self.hidden or other.hidden, self.sharded or other.sharded
+
+
+class Watch(TorchDispatchMode):
+    """Watches the modules of a model between ``start`` and ``stop``; every hook is gone after ``stop``.
+
+    ``modules`` are named as they are to be reported, the root under ``""``. ``gradient_hooks`` looks at gradients as
+    they arrive, for hosts that leave none in ``.grad`` (ZeRO).
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have dynamo compile as if this mode were not there: else it skips what it meets under one, for good."""
+        return True
+
+    def __init__(self, modules: Mapping[str, nn.Module], *, gradient_hooks: bool = False) -> None:
+        super().__init__()
+        self._modules, self._gradient_hooks = dict(modules), gradient_hooks
+        self.seen = unseen(self._modules)
+        #: dtypes of gradients summed across ranks, while ``in_backward``
+        self.reduced: set[str] = set()
+        self.in_backward = False
+        self._compiled = any(seen.hidden for seen in self.seen.values())
+        self._inside: list[str] = []
+        #: a module's last product, until it is known whether it was plain attention's; and where its second one follows
+        self._held: dict[str, Ran] = {}
+        self._attending: set[str] = set()
+        self._handles: list[Any] = []
+        self._on = False
+
+    @property
+    def blind(self) -> bool:
+        """Operators cannot be watched: before torch 2.9 dynamo would never compile again what it meets under a mode."""
+        return self._compiled and not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+    def start(self) -> None:
+        """Put the hooks in place and begin."""
+        for name, module in self._modules.items():
+            if name and not self.seen[name].hidden:
+                self._handles.append(
+                    module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
+                )
+                # always: a recomputed region is left by an exception once it has what it needs
+                self._handles.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
+            if self._gradient_hooks:
+                for parameter in module.parameters(recurse=False):
+                    if parameter.requires_grad:
+                        self._handles.append(parameter.register_hook(partial(self._note_gradient, name)))
+        if not self.blind:
+            self.__enter__()
+            self._on = True
+
+    def stop(self) -> None:
+        """Take everything out again; a second call does nothing."""
+        if self._on:
+            self._on = False
+            self.__exit__(None, None, None)
+        while self._handles:
+            self._handles.pop().remove()
+        for name, ran in self._held.items():
+            self.seen[name].ran.add(ran)
+        self._held.clear()
+        self._attending.clear()
+        self._inside.clear()
+        self.in_backward = False
+
+    # ------------------------------------------------------------------ what runs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then note it."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, OpOverload):  # not a higher-order one
+            if func.namespace == _COLLECTIVES:
+                self._note_reduction(func.overloadpacket.__name__, args)
+            elif func.namespace == "aten":
+                self._note_operator(func, args, result)
+        return result
+
+    def _note_reduction(self, name: str, args: tuple[Any, ...]) -> None:
+        if not self.in_backward or not name.strip("_").startswith(_REDUCTIONS):
+            return
+        tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, Tensor)]
+        # A single number is a flag or a count.
+        self.reduced.update(dtype_name(t.dtype) for t in tensors if t.is_floating_point() and t.numel() > 1)
+
+    def _note_operator(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        name = self._inside[-1] if self._inside else ""
+        if not self._inside and _in_backward():  # and not in a recomputation there
+            return
+        if func.overloadpacket.__name__ == _IN_PLAIN_ATTENTION and name in self._held:
+            self.seen[name].ran.add(replace(self._held.pop(name), kind="attention"))
+            self._attending.add(name)
+        owns = bool(name) and _owns(self._modules[name])
+        # Elsewhere only products that training depends on count, not a table of positions made in fp32. A compiled
+        # region leaves its products at whatever is around it.
+        if not owns and (self._compiled or not is_product(func.overloadpacket.__name__) or not _differentiable(args)):
+            return
+        ran = read(func, args, result)
+        if ran is not None and ran.kind == "product":
+            self._note_product(name, ran)
+        elif ran is not None:
+            self.seen[name].ran.add(ran)
+
+    def _note_product(self, name: str, ran: Ran) -> None:
+        if name in self._attending:
+            self._attending.discard(name)
+            self.seen[name].ran.add(replace(ran, kind="attention"))
+            return
+        before, self._held[name] = self._held.get(name), ran
+        if before is not None:
+            self.seen[name].ran.add(before)
+
+    def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # a function compiled by the user: leave no trace in its graph
+            return
+        self._inside.append(name)
+        self.seen[name].calls += 1
+        self.seen[name].input |= dtypes((args, kwargs))
+
+    def _leave(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._inside.pop()
+        self.seen[name].output |= dtypes(output)
+
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        self.seen[name].grad.add(dtype_name(gradient.dtype))
+
+    def attribute_reductions(self) -> None:
+        """Tell what was reduced of each module's gradients: they travel in buckets, without names.
+
+        A whole gradient travels in its own dtype where any bucket has that; else something cast all of them.
+        """
+        for seen in self.seen.values():
+            if seen.trained and (seen.grad or seen.sharded):
+                own = set[str]() if seen.sharded else seen.grad & self.reduced
+                seen.reduce |= own or self.reduced
+
+
+def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module], states: States) -> None:
+    """Look at what is stored: the modules' own parameters, and their optimizer state."""
+    for name, module in modules.items():
+        one = seen[name]
+        for parameter in module.parameters(recurse=False):
+            data, sharded = parameter.data, hasattr(parameter.data, "to_local")
+            if not data.is_floating_point() or not (sharded or type(data) is Tensor):
+                kind = one.special
+            else:
+                kind = one.trained if parameter.requires_grad else one.frozen
+            kind.add(dtype_name(parameter.dtype))
+            one.sharded |= sharded
+            one.state |= states.get(id(parameter), set())
+
+
+def note_gradients(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module]) -> None:
+    """Look at every ``.grad``."""
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            if parameter.grad is not None:
+                seen[name].grad.add(dtype_name(parameter.grad.dtype))
+
+
+def unseen(modules: Mapping[str, nn.Module]) -> dict[str, Observed]:
+    """Nothing seen yet of any module."""
+    hidden = _hidden(modules[""])
+    return {
+        name: Observed(original_class(module).__name__, hidden=id(module) in hidden) for name, module in modules.items()
+    }
+
+
+def _in_backward() -> bool:
+    node: Any = torch._C._current_autograd_node()  # pyright: ignore[reportPrivateUsage]
+    return node is not None
+
+
+def _owns(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _differentiable(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(item, Tensor) and item.requires_grad for item in args)
+
+
+def _hidden(root: nn.Module) -> set[int]:
+    """``id`` of the modules in compiled and scripted regions: a hook there would be compiled along, and stay."""
+    found: set[int] = set()
+    for module in root.modules():
+        if id(module) not in found and _is_compiled(module):
+            found.update(map(id, module.modules()))
+    return found
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    own = vars(module)
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or type(module).__name__ == "OptimizedModule"  # torch.compile(module)
+        or own.get("_compiled_call_impl") is not None  # module.compile()
+        or own.get("_compiler_ctx") is not None  # Lightning, given torch.compile(lightning_module)
+        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")  # module.forward = torch.compile(module.forward)
+    )

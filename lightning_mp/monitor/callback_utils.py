@@ -1,0 +1,82 @@
+"""What the callbacks that only watch share: which optimizer steps are made, who keeps the scale, where numbers go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.errors import Faults
+from lightning_mp.monitor.scale_sources import DeepSpeedSource, PlanSource, ScaleSource, StockSource
+
+
+class Steps:
+    """Tells from a callback's hooks which training batches an optimizer stepped in, whatever makes it step.
+
+    A step is known by ``global_step`` as ``training_step`` sees it: the number of steps tried before it.
+    """
+
+    def __init__(self) -> None:
+        #: of the batch at hand
+        self.step = 0
+        self._pending = self._tried = False
+
+    def batch_starts(self, trainer: Trainer) -> None:
+        """For ``on_train_batch_start``."""
+        self.step = trainer.global_step
+
+    def backward(self) -> None:
+        """For ``on_before_backward``: without one since the last step, ``training_step`` returned None."""
+        self._pending = True
+
+    def begins(self, trainer: Trainer) -> bool:
+        """For ``on_before_optimizer_step``: whether an optimizer is really about to step."""
+        accumulates = (
+            trainer.strategy.handles_gradient_accumulation and cast("Any", trainer.fit_loop)._should_accumulate()
+        )
+        if accumulates or not self._pending:
+            return False
+        if trainer.lightning_module.automatic_optimization:
+            self._pending = False
+        self._tried = True
+        return True
+
+    def batch_ends(self) -> bool:
+        """For ``on_train_batch_end``: whether an optimizer stepped in the batch."""
+        tried, self._tried = self._tried, False
+        if tried:
+            self._pending = False
+        return tried
+
+
+def scale_source(trainer: Trainer) -> ScaleSource | None:
+    """Whoever scales the loss of this run or skips its steps; ``None`` where nobody does either."""
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, PlanBase):
+        return PlanSource(plugin.scaler, plugin.ledger)
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        return DeepSpeedSource(trainer.strategy.deepspeed_engine)
+    scaler = cast("Any", getattr(plugin, "scaler", None))
+    return StockSource(scaler, trainer.strategy.root_device) if scaler is not None and scaler.is_enabled() else None
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The callbacks of a run."""
+    return cast("Any", trainer).callbacks
+
+
+def log(trainer: Trainer, values: Mapping[str, float]) -> None:
+    """Hand ``values`` to every logger now, at the step at which Lightning logs this batch's own metrics."""
+    if values and trainer.is_global_zero:
+        step = cast("Any", trainer.fit_loop.epoch_loop)._batches_that_stepped
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(values), step=step)
+
+
+def check_every(every_n_steps: object, faults: Faults) -> None:
+    """Note where ``every_n_steps`` is no number of steps."""
+    if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+        faults.add(f"every_n_steps={every_n_steps!r}", "a whole number from 1 on", "use every_n_steps=1")

@@ -1,0 +1,96 @@
+"""One batch, forward and backward, on a copy: up to which loss scale its gradients stay finite."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.errors import Faults
+from lightning_mp.monitor.doctor.case import Case
+from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
+from lightning_mp.numerics.step_counter import StepLedger
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.loss_scaling import LossScaling
+
+
+def highest_fitting_scale(case: Case, rule: LossScaling) -> float | None:
+    """The highest scale, on the way down from the initial one, at which no gradient of ``case.batch`` overflows.
+
+    ``None`` where no scale down to 2**-24 helps. The copy runs where the model is.
+
+    Raises:
+        RuntimeError: the model gives no loss for the batch.
+    """
+    policy = case.policy or PrecisionPolicy(precision=case.precision)
+    copied = deepcopy(case.model)
+    device = next(copied.parameters()).device
+    _prepare(copied, replace(policy, checkpointing=None), device)
+    loss = _loss(copied, case.batch, policy, device)
+    parameters = [parameter for parameter in copied.parameters() if parameter.requires_grad]
+    backoffs = math.ceil(math.log(2.0**-24 / rule.init_scale, rule.backoff_factor))
+    fits = partial(_fits, loss.float(), parameters)
+    scales = [rule.init_scale * rule.backoff_factor**step for step in range(backoffs + 1)]
+    if not torch.isfinite(loss) or not fits(scales[-1]):
+        return None
+    low, high = 0, len(scales) - 1  # fits(high); the first that does is found by halving
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(scales[middle]) else (middle + 1, high)
+    return scales[high]
+
+
+def _prepare(copied: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:
+    """Cast and pin, as the run will."""
+    engine = EagerEngine(
+        policy, device=device, ledger=StepLedger(), scaler=None, distributed=False, global_step=lambda: 0
+    )
+    faults = Faults()
+    engine.check(copied, faults)
+    faults.raise_if_any()
+    engine.prepare(copied)
+
+
+def _fits(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> bool:
+    gradients = torch.autograd.grad(loss * scale, parameters, retain_graph=True, allow_unused=True)
+    known = (gradient for gradient in cast("tuple[Tensor | None, ...]", gradients) if gradient is not None)
+    return all(bool(torch.isfinite(gradient).all()) for gradient in known)
+
+
+def _loss(model: nn.Module, batch: Any, policy: PrecisionPolicy, device: torch.device) -> Tensor:
+    batch = _moved(batch, device)
+    if policy.mixed:
+        context: Any = torch.autocast(device.type, to_torch(policy.compute_dtype), cache_enabled=False)
+    else:
+        context = default_dtype(to_torch(policy.storage_dtype))
+        batch = cast_floating(batch, to_torch(policy.storage_dtype))
+    with context, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # self.log without a Trainer
+        output = _called(model, batch)
+    loss: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise RuntimeError("the model gives no scalar loss for the batch")
+    return loss.reshape(())
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(model, LightningModule):
+        return cast("Any", model).training_step(batch, 0)
+    if isinstance(batch, Mapping):
+        return model(**cast("Mapping[str, Any]", batch))
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _moved(data: Any, device: torch.device) -> Any:
+    from lightning.fabric.utilities.apply_func import move_data_to_device
+
+    return move_data_to_device(data, device)

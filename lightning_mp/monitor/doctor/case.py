@@ -1,0 +1,232 @@
+"""What the checks look at: the model, and what plan, strategy and Trainer will make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.engines import device_rules
+from lightning_mp.errors import Faults, nearest
+from lightning_mp.modules import pins
+from lightning_mp.numerics import device
+from lightning_mp.numerics.dtypes import TORCH_DTYPES
+from lightning_mp.policy import PrecisionPolicy, hardware
+from lightning_mp.policy.loss_scaling import LossScaling
+
+HALF = ("bf16", "fp16")
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+#: Lightning's own plugins: what parameters are cast to (``None``: left as they are), and what products run in
+_STOCK: Mapping[str, tuple[str | None, str]] = {
+    "64-true": ("fp64", "fp64"),
+    "32-true": (None, "fp32"),
+    "bf16-mixed": (None, "bf16"),
+    "16-mixed": (None, "fp16"),
+    "bf16-true": ("bf16", "bf16"),
+    "16-true": ("fp16", "fp16"),
+    "transformer-engine": ("bf16", "fp8"),
+    "transformer-engine-float16": ("fp16", "fp8"),
+}
+#: Lightning's short forms of them
+_SHORT = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model under one way to train it.
+
+    ``policy`` is ``None`` under Lightning's own plugins; ``storage`` is what unpinned parameters are cast to, ``None``
+    where they stay as they are.
+    """
+
+    model: nn.Module
+    precision: str
+    storage: str | None
+    compute: str
+    policy: PrecisionPolicy | None = None
+    scaling: LossScaling | None = None
+    device: hardware.Device
+    strategy: Any = None
+    trainer: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    optimizer: Any = None
+    batch: Any = None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether autocast is on."""
+        return self.precision.endswith("-mixed")
+
+    @cached_property
+    def modules(self) -> tuple[tuple[str, nn.Module], ...]:
+        """Every module once, by its first name; the model itself is ``""``."""
+        return tuple(self.model.named_modules())
+
+    @cached_property
+    def owned(self) -> tuple[tuple[str, nn.Module, nn.Parameter], ...]:
+        """Every floating parameter once, as (its name, the module that owns it, itself)."""
+        seen: set[int] = set()
+        found: list[tuple[str, nn.Module, nn.Parameter]] = []
+        for name, module in self.modules:
+            for key, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in seen and parameter.is_floating_point():
+                    seen.add(id(parameter))
+                    found.append((f"{name}.{key}" if name else key, module, parameter))
+        return tuple(found)
+
+    @property
+    def trained(self) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+        """Those of ``owned`` that are trained."""
+        return (item for item in self.owned if item[2].requires_grad)
+
+    @cached_property
+    def _resolved(self) -> tuple[pins.PinMap, Faults]:
+        faults = Faults()
+        return pins.resolve(self.model, () if self.policy is None else self.policy.pins, faults), faults
+
+    @property
+    def pin_faults(self) -> Faults:
+        """What is wrong with the pins on this model."""
+        return self._resolved[1]
+
+    @cached_property
+    def pinned(self) -> dict[int, str]:
+        """``id`` of every pinned module, and of every pinned parameter → the pin's dtype."""
+        members = self._resolved[0].members
+        return {id(member.module): member.pin.dtype for member in members} | self._resolved[0].dtypes()
+
+    def stored(self, parameter: Tensor) -> str:
+        """What ``parameter`` will be stored in while it is trained: ``"fp32"``, ``"bf16"``, …."""
+        return self.pinned.get(id(parameter)) or self.storage or loaded_in(parameter)
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """A Trainer argument, ``default`` where it is not given or ``None``."""
+        value = self.trainer.get(name)
+        return default if value is None else value
+
+
+def case_of(
+    model: nn.Module,
+    plan: Any = None,
+    strategy: Any = None,
+    trainer_args: Mapping[str, Any] | None = None,
+    *,
+    target: hardware.Device | None = None,
+    optimizer: Any = None,
+    batch: Any = None,
+) -> Case:
+    """The case for what a user hands to the doctor.
+
+    Raises:
+        PlanError: a model that is no module; a plan that cannot be carried out; an unknown precision.
+    """
+    _check_model(model)
+    trainer = dict(trainer_args or {})
+    plan = _plan_in(trainer) if plan is None else plan
+    target = target or device_of(trainer)
+    common: dict[str, Any] = {
+        "model": model,
+        "device": target,
+        "strategy": trainer.get("strategy") if strategy is None else strategy,
+        "trainer": trainer,
+        "optimizer": optimizer,
+        "batch": batch,
+    }
+    policy = _policy_of(plan)
+    if policy is None:
+        return Case(**common, **_stock(plan))
+    if policy.precision == "auto":
+        policy = device_rules.resolved(policy, target, model)
+    return of_policy(policy, **common)
+
+
+def of_policy(policy: PrecisionPolicy, **common: Any) -> Case:
+    """The case of a plan whose precision is no longer ``"auto"``."""
+    return Case(
+        precision=policy.precision,
+        storage=policy.storage_dtype,
+        compute=policy.compute_dtype,
+        policy=policy,
+        scaling=policy.loss_scaling,
+        **common,
+    )
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        faults = Faults("doctor")
+        faults.add(f"model={model!r}", "a torch.nn.Module or a LightningModule", "hand over the module itself")
+        faults.raise_if_any()
+
+
+def _plan_in(trainer: Mapping[str, Any]) -> Any:
+    """The plan, plugin or precision among Trainer arguments; Lightning's default is 32-true."""
+    plugins = trainer.get("plugins") or ()
+    for plugin in cast("Iterable[Any]", plugins if isinstance(plugins, (list, tuple)) else (plugins,)):
+        if hasattr(plugin, "policy") or isinstance(getattr(plugin, "precision", None), str):
+            return plugin
+    return trainer.get("precision") or "32-true"
+
+
+def _policy_of(plan: Any) -> PrecisionPolicy | None:
+    """The policy of a plan, a policy or a mapping of its fields; ``None`` for Lightning's own."""
+    if isinstance(plan, PrecisionPolicy):
+        return plan
+    if isinstance(plan, Mapping):
+        return PrecisionPolicy.from_dict(cast("Mapping[str, Any]", plan))
+    return getattr(plan, "policy", None)
+
+
+def _stock(plan: Any) -> dict[str, Any]:
+    """What Lightning's own plugin, given as such or by its precision, makes of the model."""
+    given = str(getattr(plan, "precision", plan))
+    precision = _SHORT.get(given, given)
+    if precision not in _STOCK:
+        faults = Faults("doctor")
+        near = nearest(precision, _STOCK)
+        fix = f"did you mean {near}?" if near else "hand over the MixedPrecisionPlan itself"
+        faults.add(f"plan={plan!r}", f"a MixedPrecisionPlan, a mapping of its fields, {', '.join(_STOCK)}", fix)
+        faults.raise_if_any()
+    storage, compute = _STOCK[precision]
+    scaling = None
+    if precision == "16-mixed":
+        scaler = getattr(plan, "scaler", None)
+        scaling = LossScaling.torch() if scaler is None else LossScaling.torch(init_scale=scaler.get_scale())
+    return {"precision": precision, "storage": storage, "compute": compute, "scaling": scaling}
+
+
+def device_of(trainer: Mapping[str, Any]) -> hardware.Device:
+    """The device that Trainer arguments choose on this machine, as Lightning does; its facts."""
+    accelerator = str(trainer.get("accelerator") or "auto").lower()
+    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+        return device.describe(torch.device("cuda"))
+    if accelerator in ("auto", "gpu", "mps") and torch.backends.mps.is_available():
+        return device.describe(torch.device("mps"))
+    if accelerator in ("gpu", "cuda"):
+        return hardware.Device("cuda", "a GPU that is not in this machine")
+    return device.describe(torch.device("cpu"))
+
+
+def loaded_in(tensor: Tensor) -> str:
+    """The short name of a tensor's dtype now."""
+    return _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+
+
+def listed(names: Iterable[str], most: int = 4) -> str:
+    """Some of ``names``, and how many more there are."""
+    every = [name or "the model itself" for name in names]
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
+
+
+def many(count: int, what: str) -> str:
+    """``1 norm``, ``2 norms``."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def below(name: str, above: str) -> bool:
+    """Whether the module called ``name`` is ``above`` or lies in it."""
+    return not above or name == above or name.startswith(f"{above}.")

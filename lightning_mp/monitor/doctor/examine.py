@@ -1,0 +1,114 @@
+"""``doctor``: every check on one model, and the few that run by themselves when training begins."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from lightning_mp.monitor.doctor import (
+    checkpointed,
+    deepspeed,
+    devices,
+    dims,
+    norms,
+    optimizers,
+    scales,
+    training,
+    weights,
+)
+from lightning_mp.monitor.doctor.case import Case, case_of, device_of, of_policy
+from lightning_mp.monitor.events import SEVERITIES
+from lightning_mp.monitor.findings import Finding
+from lightning_mp.numerics.rng import rng_state, set_rng_state
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.hardware import Device
+
+Check = Callable[[Case], Iterable[Finding]]
+
+_log = logging.getLogger(__name__)
+
+#: what costs one walk over the modules, and is worth a line at every fit
+CHEAP: tuple[Check, ...] = (
+    training.eval_mode,
+    checkpointed.no_input_gradients,
+    checkpointed.use_cache,
+)
+CHECKS: tuple[Check, ...] = (
+    *CHEAP,
+    weights.loaded_in_half,
+    weights.stored_in_half,
+    weights.fp16_under_a_scaler,
+    weights.tied_pins,
+    devices.bf16_emulated,
+    devices.tf32_off,
+    dims.not_aligned,
+    norms.in_half,
+    norms.eps_underflows,
+    scales.overflows_at_once,
+    scales.accumulation_overflows,
+    optimizers.eps_underflows,
+    optimizers.schedule_counts_skips,
+    deepspeed.contradicts_trainer,
+)
+
+
+def doctor(
+    model: nn.Module,
+    plan: Any = None,
+    strategy: Any = None,
+    trainer_args: Mapping[str, Any] | None = None,
+    *,
+    optimizer: Any = None,
+    batch: Any = None,
+    device: Device | None = None,
+) -> list[Finding]:
+    """What will go wrong in training ``model``, before it does; the gravest first, nothing for a healthy run.
+
+    The model is left as it is: parameters, gradients, buffers, training mode, hooks and random numbers. A check that
+    cannot be made on it is left out, and said at level INFO of the logger ``lightning_mp.monitor.doctor``.
+
+    Args:
+        model: a LightningModule, or any module.
+        plan: a MixedPrecisionPlan, its policy or a mapping of its fields; one of Lightning's own precisions
+            (``"16-mixed"``) or plugins; ``None``: what ``trainer_args`` says.
+        strategy: a strategy or its name; a DeepSpeed JSON as a mapping; ``None``: what ``trainer_args`` says.
+        trainer_args: the Trainer's arguments: ``accelerator``, ``accumulate_grad_batches``, ``gradient_clip_val``, ….
+        optimizer: what ``configure_optimizers`` would return, where it cannot be asked without a Trainer.
+        batch: one batch; with it a copy of the model is run forward and backward to see whether the loss scale fits.
+        device: the device it will run on, where that is not the one ``trainer_args`` chooses on this machine.
+
+    Raises:
+        PlanError: ``model`` is no module, or ``plan`` is none; every fault of a plan at once.
+    """
+    case = case_of(model, plan, strategy, trainer_args, target=device, optimizer=optimizer, batch=batch)
+    here = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    generators = rng_state(here)
+    try:
+        found = [finding for check in CHECKS for finding in _made(check, case)]
+    finally:
+        set_rng_state(generators, here)
+    return sorted(found, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.code))
+
+
+def _made(check: Check, case: Case) -> list[Finding]:
+    try:
+        return list(check(case))
+    except Exception as error:  # what a check meets in a model is the model's own; the other checks still help
+        name = f"{check.__module__.rpartition('.')[2]}.{check.__name__}"
+        _log.info("the check %s could not be made: %s: %s", name, type(error).__name__, error)
+        return []
+
+
+def warn_at_fit(module: nn.Module, policy: PrecisionPolicy) -> None:
+    """Warn once of what the cheap checks find: no forward, no optimizer, one walk over the modules."""
+    case = of_policy(policy, model=module, device=device_of({"accelerator": "cpu"}))
+    found = [finding for check in CHEAP for finding in _made(check, case) if finding.severity != "info"]
+    if found:
+        lines = [f"  {finding.code} {finding.name}: {finding.what}; do: {finding.fix}" for finding in found]
+        hint = "lightning_mp.doctor(model, plan) and 'lightning-mp doctor CONFIG' tell more."
+        rank_zero_warn("\n".join(["before the first step:", *lines, hint]))

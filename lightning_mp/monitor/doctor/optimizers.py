@@ -1,0 +1,102 @@
+"""What optimizers and schedules will meet, asked of ``configure_optimizers`` without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
+
+from lightning_mp.monitor.doctor.case import Case
+from lightning_mp.monitor.findings import Finding
+from lightning_mp.monitor.preserve import untouched
+
+
+def eps_underflows(case: Case) -> Iterator[Finding]:
+    """An ``eps`` that is 0 beside fp16 state; fused kernels compute in fp32."""
+    if not any(case.stored(parameter) == "fp16" for _, _, parameter in case.trained):
+        return
+    for optimizer in configured(case)[0]:
+        eps = [group["eps"] for group in optimizer.param_groups if _vanishes(case, group)]
+        if eps:
+            name = type(optimizer).__name__
+            yield Finding(
+                name="eps_underflows",
+                severity="error",
+                what=f"{name}(eps={min(eps)!r}) beside weights and state in fp16, where that is 0",
+                why="wherever a gradient is 0, or its square is, the first step divides by 0: weights become NaN",
+                fix=f"set {name}(eps=1e-4) or fused=True, or store weights in fp32 with '16-mixed'",
+                where="configure_optimizers",
+            )
+
+
+def _vanishes(case: Case, group: Mapping[str, Any]) -> bool:
+    eps = group.get("eps")
+    if group.get("fused") or not isinstance(eps, float) or eps <= 0:
+        return False
+    zero = torch.tensor(eps, dtype=torch.float16).item() == 0
+    return zero and any(case.stored(parameter) == "fp16" for parameter in group["params"])
+
+
+def schedule_counts_skips(case: Case) -> Iterator[Finding]:
+    """A schedule that Lightning moves on at every step while a stock scaler skips some; a plan holds it."""
+    if case.policy is not None or case.precision != "16-mixed":
+        return
+    names = [type(scheduler).__name__ for scheduler, interval in configured(case)[1] if interval == "step"]
+    if names:
+        yield Finding(
+            name="schedule_counts_skips",
+            severity="warning",
+            what=f"{', '.join(names)} moves on at every step, those that the loss scale skips included",
+            why="the first steps in fp16 are often skipped: warm-up is cut short, and the schedule runs ahead",
+            fix="use MixedPrecisionPlan('16-mixed'), under which schedules stand still on a skipped step",
+            where="configure_optimizers",
+        )
+
+
+def configured(case: Case) -> tuple[list[Optimizer], list[tuple[Any, str]]]:
+    """The optimizers, and each schedule with its interval, given or from ``configure_optimizers``.
+
+    Raises:
+        Exception: whatever ``configure_optimizers`` raises, which often needs a Trainer.
+    """
+    given = case.optimizer
+    if given is None:
+        if not isinstance(case.model, LightningModule):
+            return [], []
+        given = _asked(case.model)
+    return _read(given)
+
+
+def _asked(module: LightningModule) -> Any:
+    """What ``configure_optimizers`` returns; what it changes in the module is undone."""
+    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    with untouched(module):
+        try:
+            return module.configure_optimizers()
+        finally:
+            for parameter, requires_grad in trained:
+                parameter.requires_grad_(requires_grad)
+
+
+def _read(given: Any) -> tuple[list[Optimizer], list[tuple[Any, str]]]:
+    """All that Lightning accepts from ``configure_optimizers``."""
+    if isinstance(given, Mapping):
+        found = cast("Mapping[str, Any]", given)
+        schedulers = [found["lr_scheduler"]] if "lr_scheduler" in found else []
+        return [found["optimizer"]], [_interval(scheduler) for scheduler in schedulers]
+    if isinstance(given, (list, tuple)):
+        items = list(cast("Iterable[Any]", given))
+        if len(items) == 2 and isinstance(items[0], (list, tuple)):
+            return list(items[0]), [_interval(scheduler) for scheduler in items[1]]
+        both = [_read(item) for item in items]
+        return [one for some, _ in both for one in some], [one for _, some in both for one in some]
+    return ([given], []) if isinstance(given, Optimizer) else ([], [])
+
+
+def _interval(scheduler: Any) -> tuple[Any, str]:
+    if isinstance(scheduler, Mapping):
+        return scheduler["scheduler"], str(cast("Any", scheduler).get("interval", "epoch"))
+    return scheduler, "epoch"

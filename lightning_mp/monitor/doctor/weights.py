@@ -1,0 +1,112 @@
+"""Weights in half precision: trained without masters, refused by a scaler, tied and pinned twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from lightning_mp.monitor.doctor.case import HALF, Case, listed, loaded_in, many
+from lightning_mp.monitor.events import Severity
+from lightning_mp.monitor.findings import Finding
+
+#: bits of the significand, the hidden one included
+_BITS = {"bf16": 8, "fp16": 11}
+
+
+def _lost(dtype: str) -> str:
+    return f"{dtype} keeps {_BITS[dtype]} bits: an update smaller than 2**-{_BITS[dtype]} of its weight changes nothing"
+
+
+def loaded_in_half(case: Case) -> Iterator[Finding]:
+    """Trained weights that come in half precision where nothing says that they should."""
+    if case.storage in HALF:
+        return
+    found = {
+        name: loaded_in(parameter)
+        for name, _, parameter in case.trained
+        if loaded_in(parameter) in HALF and id(parameter) not in case.pinned
+    }
+    if not found:
+        return
+    dtype = Counter(found.values()).most_common(1)[0][0]
+    load = "load them in fp32: from_pretrained(..., dtype=torch.float32), or model.float() before training"
+    severity: Severity = "info"
+    if case.policy is None:
+        severity = "warning"
+        why = f"{case.precision} updates them as they are, without fp32 masters; {_lost(dtype)}"
+        fix = f"{load}; a MixedPrecisionPlan('{case.precision}') stores them in fp32 itself"
+    else:
+        why = f"the plan makes fp32 masters of them, at twice the memory; what was rounded to {dtype} before stays so"
+        fix = load
+    yield Finding(
+        name="no_fp32_masters",
+        severity=severity,
+        what=f"{many(len(found), 'trained weight')} in {dtype} under {case.precision}: {listed(found)}",
+        why=why,
+        fix=fix,
+        where=next(iter(found)),
+    )
+
+
+def stored_in_half(case: Case) -> Iterator[Finding]:
+    """Trained weights that the mode, or a pin, stores in half precision."""
+    by_mode = [name for name, _, p in case.trained if case.storage in HALF and case.stored(p) in HALF]
+    if by_mode and case.storage is not None:
+        mixed = case.precision.replace("true", "mixed") if case.precision.endswith("true") else "bf16-mixed"
+        yield Finding(
+            name="no_fp32_masters",
+            severity="warning",
+            what=f"{case.precision} trains {many(len(by_mode), 'weight')}, stored in {case.storage} alone",
+            why=f"there are no fp32 master weights; {_lost(case.storage)}",
+            fix=f"use '{mixed}', which keeps fp32 weights and computes in {case.storage}",
+        )
+        return
+    by_pin = [name for name, _, p in case.trained if case.pinned.get(id(p)) in HALF]
+    if by_pin:
+        yield Finding(
+            name="no_fp32_masters",
+            severity="info",
+            what=f"pins store {many(len(by_pin), 'trained weight')} in half precision: {listed(by_pin)}",
+            why="they have no fp32 masters: small updates are rounded away",
+            fix="pin them to 'fp32', or leave them unpinned, unless that is meant",
+            where=by_pin[0],
+        )
+
+
+def fp16_under_a_scaler(case: Case) -> Iterator[Finding]:
+    """Trained fp16 weights beside torch's GradScaler, which refuses their gradients."""
+    found = [name for name, _, p in case.trained if loaded_in(p) == "fp16" and id(p) not in case.pinned]
+    sharded = isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)
+    if not found or case.precision != "16-mixed" or (case.policy is None and sharded):
+        return
+    severity: Severity = "error"
+    why = "GradScaler raises 'Attempting to unscale FP16 gradients' on the first step"
+    fix = "load them in fp32, or train under MixedPrecisionPlan('16-mixed'), which stores them in fp32"
+    if case.policy is not None:
+        severity, why = "info", "torch's own GradScaler would refuse them; the plan stores them in fp32 first"
+        fix = "load them in fp32: from_pretrained(..., dtype=torch.float32)"
+    yield Finding(
+        name="fp16_params_under_scaler",
+        severity=severity,
+        what=f"{many(len(found), 'trained weight')} in fp16 under a loss scale: {listed(found)}",
+        why=why,
+        fix=fix,
+        where=found[0],
+    )
+
+
+def tied_pins(case: Case) -> Iterator[Finding]:
+    """One tensor under two names that two pins want in two dtypes."""
+    for fault in case.pin_faults.found:
+        said, _, places = fault.given.partition(": ")
+        if said == "contradicting pins on tied weights":
+            yield Finding(
+                name="tied_weights_conflicting_pins",
+                severity="error",
+                what=f"tied weights are pinned to different dtypes: {places}",
+                why="a tied weight is one tensor and has one dtype; the run is refused before its first step",
+                fix=fault.fix,
+                where=places.partition(" ")[0],
+            )

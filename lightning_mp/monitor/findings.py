@@ -1,0 +1,55 @@
+"""What the doctor can find, each with its stable code."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_mp.monitor.events import Severity
+
+#: name -> code; a code is never used again for something else
+CODES: dict[str, str] = {
+    "no_fp32_masters": "LMP001",
+    "fp16_params_under_scaler": "LMP002",
+    "eval_mode": "LMP003",
+    "lora_checkpoint_no_input_grads": "LMP004",
+    "use_cache_while_checkpointing": "LMP005",
+    "bf16_emulated": "LMP006",
+    "tf32_off": "LMP007",
+    "dims_not_aligned": "LMP008",
+    "tied_weights_conflicting_pins": "LMP009",
+    "norm_in_half": "LMP010",
+    "eps_underflows": "LMP011",
+    "scale_overflows_at_once": "LMP012",
+    "accumulation_overflows": "LMP013",
+    "schedule_counts_skips": "LMP014",
+    "deepspeed_contradicts_trainer": "LMP015",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing the doctor found: ``what``, ``why`` it matters, the exact change to make, and ``where``.
+
+    ``where`` is a module's name or a configuration key, ``None`` where it concerns the whole run.
+    """
+
+    name: str
+    severity: Severity
+    what: str
+    why: str
+    fix: str
+    where: str | None = None
+
+    @property
+    def code(self) -> str:
+        """The stable code, ``"LMP012"``."""
+        return CODES[self.name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field and the code, as plain values."""
+        return {"code": self.code, **asdict(self)}
+
+    def __str__(self) -> str:
+        where = f" [{self.where}]" if self.where else ""
+        return f"{self.code} {self.severity}{where}: {self.what}; why: {self.why}; do: {self.fix}"

@@ -1,0 +1,188 @@
+"""One reading in the making: what is collected on the device in the course of a step, and read at its end at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp.engines.sharded import flat_groups
+from lightning_mp.errors import Faults
+from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.memory import memory
+from lightning_mp.monitor.norms import Snapshot, Sums, in_groups, named_parameters
+from lightning_mp.monitor.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource, read_together
+from lightning_mp.monitor.shards import Layout, Part
+from lightning_mp.monitor.throughput import Done
+
+Values = dict[str, float | None]
+_CHANGE, _BEFORE, _SIZE = "change", "before", "size"
+#: what every rank tells about itself, in this order: its loss, its work, its memory
+_COLUMNS = ("loss", "samples", "tokens", "flops", "seconds", "allocated", "reserved", "peak")
+
+
+class Measuring:
+    """Collects a step's numbers on the device of the run; ``read`` hands all of them to the host together."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, groups: Mapping[str, str], faults: Faults) -> None:
+        strategy = trainer.strategy
+        self._device, self._world, self._rank = strategy.root_device, trainer.world_size, trainer.global_rank
+        self._layout = Layout(flat_groups(trainer.model), zero=isinstance(strategy, DeepSpeedStrategy))
+        self._named, self._groups = named_parameters(module), in_groups(module, groups, faults)
+        self._order = list(dict.fromkeys(self._layout.parameter(value).groups for value in self._named.values()))
+        self._accumulates = trainer.accumulate_grad_batches if module.automatic_optimization else 0
+        sampler: Any = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+        #: ranks that share one batch (tensor parallel) count it once
+        self._share = sampler.get("num_replicas", self._world) / self._world
+        self.begin()
+
+    def begin(self) -> None:
+        """A step that is to be read begins."""
+        self._losses: list[Tensor] = []
+        self._seen: set[int] = set()
+        self._snapshot: Snapshot | None = None
+        self._norm_before: float | None = None
+        self._trained = {name: value for name, value in self._named.items() if value.requires_grad}
+        self._sums = self._no_sums()
+        #: of the first group of the first optimizer that stepped
+        self.lr: Number | None = None
+
+    def add_loss(self, loss: Tensor, source: ScaleSource | None) -> None:
+        """A backward pass starts from ``loss``, which the precision plugin has scaled by now."""
+        loss = loss.detach().float().sum()
+        scale = None if source is None or isinstance(source, DeepSpeedSource) else source.scale()
+        self._losses.append(loss if scale is None else loss / scale.scale)
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer, source: ScaleSource | None, lr_factor: float) -> None:
+        """Take the gradients that ``optimizer`` is about to use, in true units, and weights before the first of all.
+
+        Of an optimizer that steps several times in a batch the first step counts.
+        """
+        parameters = self._trained
+        if not self._seen:
+            self.lr = optimizer.param_groups[0]["lr"] * lr_factor
+            self._snapshot = Snapshot(self._parameters())
+            self._snapshot.add_before(self._sums, _BEFORE)
+        if not self._layout.zero:
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} - self._seen
+            parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
+        elif self._seen:
+            return
+        self._seen.update(map(id, parameters.values()))
+        parts = [self._layout.gradient(parameter) for parameter in parameters.values()]
+        self._sums.add_size(parts, _SIZE)
+        wanted = {
+            f"{metric_names.GRAD_NORM}/{group}": {place for place, name in enumerate(parameters) if name in members}
+            for group, members in self._groups.items()
+        }
+        self._sums.add(
+            parts, {metric_names.GRAD_NORM: None, **wanted}, divisor=_divisor(optimizer, source, self._layout)
+        )
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Take the parameters as they are now, and how far they have moved since before the step."""
+        assert self._snapshot is not None, "before_step() comes first"
+        parts = self._parameters()
+        self._snapshot.add_change(parts, self._sums, _CHANGE)
+        self._sums.add(parts, {metric_names.PARAM_NORM: None})
+        self._snapshot = None
+
+    def read(self, others: Mapping[str, Number | None], done: Done | None = None) -> Values:
+        """Everything taken since the last read, and ``others``, in one host read; every rank gets the same numbers.
+
+        ``done`` is what this rank worked through; without it, memory is not looked at either.
+        """
+        norms, self._sums = self._sums.norms(), self._no_sums()
+        mine = dict(zip(_COLUMNS, self._mine(done), strict=True))
+        if self._world == 1:
+            read, _ = read_together({**norms, **others, **mine}, self._device)
+            rows = [[_number(read.pop(name)) for name in _COLUMNS]]
+        else:
+            read, rows = read_together({**norms, **others}, self._device, self._table(list(mine.values())))
+        self._norm_before = read.pop(_BEFORE, self._norm_before)
+        change = read.pop(_CHANGE, None)
+        if change is not None and self._norm_before:
+            read[metric_names.UPDATE_RATIO] = change / self._norm_before
+        if read.pop(_SIZE, None) == 0.0:  # somebody has dropped the step already
+            read = {name: None if name.startswith(metric_names.GRAD_NORM) else value for name, value in read.items()}
+        return {**read, **self._over_ranks(rows)}
+
+    def loss_is_bad(self) -> bool:
+        """Whether a loss of the step at hand is not finite on this rank; a host read."""
+        return bool(self._losses) and not bool(torch.isfinite(torch.stack(self._losses)).all())
+
+    def _parameters(self) -> list[Part]:
+        return [self._layout.parameter(parameter) for parameter in self._trained.values()]
+
+    def _no_sums(self) -> Sums:
+        return Sums(self._device, self._order)
+
+    def _mine(self, done: Done | None) -> list[Number | None]:
+        """What this rank tells about itself, in the order of the columns."""
+        loss = torch.stack(self._losses).sum() if self._losses else None
+        if loss is not None and self._accumulates:
+            loss = loss * (self._accumulates / len(self._losses))
+        if done is None:
+            return [loss, *[None] * (len(_COLUMNS) - 1)]
+        return [loss, done.samples, done.tokens, done.flops, done.seconds, *memory(self._device)]
+
+    def _table(self, mine: Sequence[Number | None]) -> Tensor:
+        """A row a rank: (world, len(_COLUMNS)), the same on every rank."""
+        known = [math.nan if value is None or isinstance(value, Tensor) else float(value) for value in mine]
+        row = torch.tensor(known, dtype=torch.float32)
+        if self._device.type == "cuda":
+            row = row.pin_memory()  # else the copy waits for the device
+        row = row.to(self._device, non_blocking=True)
+        for place, value in enumerate(mine):
+            if isinstance(value, Tensor):
+                row[place] = value
+        table = row.new_zeros(self._world, len(row))
+        table[self._rank] = row
+        dist.all_reduce(table)  # a sum with zeros: an all-gather that every backend has
+        return table
+
+    def _over_ranks(self, rows: Sequence[Sequence[float]]) -> Values:
+        columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=True))
+        seconds = _largest(columns["seconds"])
+        known = [tokens for tokens in columns["tokens"] if not math.isnan(tokens)]
+        largest = {name: _largest(columns[name]) for name in ("allocated", "reserved", "peak")}
+        return {
+            metric_names.LOSS: sum(columns["loss"]) / len(rows) if self._losses else None,
+            metric_names.TOKENS_PER_S: sum(known) * self._share / seconds if known and seconds else None,
+            metric_names.SAMPLES_PER_S: sum(columns["samples"]) * self._share / seconds if seconds else None,
+            "seconds": seconds or None,
+            "flops_per_s": sum(columns["flops"]) / seconds / len(rows) if seconds else None,
+            metric_names.MEMORY_ALLOCATED: largest["allocated"],
+            metric_names.MEMORY_RESERVED: largest["reserved"],
+            metric_names.MEMORY_PEAK: largest["peak"],
+        }
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _largest(values: Sequence[float]) -> float | None:
+    return None if any(map(math.isnan, values)) else max(values)
+
+
+def unscales_in_step(optimizer: Optimizer, source: ScaleSource | None) -> bool:
+    """Whether torch's scaler leaves dividing by the scale to the optimizer (a fused one), as stock Lightning has it."""
+    return isinstance(source, StockSource) and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def _divisor(optimizer: Optimizer, source: ScaleSource | None, layout: Layout) -> Number | None:
+    """What gradients are still multiplied by."""
+    if source is None or not (layout.zero or unscales_in_step(optimizer, source)):
+        return None
+    scale = source.scale()
+    return None if scale is None else scale.scale

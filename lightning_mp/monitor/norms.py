@@ -1,0 +1,131 @@
+"""Norms of a step: of gradients, of parameters, and of what the step changed, wherever their parts lie.
+
+Everything stays on the device. Sums of squares of local parts are collected first and added over ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mp.errors import Faults
+from lightning_mp.modules.patterns import matches, no_match, plain_name
+from lightning_mp.monitor.shards import Part
+from lightning_mp.numerics.grad_norm import Groups, squares
+
+#: of a parameter's local part with more elements than the product, so many evenly spaced pieces of so many elements are
+#: kept for the update ratio
+PIECES, PIECE = 16, 1024
+
+
+class Sums:
+    """Sums of squares by name, to be added over ranks in one all-reduce for each set of process groups."""
+
+    def __init__(self, device: torch.device, order: Iterable[Groups]) -> None:
+        """``order`` is that of the all-reduces, which has to be the same on every rank."""
+        self._device = device
+        self._sums: dict[Groups, dict[str, Tensor]] = {groups: {} for groups in order}
+
+    def add(
+        self, parts: Sequence[Part], names: Mapping[str, Collection[int] | None], divisor: Tensor | float | None = None
+    ) -> None:
+        """Add the squares of ``parts`` (over ``divisor``) under each name, or of those at the name's places alone.
+
+        Every rank has to add parts with the same process groups under the same names.
+        """
+        values = squares([part.tensor for part in parts], self._device)
+        if divisor is not None:
+            values = (values.sqrt() / divisor).square()  # a scale's square may be past fp32
+        for groups in dict.fromkeys(part.groups for part in parts):
+            places = {place for place, part in enumerate(parts) if part.groups == groups}
+            sums = self._sums.setdefault(groups, {})
+            for name, wanted in names.items():
+                value = _sum_at(values, places if wanted is None else places.intersection(wanted))
+                sums[name] = sums[name] + value if name in sums else value
+
+    def add_size(self, parts: Sequence[Part], name: str) -> None:
+        """Add as much under ``name`` as there are elements: 0 where no rank has any."""
+        for groups in dict.fromkeys(part.groups for part in parts):
+            size = sum(part.tensor.numel() for part in parts if part.groups == groups)
+            value = torch.full((), float(size), dtype=torch.float32, device=self._device)
+            sums = self._sums.setdefault(groups, {})
+            sums[name] = sums[name] + value if name in sums else value
+
+    def norms(self) -> dict[str, Tensor]:
+        """The 2-norm under every name: fp32 scalars on the device."""
+        total: dict[str, Tensor] = {}
+        for groups, sums in self._sums.items():
+            if not sums:
+                continue
+            values = torch.stack(list(sums.values()))
+            for group in groups:
+                dist.all_reduce(values, group=group)
+            for name, value in zip(sums, values, strict=True):
+                total[name] = total[name] + value if name in total else value
+        return {name: value.sqrt() for name, value in total.items()}
+
+
+def _sum_at(values: Tensor, places: Collection[int]) -> Tensor:
+    if len(places) == len(values):
+        return values.sum()
+    return torch.stack([values[place] for place in sorted(places)]).sum() if places else values.new_zeros(())
+
+
+class Snapshot:
+    """The parameters before a step: all of a small one, evenly spaced pieces of a large one."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._before = _copied(parts)
+
+    def add_before(self, sums: Sums, name: str) -> None:
+        """Add the squares of the parameters as they were."""
+        sums.add(list(self._before.values()), {name: None})
+
+    def add_change(self, parts: Sequence[Part], sums: Sums, name: str) -> None:
+        """Add the squares of what has changed in ``parts`` since."""
+        now = _copied(parts)
+        for kind, part in now.items():
+            part.tensor.sub_(self._before[kind].tensor)
+        sums.add(list(now.values()), {name: None})
+
+
+def _copied(parts: Sequence[Part]) -> dict[object, Part]:
+    """Copies of the parameters, those of a kind behind each other in one tensor."""
+    found: dict[tuple[Groups, torch.dtype, torch.device, int], list[Tensor]] = {}
+    for tensor, groups in parts:
+        some = _some(tensor)
+        found.setdefault((groups, tensor.dtype, tensor.device, some.dim()), []).append(some)
+    return {kind: Part(torch.cat(members), kind[0]) for kind, members in found.items()}
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """All of a tensor, flat; of a large one :data:`PIECES` rows."""
+    flat = tensor.reshape(-1)
+    if flat.numel() <= PIECES * PIECE:
+        return flat
+    return flat.as_strided((PIECES, PIECE), (flat.numel() // PIECES, 1))
+
+
+def named_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``root`` by the names they have without wrappers; a tied one once."""
+    return {plain_name(name): parameter for name, parameter in root.named_parameters()}
+
+
+def in_groups(root: nn.Module, groups: Mapping[str, str], faults: Faults) -> dict[str, set[str]]:
+    """The names of the parameters in or below the modules that each pattern means.
+
+    A pattern that matches nothing is noted in ``faults``.
+    """
+    modules = [(plain_name(name), module) for name, module in root.named_modules(remove_duplicate=False) if name]
+    found: dict[str, set[str]] = {}
+    for group, pattern in groups.items():
+        chosen = [module for name, module in modules if matches(pattern, name, module)]
+        if not chosen:
+            no_match(pattern, root, f"group {group!r}:", faults)
+        inside = {id(parameter) for module in chosen for parameter in module.parameters()}
+        named = root.named_parameters(remove_duplicate=False)
+        found[group] = {plain_name(name) for name, parameter in named if id(parameter) in inside}
+    return found

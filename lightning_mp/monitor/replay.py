@@ -1,0 +1,331 @@
+"""One batch again, forward and backward, to see on which rank and in which module a non-finite value was born."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # pyright: ignore[reportPrivateUsage]
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import stateless
+
+from lightning_mp.engines import diagnosis
+from lightning_mp.modules.patterns import plain_name
+from lightning_mp.monitor.preserve import untouched
+from lightning_mp.numerics import nonfinite
+from lightning_mp.numerics.nonfinite import Origin
+from lightning_mp.numerics.rng import RngState, rng_state, set_rng_state
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Where a non-finite value came from; the same on every rank.
+
+    ``rank`` is the one whose own loss or gradients were bad, before they were summed over ranks; ``origin`` the module
+    and parameter on it; ``bad_loss`` whether its loss was non-finite already; ``batch_idx`` the batch, under gradient
+    accumulation the first bad one of the window. Each is ``None`` where it could not be told; ``note`` says why.
+    """
+
+    rank: int | None = None
+    origin: Origin | None = None
+    bad_loss: bool = False
+    batch_idx: int | None = None
+    note: str | None = None
+
+    @property
+    def module(self) -> str | None:
+        """The origin's module."""
+        return None if self.origin is None else self.origin.module
+
+    @property
+    def parameter(self) -> str | None:
+        """The origin's parameter."""
+        return None if self.origin is None else self.origin.parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A batch as ``training_step`` got it, and what else decides what came of it.
+
+    ``scale`` is the loss scale of its backward pass, a device scalar, ``None`` without loss scaling; ``numbers`` are
+    the LightningModule's own (counters), ``lengths`` those of its lists.
+    """
+
+    batch: Any
+    batch_idx: int
+    step: int
+    rng: RngState
+    scale: Tensor | None
+    numbers: dict[str, Any]
+    lengths: dict[str, int]
+
+
+class Replayer:
+    """Keeps the batches of the open accumulation window, and runs them again when asked what went wrong.
+
+    Batches are kept by reference: what ``training_step`` changes in a batch in place stays changed.
+    """
+
+    def __init__(self) -> None:
+        self._window: list[Kept] = []
+
+    def remember(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        """Keep what is needed to run this batch again; to be called in ``on_train_batch_start``.
+
+        It costs a few small copies on the host, and never waits for the device.
+        """
+        module = trainer.lightning_module
+        if not module.automatic_optimization or batch_idx % trainer.accumulate_grad_batches == 0:
+            self._window.clear()
+        if isinstance(cast("Any", trainer.fit_loop)._data_fetcher, _DataLoaderIterDataFetcher):
+            return  # training_step draws its batch itself, which cannot be drawn twice
+        device = trainer.strategy.root_device
+        attributes = vars(module).items()
+        self._window.append(
+            Kept(
+                _same_containers(batch),
+                batch_idx,
+                trainer.global_step,
+                rng_state(device),
+                _scale(trainer, device),
+                {name: value for name, value in attributes if type(value) in (int, float)},
+                {name: len(value) for name, value in attributes if type(value) is list},
+            )
+        )
+
+    def forget(self) -> None:
+        """Let go of the batches."""
+        self._window.clear()
+
+    def kept(self, batch_idx: int | None) -> Kept | None:
+        """The batch of that index, as far as it is still kept; the last one for ``None``."""
+        found = [kept for kept in self._window if batch_idx in (None, kept.batch_idx)]
+        return found[-1] if found else None
+
+    def locate(self, trainer: Trainer, pl_module: LightningModule, *, loss: Tensor | None = None) -> Blame:
+        """Run the batches of the window again, one after the other, until one is bad; every rank has to call it.
+
+        Call it between the backward pass and the next batch; under manual optimization outside of ``training_step``.
+        Nothing is left behind: generators, buffers, gradients and attributes of modules are as before, and nothing is
+        logged. ``loss`` is the step's own, for the case that there is nothing to replay. Under ZeRO-3 only the forward
+        is replayed, since backward belongs to DeepSpeed's engine. Where weights are non-finite already because the bad
+        step was applied, the first module with such a weight is named.
+        """
+        distributed = trainer.world_size > 1
+        notes = ["under ZeRO-3 only the forward is run again"] if _forward_only(trainer.strategy) else []
+        for kept in self._window:
+            mine = _replayed(trainer, pl_module, kept, notes)
+            rank, (origin, bad_loss) = diagnosis.first_bad_rank(mine, distributed=distributed)
+            if origin is not None or bad_loss:
+                return Blame(rank, origin, bad_loss, kept.batch_idx)
+        return _without_replay(pl_module, loss, self._window, notes, distributed=distributed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_window": []}
+
+
+# ---------------------------------------------------------------------- one replay
+
+
+def _replayed(trainer: Trainer, module: LightningModule, kept: Kept, notes: list[str]) -> diagnosis.Found:
+    backward = not _forward_only(trainer.strategy)
+    losses: list[Tensor] = []
+
+    def run() -> Tensor | None:
+        _step(trainer, module, kept, losses, backward=backward)
+        return torch.stack([loss.detach().float().sum() for loss in losses]) if losses else None
+
+    try:
+        with _aside(trainer, module, kept), torch.set_grad_enabled(backward):
+            origin = nonfinite.locate(module, run, backward=backward)
+    except Exception as error:  # a diagnosis must not end a run that would have gone on
+        notes.append(f"the replay of batch {kept.batch_idx} failed: {type(error).__name__}: {error}")
+        return None, False
+    bad_loss = not all(bool(torch.isfinite(loss).all()) for loss in losses)
+    return (None if origin is None else _plainly_named(origin)), bad_loss
+
+
+def _step(trainer: Trainer, module: LightningModule, kept: Kept, losses: list[Tensor], *, backward: bool) -> None:
+    """``training_step`` and the backward pass of its loss; every loss goes to ``losses``."""
+    strategy, whole = trainer.strategy, _holds_whole_weights(trainer.strategy)
+
+    def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        losses.append(loss.detach())
+        if not backward:
+            return loss
+        if not whole:
+            strategy.pre_backward(loss)
+        scaled = loss if kept.scale is None else loss.float() * kept.scale
+        with torch.autocast(strategy.root_device.type, enabled=False):  # manual optimization calls it in training_step
+            module.backward(scaled, *args, **kwargs)
+        return loss
+
+    inputs = cast("Any", trainer.fit_loop.epoch_loop)._build_kwargs(OrderedDict(), kept.batch, kept.batch_idx).values()
+    with ExitStack() as stack:
+        if not module.automatic_optimization:
+            _hold_steps(trainer, stack, run_backward)
+        if whole:  # past the wrapper, which would sum over ranks
+            stack.enter_context(trainer.precision_plugin.forward_context())
+            stack.enter_context(_autocast_by_deepspeed(strategy))
+            output = module.training_step(*inputs)
+        else:
+            output = strategy.training_step(*inputs)
+    if module.automatic_optimization:
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is not None:
+            run_backward(loss / trainer.accumulate_grad_batches)
+
+
+def _holds_whole_weights(strategy: Strategy) -> bool:
+    """Whether ``training_step`` can be called as it is, without the wrapper that holds or gathers weights for it."""
+    if isinstance(strategy, DeepSpeedStrategy):
+        return not strategy.zero_stage_3
+    return isinstance(strategy.model, DistributedDataParallel)
+
+
+def _forward_only(strategy: Strategy) -> bool:
+    """Whether a backward pass is the engine's alone: it frees what the forward gathered, and counts on it."""
+    return isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
+
+
+def _autocast_by_deepspeed(strategy: Strategy) -> AbstractContextManager[Any]:
+    engine: Any = strategy.model if isinstance(strategy, DeepSpeedStrategy) else None
+    if engine is None or not engine.torch_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(strategy.root_device.type, engine.torch_autocast_dtype())
+
+
+def _hold_steps(trainer: Trainer, stack: ExitStack, backward: Any) -> None:
+    """Under manual optimization: backward is ours, and neither an optimizer nor a scheduler moves."""
+    _shadow(stack, trainer.strategy, "backward", lambda loss, _optimizer, *args, **kw: backward(loss, *args, **kw))
+    _shadow(stack, trainer.strategy, "optimizer_step", lambda _optimizer, closure, *_args, **_kwargs: closure())
+    for optimizer in trainer.optimizers:
+        _shadow(stack, optimizer, "step", lambda closure=None: None if closure is None else closure())
+    for config in trainer.lr_scheduler_configs:
+        _shadow(stack, config.scheduler, "step", lambda *_args, **_kwargs: None)
+
+
+# ---------------------------------------------------------------------- leaving no trace
+
+
+@contextmanager
+def _aside(trainer: Trainer, module: LightningModule, kept: Kept) -> Generator[None, None, None]:
+    """Within, ``module`` may be run with what decided ``kept``; afterwards nobody can tell that it was."""
+    device = trainer.strategy.root_device
+    before = rng_state(device)
+    with ExitStack() as stack:
+        stack.callback(set_rng_state, before, device)
+        stack.enter_context(untouched(module))
+        stack.enter_context(_own_gradients(module))
+        if isinstance(trainer.strategy, DeepSpeedStrategy) and not _forward_only(trainer.strategy):
+            stack.enter_context(_fresh_parameters(module))
+        for name in ("log", "log_dict"):
+            _shadow(stack, module, name, lambda *_args, **_kwargs: None)
+        stack.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        done = _steps_done(trainer)
+        stack.callback(setattr, done, "completed", done.completed)
+        done.completed -= trainer.global_step - kept.step
+        vars(module).update(kept.numbers)
+        for name, length in kept.lengths.items():
+            del vars(module)[name][length:]
+        set_rng_state(kept.rng, device)
+        yield
+
+
+@contextmanager
+def _own_gradients(module: nn.Module) -> Generator[None, None, None]:
+    """Within, FSDP2 does not sum gradients over ranks; what it collects instead is dropped."""
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+            for parameter in _unsharded(unit):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+def _fresh_parameters(module: nn.Module) -> AbstractContextManager[Any]:
+    """Within, the same weights in other parameters: on its own ones DeepSpeed collects gradients."""
+    fresh = {
+        name: parameter.detach().requires_grad_(parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+    }
+    return stateless._reparametrize_module(module, fresh, tie_weights=True)  # pyright: ignore[reportPrivateUsage]
+
+
+def _unsharded(unit: FSDPModule) -> Iterator[Any]:
+    state = cast("Any", unit)._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # one, before torch 2.12 or so
+    for group in several or [state._fsdp_param_group]:
+        if group is not None:
+            yield from group.fsdp_params
+
+
+def _shadow(stack: ExitStack, owner: Any, name: str, stand_in: Any) -> None:
+    values = owner.__dict__
+    stack.callback(partial(values.__setitem__, name, values[name]) if name in values else partial(values.pop, name))
+    values[name] = stand_in
+
+
+# ---------------------------------------------------------------------- what is kept, and what is left to say
+
+
+def _steps_done(trainer: Trainer) -> Any:
+    """What ``trainer.global_step`` counts with."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        return loop.automatic_optimization.optim_progress.optimizer.step.total
+    return loop.manual_optimization.optim_step_progress.total
+
+
+def _same_containers(batch: Any) -> Any:
+    """The same tensors in containers of our own: ``training_step`` may take labels out of a dict."""
+    if type(batch) in (list, tuple):
+        return type(batch)(_same_containers(item) for item in batch)
+    if type(batch) is dict:
+        return {key: _same_containers(value) for key, value in cast("dict[Any, Any]", batch).items()}
+    return copy(batch) if isinstance(batch, (Mapping, UserDict)) else batch  # HF's BatchEncoding is a UserDict
+
+
+def _scale(trainer: Trainer, device: torch.device) -> Tensor | None:
+    """A copy of the scale: it has moved on by the time it is asked for."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return scaler.scale(torch.ones((), dtype=torch.float32, device=device))
+
+
+def _plainly_named(origin: Origin) -> Origin:
+    return replace(
+        origin, module=plain_name(origin.module), parameter=origin.parameter and plain_name(origin.parameter)
+    )
+
+
+def _without_replay(
+    module: nn.Module, loss: Tensor | None, window: list[Kept], notes: list[str], *, distributed: bool
+) -> Blame:
+    """What weights and gradients say; those may have come from any rank, so that only a bad loss names one."""
+    bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
+    origin = nonfinite.from_parameters(module) or nonfinite.from_gradients(module)
+    origin = None if origin is None else _plainly_named(origin)
+    rank, (found, any_bad_loss) = diagnosis.first_bad_rank((origin, bad_loss), distributed=distributed)
+    note = "; ".join(notes) or "run again, no batch of the window was non-finite by itself"
+    known = window[0].batch_idx if len(window) == 1 else None
+    return Blame(rank if any_bad_loss or not distributed else None, found, any_bad_loss, known, note)

@@ -1,0 +1,88 @@
+"""From run folders to one file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_mp.errors import Faults
+from lightning_mp.monitor.report.load import Run, is_run, load
+from lightning_mp.monitor.report.page import render
+from lightning_mp.monitor.run_folder import REPORT
+
+RunDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def write_report(run_dirs: RunDirs, output: str | os.PathLike[str] | None = None) -> Path:
+    """Write one HTML file on a run, or on several compared, and return where it is.
+
+    ``output=None`` is ``report.html`` in the run's folder, with several in the folder that holds them all. The file
+    opens without a network and is there whole or not at all.
+
+    Raises:
+        PlanError: a folder holds no run, or ``output`` is a folder.
+        MissingExtraError: plotly is not installed.
+        OSError: the file cannot be written.
+    """
+    folders = find_runs(run_dirs)
+    target = Path(output) if output is not None else Path(os.path.commonpath([*folders])) / REPORT
+    if target.is_dir():
+        faults = Faults("report")
+        faults.add(f"output={str(target)!r}, a folder", "the name of a file", f"write {str(target / REPORT)!r}")
+        faults.raise_if_any()
+    page = render(load_runs(folders))
+    beside = target.with_name(f".{target.name}.tmp")
+    try:
+        # A file may hold half a character; the page is then written with a question mark in its place.
+        beside.write_bytes(page.encode("utf-8", errors="replace"))
+        beside.replace(target)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(target)) from error
+    return target
+
+
+def find_runs(run_dirs: RunDirs) -> list[Path]:
+    """The folders, resolved, each once.
+
+    Raises:
+        PlanError: no folder is given, or one holds no run; names the runs below it where there are any.
+    """
+    given = [run_dirs] if isinstance(run_dirs, (str, os.PathLike)) else run_dirs
+    faults = Faults("report")
+    if not given:
+        faults.add("no folder", "the folder of a run, or several", "name one")
+    for item in given:
+        folder = Path(item)
+        if not is_run(folder):
+            faults.add(
+                f"{str(item)!r}, {_lack(folder)}", "the folder of a run, with its metrics.jsonl", _advice(folder)
+            )
+    faults.raise_if_any()
+    return list(dict.fromkeys(Path(item).resolve() for item in given))
+
+
+def load_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read every folder; a run is called by as much of the end of its path as tells it from the others."""
+    return [load(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+
+
+def _lack(folder: Path) -> str:
+    if folder.is_dir():
+        return "which holds no run"
+    return "which is a file" if folder.exists() else "which does not exist"
+
+
+def _advice(folder: Path) -> str:
+    below = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
+    if below:
+        return f"name the runs in it: {' '.join(map(str, below[:6]))}{' …' if len(below) > 6 else ''}"
+    return "give the run_dir of a monitor (TrainingHealth's is the logger's folder unless it was told another)"
+
+
+def _names(folders: Sequence[Path], parts: int = 1) -> list[str]:
+    """The last part of each path, and more parts where two would be called the same."""
+    names = ["/".join(folder.parts[-parts:]) for folder in folders]
+    # Different paths differ in some part, so this ends.
+    return names if len(set(names)) == len(names) else _names(folders, parts + 1)

@@ -1,0 +1,95 @@
+"""The folder a run writes itself down in: metrics, events, and what they were measured on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lightning_mp.errors import Faults
+from lightning_mp.monitor.events import Event
+from lightning_mp.monitor.strict_json import to_json
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+RUN = "run.json"
+AUDIT = "audit.json"
+FINDINGS = "findings.json"
+REPORT = "report.html"
+_LOCK = ".lightning_mp.lock"
+
+_open: dict[Path, RunFolder] = {}
+
+
+class RunFolder:
+    """One folder of one run, shared by that run's callbacks; one line a reading or event, on disk at once.
+
+    Made by :meth:`open`. Only one process may write to a folder, and in it only one callback of each name.
+    """
+
+    def __init__(self, path: Path, owner: object, lock: FileLock) -> None:
+        self.path = path
+        self._owner, self._lock = owner, lock
+        self._writers: set[str] = set()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, writer: str, owner: object, fresh: bool = True) -> RunFolder:
+        """The folder, for the callback named ``writer`` of the run ``owner`` (a Trainer).
+
+        The first writer of a run clears what an earlier run wrote there, unless ``fresh`` is false: then it goes on.
+
+        Raises:
+            PlanError: another run, or a second ``writer`` of this one, is writing there.
+        """
+        folder = Path(path).resolve()
+        faults = Faults(writer)
+        found = _open.get(folder)
+        if found is not None and (found._owner is not owner or writer in found._writers):
+            faults.add(f"run_dir={str(path)!r}, where a {writer} writes already", *_ONE_WRITER)
+            faults.raise_if_any()
+        if found is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / _LOCK)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                faults.add(f"run_dir={str(path)!r}, which another run is writing to", *_ONE_WRITER)
+                faults.raise_if_any()
+            found = _open[folder] = cls(folder, owner, lock)
+            if fresh:
+                for name in (METRICS, EVENTS, RUN, AUDIT, FINDINGS, REPORT):
+                    (folder / name).unlink(missing_ok=True)
+        found._writers.add(writer)
+        return found
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append a reading."""
+        self._append(METRICS, {"step": step, **values})
+
+    def event(self, event: Event) -> None:
+        """Append an event."""
+        self._append(EVENTS, event.to_dict())
+
+    def write(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write the file ``name``, whole or not at all."""
+        beside = self.path / f".{name}.tmp"
+        beside.write_text(to_json(values, indent=2) + "\n", encoding="utf-8")
+        beside.replace(self.path / name)
+
+    def close(self, writer: str) -> None:
+        """``writer`` is done; the last one gives the folder free."""
+        self._writers.discard(writer)
+        if not self._writers and _open.get(self.path) is self:
+            del _open[self.path]
+            (self.path / _LOCK).unlink(missing_ok=True)
+            self._lock.release()
+
+    def _append(self, name: str, values: Mapping[str, Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(to_json(values) + "\n")
+
+
+_ONE_WRITER = ("one run a folder", "give each run a run_dir of its own, or leave run_dir out")

@@ -1,0 +1,209 @@
+"""Where a loss scale stands and how many steps it skipped, read off whoever keeps it, without waiting for the device.
+
+Every number is a Python one where the host knows it, else a device scalar, so that all can be read together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from lightning_mp.numerics.scaler import LossScaler
+from lightning_mp.numerics.step_counter import StepLedger
+
+Number = Tensor | float
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A loss scale as it stands; ``hysteresis`` is ``None`` for a rule without, ``floor`` 0 where there is none."""
+
+    scale: Number
+    growth_tracker: Number
+    hysteresis: Number | None
+    floor: float
+
+
+class ScaleSource(Protocol):
+    """Whoever keeps a loss scale, or skips steps without one."""
+
+    def scale(self) -> Scale | None:
+        """Where the scale stands; ``None`` without one."""
+        ...
+
+    def before_step(self) -> None:
+        """An optimizer is about to step."""
+        ...
+
+    def after_step(self) -> None:
+        """Every step that began is over."""
+        ...
+
+    def skipped(self) -> Number:
+        """How many steps were skipped up to the last :meth:`after_step`."""
+        ...
+
+
+class PlanSource:
+    """The scaler and the counts of a MixedPrecisionPlan; ``scaler`` is ``None`` in a mode without scaling."""
+
+    def __init__(self, scaler: LossScaler | None, ledger: StepLedger) -> None:
+        self._scaler, self._ledger = scaler, ledger
+
+    def scale(self) -> Scale | None:
+        if self._scaler is None:
+            return None
+        state, rule = self._scaler.state, self._scaler.config
+        hysteresis = state.hysteresis_left if rule.hysteresis > 1 else None
+        return Scale(state.scale, state.growth_tracker, hysteresis, rule.floor)
+
+    def before_step(self) -> None:
+        """The plan counts by itself."""
+
+    def after_step(self) -> None:
+        """The plan counts by itself."""
+
+    def skipped(self) -> Number:
+        return self._ledger.skipped
+
+
+class StockSource:
+    """torch's ``GradScaler``, which counts nothing: its scale falls if and only if it skipped the step."""
+
+    def __init__(self, scaler: GradScaler, device: torch.device) -> None:
+        self._scaler = scaler
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._before: Tensor | None = None
+        self._skipped: Number = 0
+
+    def scale(self) -> Scale:
+        kept = getattr(self._scaler, "_scale", None), getattr(self._scaler, "_growth_tracker", None)
+        if all(isinstance(value, Tensor) for value in kept):
+            return Scale(*cast("tuple[Tensor, Tensor]", kept), None, 0.0)
+        state = self._scaler.state_dict()  # not begun yet, or another torch
+        return Scale(float(state["scale"]), float(state["_growth_tracker"]), None, 0.0)
+
+    def before_step(self) -> None:
+        self.after_step()
+        self._before = self._now()
+
+    def after_step(self) -> None:
+        if self._before is not None:
+            now = self._now()
+            self._skipped = self._skipped + ((now < self._before) | (now == 0)).float()  # at 0 it cannot fall
+            self._before = None
+
+    def skipped(self) -> Number:
+        return self._skipped
+
+    def _now(self) -> Tensor:
+        """A copy of the scale, by the one public way that does not read it."""
+        return self._scaler.scale(self._one)
+
+
+class DeepSpeedSource:
+    """A stock ``DeepSpeedEngine``, whose scale and counts are Python numbers."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def scale(self) -> Scale | None:
+        """``None`` where gradients are not scaled: bf16, fp32."""
+        optimizer = self._engine.optimizer
+        rule: Any = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+        scale = getattr(rule, "cur_scale", None)
+        if scale is None or not self._engine.fp16_enabled():
+            return None
+        clean = 0
+        if getattr(rule, "dynamic", False) or getattr(rule, "dynamic_loss_scale", False):
+            clean = (rule.cur_iter - rule.last_overflow_iter - 1) % rule.scale_window
+        floor = getattr(rule, "min_scale", None) or getattr(rule, "min_loss_scale", None) or 0.0
+        hysteresis = getattr(rule, "cur_hysteresis", None)
+        return Scale(float(scale), clean, hysteresis if getattr(rule, "delayed_shift", 1) > 1 else None, float(floor))
+
+    def before_step(self) -> None:
+        """DeepSpeed counts by itself."""
+
+    def after_step(self) -> None:
+        """DeepSpeed counts by itself."""
+
+    def skipped(self) -> Number:
+        return self._engine.skipped_steps
+
+
+class SkipCount:
+    """Skipped steps in total, in a row, and of how many; over a run, and over what it resumed from.
+
+    A training batch in which several optimizers stepped is skipped where none of them was applied.
+    """
+
+    def __init__(self, source: ScaleSource) -> None:
+        self._source = source
+        self._first = self._last = _kept(source.skipped())
+        self._attempts = 0  # in the batch at hand
+        self.attempts = 0
+        self.in_a_row: Number = 0
+        #: whether the last batch that stepped was skipped
+        self.skipped_last: Number = 0
+
+    def before_step(self) -> None:
+        """An optimizer is about to step."""
+        self._source.before_step()
+        self._attempts += 1
+
+    def after_batch(self) -> None:
+        """The training batch is over; one in which nothing stepped leaves everything as it was."""
+        tried, self._attempts = self._attempts, 0
+        if not tried:
+            return
+        self._source.after_step()
+        now = self._source.skipped()
+        self.attempts += tried
+        if isinstance(now, Tensor) or isinstance(self._last, Tensor):
+            self.skipped_last = torch.as_tensor(now - self._last >= tried).float()
+            self.in_a_row = (self.in_a_row + tried) * self.skipped_last
+        else:
+            self.skipped_last = now - self._last >= tried
+            self.in_a_row = (self.in_a_row + tried) * self.skipped_last
+        self._last = _kept(now)
+
+    @property
+    def total(self) -> Number:
+        """Skipped steps, those before a resume included where the source kept them."""
+        return self._last
+
+    @property
+    def since(self) -> Number:
+        """Skipped steps since this began to count: what ``attempts`` is to be compared with."""
+        return self._last - self._first
+
+
+def _kept(value: Number) -> Number:
+    """The value as it is now, whatever is added to it in place later."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def read_together(
+    values: Mapping[str, Number | None], device: torch.device, table: Tensor | None = None
+) -> tuple[dict[str, float | None], list[list[float]]]:
+    """Every value as a Python number, and the rows of ``table``, with one host read for all that are on a device."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    columns = [value.detach().reshape(1).to(device, torch.float32) for value in tensors.values()]
+    if table is not None:
+        columns.append(table.reshape(-1))
+    numbers: list[float] = torch.cat(columns).tolist() if columns else []
+    read = {name: numbers[place] for place, name in enumerate(tensors)}
+    found = {
+        name: read[name] if isinstance(value, Tensor) else None if value is None else float(value)
+        for name, value in values.items()
+    }
+    if table is None:
+        return found, []
+    width = table.shape[1]
+    rows = numbers[len(tensors) :]
+    return found, [rows[start : start + width] for start in range(0, len(rows), width)]

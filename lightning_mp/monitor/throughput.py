@@ -1,0 +1,168 @@
+"""How much a run works through, and how fast: samples, tokens, FLOPs and the time they took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.monitor.flops import CountFlops
+from lightning_mp.numerics.device import describe
+from lightning_mp.numerics.tf32 import has_tf32
+from lightning_mp.policy import hardware
+
+Tokens = Callable[[Any], "int | Tensor"]
+
+
+@dataclass(slots=True)
+class Done:
+    """What one rank did since the last reading; ``tokens`` is ``None`` where batches hold none."""
+
+    samples: int = 0
+    tokens: Tensor | int | None = None
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+class Work:
+    """Counts what this rank works through, on the host; ``tokens(batch)`` says how many tokens a batch has.
+
+    FLOPs are counted in the first batch, and later ones are taken to cost as much a token, or a sample where there are
+    no tokens.
+    """
+
+    def __init__(self, tokens: Tokens | None, peak_flops: float | None) -> None:
+        self._tokens = tokens or default_tokens
+        self._given_peak = peak_flops
+        self._counter: CountFlops | None = None
+        self._counted: tuple[float, Any, int] | None = None
+        self._last: float | None = None
+        self._done = Done()
+        self._batch: tuple[Any, int] = (None, 0)
+        #: FLOP/s that this rank's device can do at most, and who says so
+        self.peak: hardware.Peak | None = None
+
+    def starts(self, trainer: Trainer) -> None:
+        """Look the device's peak up."""
+        if self._given_peak is not None:
+            self.peak = hardware.Peak(float(self._given_peak), "given as peak_flops")
+            return
+        device, dtype = trainer.strategy.root_device, _compute_dtype(trainer)
+        known = describe(device)
+        self.peak = None if dtype is None else hardware.peak(known, dtype)
+        if self.peak is None:
+            what = f"{dtype or trainer.precision} on {known.name}"
+            rank_zero_info(f"TrainingHealth: no peak FLOP/s known for {what}, so no MFU; peak_flops= gives one")
+
+    def epoch_starts(self) -> None:
+        """What comes before its first batch (workers that start) is not the loop's time."""
+        self._last = None
+
+    def resumes(self) -> None:
+        """Something that is no training, a validation, is over."""
+        self._last = time.perf_counter()
+
+    def batch_starts(self, batch: Any) -> None:
+        """Count what is in ``batch``."""
+        if self._last is None:
+            self._last = time.perf_counter()
+        self._batch = self._tokens(batch), samples_in(batch)
+        if self._counted is None:
+            self._counter = CountFlops()
+            self._counter.__enter__()
+
+    def stop_counting(self) -> None:
+        """The first batch's forward and backward are done, or failed."""
+        counter, self._counter = self._counter, None
+        if counter is None:
+            return
+        counter.__exit__(None, None, None)
+        self._counted = float(counter.total), *self._batch
+        if counter.uncounted:
+            self.peak = None
+            rank_zero_info(
+                f"TrainingHealth: no MFU, since FLOPs are not known of {', '.join(sorted(counter.uncounted))}"
+            )
+
+    def batch_ends(self) -> None:
+        """Add the batch to what was done."""
+        self.stop_counting()
+        now = time.perf_counter()
+        done, (tokens, samples) = self._done, self._batch
+        done.seconds += 0.0 if self._last is None else now - self._last
+        done.samples += samples
+        if tokens is not None:
+            done.tokens = tokens if done.tokens is None else done.tokens + tokens
+        done.flops += self._flops(tokens, samples)
+        self._last = now
+
+    def take(self) -> Done:
+        """What was done since it was last taken."""
+        done, self._done = self._done, Done()
+        return done
+
+    def _flops(self, tokens: Any, samples: int) -> float:
+        if self._counted is None:
+            return 0.0
+        flops, first_tokens, first_samples = self._counted
+        if isinstance(tokens, int) and isinstance(first_tokens, int) and first_tokens:
+            return flops * tokens / first_tokens
+        return flops * samples / first_samples if first_samples else flops
+
+
+def default_tokens(batch: Any) -> int | None:
+    """The size of ``input_ids``, or of the first whole-numbered tensor of two dimensions; ``None`` without either."""
+    if isinstance(batch, Tensor):
+        return batch.numel() if batch.dim() == 2 and _whole(batch) else None
+    if _is_mapping(batch):
+        ids = batch.get("input_ids")
+        return ids.numel() if isinstance(ids, Tensor) and _whole(ids) else None
+    items = cast("list[Any]", batch) if isinstance(batch, (tuple, list)) else []
+    return next((count for count in map(default_tokens, items) if count is not None), None)
+
+
+def samples_in(batch: Any) -> int:
+    """The length of the first tensor of the batch; 0 where there is none."""
+    return next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 0)
+
+
+def _whole(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
+
+
+def _is_mapping(batch: Any) -> bool:
+    return isinstance(batch, Mapping) or (hasattr(batch, "data") and isinstance(getattr(batch, "data", None), Mapping))
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+        return
+    items: Any = batch if isinstance(batch, (tuple, list)) else batch.values() if _is_mapping(batch) else ()
+    for item in items:
+        yield from _tensors(item)
+
+
+def _compute_dtype(trainer: Trainer) -> str | None:
+    """What most products of the run are computed in."""
+    plugin, precision = trainer.precision_plugin, str(trainer.precision)
+    if isinstance(plugin, PlanBase):
+        dtype: str | None = plugin.policy.compute_dtype
+    else:
+        begins = {"bf16": "bf16", "16": "fp16", "32": "fp32", "transformer-engine": "fp8"}
+        dtype = next((found for start, found in begins.items() if precision.startswith(start)), None)
+    if dtype == "fp32" and has_tf32(trainer.strategy.root_device) and _tf32_is_on():
+        return "tf32"
+    return dtype
+
+
+def _tf32_is_on() -> bool:
+    matmul: Any = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32

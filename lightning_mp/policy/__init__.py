@@ -1,0 +1,37 @@
+"""What may be written in a plan: pure data and its rules, without torch, so that a config can be checked anywhere."""
+
+from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.precision_policy import (
+    DTYPES,
+    PRECISIONS,
+    STORAGE_DTYPES,
+    TF32_SETTINGS,
+    Checkpointing,
+    CheckpointingLike,
+    LossScalingLike,
+    NonFinite,
+    NonFiniteLike,
+    Pin,
+    PinsLike,
+    Precision,
+    PrecisionPolicy,
+    dtype_name,
+)
+
+__all__ = [
+    "DTYPES",
+    "PRECISIONS",
+    "STORAGE_DTYPES",
+    "TF32_SETTINGS",
+    "Checkpointing",
+    "CheckpointingLike",
+    "LossScaling",
+    "LossScalingLike",
+    "NonFinite",
+    "NonFiniteLike",
+    "Pin",
+    "PinsLike",
+    "Precision",
+    "PrecisionPolicy",
+    "dtype_name",
+]

@@ -1,0 +1,97 @@
+"""Configs as plain mappings, whatever they came as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.policy.loss_scaling import LossScaling
+
+#: what a ``_target_`` may name besides a class whose fields are written out, and what builds it
+_CONSTRUCTORS: Mapping[str, Callable[..., LossScaling]] = {
+    f"LossScaling.{build.__name__}": build
+    for build in (LossScaling.torch, LossScaling.deepspeed, LossScaling.megatron, LossScaling.static)
+}
+_CLASSES = ("MixedPrecisionPlan", "PrecisionPolicy", "LossScaling", "Pin", "Checkpointing", "NonFinite")
+#: keys with which Hydra says what a mapping is built as
+HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
+
+
+def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict[str, Any]:
+    """A dict of plain values from a mapping, an OmegaConf ``DictConfig`` or the path of a YAML file.
+
+    ``_target_`` keys, with which Hydra names what to build, are honoured: those of a class are left out, since its
+    fields say the same; ``LossScaling.deepspeed`` and its kind are called.
+
+    Raises:
+        PlanError: no such file, a file that is no YAML mapping, a missing value, an interpolation that leads nowhere, a
+            ``_target_`` that is none of this package's; all faults of one kind together.
+    """
+    faults = Faults()
+    loaded = _loaded(config)
+    plain = _resolved(loaded, repr(str(config)) if isinstance(config, (str, PathLike)) else "a mapping")
+    if not isinstance(plain, Mapping):
+        fix = "write the plan's arguments as 'precision: bf16-mixed'"
+        raise PlanError([Fault(f"a config of type {type(loaded).__name__}", "a mapping", fix)])
+    built = _built(plain, faults)
+    faults.raise_if_any()
+    return cast("dict[str, Any]", built)
+
+
+def _loaded(config: Any) -> Any:
+    if not isinstance(config, (str, PathLike)):
+        return config
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    path = Path(cast("str", config))
+    if not path.is_file():
+        raise PlanError([Fault(f"config {str(path)!r}, which is no file", "a YAML file", "check the path")])
+    try:
+        return OmegaConf.load(path)
+    except (YAMLError, OSError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise PlanError([Fault(f"config {str(path)!r}: {text}", "a YAML mapping", "mend the file")]) from error
+
+
+def _resolved(config: Any, name: str) -> Any:
+    from omegaconf import Container, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(config, Container):
+        return config
+    try:
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        text = " ".join(str(error).split())
+        fix = "give every '???' a value and every ${...} a target"
+        raise PlanError(
+            [Fault(f"a config, {name}, that does not resolve: {text}", "values for every key", fix)]
+        ) from error
+
+
+def _built(value: Any, faults: Faults) -> Any:
+    if isinstance(value, list):
+        return [_built(item, faults) for item in cast("list[Any]", value)]
+    if not isinstance(value, Mapping):
+        return value
+    given = cast("Mapping[str, Any]", value)
+    fields = {key: _built(item, faults) for key, item in given.items() if key not in HYDRA_KEYS}
+    target = given.get("_target_")
+    if target is None or str(target).rpartition(".")[2] in _CLASSES:
+        return fields
+    build = _CONSTRUCTORS.get(".".join(str(target).split(".")[-2:]))
+    if build is None:
+        allowed = ", ".join([*_CLASSES, *_CONSTRUCTORS])
+        faults.add(f"_target_: {target}", f"lightning_mp's {allowed}", "name one of these")
+        return fields
+    try:
+        return build(**fields)
+    except PlanError as error:
+        faults.extend(error.faults)
+    except TypeError as error:
+        faults.add(f"_target_: {target} with {sorted(fields)}", "the arguments of that constructor", str(error))
+    return fields

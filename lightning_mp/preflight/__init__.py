@@ -1,5 +1,0 @@
-"""The doctor: what will go wrong in a run, found before its first step."""
-
-from lightning_mp.preflight.examining import doctor, warn_at_fit
-
-__all__ = ["doctor", "warn_at_fit"]

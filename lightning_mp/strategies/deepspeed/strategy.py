@@ -1,0 +1,378 @@
+"""DeepSpeed's ZeRO stages under a plan: DeepSpeed shards and updates, the plan says what runs."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies.deepspeed import remove_module_hooks
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
+from lightning_mp.checkpoints.zero import resumable
+from lightning_mp.deepspeed_config import merge
+from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.zero import ZeroEngine, store_masters_as_parameters
+from lightning_mp.errors import Faults, PlanError
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.strategies.checkpoint_io import CarriesCheckpoints, set_learning_rates
+from lightning_mp.strategies.common import plan_of
+from lightning_mp.strategies.deepspeed import patches
+from lightning_mp.strategies.deepspeed.load_weights import load_whole
+from lightning_mp.strategies.deepspeed.param_groups import by_dtype, regroup, split_by_dtype
+from lightning_mp.strategies.fail_together import EndsTogether
+
+Json = Mapping[str, Any] | str | PathLike[str]
+
+
+class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy):
+    """ZeRO stage 1, 2 or 3 under a plan, on CUDA, and on the CPU with gloo.
+
+    Args:
+        stage: what is partitioned: 1 optimizer state, 2 and gradients, 3 and parameters.
+        offload_optimizer: keep optimizer state on the CPU.
+        offload_parameters: keep parameters on the CPU (stage 3).
+        config: a DeepSpeed JSON (a mapping or a path) to merge; what contradicts plan or Trainer is refused.
+        policy: what the JSON is checked against at once; else it is checked when the run starts.
+        host: further keywords of Lightning's ``DeepSpeedStrategy``.
+
+    Raises:
+        PlanError: a misspelt key, or a contradiction between JSON, plan and Trainer, with both values.
+        MissingExtraError: DeepSpeed is not installed.
+    """
+
+    plan_engine = ZeroEngine
+    own_formats = frozenset({"deepspeed"})
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        config: Json | None = None,
+        policy: PrecisionPolicy | None = None,
+        **host: Any,
+    ) -> None:
+        patches.require_deepspeed()
+        if config is None:
+            config = os.environ.get(self.DEEPSPEED_ENV_VAR)  # Lightning's own place for it
+        if host.get("zero_optimization") is False:
+            faults = Faults("strategy")
+            faults.add(f"zero_optimization=False with stage={stage}", "ZeRO", "use strategy='mp_ddp'")
+            faults.raise_if_any()
+        super().__init__(
+            stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters, **host
+        )
+        self._host_defaults = self.config
+        self._given = None if config is None else merge.read(config)
+        self._stage, self._offloads = stage, (offload_optimizer, offload_parameters)
+        self._came_from: list[int] = []
+        self._groups_before = 0
+        self._linear = patches.Linear()
+        if policy is not None and policy.precision != "auto":
+            self.config = self._composed(policy)
+
+    def _composed(self, policy: PrecisionPolicy) -> dict[str, Any]:
+        """The JSON for ``policy``: the user's merged with the plan's, over Lightning's defaults."""
+        from deepspeed.accelerator import get_accelerator
+
+        composed = merge.compose(
+            policy,
+            self._given,
+            stage=self._stage,
+            offload_optimizer=self._offloads[0],
+            offload_parameters=self._offloads[1],
+            fp16_supported=bool(cast("Any", get_accelerator()).is_fp16_supported()),
+        )
+        for note in composed.notes:
+            rank_zero_info(f"DeepSpeed config: {note}")
+        return _over(self._host_defaults, composed.config)
+
+    def _load_config(self, config: Json | None) -> None:
+        """Nothing: the JSON is merged with the plan's, and Lightning's defaults stand below both."""
+
+    # ------------------------------------------------------------------ processes
+
+    def setup_environment(self) -> None:
+        super(DeepSpeedStrategy, self).setup_environment()  # past its refusal of anything but CUDA
+
+    def setup_distributed(self) -> None:
+        if self.root_device.type == "cuda":
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Lightning accumulates, as under any strategy; DeepSpeed is told which backward pass is the last."""
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        yield
+
+    # ------------------------------------------------------------------ the model
+
+    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
+        """Compose the JSON for the run at hand, and note what ZeRO cannot do; changes nothing in the module."""
+        lightning_module = cast("LightningModule", module)
+        trainer = lightning_module.trainer
+        by_norm = trainer.gradient_clip_algorithm != "value"
+        if not by_norm and trainer.gradient_clip_val:
+            faults.add("gradient_clip_algorithm='value' with ZeRO", "'norm'", "clip by norm, or use 'mp_fsdp2'")
+        if is_overridden("backward", lightning_module, LightningModule):
+            faults.add(
+                "LightningModule.backward overridden with ZeRO",
+                "DeepSpeed's own backward, which reduces and partitions as gradients come",
+                "move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
+            )
+        _check_storage(engine, module, self._stage, any(self._offloads), faults)
+        try:
+            composed = self._composed(engine.policy)
+        except PlanError as error:
+            faults.extend(error.faults)
+            composed = self._given or {}
+        try:
+            self.config = merge.add_trainer(
+                composed,
+                clip_norm=trainer.gradient_clip_val if by_norm else None,
+                accumulate=trainer.accumulate_grad_batches,
+                world_size=self.world_size,
+                micro_batch=None,
+            )
+        except PlanError as error:
+            faults.extend(fault for fault in error.faults if fault not in faults.found)
+        self._config_initialized = True
+
+    def setup(self, trainer: Trainer) -> None:
+        """Apply the plan, then hand the module and its optimizer to DeepSpeed."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        plan = plan_of(self)
+        self._forward_redirection = patches.InsideEngine(plan)
+        self.accelerator.setup(trainer)
+        self.model = plan.convert_module(self.model)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.init_deepspeed()
+        self.setup_precision_plugin()
+        self.barrier()
+
+    def init_deepspeed(self) -> None:
+        assert self.lightning_module is not None
+        assert self.model is not None
+        if self.lightning_module.trainer.training:
+            self._initialize_deepspeed_train(self.model)
+        else:
+            self._initialize_deepspeed_inference(self.model)
+
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Any]:
+        step = cast("ZeroEngine", plan_of(self).engine)
+        if optimizer is not None:
+            self._check_optimizer(step, optimizer, lr_scheduler)
+            self._groups_before = len(optimizer.param_groups)
+            self._came_from = split_by_dtype(optimizer, lr_scheduler)
+        step.give_away()
+        trained = by_dtype(parameter for parameter in model.parameters() if parameter.requires_grad)
+        groups = [{"params": members} for members in trained]
+        engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
+        if self._stage < 3:
+            store_masters_as_parameters(zero)
+        return engine, zero
+
+    def _check_optimizer(self, step: ZeroEngine, optimizer: Optimizer, scheduler: Any) -> None:
+        faults = Faults("strategy")
+        step.check_optimizer(optimizer, faults)
+        if scheduler is not None and "scheduler" in (self.config or {}):
+            faults.add(
+                f"scheduler={cast('Any', self.config)['scheduler']!r} in the JSON and {type(scheduler).__name__} in "
+                "configure_optimizers",
+                "one of the two",
+                "remove one",
+            )
+        if faults.found:
+            step.take_back()
+        faults.raise_if_any()
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        """An engine without an optimizer; stage 3 gathers, the others have whole parameters."""
+        assert isinstance(self.config, dict)
+        config = {"train_micro_batch_size_per_gpu": 1, "fp16": self.config["fp16"], "bf16": self.config["bf16"]}
+        if self._stage == 3:
+            config |= {key: self.config[key] for key in ("zero_allow_untested_optimizer", "zero_optimization")}
+            remove_module_hooks(model)  # those of a training engine, which would gather a second time
+        self.model, _ = self._engine_of(model, config, [], None, None)
+
+    def _engine_of(self, model: nn.Module, config: Any, groups: Any, optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
+        import deepspeed
+
+        self._linear.remember()
+        patches.let_go(model)
+        with patches.casts_left_to_the_plan():
+            engine, zero, _, _ = deepspeed.initialize(
+                args=Namespace(device_rank=self.local_rank),  # as Lightning, but a CPU has no index
+                config=config,
+                model=model,
+                model_parameters=groups,
+                optimizer=optimizer,
+                lr_scheduler=scheduler,
+                dist_init_required=False,
+            )
+        patches.remember(model, engine.optimizer)
+        return engine, zero
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Modules made in it are partitioned at once under stage 3, in the dtype they are stored in."""
+        if self._stage < 3:
+            yield
+            return
+        import deepspeed
+
+        policy = plan_of(self).policy
+        if policy.precision == "auto":
+            faults = Faults("strategy")
+            faults.add(
+                "precision='auto' with configure_model() under ZeRO-3, which partitions weights as they are made",
+                "a precision that says what is stored",
+                "write precision='bf16-mixed', or make the model in __init__",
+            )
+            faults.raise_if_any()
+        batch = ("train_batch_size", "gradient_accumulation_steps")  # the Trainer's; zero.Init only looks for any
+        config = {key: value for key, value in self._composed(policy).items() if key not in batch}
+        self._linear.remember()
+        with deepspeed.zero.Init(
+            remote_device=self.remote_device,
+            config_dict_or_path={**config, "train_micro_batch_size_per_gpu": 1},
+            dtype=to_torch(policy.storage_dtype),
+        ):
+            yield
+
+    def teardown(self) -> None:
+        """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
+        self._linear.put_back()
+        super().teardown()
+
+    # ------------------------------------------------------------------ the step
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Backward through DeepSpeed, told whether it is the last one before a step."""
+        module = self.lightning_module
+        assert module is not None
+        fit_loop = cast("Any", module.trainer.fit_loop)
+        accumulating = module.automatic_optimization and fit_loop._should_accumulate()
+        self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulating)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save through DeepSpeed; schedulers as if no param group had been split."""
+        if len(self._came_from) != self._groups_before:
+            first = [self._came_from.index(group) for group in range(self._groups_before)]
+            for state in checkpoint.get("lr_schedulers", ()):
+                regroup(state, len(self._came_from), first)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a folder that ranks of the same stage wrote with everything, all else without optimizer state.
+
+        Raises:
+            CheckpointFormatError: no checkpoint; a ZeRO run that another number of processes is to go on with.
+        """
+        path = self.broadcast(checkpoint_path)
+        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            _check_world_size(Path(path), self.world_size)
+        checkpoint = super().load_checkpoint(path, weights_only=weights_only)
+        engine = plan_of(self).engine
+        if isinstance(engine, ZeroEngine):
+            engine.take_over()
+        if len(self._came_from) != self._groups_before:
+            for state in checkpoint.get("lr_schedulers", ()):
+                regroup(state, self._groups_before, self._came_from)
+        if not self.reads(path):
+            set_learning_rates(self.optimizers, checkpoint)
+        return checkpoint
+
+    def reads(self, path: Any) -> bool:
+        return super().reads(path) and resumable(Path(path), self._stage, self.world_size)
+
+    def load_foreign(self, checkpoint: dict[str, Any]) -> None:
+        """Load whole weights into the partitions."""
+        module = self.lightning_module
+        assert module is not None
+        if checkpoint.pop("optimizer_states", None):
+            rank_zero_info("optimizer state of another strategy does not fit ZeRO's partitions: it starts anew")
+        if self._stage < 3:
+            module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+        else:
+            load_whole(module, checkpoint["state_dict"], strict=module.strict_loading)
+        for zero in self.optimizers:
+            cast("Any", zero).refresh_fp32_params()
+
+
+def _check_world_size(path: Path, processes: int) -> None:
+    """Each rank takes up its own piece; weights alone, to evaluate or consolidate, can be read by any number."""
+    if kind_of(path) != "deepspeed":
+        return
+    wrote = len(list(deepspeed_folder(path).glob("*_optim_states.pt")))
+    if wrote != processes:
+        raise CheckpointFormatError(
+            f"{str(path)!r}, a ZeRO run of {wrote} processes, to go on with {processes}",
+            "the number of processes that wrote it: optimizer state is in pieces, one a process",
+            f"start {wrote} processes, or use strategy='mp_fsdp2' or 'mp_ddp', which take up its weights and scale",
+        )
+
+
+def _check_storage(engine: StepEngine, module: nn.Module, stage: int, offload: bool, faults: Faults) -> None:
+    """Half-precision weights: only ZeRO-1/2 can be made to keep no fp32 copy of them."""
+    if stage < 3 and not offload:
+        return
+    policy = engine.policy
+    why = "ZeRO-3" if stage == 3 else "ZeRO's optimizer offload"
+    if policy.storage_dtype != "fp32":
+        faults.add(
+            f"precision={policy.precision!r} with {why}, which keeps fp32 master weights and fp32 optimizer state",
+            "weights stored in fp32",
+            f"use {policy.precision.replace('true', 'mixed')!r}, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'",
+        )
+    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    for pin in dict.fromkeys(member.pin for member in engine.pin_map.members if _trains(member.module, trained)):
+        if pin.dtype != "fp32" and policy.storage_dtype == "fp32":
+            faults.add(
+                f"pin {pin.pattern!r} to {pin.dtype} with {why}, which keeps fp32 master weights of trained parameters",
+                "pins to fp32, or pins on frozen modules",
+                "remove the pin, or use strategy='mp_fsdp2' or 'mp_deepspeed_zero2'",
+            )
+
+
+def _trains(module: nn.Module, trained: set[int]) -> bool:
+    return any(id(parameter) in trained for parameter in module.parameters(recurse=False))
+
+
+def _over(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config``, with what it leaves out taken from ``defaults``, block by block."""
+    merged = dict(defaults)
+    for key, value in config.items():
+        below = merged.get(key)
+        merged[key] = _over(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return merged

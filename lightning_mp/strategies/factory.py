@@ -1,0 +1,86 @@
+"""The factory: a strategy by name, and the whole regime as Trainer arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, cast
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import Strategy
+
+from lightning_mp.errors import Faults, nearest
+from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.strategies import registry
+
+
+def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Strategy:
+    """The strategy of that name for ``Trainer(plugins=[plan], strategy=...)``.
+
+    Args:
+        name: ``auto``, ``ddp``, ``fsdp2`` (or ``fsdp``), ``hsdp``, ``fsdp1``, ``deepspeed_zero1`` to ``3`` and their
+            ``_offload`` forms, with or without ``mp_`` in front.
+        plan: what the strategy will carry out; contradictions with ``overrides`` are found at once.
+        overrides: keywords of the strategy and of its host (Lightning's class, DDP, FSDP).
+
+    Raises:
+        PlanError: an unknown name or keyword, with near ones; a contradiction between plan and overrides.
+        MissingExtraError: DeepSpeed is needed and not installed.
+    """
+    faults = Faults("make_strategy")
+    _check_plan(plan, faults)
+    faults.raise_if_any()
+    return registry.build(name, plan.policy, overrides)
+
+
+def trainer_kwargs(
+    plan: MixedPrecisionPlan,
+    *,
+    strategy: str | Strategy = "auto",
+    devices: int | str | Sequence[int] = "auto",
+    callbacks: Any = None,
+    **trainer_args: Any,
+) -> dict[str, Any]:
+    """Everything a plan needs as arguments for ``Trainer(**trainer_kwargs(plan, strategy="fsdp2", devices=8))``.
+
+    ``strategy`` is a name for :func:`make_strategy`, or what it returned; the rest goes to the Trainer as it is.
+
+    Raises:
+        PlanError: an unknown strategy, an unknown Trainer argument, a second precision.
+    """
+    faults = Faults("trainer_kwargs")
+    _check_plan(plan, faults)
+    plugins = trainer_args.pop("plugins", None) or []
+    plugins = list(cast("Sequence[Any]", plugins)) if isinstance(plugins, (list, tuple)) else [plugins]
+    for other in (plugin for plugin in plugins if isinstance(plugin, Precision) and plugin is not plan):
+        faults.add(f"plugins=[{type(other).__name__}] beside the plan", "one precision plugin", "remove it")
+    _check_trainer_args(trainer_args, faults)
+    built = strategy
+    if not faults.found and isinstance(strategy, str):
+        built = registry.build(strategy, plan.policy, {})
+    faults.raise_if_any()
+    given = {} if callbacks is None else {"callbacks": callbacks}
+    others = [plugin for plugin in plugins if plugin is not plan]
+    return {"plugins": [plan, *others], "strategy": built, "devices": devices, **given, **trainer_args}
+
+
+def _check_plan(plan: object, faults: Faults) -> None:
+    if not isinstance(plan, MixedPrecisionPlan):
+        faults.add(
+            f"plan={plan!r}",
+            "a MixedPrecisionPlan",
+            "write MixedPrecisionPlan('bf16-mixed'), or MixedPrecisionPlan.from_config(...)",
+        )
+
+
+def _check_trainer_args(given: dict[str, Any], faults: Faults) -> None:
+    known = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
+    for key in given:
+        if key == "precision":
+            faults.add(f"precision={given[key]!r} beside the plan", "the plan's precision", "remove it")
+        elif key not in known:
+            near = nearest(key, known)
+            faults.add(
+                f"unknown Trainer argument {key!r}", ", ".join(known), f"did you mean {near}?" if near else "remove it"
+            )

@@ -1,0 +1,1 @@
+"""FullyShardedDataParallel under a plan."""

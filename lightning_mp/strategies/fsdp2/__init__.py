@@ -1,0 +1,1 @@
+"""FSDP2 (fully_shard), HSDP and tensor parallel under a plan."""

@@ -1,0 +1,306 @@
+"""FSDP2 for any LightningModule: the plan is applied, then the model is cut into units and sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device  # pyright: ignore[reportPrivateUsage]
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.optim import Optimizer
+
+from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.sharded import ShardedEngine
+from lightning_mp.engines.user_sharding import check_users_sharding
+from lightning_mp.errors import Faults
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.strategies import meta_device
+from lightning_mp.strategies.checkpoint_io import CarriesDTensors
+from lightning_mp.strategies.common import StepsThroughModule, plan_of
+from lightning_mp.strategies.fail_together import EndsTogether
+from lightning_mp.strategies.fsdp2 import tensor_parallel
+from lightning_mp.strategies.fsdp2.root_unit import RootUnit
+from lightning_mp.strategies.shard_units import Units, Wrap, for_compiling, inside, units
+from lightning_mp.strategies.sharding import (
+    Sharding,
+    broadcast_from_first,
+    device_of,
+    is_sharded,
+    shard,
+    share_buffers,
+    whole_optimizer_state,
+)
+
+
+class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, ModelParallelStrategy):
+    """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
+
+    Args:
+        wrap: module classes, names of classes or patterns that become shard units; by default transformers'
+            ``_no_split_modules``, else modules of 100M parameters.
+        device_mesh: ``(replicas, shards)``: shard within a group, replicate across groups (HSDP).
+        data_parallel_size: ranks with data of their own, as in Lightning; by default what the others leave.
+        tensor_parallel: ranks that split each layer between them, within the data-parallel ones.
+        tensor_parallel_size: the same, by Lightning's name.
+        tp_plan: module pattern to style (``"colwise"``, ``"rowwise"``, …); by default the transformers model's own.
+        compile: ``torch.compile`` each block before it is sharded.
+        prefetch: how many blocks to gather ahead.
+        cpu_offload: keep shards, gradients and optimizer state on the CPU.
+        reshard_after_forward: as in ``fully_shard``.
+        shard_placement_fn: as in ``fully_shard``.
+        offload_policy: as in ``fully_shard``; ``cpu_offload`` is the short way.
+        ignored_params: as in ``fully_shard``.
+        save_distributed_checkpoint: a folder of shards (the default), or one file assembled on rank 0.
+        process_group_backend: as in Lightning.
+        timeout: as in Lightning.
+
+    Raises:
+        PlanError: at start: a mesh that the number of processes does not fill, ``wrap`` that matches nothing, a pin
+            that would put two dtypes into one unit, a layer that tensor parallelism cannot split.
+    """
+
+    plan_engine = ShardedEngine
+
+    def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
+        self,
+        *,
+        wrap: Wrap = None,
+        device_mesh: tuple[int, int] | None = None,
+        data_parallel_size: int | str = "auto",
+        tensor_parallel: int = 1,
+        tensor_parallel_size: int | str = "auto",
+        tp_plan: tensor_parallel.Plan | None = None,
+        compile: bool = False,
+        prefetch: int | None = None,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool | int | None = None,
+        shard_placement_fn: Any = None,
+        offload_policy: OffloadPolicy | None = None,
+        ignored_params: set[nn.Parameter] | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        given = {
+            "reshard_after_forward": reshard_after_forward,
+            "shard_placement_fn": shard_placement_fn,
+            "offload_policy": offload_policy,
+            "ignored_params": ignored_params,
+        }
+        options = {key: value for key, value in given.items() if value is not None}
+        offloads = cpu_offload or isinstance(offload_policy, CPUOffloadPolicy)
+        self.sharding = Sharding(compile=compile, prefetch=prefetch, cpu_offload=offloads, options=options)
+        self._wrap = wrap
+        self._replicas_and_shards: tuple[int, int] | None = device_mesh
+        self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
+        self._shards, self._tp_plan = data_parallel_size, tp_plan
+        self._units: Units | None = None
+        self._split: dict[str, Any] = {}
+        self._root: RootUnit | None = None
+
+    # ------------------------------------------------------------------ processes
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        size = self._tensor_parallel
+        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+    def setup_environment(self) -> None:
+        """Start the process group and lay the mesh.
+
+        Raises:
+            PlanError: the mesh has not as many places as there are processes.
+        """
+        shape, names = self._mesh_shape()
+        self._setup_distributed()
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh  # pyright: ignore[reportPrivateUsage]
+
+    def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        world, size = self.num_nodes * self.num_processes, self._tensor_parallel
+        shards = max(world // max(size, 1), 1) if self._shards == "auto" else int(self._shards)
+        replicas, shards = self._replicas_and_shards or (1, shards)
+        if min(replicas, shards, size) < 1 or replicas * shards * size != world:
+            faults = Faults("strategy")
+            mesh = (
+                f"device_mesh=({replicas}, {shards})" if self._replicas_and_shards else f"{shards} data-parallel ranks"
+            )
+            faults.add(
+                f"{mesh} and tensor_parallel={size} with {world} processes",
+                "replicas x shards x tensor_parallel = the number of processes (devices x num_nodes)",
+                f"use sizes whose product is {world}, or start {max(replicas * shards * size, 1)} processes",
+            )
+            faults.raise_if_any()
+        shape, names = ((replicas, shards), ("replicate", "shard"))
+        if self._replicas_and_shards is None:
+            shape, names = (shards,), ("data_parallel",)
+        return ((*shape, size), (*names, "tensor_parallel")) if size > 1 else (shape, names)
+
+    @property
+    def _shard_mesh(self) -> DeviceMesh:
+        names = self.device_mesh.mesh_dim_names or ()
+        return self.device_mesh[tuple(name for name in names if name != "tensor_parallel")]
+
+    # ------------------------------------------------------------------ the model
+
+    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
+        """Cut the model into units, and note what cannot be; changes nothing."""
+        if is_sharded(module):  # by the user's configure_model, or by a run before
+            users = self._units is None
+            replicas = self.world_size // self._tensor_parallel if users else 1
+            check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
+            return
+        policy, pinned = engine.policy, engine.pin_map.dtypes()
+
+        def stored(parameter: Tensor) -> torch.dtype:
+            return to_torch(pinned.get(id(parameter), policy.storage_dtype))
+
+        self._units = units(module, self._wrap, engine.pin_map, stored, faults)
+        if self.sharding.compile:
+            self._units = for_compiling(self._units, stored)
+            _check_compiles(self._units, policy, module, faults)
+        if self._tensor_parallel > 1:
+            self._split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
+        for name in meta_device.cannot_initialise(module):
+            faults.add(
+                f"module {name!r} on the meta device, which has no reset_parameters()",
+                "modules that can be initialised after they are made",
+                "give the module reset_parameters(), or build it outside init_module(empty_init=True)",
+            )
+
+    def setup(self, trainer: Trainer) -> None:
+        """Apply the plan, shard, then make the optimizers on what is left here."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        plan = plan_of(self)
+        whole = not is_sharded(self.model)
+        self.model = cast("LightningModule", plan.convert_module(self.model))
+        if whole:
+            self._shard(self.model, plan.policy)
+        self._root = RootUnit(self.model)
+        self.model_to_device()
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting and not self.sharding.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard(self, model: nn.Module, policy: Any) -> None:
+        assert self._units is not None
+        broadcast_from_first(model, self.root_device)
+        if self._tensor_parallel > 1:
+            mesh = self.device_mesh["tensor_parallel"]
+            place = device_of(mesh)
+            tensor_parallel.draw_alike(mesh)
+            tensor_parallel.parallelize(model, self._split, mesh, partial(_whole_on, place, model))
+        shard(model, self._units, self._shard_mesh, policy, self.sharding)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        if not self.sharding.cpu_offload:
+            super().model_to_device()
+            return
+        for buffer in self.model.buffers():  # parameters stay where they are offloaded to
+            buffer.data = buffer.data.to(self.root_device)
+
+    # ------------------------------------------------------------------ steps
+
+    def _through(self, method: str, args: Any, kwargs: Any) -> Any:
+        assert self._root is not None
+        assert self.lightning_module is not None
+        manual = method == "training_step" and not self.lightning_module.automatic_optimization
+        with self._root.step(backward_inside=manual):
+            output = super()._through(method, args, kwargs)
+        if method != "training_step" or manual or output is None:  # else backward follows, and shards again
+            self._root.reshard()
+        return output
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        assert self._root is not None
+        self._root.before_backward(closure_loss)
+
+    def _share_buffers(self) -> None:
+        """As under DDP, the first rank's: what it is evaluated with is what it is saved with."""
+        assert self.model is not None
+        share_buffers(self.model, self.root_device)
+
+    def on_validation_start(self) -> None:
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        self._share_buffers()
+
+    def on_predict_start(self) -> None:
+        self._share_buffers()
+
+    def on_train_end(self) -> None:
+        self._share_buffers()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Collect the weights, and the first rank's buffers."""
+        self._share_buffers()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Collect the state; in a single file numbered by the optimizer's own groups, as any optimizer loads it."""
+        if self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        assert self.model is not None
+        plain = cast("Optimizer", getattr(optimizer, "_optimizer", optimizer))
+        return whole_optimizer_state(plain, keep=self.global_rank == 0)
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        yield
+
+
+def _check_compiles(cut: Units, policy: PrecisionPolicy, model: nn.Module, faults: Faults) -> None:
+    """A unit's hooks interrupt a graph; in a region that is recomputed torch then compiles nothing, without a word."""
+    within = [unit for block in cut.blocks for unit in inside(block, cut)]
+    if policy.checkpointing is None or not within:
+        return
+    names = {id(module): name for name, module in model.named_modules()}
+    faults.add(
+        f"compile=True beside checkpointing, with {names[id(within[0])]!r} pinned inside a block to another dtype than "
+        "the block's",
+        "compiled blocks with checkpointing, or with modules of another dtype inside, not both",
+        "leave out compile=True or checkpointing=, or use a '*-mixed' precision with fp32 pins",
+    )
+
+
+def _whole_on(place: torch.device, model: nn.Module, module: nn.Module) -> None:
+    """Make ``module`` and move it before it is split, so that only one is whole on a device at a time."""
+    meta_device.materialize(module, model, place, place)
+    if place.type != "cpu":
+        module.to(place)
+
+
+class PlanHSDPStrategy(PlanFSDP2Strategy):
+    """Shards within a node and replicas across nodes; ``device_mesh=(replicas, shards)`` lays them otherwise."""
+
+    def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        if self._replicas_and_shards is None:
+            self._replicas_and_shards = (self.num_nodes, max(self.num_processes // max(self._tensor_parallel, 1), 1))
+        return super()._mesh_shape()

@@ -1,0 +1,226 @@
+"""Tensor parallelism by a transformers model's own plan, or one the user gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from lightning_mp.errors import Faults, nearest
+from lightning_mp.modules.class_swap import original_class
+from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
+
+Plan = Mapping[str, str | ParallelStyle]
+
+#: transformers' names of styles (integrations/tensor_parallel.py) in torch's terms
+_STYLES: dict[str, Any] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": partial(ColwiseParallel, output_layouts=Replicate()),
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "embedding_rowwise": partial(RowwiseParallel, input_layouts=Replicate()),
+    "replicate": None,
+}
+
+
+class Replicated(ParallelStyle):
+    """A module that every rank of the tensor-parallel group computes whole.
+
+    Its parameters become DTensors as the split ones are: torch's fused and multi-tensor optimizers take parameters
+    of one mesh only.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, _wrap_inputs, _unwrap_output)
+
+
+def _wrap_inputs(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    return tuple(
+        DTensor.from_local(item, mesh, [Replicate()], run_check=False)
+        if hasattr(item, "layout") and not isinstance(item, DTensor)
+        else item
+        for item in inputs
+    )
+
+
+def _unwrap_output(_module: nn.Module, output: Any, _mesh: DeviceMesh) -> Any:
+    return output.to_local() if isinstance(output, DTensor) else output
+
+
+def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> dict[str, ParallelStyle]:
+    """The style of every module that is split or replicated, by its name in ``model``; changes nothing."""
+    patterns = dict(_patterns(model) if given is None else given.items())
+    if not patterns:
+        faults.add(
+            f"tensor_parallel={size} on {type(model).__name__}",
+            "a transformers model with a tp_plan of its own, or tp_plan={pattern: style}",
+            "pass tp_plan={'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}, or remove tensor_parallel",
+        )
+        return {}
+    named = list(named_submodules(model))
+    found: dict[str, ParallelStyle] = {}
+    for pattern, style in patterns.items():
+        made = _style(pattern, style, faults)
+        matched = [(name, module) for name, module in named if matches(pattern, name, module)]
+        if not matched and given is not None:
+            no_match(pattern, model, "tp_plan pattern", faults)
+        for name, module in matched:
+            if made is not None and _is_for(module, style, name, faults):
+                _check_divides(name, module, made, size, faults)
+                found[name] = made
+    _check_heads(model, size, faults)
+    _check_ties(named, found, faults)
+    return found
+
+
+def parallelize(
+    model: nn.Module,
+    split: Mapping[str, ParallelStyle],
+    mesh: DeviceMesh,
+    before: Callable[[nn.Module], None],
+) -> None:
+    """Split ``model`` over ``mesh`` in place; what ``split`` does not name is computed whole by every rank.
+
+    ``before`` is called with each module that is about to be split. Ties hold.
+    """
+    named = dict(named_submodules(model))
+    whole = {
+        name: Replicated()
+        for name, module in named.items()
+        if name not in split and has_own_forward(module) and _owns(module)
+    }
+    ties = _ties(named.items())
+    for name, style in {**whole, **split}.items():
+        before(named[name])
+        parallelize_module(named[name], mesh, style)
+    for first, *others in ties:
+        for name, key in others:
+            setattr(named[name], key, getattr(named[first[0]], first[1]))
+
+
+def draw_alike(mesh: DeviceMesh) -> None:
+    """Let the ranks of a group draw the same random numbers: what they compute whole must be the same on all."""
+    group = mesh.get_group()
+    first = dist.get_process_group_ranks(group)[0]
+    seed = [torch.random.initial_seed()]
+    dist.broadcast_object_list(seed, src=first, group=group)
+    if seed[0] != torch.random.initial_seed():
+        torch.manual_seed(seed[0])
+
+
+def _owns(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _is_for(module: nn.Module, style: str | ParallelStyle, name: str, faults: Faults) -> bool:
+    """Whether ``style`` has something to do in ``module``; torch's own styles by name split linear layers only."""
+    if isinstance(style, ParallelStyle):
+        return True
+    if _owns(module) and not isinstance(module, (nn.Linear, nn.Embedding)):
+        faults.add(
+            f"tensor-parallel style {style!r} for {name!r}, a {original_class(module).__name__}",
+            "nn.Linear and nn.Embedding under the styles that have names",
+            "pass a torch.distributed.tensor.parallel.ParallelStyle for it, or leave it out: it is then computed whole",
+        )
+        return False
+    return _owns(module)
+
+
+Place = tuple[str, str]
+
+
+def _ties(named: Iterable[tuple[str, nn.Module]]) -> list[list[Place]]:
+    """The places of every weight that more than one module holds."""
+    places: dict[int, dict[tuple[int, str], Place]] = {}
+    for name, module in named:
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), {}).setdefault((id(module), key), (name, key))
+    return [list(owners.values()) for owners in places.values() if len(owners) > 1]
+
+
+def _check_ties(named: Iterable[tuple[str, nn.Module]], found: Mapping[str, ParallelStyle], faults: Faults) -> None:
+    modules = dict(named)
+    for owners in _ties(modules.items()):
+        ways = {f"{name}.{key}": _along(modules[name], found.get(name)) for name, key in owners}
+        if len(set(ways.values())) > 1:
+            given = " and ".join(f"{place} {way}" for place, way in ways.items())
+            faults.add(
+                f"a tied weight that tensor parallelism splits in two ways: {given}",
+                "one way for all owners of a weight",
+                "give tp_plan= with matching styles, or untie them (transformers: tie_word_embeddings=False)",
+            )
+
+
+def _along(module: nn.Module, style: ParallelStyle | None) -> str:
+    if style is None:
+        return "whole"
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return type(style).__name__
+    return f"split along dimension {_dimension(module, style)}"
+
+
+def _dimension(module: nn.Module, style: ParallelStyle) -> int:
+    """The dimension of its weight: torch's Linear keeps (out, in), its Embedding (entries, width)."""
+    return int(isinstance(style, ColwiseParallel) == isinstance(module, nn.Embedding))
+
+
+def _patterns(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The plans of the outermost transformers models below ``model``, as patterns on its module names."""
+    above: list[str] = []
+    for name, module in named_submodules(model):
+        plan = cast("Mapping[str, str] | None", getattr(module, "tp_plan", None))
+        if not plan or any(name.startswith(f"{outer}.") for outer in above):
+            continue
+        above.append(name)
+        for pattern, style in plan.items():
+            if not pattern.endswith((".weight", ".bias")):
+                yield f"{name}.{pattern}", style
+
+
+def _style(pattern: str, style: Any, faults: Faults) -> ParallelStyle | None:
+    if isinstance(style, ParallelStyle):
+        return style
+    if style in _STYLES:
+        make = _STYLES[style]
+        return None if make is None else make()
+    near = nearest(str(style), _STYLES)
+    faults.add(
+        f"tensor-parallel style {style!r} for {pattern!r}",
+        ", ".join(_STYLES) + ", or a torch.distributed.tensor.parallel.ParallelStyle",
+        f"did you mean {near}?" if near else "pass tp_plan= with styles of this list",
+    )
+    return None
+
+
+def _check_divides(name: str, module: nn.Module, style: ParallelStyle, size: int, faults: Faults) -> None:
+    weight = cast("Any", getattr(module, "weight", None))
+    if weight is None or weight.dim() < 2 or not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return
+    along = _dimension(module, style)
+    if weight.shape[along] % size:
+        faults.add(
+            f"tensor_parallel={size} with {name}.weight of shape {tuple(weight.shape)}",
+            f"a size that divides {weight.shape[along]}",
+            "choose another tensor_parallel, or pad the layer",
+        )
+
+
+def _check_heads(model: nn.Module, size: int, faults: Faults) -> None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, key, None)
+            if hasattr(module, "tp_plan") and isinstance(heads, int) and heads % size:
+                faults.add(
+                    f"tensor_parallel={size} with {key}={heads}",
+                    "a size that divides the attention heads",
+                    f"choose tensor_parallel among the divisors of {heads}",
+                )
+                return

@@ -1,0 +1,142 @@
+"""The strategies by name: what ``make_strategy`` builds, and what Lightning knows as ``mp_<name>``.
+
+Nothing heavy is imported here before a strategy is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_mp.errors import Faults, nearest
+from lightning_mp.policy import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+PREFIX = "mp_"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A class of this package, what a name fixes of its keywords, and whose keywords it hands on."""
+
+    home: str
+    description: str
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    #: callables, as ``module:name``, whose keywords are also its own
+    hosts: tuple[str, ...] = ()
+
+
+_DDP = ("lightning.pytorch.strategies:DDPStrategy", "torch.nn.parallel:DistributedDataParallel")
+_FSDP1 = ("lightning.pytorch.strategies:FSDPStrategy", "torch.distributed.fsdp:FullyShardedDataParallel")
+_FSDP2_HOME = "lightning_mp.strategies.fsdp2.strategy:PlanFSDP2Strategy"
+_FSDP1_HOME = "lightning_mp.strategies.fsdp1.strategy:PlanFSDP1Strategy"
+_DEEPSPEED = ("lightning.pytorch.strategies:DeepSpeedStrategy",)
+
+
+_OFFLOAD = {"cpu_offload": True}
+
+
+def _zero(stage: int, **fixed: Any) -> Entry:
+    where = " with CPU offload" if fixed else ""
+    home = "lightning_mp.strategies.deepspeed.strategy:PlanDeepSpeedStrategy"
+    return Entry(home, f"DeepSpeed ZeRO stage {stage}{where} under a plan", {"stage": stage, **fixed}, _DEEPSPEED)
+
+
+STRATEGIES: dict[str, Entry] = {
+    "auto": Entry("lightning_mp.strategies.ddp:PlanDDPStrategy", "DDP, or one device where there is one", {}, _DDP),
+    "ddp": Entry("lightning_mp.strategies.ddp:PlanDDPStrategy", "DistributedDataParallel under a plan", {}, _DDP),
+    "fsdp2": Entry(_FSDP2_HOME, "FSDP2 (fully_shard) under a plan"),
+    "fsdp": Entry(_FSDP2_HOME, "FSDP2 (fully_shard) under a plan"),
+    "hsdp": Entry(
+        "lightning_mp.strategies.fsdp2.strategy:PlanHSDPStrategy", "FSDP2 within a node, replicas across nodes"
+    ),
+    "fsdp1": Entry(
+        "lightning_mp.strategies.fsdp1.strategy:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", {}, _FSDP1
+    ),
+    "fsdp2_offload": Entry(_FSDP2_HOME, "FSDP2 under a plan, shards on the CPU", _OFFLOAD),
+    "fsdp1_offload": Entry(_FSDP1_HOME, "FullyShardedDataParallel under a plan, shards on the CPU", _OFFLOAD, _FSDP1),
+    "deepspeed_zero1": _zero(1),
+    "deepspeed_zero2": _zero(2),
+    "deepspeed_zero3": _zero(3),
+    "deepspeed_zero1_offload": _zero(1, offload_optimizer=True),
+    "deepspeed_zero2_offload": _zero(2, offload_optimizer=True),
+    "deepspeed_zero3_offload": _zero(3, offload_optimizer=True, offload_parameters=True),
+}
+
+#: keywords of the hosts that the plan or the Trainer answers
+_THE_PLANS = {
+    "precision_plugin": "the plan is the precision plugin",
+    "mixed_precision": "the plan says which dtypes are gathered and reduced",
+    "mp_policy": "the plan says which dtypes are gathered and reduced",
+    "activation_checkpointing": "use MixedPrecisionPlan(checkpointing=...)",
+    "activation_checkpointing_policy": "use MixedPrecisionPlan(checkpointing=...)",
+    "device_id": "use Trainer(accelerator=..., devices=...)",
+    "loss_scale": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
+    "initial_scale_power": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
+    "loss_scale_window": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
+    "hysteresis": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
+    "min_loss_scale": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
+}
+
+
+def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, Any]) -> Strategy:
+    """The strategy of that name, ``mp_`` in front of it or not.
+
+    Raises:
+        PlanError: an unknown name or keyword, with near ones; whatever the strategy itself refuses.
+    """
+    entry = _entry(name)
+    cls = _load(entry.home)
+    faults = Faults("make_strategy")
+    own = _keywords([cls])
+    allowed = dict.fromkeys((*own, *_keywords(map(_load, entry.hosts))))
+    for key in overrides:
+        if key in entry.fixed:
+            faults.add(f"{key}={overrides[key]!r} with {name!r}", "the strategy whose name says it", "choose by name")
+        elif key in _THE_PLANS:
+            faults.add(f"{key}=... with {name!r}", "what plan and Trainer leave open", _THE_PLANS[key])
+        elif key not in allowed:
+            near = nearest(key, allowed)
+            fix = f"did you mean {near}?" if near else "remove it"
+            faults.add(f"unknown keyword {key!r} with {name!r}", ", ".join(sorted(allowed)), fix)
+    faults.raise_if_any()
+    checked = {"policy": policy} if "policy" in own else {}
+    return cls(**entry.fixed, **checked, **overrides)
+
+
+def _entry(name: object) -> Entry:
+    plain = name.removeprefix(PREFIX) if isinstance(name, str) else name
+    if isinstance(plain, str) and plain in STRATEGIES:
+        return STRATEGIES[plain]
+    faults = Faults("make_strategy")
+    near = nearest(str(plain), STRATEGIES)
+    fix = f"did you mean {near}?" if near else "write one of these"
+    faults.add(f"strategy {name!r}", ", ".join(STRATEGIES), fix)
+    faults.raise_if_any()
+    raise AssertionError
+
+
+def _load(home: str) -> Any:
+    module, _, name = home.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _keywords(callables: Iterable[Callable[..., Any]]) -> list[str]:
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = (parameter for item in callables for parameter in inspect.signature(item).parameters.values())
+    return [parameter.name for parameter in given if parameter.kind in kinds and parameter.name != "module"]
+
+
+def register() -> None:
+    """Make every name known to Lightning as ``mp_<name>``."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    for name, entry in STRATEGIES.items():
+        builder: Any = partial(build, name, None, {})
+        StrategyRegistry.register(PREFIX + name, builder, description=entry.description, override=True)

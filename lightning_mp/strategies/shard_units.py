@@ -1,0 +1,238 @@
+"""Which modules of a model are sharded, gathered and reduced as one: its blocks, its pinned modules, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.errors import Faults
+from lightning_mp.modules.class_swap import original_class
+from lightning_mp.modules.patterns import called_in, has_own_forward, matches, named_submodules, no_match
+from lightning_mp.modules.pins import PinMap
+
+#: what makes a module a unit where nothing else says so: torch.distributed.fsdp.wrap.size_based_auto_wrap_policy's
+SIZE_OF_A_UNIT = 100_000_000
+
+#: tells the dtype a parameter will be stored in
+Stored = Callable[[Tensor], torch.dtype]
+Wrap = str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """A model cut into shard units, inner ones first; the root takes what no other unit has."""
+
+    #: repeated blocks, in forward order: what is compiled, and prefetched
+    blocks: tuple[nn.Module, ...]
+    #: blocks and pinned modules, inner ones first, without the root
+    inner: tuple[nn.Module, ...]
+
+
+def units(root: nn.Module, wrap: Wrap, pin_map: PinMap, stored: Stored, faults: Faults) -> Units:
+    """Cut ``root`` into units without changing anything.
+
+    ``wrap`` are module classes, their names, or patterns; ``None`` takes transformers' ``_no_split_modules``, else
+    modules of 100M parameters. ``stored`` tells the dtype a parameter will be stored in. Patterns that match nothing
+    and units that would hold two dtypes are noted in ``faults``.
+    """
+    blocks = _blocks(root, wrap, faults)
+    pinned = [member.module for member in pin_map.members if member.entry and _can_be_unit(member.module)]
+    pinned = [module for module in pinned if id(module) not in _read_from_outside(root)]
+    chosen = _keep_ties_together(root, blocks, pinned, stored, faults)
+    depth = {id(module): name.count(".") for name, module in named_submodules(root)}
+    inner = sorted(chosen, key=lambda module: -depth[id(module)])
+    _check_dtypes(root, inner, stored, faults)
+    return Units(tuple(block for block in blocks if block in chosen), tuple(inner))
+
+
+def for_compiling(cut: Units, stored: Stored) -> Units:
+    """The same without units inside a block that are stored as the block is: their hooks would interrupt its graph."""
+    dropped = {
+        id(unit) for block in cut.blocks for unit in inside(block, cut) if _stored_alike(unit, block, cut, stored)
+    }
+    return Units(cut.blocks, tuple(unit for unit in cut.inner if id(unit) not in dropped))
+
+
+def inside(block: nn.Module, cut: Units) -> list[nn.Module]:
+    """The units below ``block`` that are no blocks themselves."""
+    below, blocks = set(map(id, block.modules())), set(map(id, cut.blocks))
+    return [unit for unit in cut.inner if id(unit) in below - blocks]
+
+
+def _stored_alike(unit: nn.Module, block: nn.Module, cut: Units, stored: Stored) -> bool:
+    others = {id(parameter) for other in inside(block, cut) for parameter in other.parameters()}
+    own = {stored(parameter) for parameter in block.parameters() if id(parameter) not in others}
+    return own == {stored(parameter) for parameter in unit.parameters()}
+
+
+# ------------------------------------------------------------------ candidates
+
+
+def _blocks(root: nn.Module, wrap: Wrap, faults: Faults) -> list[nn.Module]:
+    if wrap is None:
+        names = _no_split_modules(root)
+        return _in_order(root, (_matching(root, name) for name in names)) if names else _by_size(root)
+    given = [wrap] if isinstance(wrap, (str, type)) else list(wrap)
+    return _in_order(root, (_wrapped(root, item, faults) for item in given))
+
+
+def _wrapped(root: nn.Module, item: str | type[nn.Module], faults: Faults) -> list[nn.Module]:
+    """The units that one entry of ``wrap`` means; an entry that means none is noted."""
+    name = item if isinstance(item, str) else item.__name__
+    if not any(_means(item, *named) for named in named_submodules(root)):
+        no_match(name, root, "wrap=", faults)
+        return []
+    found = _matching(root, item)
+    if not found:
+        faults.add(
+            f"wrap= {name!r}, which matches only modules that are not called or hold no parameters",
+            "modules with parameters and a forward of their own",
+            "name the blocks that hold the weights, or leave wrap= out",
+        )
+    return found
+
+
+def _means(item: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    return matches(item, name, module) if isinstance(item, str) else issubclass(original_class(module), item)
+
+
+def _matching(root: nn.Module, item: str | type[nn.Module]) -> list[nn.Module]:
+    """What ``item`` matches; of nested matches the outermost, and for a ``ModuleList`` what it holds."""
+    found: dict[int, nn.Module] = {}
+    covered: list[str] = []
+    for name, module in named_submodules(root):
+        if any(name.startswith(f"{above}.") for above in covered) or not _means(item, name, module):
+            continue
+        covered.append(name)
+        found.update((id(called), called) for called in called_in(module) if _can_be_unit(called))
+    return list(found.values())
+
+
+def _in_order(root: nn.Module, chosen: Iterable[Iterable[nn.Module]]) -> list[nn.Module]:
+    """The modules of every list once, in definition order, which is the order they run in as far as anyone knows."""
+    ids = {id(module) for modules in chosen for module in modules}
+    return [module for module in root.modules() if id(module) in ids]
+
+
+def _no_split_modules(root: nn.Module) -> list[str]:
+    """The block classes that transformers models name themselves."""
+    found: dict[str, None] = {}
+    for module in root.modules():
+        found.update(dict.fromkeys(cast("Iterable[str]", getattr(module, "_no_split_modules", None) or ())))
+    present = {original_class(module).__name__ for module in root.modules()}
+    return [name for name in found if name in present]
+
+
+def _by_size(root: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+
+    def left_over(module: nn.Module) -> int:
+        inside = sum(left_over(child) for child in module.children())
+        own = inside + sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if own < SIZE_OF_A_UNIT or module is root or not has_own_forward(module):
+            return own
+        found.append(module)
+        return 0
+
+    left_over(root)
+    return _in_order(root, [found])
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    return has_own_forward(module) and any(True for _ in module.parameters())
+
+
+def _read_from_outside(root: nn.Module) -> set[int]:
+    """Modules whose weights their parent reads without calling them, so that no hook of theirs would gather."""
+    attentions = [module for module in root.modules() if isinstance(module, nn.MultiheadAttention)]
+    return {id(child) for attention in attentions for child in attention.children()}
+
+
+# ------------------------------------------------------------------ ties and dtypes
+
+
+def _unit_of_each(root: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """The unit that each module's own parameters fall to, by the module's name."""
+    ids = {id(module) for module in chosen}
+    owner: dict[str, nn.Module] = {"": root}
+    for name, module in named_submodules(root):
+        owner[name] = module if id(module) in ids else owner[name.rpartition(".")[0]]
+    return owner
+
+
+def _keep_ties_together(
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    pinned: Sequence[nn.Module],
+    stored: Stored,
+    faults: Faults,
+) -> list[nn.Module]:
+    """Candidates less the pinned modules that hold a weight some other unit holds as well.
+
+    A tied weight is one tensor and lives in one unit: the pinned module gives its own up, and its weights fall to the
+    unit around it (in which their dtype is checked).
+    """
+    chosen = list({id(module): module for module in (*blocks, *pinned)}.values())
+    fixed = {id(block) for block in blocks}
+    for _ in range(len(chosen) + 1):
+        split = _split_ties(root, chosen)
+        giving_up = [module for module in split if id(module) not in fixed]
+        if not giving_up:
+            break
+        dropped = {id(module) for module in giving_up}
+        chosen = [module for module in chosen if id(module) not in dropped]
+    else:
+        split = {}
+    _refuse_split(root, split, faults)
+    return chosen
+
+
+def _split_ties(root: nn.Module, chosen: Sequence[nn.Module]) -> list[nn.Module]:
+    """Units other than the root that hold a parameter which another unit holds too."""
+    owner = _unit_of_each(root, chosen)
+    holders: dict[int, dict[int, nn.Module]] = {}
+    for name, module in (("", root), *named_submodules(root)):
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), {})[id(owner[name])] = owner[name]
+    found = {key: unit for units in holders.values() if len(units) > 1 for key, unit in units.items()}
+    return [unit for unit in found.values() if unit is not root]
+
+
+def _refuse_split(root: nn.Module, split: Iterable[nn.Module], faults: Faults) -> None:
+    names = {id(module): name for name, module in named_submodules(root)}
+    for unit in split:
+        faults.add(
+            f"wrap= that makes {names[id(unit)]!r} a shard unit, which shares a weight with another unit",
+            "every owner of a tied weight in one unit",
+            "wrap a module that holds all owners, or none of them",
+        )
+
+
+def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, faults: Faults) -> None:
+    """One unit is gathered and reduced as one: its trainable parameters share a dtype."""
+    owner = _unit_of_each(root, inner)
+    names: dict[int, str] = {id(module): name for name, module in named_submodules(root)}
+    held: dict[int, dict[torch.dtype, str]] = {}
+    for name, module in (("", root), *named_submodules(root)):
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter.is_floating_point():
+                dtypes = held.setdefault(id(owner[name]), {})
+                dtypes.setdefault(stored(parameter), f"{name}.{key}".strip("."))
+    for unit, dtypes in held.items():
+        if len(dtypes) > 1:
+            where = repr(names[unit]) if unit in names else "of the whole model"
+            given = " and ".join(f"{place} in {_short(dtype)}" for dtype, place in dtypes.items())
+            faults.add(
+                f"a pin inside the shard unit {where} that cannot be split: {given}",
+                "one dtype among the trainable parameters of a shard unit",
+                "pin a module that is called and shares no weight with others, or untie the weights "
+                "(transformers: tie_word_embeddings=False)",
+            )
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

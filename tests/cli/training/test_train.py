@@ -1,0 +1,242 @@
+"""``lightning-mp train`` trains, goes on, sweeps, and leaves what is needed to do it again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hydra.utils import instantiate
+from lightning.pytorch import seed_everything
+from typer.testing import CliRunner
+
+from lightning_mp import MixedPrecisionPlan
+from lightning_mp.cli.app import app
+from lightning_mp.policy.presets import PRESETS
+from support.running import trainer
+from support.training import PLAIN, QUICK, losses, readings, refusal, run, write
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+
+
+def config(folder: str | Path) -> dict[str, Any]:
+    return yaml.safe_load((Path(folder) / "config.yaml").read_text())
+
+
+# ---------------------------------------------------------------------- every file of the package runs
+
+
+@pytest.mark.parametrize("plan", [*PRESETS, "auto"])
+def test_every_plan_of_the_package_trains_the_default_model(plan: str) -> None:
+    run(f"plan={plan}", "run_dir=out", *QUICK)
+    found = losses("out")
+    assert len(found) == 3
+    assert all(4 < loss < 8 for loss in found)  # random weights over 512 tokens: ln 512 = 6.2
+
+
+@pytest.mark.parametrize("model", ["gpt2_tiny", "llama_tiny"])
+@pytest.mark.parametrize("callbacks", ["audit", "health", "none"])
+def test_models_and_callbacks_of_the_package_run(model: str, callbacks: str) -> None:
+    run("plan=bf16", f"model={model}", f"callbacks={callbacks}", "run_dir=out", *QUICK)
+    assert (Path("out") / "metrics.jsonl").exists() == (callbacks != "none")
+    assert (Path("out") / "audit.json").exists() == (callbacks == "audit")
+
+
+def test_a_large_model_of_the_package_runs_with_only_its_size_changed() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = (f"model.config.{name}={size}" for name, size in sizes.items())
+    run("plan=bf16", "model=llama_lora_1b", "trainer=cpu", "trainer.max_steps=2", "run_dir=out", *QUICK[1:], *small)
+    assert len(losses("out")) == 2
+
+
+SMALL = {
+    "llama_tiny": ("trainer.max_steps=2", "trainer.limit_val_batches=1"),
+    "gpt2_small": (
+        "data.context=64", "data.vocab=512", "data.batch_size=2", "data.num_workers=0", "model.config.n_layer=1",
+        "model.config.vocab_size=512", "model.config.n_embd=48", "trainer.max_steps=2", "trainer.limit_val_batches=1",
+    ),
+}  # fmt: skip
+
+
+def test_every_experiment_is_run_below() -> None:
+    shipped = {path.stem for path in (ROOT / "configs/experiment").glob("*.yaml")}
+    assert set(SMALL) <= shipped
+    assert shipped - set(SMALL) == {"longspec", "longspec_bf16"}  # test_longspec_gloo.py
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_experiment_of_the_package_runs_with_only_its_size_changed(name: str) -> None:
+    run(f"experiment={name}", *QUICK[1:], "trainer.accelerator=cpu", "run_dir=out", *SMALL[name])
+    assert len(losses("out")) == 2
+
+
+def test_the_default_callbacks_keep_the_last_state() -> None:
+    run("run_dir=out", *QUICK, "trainer.enable_checkpointing=true")
+    assert (Path("out") / "checkpoints" / "last.ckpt").exists()
+
+
+# ---------------------------------------------------------------------- any LightningModule
+
+
+def test_any_module_trains_as_it_would_without_the_command(tmp_path: Path) -> None:
+    run(write(tmp_path, PLAIN), "run_dir=out")
+    data = instantiate(yaml.safe_load(PLAIN)["data"])
+    seed_everything(0, workers=True, verbose=False)
+    module = instantiate(yaml.safe_load(PLAIN)["model"])
+    trainer(plugins=[MixedPrecisionPlan("bf16-mixed")], max_steps=3).fit(module, data)
+    kept = torch.load(Path("out") / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(kept[name], value) for name, value in module.state_dict().items())
+
+
+def test_the_resolved_config_is_beside_the_run_and_runs_again(tmp_path: Path) -> None:
+    path = write(tmp_path, PLAIN.replace("width: 4", "width: ${four}") + "four: 4\n")
+    run(path, "run_dir=out", "model.lr=0.3")
+    saved = config("out")
+    assert (saved["model"]["lr"], saved["run_dir"]) == (0.3, "out")
+    assert "${" not in (Path("out") / "config.yaml").read_text()
+    run("out/config.yaml", "run_dir=again")
+    assert losses("again") == losses("out")
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    path = write(tmp_path, PLAIN)
+    run(path, "run_dir=whole", "trainer.max_steps=-1", "trainer.max_epochs=2")
+    run(path, "run_dir=out", "trainer.max_steps=-1", "trainer.max_epochs=1")
+    run("out/config.yaml", "trainer.max_epochs=2", "ckpt_path=out/checkpoints/last.ckpt")
+    assert [row["step"] for row in readings("out")] == [0, 1, 2, 3, 4, 5]
+    assert losses("out") == losses("whole")
+
+
+def test_a_folder_that_holds_another_run_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path, PLAIN)
+    assert len(run(path, "run_dir=out")) == 1
+    said, _ = run(path, "run_dir=out")
+    assert "out holds an earlier run" in said
+
+
+def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:
+    run(write(tmp_path, PLAIN))
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("run-")
+    assert config(folder)["run_dir"] == f"runs/{folder.name}"
+
+
+def test_data_may_be_two_loaders_and_a_callback_may_be_switched_off(tmp_path: Path) -> None:
+    loader = "{_target_: support.training.loader, rows: 8}"
+    text = PLAIN.replace("  _target_: support.training.loader\n  rows: 12\n", f"  train: {loader}\n  val: null\n")
+    run(write(tmp_path, text), "run_dir=out", "callbacks.training_health=null")
+    assert not (Path("out") / "metrics.jsonl").exists()
+
+
+def test_a_monitor_of_ones_own_writes_to_the_runs_folder(tmp_path: Path) -> None:
+    own = "callbacks:\n  - _target_: lightning_mp.callbacks.TrainingHealth\n    every_n_steps: 2\n"
+    run(write(tmp_path, PLAIN + own), "run_dir=out")
+    assert [row["step"] for row in readings("out")] == [0, 2]
+
+
+@pytest.mark.parametrize("plan", ["bf16-true", "{_target_: lightning_mp.MixedPrecisionPlan.preset, name: bf16_true}"])
+def test_a_plan_may_be_a_precision_or_a_call(plan: str, tmp_path: Path) -> None:
+    run(write(tmp_path, PLAIN.replace("plan:\n  precision: bf16-mixed", f"plan: {plan}")), "run_dir=out")
+    kept = torch.load(Path("out") / "checkpoints" / "last.ckpt", weights_only=True)
+    assert kept["MixedPrecisionPlan"]["policy"]["precision"] == "bf16-true"
+
+
+def test_a_plan_that_this_model_refuses_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (fault,) = refusal(write(tmp_path, PLAIN), "run_dir=out", "plan.pins=[{pattern:'*norm*',dtype:fp32}]")
+    assert "*norm*" in fault.given
+
+
+def test_what_the_process_had_is_put_back(tmp_path: Path) -> None:
+    path, before = list(sys.path), dict(os.environ)
+    run(write(tmp_path, PLAIN), "run_dir=out")
+    assert sys.path == path
+    assert {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "PYTEST_"))} == {
+        k: v for k, v in before.items() if not k.startswith(("PL_", "PYTEST_"))
+    }
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def command(*arguments: str, cwd: Path, code: str = "") -> subprocess.CompletedProcess[str]:
+    start = ["-c", f"{code}\nfrom lightning_mp.cli.app import main\nmain()"] if code else ["-m", "lightning_mp"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return subprocess.run(
+        [sys.executable, *start, "train", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+@pytest.mark.slow
+def test_a_sweep_compares_its_runs_in_one_report(tmp_path: Path) -> None:
+    done = command("-m", write(tmp_path, PLAIN), "plan=bf16,fp16", "run_dir=sweep", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folders = {path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()}
+    assert folders == {"plan=bf16", "plan=fp16"}
+    for folder, precision in (("plan=bf16", "bf16-mixed"), ("plan=fp16", "16-mixed")):
+        assert config(tmp_path / "sweep" / folder)["plan"]["precision"] == precision
+        assert len(losses(tmp_path / "sweep" / folder)) == 3
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert all(folder in page for folder in folders)
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_leaves_the_others_of_a_sweep_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, PLAIN)
+    done = command("-m", path, "model.width=3,4", "run_dir=sweep", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "1 of 2 runs failed" in done.stdout
+    assert len(losses(tmp_path / "sweep" / "model.width=4")) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_two_processes_train_one_run(tmp_path: Path) -> None:
+    arguments = ("strategy=ddp", "trainer.devices=2")
+    done = command(write(tmp_path, PLAIN), *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert len(losses(folder)) == 3
+
+
+def test_bad_input_is_one_error_without_a_traceback(tmp_path: Path) -> None:
+    path = write(tmp_path, PLAIN.replace("width", "widht"))
+    done = command(path, "plan=fp61", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    head, *lines = done.stderr.splitlines()
+    assert head == "lightning-mp train: 3 faults"
+    assert all(line.startswith("  given ") for line in lines)
+    assert len(lines) == 3
+
+
+def test_without_hydra_the_extra_is_named(tmp_path: Path) -> None:
+    done = command(write(tmp_path, PLAIN), cwd=tmp_path, code="import sys\nsys.modules['hydra'] = None")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("do: pip install 'lightning-mp[hydra]'")
+
+
+def test_the_config_can_be_shown_without_a_run(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["train", write(tmp_path, PLAIN), "plan=fp16", "--show"])
+    assert result.exit_code == 0
+    assert yaml.safe_load(result.stdout)["plan"]["precision"] == "16-mixed"
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,148 @@
+"""Holding by itself, beside Lightning's own plugin: what stands still, for how long, and that it is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_mp.engines.skip_aware import Holding
+from support.models import Regression
+from support.running import fit
+
+sgd = partial(SGD, lr=1.0e-3)
+rising = partial(LambdaLR, lr_lambda=lambda step: step + 1)
+
+
+class Hold(Callback):
+    """Holds from the first batch on, wherever ``skipped`` says so."""
+
+    def __init__(self, skipped: Callable[[], bool]) -> None:
+        self.holding, self.skipped = Holding(), skipped
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if not self.holding.active:
+            self.holding.hold(trainer, pl_module, self.skipped)
+        assert self.holding.active
+
+
+def _lrs(module: Regression) -> list[int]:
+    return [round(lr / 1e-3) for lr in module.lrs]
+
+
+@pytest.mark.parametrize(
+    ("skipped", "lrs"),
+    [
+        ((), [1, 2, 3, 4, 5, 6, 7, 8]),
+        ((1,), [1, 2, 2, 3, 4, 5, 6, 7]),
+        (tuple(range(8)), [1] * 8),
+        ((6, 7), [1, 2, 3, 4, 5, 6, 7, 7]),
+    ],
+)
+def test_a_step_interval_scheduler_stands_still_while_told(skipped: tuple[int, ...], lrs: list[int]) -> None:
+    module = Regression(sgd, rising)
+    hold = Hold(lambda: module.trainer.global_step - 1 in skipped)
+    fit(module, precision="32-true", callbacks=[hold])
+    assert _lrs(module) == lrs
+    hold.holding.release()
+
+
+def test_release_gives_back_exactly_what_was_there() -> None:
+    module = Regression(sgd, rising)
+    before = dict(module.__dict__)
+    hold = Hold(lambda: True)
+    fit(module, precision="32-true", callbacks=[hold])
+    assert "lr_scheduler_step" in module.__dict__
+    hold.holding.release()
+    hold.holding.release()
+    assert not hold.holding.active
+    assert "lr_scheduler_step" not in module.__dict__
+    assert before.keys() <= module.__dict__.keys()
+    module.lrs = []
+    fit(module, precision="32-true")
+    assert _lrs(module) == list(range(1, 9))
+
+
+def test_it_holds_again_after_a_release() -> None:
+    module, hold = Regression(sgd, rising), Hold(lambda: True)
+    for _ in range(2):
+        module.lrs = []
+        fit(module, precision="32-true", callbacks=[hold])
+        assert _lrs(module) == [1] * 8
+        hold.holding.release()
+
+
+def test_epoch_schedulers_are_left_alone() -> None:
+    class Epoch(Regression):
+        def configure_optimizers(self) -> Any:
+            optimizer = self.make_optimizer(self.parameters())
+            return [optimizer], [rising(optimizer)]
+
+    module, hold = Epoch(sgd), Hold(lambda: True)
+    fit(module, precision="32-true", callbacks=[hold], max_epochs=2)
+    assert _lrs(module) == [1] * 8 + [2] * 8
+    assert "lr_scheduler_step" not in module.__dict__
+
+
+def test_of_two_schedulers_only_the_step_interval_one_is_held() -> None:
+    class Both(Regression):
+        def configure_optimizers(self) -> Any:
+            optimizer = self.make_optimizer(self.parameters())
+            step, epoch = LambdaLR(optimizer, lambda _: 1.0), LambdaLR(optimizer, lambda _: 1.0)
+            return [optimizer], [{"scheduler": step, "interval": "step"}, {"scheduler": epoch, "interval": "epoch"}]
+
+    module, hold = Both(sgd), Hold(lambda: True)
+    runner = fit(module, precision="32-true", callbacks=[hold], max_epochs=3)
+    assert [config.scheduler.last_epoch for config in runner.lr_scheduler_configs] == [0, 3]
+
+
+def test_a_weight_average_stands_still_while_told() -> None:
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    if not hasattr(callbacks, "WeightAveraging"):
+        pytest.skip("WeightAveraging came with Lightning 2.6")
+
+    class Counts(callbacks.WeightAveraging):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.updates = int(self._average_model.n_averaged)
+            super().on_train_end(trainer, pl_module)
+
+    for skipped, updates in (((), 8), ((0, 3), 6), (tuple(range(8)), 0)):
+        module, average = Regression(sgd), Counts()
+        hold = Hold(lambda module=module, skipped=skipped: module.trainer.global_step - 1 in skipped)
+        fit(module, precision="32-true", callbacks=[hold, average])
+        assert average.updates == updates
+        hold.holding.release()
+        assert "should_update" not in average.__dict__
+        assert average.should_update(step_idx=0) is True
+
+
+def test_without_anything_to_hold_the_module_is_not_touched() -> None:
+    module, hold = Regression(sgd), Hold(lambda: True)
+    fit(module, precision="32-true", callbacks=[hold])
+    assert "lr_scheduler_step" not in module.__dict__
+    assert torch.isfinite(torch.tensor(module.losses)).all()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_hold_at_once_and_release_in_any_order(order: tuple[int, int]) -> None:
+    """A guard and a monitor may both leave steps out, and end in the order of the callbacks."""
+    module = Regression(sgd, rising)
+    before = dict(module.__dict__)
+    holds = [Hold(lambda: module.trainer.global_step - 1 == 1), Hold(lambda: module.trainer.global_step - 1 == 4)]
+    trainer = fit(module, precision="32-true", callbacks=list(holds))
+    assert _lrs(module) == [1, 2, 2, 3, 4, 4, 5, 6]
+    holds[order[0]].holding.release()
+    config = trainer.lr_scheduler_configs[0]
+    stood = config.scheduler.last_epoch
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 2
+    module.lr_scheduler_step(config.scheduler, None)  # the first one's step
+    assert config.scheduler.last_epoch == stood + (order[0] == 0)
+    holds[order[1]].holding.release()
+    assert "lr_scheduler_step" not in module.__dict__
+    assert before.keys() >= {key for key in module.__dict__ if key.startswith("lr_scheduler")}

@@ -1,0 +1,295 @@
+"""What is recomputed, counted in FLOPs; and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_mp import Checkpointing
+from lightning_mp.errors import Faults, PlanError
+from lightning_mp.modules import checkpointing
+from lightning_mp.modules.checkpointing import CheckpointedForward
+from support.pinning import pin, products
+
+ROWS, WIDTH = 4, 8
+#: the FLOPs of one matrix product of a layer: a multiplication and an addition for each
+PRODUCT = 2 * ROWS * WIDTH * WIDTH
+X = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+
+
+class Block(nn.Module):
+    def __init__(self, *after: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), *after)
+
+    def forward(self, x: Tensor, *, gain: float = 1.0) -> Tensor:
+        return x + gain * self.net(x)
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 2, after: Callable[[], list[nn.Module]] = list) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(*after()) for _ in range(blocks)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, gain=0.5)
+        return x
+
+
+def checkpoint(root: nn.Module, **options: Any) -> checkpointing.Applied:
+    config, faults = Checkpointing(**{"modules": "Block", **options}), Faults()
+    modules = checkpointing.select(root, config, faults)
+    faults.raise_if_any()
+    return checkpointing.apply(root, modules, config)
+
+
+def flops(root: nn.Module, x: Tensor = X) -> int:
+    with FlopCounterMode(display=False) as counter:
+        root(x).sum().backward()
+    return counter.get_total_flops()
+
+
+def gradients(root: nn.Module, x: Tensor = X, seed: int = 1) -> dict[str, Tensor]:
+    root.zero_grad()
+    torch.manual_seed(seed)
+    root(x).pow(2).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in root.named_parameters()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---------------------------------------------------------------------- what is recomputed
+
+#: two products forward in each of two blocks; backward one for each weight and one for each input but the very first
+FORWARD, BACKWARD = 2 * 2, 2 * 2 + 2 * 2 - 1
+TWICE = 2  # blocks
+
+
+def repr_of(value: object) -> str:
+    """For test ids: no addresses in them, which differ from process to process."""
+    return value.__name__ if callable(value) else str(value)
+
+
+def with_tanh_at_the_end() -> list[nn.Module]:
+    return [nn.Tanh()]
+
+
+@pytest.mark.parametrize(
+    ("after", "options", "recomputed"),
+    [
+        # Recomputation stops at the last tensor the backward pass needs: the second product's input, not its result.
+        (list, {}, TWICE * 1),
+        # The tanh at the end needs its own result, and so the second product again.
+        (with_tanh_at_the_end, {}, TWICE * 2),
+        (with_tanh_at_the_end, {"every": 2}, 1 * 2),
+        (with_tanh_at_the_end, {"every": 3}, 1 * 2),
+        (with_tanh_at_the_end, {"modules": "blocks.1"}, 1 * 2),
+        (with_tanh_at_the_end, {"modules": ("blocks.1", "blocks.0")}, TWICE * 2),
+        (with_tanh_at_the_end, {"modules": Block}, TWICE * 2),
+        (with_tanh_at_the_end, {"modules": "blocks"}, TWICE * 2),
+        # Of nested matches the outermost counts: the block, and in it nothing a second time.
+        (with_tanh_at_the_end, {"modules": ("Block", "net", "Linear")}, TWICE * 2),
+        # One layer by itself needs only its input, which is what was kept.
+        (with_tanh_at_the_end, {"modules": "Linear"}, 0),
+        (with_tanh_at_the_end, {"mode": "selective"}, 0),
+        (with_tanh_at_the_end, {"mode": "selective", "save_ops": ("tanh",)}, TWICE * 2),
+        (with_tanh_at_the_end, {"mode": "selective", "save_ops": ("addmm",)}, 0),
+        (with_tanh_at_the_end, {"mode": "selective", "save_ops": ("aten.addmm.default",)}, 0),
+        (with_tanh_at_the_end, {"mode": "selective", "save_ops": ("aten::addmm",)}, 0),
+        (with_tanh_at_the_end, {"mode": "selective", "save_ops": ("mm", "tanh"), "every": 2}, 1 * 2),
+    ],
+    ids=repr_of,
+)
+def test_exactly_so_many_products_are_recomputed(
+    after: Callable[[], list[nn.Module]], options: dict[str, Any], recomputed: int
+) -> None:
+    root = Net(after=after)
+    assert flops(root) == (FORWARD + BACKWARD) * PRODUCT
+    checkpoint(root, **options)
+    assert flops(root) == (FORWARD + BACKWARD + recomputed) * PRODUCT
+
+
+def test_without_gradients_nothing_is_checkpointed() -> None:
+    root = Net()
+    checkpoint(root)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        out = root(X)
+    assert counter.get_total_flops() == FORWARD * PRODUCT
+    assert out.grad_fn is None
+
+
+def test_inputs_are_kept_instead_of_activations() -> None:
+    def kept(root: nn.Module) -> int:
+        sizes: list[int] = []
+        own = {parameter.data_ptr() for parameter in root.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.data_ptr() not in own:
+                sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            root(X.clone().requires_grad_())
+        return sum(sizes)
+
+    plain, root = Net(blocks=6), Net(blocks=6)
+    checkpoint(root)
+    assert kept(plain) >= 6 * 3 * ROWS * WIDTH
+    assert kept(root) <= 6 * ROWS * WIDTH
+
+
+# ---------------------------------------------------------------------- nothing else changes
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "selective"}, {"every": 2}], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_are_the_same_bit_for_bit_dropout_included(options: dict[str, Any], dropout: float) -> None:
+    plain, root = (Net(after=lambda: [nn.Dropout(dropout), nn.Tanh()]) for _ in range(2))
+    checkpoint(root, **options)
+    assert same(gradients(plain), gradients(root))
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_preserve_rng_leaves_the_random_state_of_the_run_alone(preserve: bool) -> None:
+    plain, root = (Net(after=lambda: [nn.Dropout(0.5), nn.Tanh()]) for _ in range(2))
+    checkpoint(root, preserve_rng=preserve)
+    gradients(plain)
+    untouched = torch.get_rng_state()
+    gradients(root)
+    assert torch.equal(torch.get_rng_state(), untouched) is preserve
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_recomputation_runs_under_the_autocast_of_the_forward(dtype: torch.dtype) -> None:
+    plain, root = (Net(after=with_tanh_at_the_end) for _ in range(2))
+    checkpoint(root)
+    with torch.autocast("cpu", dtype):
+        losses = [module(X).float().pow(2).sum() for module in (plain, root)]
+    for loss in losses:
+        loss.backward()  # outside autocast, as a trainer does
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), root.parameters(), strict=True)
+    )
+
+
+def test_names_parameters_and_representation_stay() -> None:
+    root = Net()
+    names, text, parameters = list(root.state_dict()), repr(root), list(map(id, root.parameters()))
+    checkpoint(root)
+    assert (list(root.state_dict()), repr(root), list(map(id, root.parameters()))) == (names, text, parameters)
+    assert isinstance(root.blocks[0], Block)
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_is_checkpointed_too(travel: Callable[[nn.Module], nn.Module]) -> None:
+    root = Net(after=with_tanh_at_the_end)
+    checkpoint(root)
+    assert flops(travel(root)) == (FORWARD + BACKWARD + 4) * PRODUCT
+
+
+def test_undo_puts_the_classes_back() -> None:
+    root = Net(after=with_tanh_at_the_end)
+    applied = checkpoint(root)
+    assert [isinstance(block, CheckpointedForward) for block in root.blocks] == [True, True]
+    applied.undo()
+    applied.undo()  # once is enough, twice does no harm
+    assert [type(block) for block in root.blocks] == [Block, Block]
+    assert not [key for module in root.modules() for key in vars(module) if "lmp" in key]
+    assert flops(root) == (FORWARD + BACKWARD) * PRODUCT
+
+
+@pytest.mark.parametrize("pinned_first", [True, False])
+def test_pins_inside_and_around_a_checkpointed_module_hold(pinned_first: bool) -> None:
+    root, plain = (Net(after=with_tanh_at_the_end) for _ in range(2))
+    spec = {"net.0": "fp32", "blocks.1": "fp32"}
+    if pinned_first:
+        pin(root, spec)
+    applied = checkpoint(root)
+    if not pinned_first:
+        pin(root, spec)
+    pin(plain, spec)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert products(root, X, autocast=bf16) == [fp32, bf16, fp32, fp32]
+    with torch.autocast("cpu", bf16):
+        assert flops(root) == (FORWARD + BACKWARD + 4) * PRODUCT
+        assert same(gradients(root), gradients(plain))
+    applied.undo()
+    assert products(root, X, autocast=bf16) == [fp32, bf16, fp32, fp32], "the pins stay when checkpointing goes"
+
+
+def test_a_checkpointed_module_compiles() -> None:
+    root = Net(after=with_tanh_at_the_end)
+    checkpoint(root)
+    compiled = torch.compile(root, backend="aot_eager", fullgraph=True)
+    expected = gradients(root)
+    root.zero_grad()
+    compiled(X).pow(2).sum().backward()
+    for name, parameter in root.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "fix"),
+    [
+        ({"modules": "Blok"}, "checkpointing pattern 'Blok', which matches no module", "'Block'"),
+        ({"mode": "selective", "save_ops": ("addm",)}, "save_ops 'addm'", "'addmm'"),
+        ({"mode": "selective", "save_ops": ("addmm.nothing",)}, "save_ops 'addmm.nothing'", "addmm"),
+        ({"mode": "selective", "save_ops": ("name",)}, "save_ops 'name'", ""),
+        ({"mode": "selective", "save_ops": ("_dir",)}, "save_ops '_dir'", ""),
+    ],
+    ids=str,
+)
+def test_unknown_patterns_and_operators_are_faults(options: dict[str, Any], given: str, fix: str) -> None:
+    with pytest.raises(PlanError) as error:
+        checkpoint(Net(), **options)
+    (fault,) = error.value.faults
+    assert fault.given == given
+    assert fix in fault.fix
+
+
+def test_every_unknown_name_is_told_at_once() -> None:
+    with pytest.raises(PlanError) as error:
+        checkpoint(Net(), modules=("Blok", "Block", "heads"), mode="selective", save_ops=("addm", "mm", "bmmm"))
+    assert len(error.value.faults) == 4
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        (("Block", "Linear"), ["blocks.0", "blocks.1"]),
+        ("blocks", ["blocks.0", "blocks.1"]),
+        (("net.0", "net"), ["blocks.0.net", "blocks.1.net"]),
+        (("blocks.1", "blocks.0.net.0"), ["blocks.0.net.0", "blocks.1"]),
+        ("Net", None),
+    ],
+    ids=str,
+)
+def test_of_nested_matches_the_outermost_below_the_root_counts_in_definition_order(
+    modules: Any, names: list[str] | None
+) -> None:
+    root, faults = Net(), Faults()
+    found = checkpointing.select(root, Checkpointing(modules=modules), faults)
+    known = {id(module): name for name, module in root.named_modules()}
+    assert [known[id(module)] for module in found] == (names or [])
+    assert bool(faults.found) is (names is None), "the root itself is no module below the root"
+
+
+def test_selecting_changes_nothing() -> None:
+    root, faults = Net(), Faults()
+    modules = checkpointing.select(root, Checkpointing(modules="Block"), faults)
+    assert modules == list(root.blocks)
+    assert [type(block) for block in root.blocks] == [Block, Block]

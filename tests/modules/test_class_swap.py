@@ -1,0 +1,189 @@
+"""Swapping an instance's class for a subclass of it, and back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_mp.errors import Faults
+from lightning_mp.modules import checkpointing, pins
+from lightning_mp.modules.class_swap import Swapped, original_class, swap_in, swap_out, swapped_with
+from lightning_mp.modules.patterns import matches
+from lightning_mp.policy import Checkpointing, Pin
+
+
+class Doubled(Swapped):
+    def forward(self, *args: Any) -> Any:
+        return 2 * super().forward(*args)  # type: ignore[misc]
+
+
+class Shifted(Swapped):
+    def forward(self, *args: Any) -> Any:
+        return 1 + super().forward(*args)  # type: ignore[misc]
+
+
+class WithState(nn.Module):
+    """Chooses what is pickled of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.secret = "do not pickle"
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "secret"}
+
+
+ONE = torch.ones(1)
+
+
+def identity() -> nn.Module:
+    return nn.Identity()
+
+
+def test_the_innermost_mixin_runs_first() -> None:
+    module = identity()
+    swap_in(module, Doubled)
+    swap_in(module, Shifted)
+    assert module(ONE) == 3
+    other = identity()
+    swap_in(other, Shifted)
+    swap_in(other, Doubled)
+    assert other(ONE) == 4
+
+
+@pytest.mark.parametrize("mixins", [(Doubled, Shifted), (Shifted, Doubled)])
+def test_a_mixin_is_taken_out_from_wherever_it_is(mixins: tuple[type[Swapped], ...]) -> None:
+    for gone, stays in ((Doubled, Shifted), (Shifted, Doubled)):
+        module = identity()
+        for mixin in mixins:
+            swap_in(module, mixin)
+        swap_out(module, gone)
+        assert not swapped_with(module, gone)
+        assert swapped_with(module, stays)
+        swap_out(module, stays)
+        assert type(module) is nn.Identity
+
+
+def test_taking_out_what_was_never_in_changes_nothing() -> None:
+    module = identity()
+    swap_out(module, Doubled)
+    assert type(module) is nn.Identity
+
+
+def test_a_swapped_class_looks_like_its_base_and_is_made_once() -> None:
+    one, two = identity(), identity()
+    swap_in(one, Doubled)
+    swap_in(two, Doubled)
+    assert type(one) is type(two)
+    assert isinstance(one, nn.Identity)
+    assert (type(one).__name__, type(one).__qualname__, type(one).__module__, type(one).__doc__) == (
+        "Identity",
+        "Identity",
+        nn.Identity.__module__,
+        nn.Identity.__doc__,
+    )
+    assert repr(one) == "Identity()"
+
+
+@pytest.mark.parametrize(
+    "travel", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "copy", "pickle"]
+)
+@pytest.mark.parametrize("make", [lambda: nn.Linear(1, 1), WithState, lambda: nn.LSTM(1, 1)], ids=["", "state", "LSTM"])
+def test_a_swapped_module_travels(make: Any, travel: Any) -> None:
+    module = nn.Sequential(make())
+    swap_in(module[0], Shifted)
+    swap_in(module, Doubled)
+    travelled = travel(module)
+    assert [type(m) for m in travelled.modules()] == [type(m) for m in module.modules()]
+    assert list(travelled.state_dict()) == list(module.state_dict())
+    if not isinstance(module[0], nn.LSTM):
+        assert travelled(ONE[None]) == module(ONE[None])
+    swap_out(travelled, Doubled)
+    assert type(travelled) is nn.Sequential
+
+
+def test_a_modules_own_choice_of_what_is_pickled_holds() -> None:
+    module = WithState()
+    swap_in(module, Doubled)
+    assert not hasattr(pickle.loads(pickle.dumps(module)), "secret")
+
+
+def test_hooks_and_training_mode_travel_along() -> None:
+    module = nn.Linear(1, 1).eval()
+    module.register_forward_hook(_ten)
+    swap_in(module, Doubled)
+    copied = copy.deepcopy(module)
+    assert copied(ONE) == 10
+    assert not copied.training
+
+
+def _ten(*_: Any) -> Tensor:
+    return torch.full((1,), 10.0)
+
+
+class TestBelowFullyShard:
+    """FSDP2 gives a module a class of its own; that class must outlive a run's mix-ins."""
+
+    @staticmethod
+    def sharded(module: nn.Module) -> nn.Module:
+        # what fully_shard does to the class; with a process group it is run in tests/strategies
+        cls = type(module)
+        module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+        return module
+
+    def test_the_original_class_is_found_below_it(self) -> None:
+        plain = self.sharded(nn.Linear(1, 1))
+        assert type(plain).__name__ == "FSDPLinear"
+        assert original_class(plain) is nn.Linear
+        module = nn.Linear(1, 1)
+        swap_in(module, Doubled)
+        assert original_class(self.sharded(module)) is nn.Linear
+        swap_in(module, Shifted)
+        assert original_class(module) is nn.Linear
+
+    def test_a_mixin_below_it_stays_and_so_does_fully_shards_class(self) -> None:
+        module = identity()
+        swap_in(module, Doubled)
+        self.sharded(module)
+        swap_out(module, Doubled)
+        assert isinstance(module, FSDPModule)
+        assert swapped_with(module, Doubled)
+
+    def test_a_mixin_is_swapped_in_once(self) -> None:
+        module = identity()
+        swap_in(module, Doubled)
+        swap_in(module, Doubled)
+        assert module(ONE) == 2
+
+    def test_pins_and_checkpointing_that_stay_below_it_are_off_once_removed(self) -> None:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        faults = Faults()
+        pinned = pins.resolve(net, [Pin("0", "bf16")], faults)
+        config = Checkpointing(modules="1")
+        pins.apply(pinned, mixed=True, compute_dtype=torch.float32, device_type="cpu")
+        applied = checkpointing.apply(net, checkpointing.select(net, config, faults), config)
+        for layer in net:
+            self.sharded(layer)
+        assert net[0](torch.ones(1, 2)).dtype == torch.bfloat16
+        pins.remove(net.modules())
+        applied.undo()
+        for parameter in net[0].parameters():
+            parameter.data = parameter.data.float()
+        assert all(isinstance(layer, FSDPModule) for layer in net)
+        assert net(torch.ones(1, 2)).dtype == torch.float32
+        assert net[0](torch.ones(1, 2)).dtype == torch.float32
+
+    @pytest.mark.parametrize("pattern", ["Linear", "FSDPLinear"])
+    def test_patterns_see_the_original_class(self, pattern: str) -> None:
+        layer = self.sharded(nn.Linear(1, 1))
+        assert matches(pattern, "x", layer) is (pattern == "Linear")

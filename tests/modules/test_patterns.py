@@ -1,0 +1,72 @@
+"""What a pattern means."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lightning_mp.errors import Faults
+from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
+
+LINEAR, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "module", "found"),
+    [
+        ("lm_head", "lm_head", LINEAR, True),
+        ("lm_head", "model.lm_head", LINEAR, True),
+        ("lm_head", "model.lm_head.weight_holder", LINEAR, False),
+        ("lm_head", "model.not_lm_head", LINEAR, False),
+        ("head", "model.lm_head", LINEAR, False),
+        ("*head", "model.lm_head", LINEAR, True),
+        ("lora_*", "layers.0.q_proj.lora_A", LINEAR, True),
+        ("lora_*", "layers.0.q_proj.lora_A.default", LINEAR, True),
+        ("q_proj.lora_?", "layers.0.q_proj.lora_A", LINEAR, True),
+        ("*norm*", "layers.0.input_layernorm", LINEAR, True),
+        ("*.h.*", "transformer.h.0", LINEAR, True),
+        ("h.[01]", "transformer.h.1", LINEAR, True),
+        ("h.[01]", "transformer.h.2", LINEAR, False),
+        ("LayerNorm", "ln_f", NORM, True),
+        ("Layer*", "ln_f", NORM, True),
+        ("layernorm", "ln_f", NORM, False),
+        ("LN_F", "ln_f", NORM, False),
+        ("*Norm*", "input_layernorm", LINEAR, False),
+        ("Layer", "ln_f", NORM, False),
+        ("*", "anything", LINEAR, True),
+    ],
+)
+def test_a_pattern_is_a_name_a_dotted_suffix_or_a_class_in_its_own_case(
+    pattern: str, name: str, module: nn.Module, found: bool
+) -> None:
+    assert matches(pattern, name, module) is found
+
+
+def test_a_module_is_listed_under_each_of_its_names_and_the_root_under_none() -> None:
+    root = nn.ModuleDict({"a": LINEAR, "b": nn.Sequential(LINEAR)})
+    assert [name for name, _ in named_submodules(root)] == ["a", "b", "b.0"]
+
+
+@pytest.mark.parametrize(
+    ("module", "called"),
+    [(nn.ModuleList(), False), (nn.ModuleDict(), False), (nn.Module(), False), (nn.Sequential(), True), (LINEAR, True)],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_a_container_that_only_holds_others_is_never_called(module: nn.Module, called: bool) -> None:
+    assert has_own_forward(module) is called
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("*lm_haed", "'lm_head'"),
+        ("*.layer_norm.*", "'LayerNorm'"),
+        ("zzz", "modules here include body, LayerNorm, lm_head, Linear"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_told_with_the_names_most_like_it(pattern: str, near: str) -> None:
+    faults, root = Faults(), nn.ModuleDict({"body": NORM, "lm_head": LINEAR})
+    no_match(pattern, root, "pin", faults)
+    (fault,) = faults.found
+    assert fault.given == f"pin {pattern!r}, which matches no module"
+    assert near in fault.fix

@@ -1,0 +1,378 @@
+"""A pinned module runs in its pin's dtype and stays stored in it, whatever is around it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+import lightning_mp
+from lightning_mp.modules import pins
+from lightning_mp.policy import Pin
+from support.pinning import Ran, pin, products, resolve, stored
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+class Probe(nn.Linear):
+    """Remembers what its forward met."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.met = (input.dtype, self.weight.dtype, torch.is_autocast_enabled("cpu"))
+        return super().forward(input)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = Probe(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = Probe(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def autocast(dtype: torch.dtype = BF16) -> torch.autocast:
+    return torch.autocast("cpu", dtype, cache_enabled=False)
+
+
+# ---------------------------------------------------------------------- inside
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_pinned_module_is_stored_and_runs_in_its_dtype_outside_autocast(dtype: str) -> None:
+    root, wanted = pin(Net(), {"head": dtype}), {"fp32": FP32, "bf16": BF16, "fp16": FP16}[dtype]
+    with autocast():
+        logits = root(X)
+    assert root.head.met == (wanted, wanted, False)
+    assert root.body.met == (FP32, FP32, True)
+    assert logits.dtype == wanted, "under mixed modes a pinned module hands on its own dtype"
+    assert torch.is_autocast_enabled("cpu") is False
+
+
+def test_what_follows_a_pinned_module_is_cast_by_autocast() -> None:
+    assert products(Net(), X, autocast=BF16) == [BF16, BF16]
+    assert products(pin(Net(), {"body": "fp32"}), X, autocast=BF16) == [FP32, BF16]
+    assert products(pin(Net(), {"head": "fp32"}), X, autocast=BF16) == [BF16, FP32]
+    assert products(pin(Net(), {"head": "fp16"}), X) == [FP32, FP16]
+
+
+def test_under_true_modes_the_dtype_that_came_in_comes_out() -> None:
+    root = pin(Net(), {"norm": "fp32", "head": "fp32"}, mode="bf16-true")
+    with Ran("native_layer_norm", "addmm") as ran:
+        logits = root(X.to(BF16))
+    assert ran.dtypes == [BF16, FP32, FP32]
+    assert logits.dtype == BF16
+    assert stored(root) == {
+        "body.weight": BF16, "body.bias": BF16, "norm.weight": FP32, "norm.bias": FP32,
+        "head.weight": FP32, "head.bias": FP32,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "output", "came_in", "comes_out"),
+    [
+        ("bf16-mixed", None, BF16, FP32),
+        ("bf16-mixed", "pin", BF16, FP32),
+        ("bf16-mixed", "input", BF16, BF16),
+        ("bf16-mixed", "input", FP32, FP32),
+        ("bf16-mixed", "fp16", BF16, FP16),
+        ("bf16-mixed", torch.bfloat16, FP32, BF16),
+        ("bf16-true", None, BF16, BF16),
+        ("bf16-true", None, FP16, FP16),
+        ("bf16-true", "pin", BF16, FP32),
+        ("bf16-true", "input", BF16, BF16),
+        ("16-true", "bf16", FP16, BF16),
+    ],
+)
+def test_output_says_otherwise(mode: str, output: Any, came_in: torch.dtype, comes_out: torch.dtype) -> None:
+    root = pin(Net(), [Pin("norm", "fp32", output=output)], mode=mode)
+    with Ran("native_layer_norm") as ran:
+        assert root.norm(X.to(came_in)).dtype == comes_out
+    assert ran.dtypes == [FP32]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("bf16-true", BF16), ("16-true", FP16), ("bf16-mixed", FP32)])
+def test_a_module_without_floating_inputs_hands_on_the_compute_dtype_under_true_modes(
+    mode: str, expected: torch.dtype
+) -> None:
+    root = pin(nn.Sequential(nn.Embedding(8, 4)), {"Embedding": "fp32"}, mode=mode)
+    assert root[0].weight.dtype == FP32
+    assert root(torch.tensor([1, 2])).dtype == expected
+
+
+def test_a_pin_inside_another_returns_to_what_came_in_for_autocast_is_off_there() -> None:
+    outer = nn.Sequential(Probe(4, 4), nn.LayerNorm(4), Probe(4, 4))
+    root = pin(nn.ModuleDict({"block": outer}), {"LayerNorm": "fp32", "block": "bf16"})
+    with autocast(FP16), Ran("native_layer_norm") as ran:
+        assert outer(X).dtype == BF16
+    assert ran.dtypes == [FP32]
+    assert [outer[0].met[0], outer[2].met[0]] == [BF16, BF16]
+    assert {name: dtype for name, dtype in stored(root).items() if name.endswith("weight")} == {
+        "block.0.weight": BF16, "block.1.weight": FP32, "block.2.weight": BF16,
+    }  # fmt: skip
+
+
+def test_an_embedding_inside_another_pin_hands_on_that_pins_dtype() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.proj = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.proj(self.table(ids))
+
+    root = pin(nn.ModuleDict({"block": Block()}), {"table": "fp32", "block": "bf16"})
+    with autocast():
+        assert root["block"](torch.tensor([1])).dtype == BF16
+
+
+@pytest.mark.parametrize("inner", ["norm", "table"])
+def test_code_between_modules_of_a_pinned_block_sees_the_blocks_dtype(inner: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm = nn.Embedding(8, 4), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            self.met = (self.norm(x) if inner == "norm" else self.table(ids)).dtype
+            return x
+
+    root = pin(nn.ModuleDict({"block": Block()}), {inner: "fp32", "block": "bf16"})
+    with autocast(FP16):
+        root["block"](X, torch.tensor([1]))
+    assert root["block"].met == BF16
+
+
+def test_keyword_and_nested_inputs_are_cast_and_others_are_not() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, *, pair: Any, mask: Tensor, flag: object) -> Any:
+            self.met = [x.dtype, pair["a"][0].dtype, mask.dtype, flag]
+            return {"x": x, "ids": mask}
+
+    root = pin(nn.ModuleDict({"m": Takes()}), [Pin("m", "bf16", output="fp32")])
+    flag = object()
+    out = root["m"](X, pair={"a": (X,)}, mask=torch.ones(2, dtype=torch.bool), flag=flag)
+    assert root["m"].met == [BF16, BF16, torch.bool, flag]
+    assert (out["x"].dtype, out["ids"].dtype) == (FP32, torch.bool)
+
+
+def test_a_module_without_parameters_may_be_pinned() -> None:
+    root = pin(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), {"Softmax": "fp32"})
+    with autocast(), Ran("_softmax") as ran:
+        assert root(X).dtype == FP32
+    assert ran.dtypes == [FP32]
+    assert products(pin(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), {"Softmax": "bf16"}), X) == [FP32]
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "bf16-true"])
+def test_gradients_have_the_dtype_of_their_parameters(mode: str) -> None:
+    root = pin(Net(), {"norm": "fp32", "head": "fp16"}, mode=mode)
+    x = X.detach().to(BF16 if mode == "bf16-true" else FP32, copy=True).requires_grad_()
+    with torch.autocast("cpu", BF16, enabled=mode.endswith("mixed")):
+        root(x).float().sum().backward()
+    assert {name: p.grad.dtype for name, p in root.named_parameters()} == stored(root)
+    assert x.grad.dtype == x.dtype
+
+
+def test_the_numbers_are_those_of_the_module_in_its_dtype() -> None:
+    plain, root = Net(), pin(Net(), {"head": "fp32"})
+    with autocast():
+        features = plain.norm(plain.body(X))
+        logits = root(X)
+    assert torch.equal(logits, plain.head(features.float()))
+
+
+# ---------------------------------------------------------------------- modules with ways of their own
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_recurrent_module(mode: str, packed: bool) -> None:
+    rnn = nn.LSTM(4, 3, num_layers=2, bidirectional=True)
+    expected = rnn(X.unsqueeze(1))[0]
+    pin(nn.ModuleDict({"rnn": rnn}), {"rnn": "fp32"}, mode=mode)
+    x = X.to(BF16 if mode == "bf16-true" else FP32)
+    nn.ModuleDict({"rnn": rnn}).to(BF16)
+    assert {parameter.dtype for parameter in rnn.parameters()} == {FP32}
+    with torch.autocast("cpu", BF16, enabled=mode.endswith("mixed")):
+        out, (hidden, cell) = rnn(pack_sequence([x]) if packed else x.unsqueeze(1))
+    out = out.data if packed else out.squeeze(1)
+    assert {out.dtype, hidden.dtype, cell.dtype} == {x.dtype}
+    torch.testing.assert_close(out.float(), expected.squeeze(1), rtol=0, atol=0 if mode == "bf16-mixed" else 1e-2)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_with_masks(training: bool) -> None:
+    attention = nn.MultiheadAttention(4, 2, batch_first=True).train(training)
+    x, hidden = X.unsqueeze(0), torch.tensor([[False, False, True]])
+    expected, weights = attention(x, x, x, key_padding_mask=hidden)
+    pin(nn.ModuleDict({"a": attention}), {"MultiheadAttention": "fp32"}, mode="bf16-mixed")
+    with autocast(), torch.set_grad_enabled(training):
+        out, found = attention(x, x, x, key_padding_mask=hidden)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, weights, rtol=1e-6, atol=1e-6)
+    assert out.dtype == FP32
+
+
+def test_running_statistics_are_pinned_too() -> None:
+    root = pin(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), {"BatchNorm1d": "fp32"}, mode="bf16-true")
+    root.to(BF16)
+    root(X.to(BF16))
+    assert [buffer.dtype for buffer in root.buffers()] == [FP32, FP32, torch.int64]
+    assert root[1].running_mean.abs().sum() > 0
+
+
+# ---------------------------------------------------------------------- moves
+
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "double": lambda m: m.double(),
+    "to(dtype)": lambda m: m.to(FP16),
+    "to(device, dtype)": lambda m: m.to("cpu", BF16),
+    "to(tensor)": lambda m: m.to(torch.zeros(1, dtype=FP16)),
+    "there and back": lambda m: m.half().bfloat16().double().float(),
+    "type": lambda m: m.type(FP16),
+    "share_memory": lambda m: m.share_memory(),
+    "to('cpu')": lambda m: m.to("cpu"),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_no_move_changes_a_bit_of_a_pinned_weight_or_its_gradient(move: Callable[[nn.Module], object]) -> None:
+    root = pin(Net(), {"norm": "bf16", "head": "fp32"})
+    root(X).sum().backward()
+    before = {name: (p, p.detach().clone(), p.grad.clone()) for name, p in root.named_parameters()}
+    move(root)
+    for name, (parameter, value, gradient) in before.items():
+        if not name.startswith("body"):
+            assert torch.equal(parameter.detach(), value), name
+            assert torch.equal(parameter.grad, gradient), name
+            assert dict(root.named_parameters())[name] is parameter, name
+    assert stored(root)["head.weight"] == FP32
+    assert stored(root)["norm.weight"] == BF16
+
+
+@pytest.mark.parametrize("name", ["half", "to(dtype)", "type"])
+def test_a_move_still_moves_the_rest(name: str) -> None:
+    root = pin(Net(), {"head": "fp32"})
+    MOVES[name](root)
+    assert stored(root)["body.weight"] == FP16
+
+
+def test_a_pin_goes_along_to_another_device() -> None:
+    root = pin(Net(), {"head": "bf16"}).to("meta")
+    assert (root.head.weight.device.type, root.head.weight.dtype) == ("meta", BF16)
+    root.to_empty(device="cpu")
+    assert (root.head.weight.device.type, root.head.weight.dtype) == ("cpu", BF16)
+
+
+# ---------------------------------------------------------------------- what must not change
+
+
+def test_names_classes_parameters_and_representation_stay() -> None:
+    plain = Net()
+    names, texts = list(plain.state_dict()), (repr(plain), type(plain.head).__name__, type(plain.head).__module__)
+    parameters = {name: id(parameter) for name, parameter in plain.named_parameters()}
+    root = pin(plain, {"*": "bf16"})
+    assert list(root.state_dict()) == names
+    assert (repr(root), type(root.head).__name__, type(root.head).__module__) == texts
+    assert isinstance(root.head, Probe)
+    assert {name: id(parameter) for name, parameter in root.named_parameters()} == parameters
+
+
+def test_a_checkpoint_in_another_dtype_is_taken_up_in_the_pins() -> None:
+    root, other = pin(Net(), {"head": "bf16"}), Net()
+    root.load_state_dict(other.state_dict())
+    assert stored(root)["head.weight"] == BF16
+    assert torch.equal(root.head.weight, other.head.weight.to(BF16))
+
+
+@pytest.mark.parametrize(
+    "travel", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), copy.copy], ids=["deepcopy", "pickle", "copy"]
+)
+def test_a_copy_is_pinned_as_the_original(travel: Callable[[nn.Module], nn.Module]) -> None:
+    root = pin(Net(), {"norm": "fp32", "head": "fp32"}, mode="bf16-true")
+    copied = travel(root).half()
+    assert stored(copied)["head.weight"] == FP32
+    assert type(copied.head) is type(root.head)
+    x = X.to(BF16)
+    root.to(FP16)
+    assert torch.equal(copied(x.half()), root(x.half()))
+
+
+def test_a_copy_is_its_own() -> None:
+    root = pin(Net(), {"head": "fp32"})
+    copied = copy.deepcopy(root)
+    with torch.no_grad():
+        copied.head.weight.zero_()
+        copied.head.bias.fill_(1)
+    assert torch.equal(copied(X), torch.ones(3, 2))
+    assert not torch.equal(root(X), torch.ones(3, 2))
+
+
+def test_a_pinned_model_compiles_into_one_graph() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    root = pin(plain, {"1": "fp32", "2": "fp32"})
+    compiled = torch.compile(root, backend="eager", fullgraph=True)
+    with autocast():
+        expected, out = root(X), compiled(X)
+    assert out.dtype == FP32
+    assert torch.equal(out, expected)
+
+
+def test_pinning_again_is_pinning_once() -> None:
+    root = pin(Net(), {"head": "fp32"})
+    once = type(root.head)
+    pin(root, {"head": "fp32"})
+    assert type(root.head) is once
+    pin(root, {"head": "bf16"})
+    assert type(root.head) is once
+    assert root.head(X).dtype == BF16
+
+
+def test_removal_gives_the_forward_back_and_leaves_what_is_stored() -> None:
+    root = pin(Net(), {"norm": "fp32", "head": "bf16"})
+    pins.remove(root.modules())
+    assert (type(root.norm), type(root.head)) == (nn.LayerNorm, Probe)
+    assert stored(root)["head.weight"] == BF16
+    with autocast():
+        root(X)
+    assert root.head.met[2] is True
+    assert stored(root.half())["head.weight"] == FP16
+    assert not [key for module in root.modules() for key in vars(module) if "lmp" in key]
+
+
+def test_a_tied_weight_is_one_tensor_in_one_dtype() -> None:
+    root = nn.ModuleDict({"wte": nn.Embedding(8, 4), "lm_head": nn.Linear(4, 8, bias=False)})
+    root["lm_head"].weight = root["wte"].weight
+    pin(root, {"lm_head": "fp32"}, mode="bf16-true").half()
+    assert root["lm_head"].weight is root["wte"].weight
+    assert root["wte"].weight.dtype == FP32
+    assert root["wte"](torch.tensor([1])).dtype == BF16
+
+
+def test_the_pin_map_of_a_pinned_model_is_that_of_the_plain_one() -> None:
+    spec = {"Probe": "bf16", "LayerNorm": "fp32"}
+    plain = [(m.name, m.pin, m.entry) for m in resolve(Net(), spec).members]
+    assert [(m.name, m.pin, m.entry) for m in resolve(pin(Net(), spec), spec).members] == plain
+
+
+def test_unpin_gives_the_plain_classes_back() -> None:
+    root = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    pin(root, {"1": "fp32", "Linear": "bf16"})
+    lightning_mp.unpin(root)
+    assert [type(module) for module in root] == [nn.Linear, nn.LayerNorm, nn.Linear]
+    assert [module.weight.dtype for module in root] == [torch.bfloat16, torch.float32, torch.bfloat16]

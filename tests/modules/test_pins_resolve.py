@@ -1,0 +1,190 @@
+"""Which pin covers which module."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lightning_mp.errors import Faults, PlanError
+from lightning_mp.modules import pins
+from lightning_mp.policy import Pin
+from support.pinning import Declared, dtypes_by_name, resolve
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return x + self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    """Two blocks in a list, a final norm, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm_f = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm_f(x))
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({}, {}),
+        ({"head": "bf16"}, {"head": "bf16"}),
+        ({"norm*": "fp32"}, {"blocks.0.norm": "fp32", "blocks.1.norm": "fp32", "norm_f": "fp32"}),
+        ({"LayerNorm": "fp32"}, {"blocks.0.norm": "fp32", "blocks.1.norm": "fp32", "norm_f": "fp32"}),
+        (
+            {"blocks.0": "fp32"},
+            {"blocks.0": "fp32", "blocks.0.norm": "fp32"}
+            | dict.fromkeys(("blocks.0.mlp", "blocks.0.mlp.0", "blocks.0.mlp.1"), "fp32"),
+        ),
+        ({"*.1.norm": "fp32", "norm": "bf16"}, {"blocks.0.norm": "bf16", "blocks.1.norm": "fp32"}),
+        (
+            {"norm": "fp32", "Block": "bf16"},
+            {
+                **{f"blocks.{k}.norm": "fp32" for k in (0, 1)},
+                **{f"blocks.{k}{rest}": "bf16" for k in (0, 1) for rest in ("", ".mlp", ".mlp.0", ".mlp.1")},
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_a_pin_covers_what_it_matches_and_what_is_below_and_the_first_wins(
+    spec: Declared, expected: dict[str, str]
+) -> None:
+    assert dtypes_by_name(Net(), spec) == expected
+
+
+def test_a_container_pinned_first_leaves_nothing_to_a_later_pin_below_it() -> None:
+    found = resolve(Net(), {"Block": "bf16", "norm": "fp32", "head": "fp32"})
+    assert found.shadowed == ("norm",)
+    assert {m.pin.dtype for m in found.members if m.name.endswith(".norm")} == {"bf16"}
+
+
+def test_a_pin_written_twice_has_its_second_writing_shadowed() -> None:
+    assert resolve(Net(), [Pin("head", "fp32"), Pin("head", "bf16")]).shadowed == ("head",)
+
+
+def test_all_patterns_that_match_nothing_are_told_together() -> None:
+    with pytest.raises(PlanError) as error:
+        resolve(Net(), {"haed": "fp32", "head": "fp32", "blcks.0": "bf16"})
+    assert [fault.given for fault in error.value.faults] == [
+        "pin 'haed', which matches no module",
+        "pin 'blcks.0', which matches no module",
+    ]
+    assert "'head'" in str(error.value)
+    assert "'blocks.0'" in str(error.value)
+
+
+def test_resolving_changes_nothing() -> None:
+    root = Net()
+    before = {name: (type(module), dict(vars(module))) for name, module in root.named_modules()}
+    resolve(root, {"norm": "fp32", "Block": "bf16"})
+    assert {name: (type(module), dict(vars(module))) for name, module in root.named_modules()} == before
+
+
+def test_the_dtypes_that_pins_decide_are_known() -> None:
+    root = Net()
+    assert resolve(root, {"head": "fp32", "mlp": "bf16"}).dtypes() == {
+        id(parameter): "fp32" if name.startswith("head") else "bf16"
+        for name, parameter in root.named_parameters()
+        if name.startswith("head") or ".mlp." in name
+    }
+
+
+def test_a_module_is_an_entry_where_it_is_called_from_outside_its_pin() -> None:
+    members = {m.name: m for m in resolve(Net(), {"norm": "fp32", "blocks": "bf16", "norm_f": "bf16"}).members}
+    assert {name: (m.entry, m.inside) for name, m in members.items() if not name.startswith("blocks.1")} == {
+        "blocks": (True, None),  # a ModuleList: never called, but nothing called lies above it
+        "blocks.0": (True, None),
+        "blocks.0.norm": (True, "bf16"),
+        "blocks.0.mlp": (False, None),
+        "blocks.0.mlp.0": (False, None),
+        "blocks.0.mlp.1": (False, None),
+        "norm_f": (True, None),
+    }
+
+
+# ---------------------------------------------------------------------- shared modules and tied weights
+
+
+class Tied(nn.Module):
+    """As GPT-2: the head's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"wte": nn.Embedding(8, 4), "ln": nn.LayerNorm(4)})
+        self.lm_head = nn.Linear(4, 8, bias=False)
+        self.lm_head.weight = self.body["wte"].weight
+
+    def forward(self, ids):  # type: ignore[no-untyped-def]
+        return self.lm_head(self.body["ln"](self.body["wte"](ids)))
+
+
+def test_contradicting_pins_on_a_tied_weight_are_a_fault_that_names_both_places() -> None:
+    with pytest.raises(PlanError) as error:
+        resolve(Tied(), {"lm_head": "bf16", "wte": "fp32"})
+    (fault,) = error.value.faults
+    assert "body.wte.weight pinned to fp32" in fault.given
+    assert "lm_head.weight pinned to bf16" in fault.given
+    assert "tied" in fault.given
+    assert "untie" in fault.fix
+
+
+@pytest.mark.parametrize("spec", [{"lm_head": "bf16"}, {"wte": "bf16"}, {"wte": "bf16", "lm_head": "bf16"}], ids=str)
+def test_a_pin_on_one_owner_of_a_tied_weight_covers_the_other(spec: Declared) -> None:
+    assert dtypes_by_name(Tied(), spec) == {"body.wte": "bf16", "lm_head": "bf16"}
+
+
+def test_two_pins_of_one_dtype_on_a_tied_weight_agree() -> None:
+    assert resolve(Tied(), {"wte": "fp32", "lm_head": "fp32"}).shadowed == ()
+
+
+class Shared(nn.Module):
+    """One module under two names."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.one = nn.Sequential(shared)
+        self.two = nn.Sequential(shared)
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.two(self.one(x))
+
+
+@pytest.mark.parametrize("name", ["one.0", "two.0"])
+def test_a_shared_module_may_be_pinned_under_either_of_its_names_and_is_listed_once(name: str) -> None:
+    members = resolve(Shared(nn.Linear(4, 4)), {name: "fp32"}).members
+    assert [member.pin.dtype for member in members] == ["fp32"]
+
+
+def test_a_shared_module_pinned_two_ways_is_a_fault() -> None:
+    with pytest.raises(PlanError, match="contradicting pins on tied weights"):
+        resolve(Shared(nn.Linear(4, 4)), {"one": "fp32", "two": "bf16"})
+
+
+def test_a_weight_that_the_root_holds_too_cannot_be_pinned() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+            self.weight = self.head.weight
+
+    faults = Faults()
+    pins.resolve(Root(), [Pin("head", "fp32")], faults)
+    (fault,) = faults.found
+    assert "head.weight, which is tied to the root module's own 'weight'" in fault.given
+
+
+def test_no_pins_cover_nothing() -> None:
+    assert pins.resolve(Net(), [], Faults()) == pins.PinMap((), ())

@@ -1,0 +1,139 @@
+"""What a plan, and each of Lightning's own plugins, declares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import (
+    DeepSpeedPrecision,
+    DoublePrecision,
+    FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    XLAPrecision,
+)
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from lightning_mp import MixedPrecisionPlan, PrecisionPolicy
+from lightning_mp.monitor.audit import declared
+from lightning_mp.monitor.audit.judge import AS_STORED
+from support.pinning import pin
+
+CPU = torch.device("cpu")
+ONE = SingleDeviceStrategy(CPU)
+
+
+def _modules(root: nn.Module) -> dict[str, nn.Module]:
+    return dict(root.named_modules())
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+
+#: precision → storage, compute, autocast
+MODES = {
+    "32-true": ("fp32", "fp32", False),
+    "bf16-mixed": ("fp32", "bf16", True),
+    "16-mixed": ("fp32", "fp16", True),
+    "bf16-true": ("bf16", "bf16", False),
+    "16-true": ("fp16", "fp16", False),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("given", ["word", "policy", "plan"])
+def test_a_plan(mode: Any, given: str) -> None:
+    plan: Any = {"word": mode, "policy": PrecisionPolicy(precision=mode), "plan": MixedPrecisionPlan(mode)}[given]
+    found = declared.by_any(plan, _modules(_net()), CPU)
+    assert (found.storage, found.compute, found.autocast) == MODES[mode]
+    assert (found.reduce, found.state, found.frozen) == ("fp32", AS_STORED, True)
+    assert found.by == f"MixedPrecisionPlan({mode!r})"
+
+
+def test_a_plans_pins_by_module() -> None:
+    found = declared.by_any(MixedPrecisionPlan("bf16-mixed", pins={"LayerNorm": "fp32"}), _modules(_net()), CPU)
+    assert found.pins == {"1": "fp32"}
+    assert (found.declared("0"), found.declared("1")) == ("bf16", "fp32")
+
+
+@pytest.mark.parametrize("setting", ["high", "highest", "medium"])
+def test_tf32_where_there_is_none(setting: str) -> None:
+    found = declared.by_any(MixedPrecisionPlan("32-true", tf32=setting), _modules(_net()), CPU)
+    assert (found.declared("0"), found.tf32) == ("fp32", None)
+    assert found.notes == (f"tf32={setting!r} changes nothing on CPU: it has no TF32",)
+
+
+def test_auto_is_what_it_would_be_on_the_device() -> None:
+    assert declared.by_any("auto", _modules(_net()), CPU).compute == "fp32"
+
+
+#: plugin → storage, compute, autocast, optimizer state, frozen parameters too
+STOCK: list[tuple[Precision, tuple[Any, ...]]] = [
+    (Precision(), ("fp32", "fp32", False, AS_STORED, False)),
+    (DoublePrecision(), ("fp64", "fp64", False, AS_STORED, False)),
+    (MixedPrecision("bf16-mixed", "cpu"), ("fp32", "bf16", True, AS_STORED, False)),
+    (MixedPrecision("16-mixed", "cpu"), ("fp32", "fp16", True, AS_STORED, False)),
+    (HalfPrecision("bf16-true"), ("bf16", "bf16", False, AS_STORED, True)),
+    (HalfPrecision("16-true"), ("fp16", "fp16", False, AS_STORED, True)),
+    (DeepSpeedPrecision("32-true"), ("fp32", "fp32", False, "fp32", True)),
+    (DeepSpeedPrecision("bf16-mixed"), ("bf16", "bf16", False, "fp32", True)),
+    (DeepSpeedPrecision("16-mixed"), ("fp16", "fp16", False, "fp32", True)),
+    (DeepSpeedPrecision("16-true"), ("fp16", "fp16", False, None, True)),
+]
+
+
+@pytest.mark.parametrize(("plugin", "wanted"), STOCK, ids=[f"{type(p).__name__}-{p.precision}" for p, _ in STOCK])
+def test_a_stock_plugin(plugin: Precision, wanted: tuple[Any, ...]) -> None:
+    found = declared.by_stock(plugin, ONE, _modules(_net()))
+    assert (found.storage, found.compute, found.autocast, found.state, found.frozen) == wanted
+    assert found.by == f"{type(plugin).__name__}({plugin.precision!r})"
+
+
+@pytest.mark.parametrize(
+    ("precision", "wanted"),
+    [
+        ("32-true", ("fp32", "fp32", "fp32")),
+        ("bf16-mixed", ("fp32", "bf16", "bf16")),
+        ("bf16-true", ("bf16", "bf16", "bf16")),
+    ],
+)
+def test_stock_fsdp_gathers_and_sums_in_what_it_says(precision: Any, wanted: tuple[str, ...]) -> None:
+    plugin = FSDPPrecision(precision)
+    found = declared.by_stock(plugin, FSDPStrategy(precision_plugin=plugin), _modules(_net()))
+    assert (found.storage, found.compute, found.reduce) == wanted
+    assert not found.autocast  # norms are gathered in half precision too
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reduce"),
+    [
+        (ONE, AS_STORED),
+        (DDPStrategy(), AS_STORED),
+        (DDPStrategy(ddp_comm_hook=fp16_compress_hook), None),  # the user's hook decides
+        (ModelParallelStrategy(), None),  # the user's fully_shard does
+    ],
+)
+def test_what_stock_strategies_sum_in(strategy: Any, reduce: str | None) -> None:
+    assert declared.by_stock(HalfPrecision("bf16-true"), strategy, _modules(_net())).reduce == reduce
+
+
+def test_a_plugin_nobody_here_knows_declares_nothing() -> None:
+    class Own(Precision):
+        precision: Any = "bf16-true"
+
+    for plugin in (Own(), XLAPrecision.__new__(XLAPrecision)):
+        found = declared.by_stock(plugin, ONE, _modules(_net()))
+        assert (found.storage, found.compute, found.declared("0")) == (None, None, None)
+        assert "not judged" in found.notes[0]
+
+
+def test_pins_that_modules_carry() -> None:
+    net = pin(_net(), {"LayerNorm": "fp32"})
+    assert declared.by_any(None, _modules(net), CPU).pins == {"1": "fp32"}
+    assert declared.by_stock(HalfPrecision("bf16-true"), ONE, _modules(net)).declared("1") == "fp32"

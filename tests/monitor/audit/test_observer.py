@@ -1,0 +1,289 @@
+"""What is seen of a module while it runs: the dtypes of its inputs, outputs and operators, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mp.monitor.audit.judge import computed
+from lightning_mp.monitor.audit.observer import Observed, Watch, note_gradients, note_parameters, unseen
+from lightning_mp.monitor.audit.operators import dtype_name
+
+BF16 = torch.bfloat16
+
+
+def watched(
+    module: nn.Module, *inputs: Any, autocast: torch.dtype | None = BF16, backward: bool = True
+) -> dict[str, Observed]:
+    """One forward pass, and backward from the sum of its output."""
+    modules = dict(module.named_modules())
+    watch = Watch(modules)
+    watch.start()
+    try:
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            output = module(*inputs)
+        output = output[0] if isinstance(output, tuple) else output
+        if backward:
+            output.float().sum().backward()
+    finally:
+        watch.stop()
+    note_gradients(watch.seen, modules)
+    note_parameters(watch.seen, modules, {})
+    return watch.seen
+
+
+class Runs(nn.Module):
+    """Calls ``how`` with its layer, in the way a user's own module would."""
+
+    def __init__(self, how: Callable[[Any, Tensor], Tensor], layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer = layer or nn.Linear(8, 8)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self.layer, x)
+
+
+def _off(layer: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return layer(x.float())
+
+
+def _half_norm(layer: Any, x: Tensor) -> Tensor:
+    return nn.functional.layer_norm(x.bfloat16(), (8,), layer.weight.bfloat16(), layer.bias.bfloat16())
+
+
+#: module, input, autocast → what its (only) layer computed in
+COMPUTED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Any, set[str]]] = {
+    "linear": (lambda: nn.Linear(8, 8), (2, 8), BF16, {"bf16"}),
+    "linear without autocast": (lambda: nn.Linear(8, 8), (2, 8), None, {"fp32"}),
+    "linear in fp16": (lambda: nn.Linear(8, 8), (2, 8), torch.float16, {"fp16"}),
+    "stored in half": (lambda: nn.Linear(8, 8).bfloat16(), (2, 8), BF16, {"bf16"}),
+    "stored in double": (lambda: nn.Linear(8, 8).double(), (2, 8), None, {"fp64"}),
+    "convolution": (lambda: nn.Conv1d(8, 4, 3), (2, 8, 6), BF16, {"bf16"}),
+    "recurrent": (lambda: nn.LSTM(8, 8), (3, 2, 8), BF16, {"bf16"}),
+    "norm of fp32": (lambda: nn.LayerNorm(8), (2, 8), BF16, {"fp32"}),
+    "group norm": (lambda: nn.GroupNorm(2, 8), (2, 8), BF16, {"fp32"}),
+    "batch norm": (lambda: nn.BatchNorm1d(8), (2, 8), BF16, {"fp32"}),
+    "rms norm": (lambda: nn.RMSNorm(8), (2, 8), BF16, {"fp32"}),
+    "elementwise": (nn.PReLU, (2, 8), None, {"fp32"}),
+}
+
+
+@pytest.mark.parametrize("case", COMPUTED)
+def test_what_a_layer_computes_in(case: str) -> None:
+    make, shape, autocast, wanted = COMPUTED[case]
+    layer = make()
+    x = torch.randn(shape, dtype=torch.float64 if "double" in case else torch.float32)
+    root = nn.Sequential(layer)
+    assert computed(watched(root, x, autocast=autocast)["0"]) == wanted
+
+
+#: what a user's module does inside → what its layer computed in, or the module itself where the layer is not called
+INSIDE: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, set[str]]] = {
+    "autocast turned off": (_off, "layer", {"fp32"}),
+    "another autocast": (lambda layer, x: _under(torch.float16, layer, x), "layer", {"fp16"}),
+    "weights used without a call": (lambda layer, x: nn.functional.linear(x, layer.weight), "", {"bf16"}),
+    "a product of its own": (lambda layer, x: layer(x) @ layer.weight, "", {"bf16"}),
+    "recomputed": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), "layer", {"bf16"}),
+}
+
+
+def _under(dtype: torch.dtype, layer: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype):
+        return layer(x)
+
+
+@pytest.mark.parametrize("case", INSIDE)
+def test_what_runs_is_told_of_the_innermost_module(case: str) -> None:
+    how, where, wanted = INSIDE[case]
+    seen = watched(nn.Sequential(Runs(how)), torch.randn(2, 8, requires_grad=True))
+    assert computed(seen[f"0.{where}".rstrip(".")]) == wanted
+
+
+def test_a_norm_is_seen_with_its_weights() -> None:
+    mixed = watched(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(2, 8))["1"]
+    assert computed(mixed) == {"bf16", "fp32"}  # on the CPU autocast leaves the input as it is
+    half = watched(nn.Sequential(Runs(_half_norm, nn.LayerNorm(8))), torch.randn(2, 8))
+    assert computed(half["0"]) == set()  # it has no parameters of its own, and no product
+    assert half["0.layer"].calls == 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_widening_in_plain_attention_is_told_from_a_product(dropout: float) -> None:
+    attention = nn.MultiheadAttention(8, 2, dropout=dropout)
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    seen = watched(Attends(), torch.randn(3, 2, 8))["attention"]
+    by_kind = {
+        kind: {d for ran in seen.ran if ran.kind == kind for d in ran.dtypes} for kind in ("product", "attention")
+    }
+    assert by_kind == {"product": {"bf16"}, "attention": {"fp32"} if dropout else set()}
+
+
+def test_a_table_made_in_fp32_is_no_product_of_the_model() -> None:
+    def positions(layer: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):  # as transformers makes rotary embeddings
+            table = torch.ones(8, 1) @ torch.arange(2.0)[None]
+        return layer(x) + table.sum()
+
+    assert computed(watched(nn.Sequential(Runs(positions)), torch.randn(2, 8))["0"]) == set()
+
+
+def test_backward_and_the_optimizer_are_not_the_root() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", BF16):
+                return x @ self.weight
+
+    module = Own()
+    modules = dict(module.named_modules())
+    watch = Watch(modules)
+    watch.start()
+    module(torch.randn(2, 8)).float().sum().backward()
+    with torch.no_grad():
+        module.weight @ module.weight  # an optimizer that orthogonalises
+    watch.stop()
+    assert computed(watch.seen[""]) == {"bf16"}
+
+
+def test_a_backward_pass_for_a_gradient_penalty_is_not_the_root() -> None:
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Runs(_off)
+
+        def forward(self, x: Tensor) -> Tensor:
+            (slope,) = torch.autograd.grad(self.layer(x).sum(), x, create_graph=True)
+            return slope.pow(2).sum()
+
+    seen = watched(Penalised(), torch.randn(2, 8, requires_grad=True))
+    assert computed(seen["layer.layer"]) == {"fp32"}
+    assert computed(seen[""]) == set()
+
+
+def test_inputs_and_outputs_however_they_come() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Any, *, also: Any = None) -> dict[str, Any]:
+            return {"one": x["a"].half(), "ids": torch.arange(3)}
+
+    takes = Takes()
+    watch = Watch({"": nn.Sequential(takes), "0": takes})
+    watch.start()
+    takes({"a": torch.ones(2), "n": 3}, also=[torch.ones(1, dtype=BF16), "word"])
+    watch.stop()
+    assert (watch.seen["0"].input, watch.seen["0"].output) == ({"fp32", "bf16"}, {"fp16"})
+
+
+def test_parameters_gradients_and_state_are_those_of_the_module_itself() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16().requires_grad_(False), nn.Embedding(3, 8))
+    seen, modules = unseen(dict(module.named_modules())), dict(module.named_modules())
+    module[0](torch.randn(2, 8)).sum().backward()
+    note_gradients(seen, modules)
+    note_parameters(seen, modules, {id(module[0].weight): {"bf16"}})
+    assert (seen["0"].trained, seen["0"].frozen, seen["0"].grad, seen["0"].state) == (
+        {"fp32"},
+        set(),
+        {"fp32"},
+        {"bf16"},
+    )
+    assert (seen["1"].trained, seen["1"].frozen, seen["1"].grad) == (set(), {"bf16"}, set())
+    assert seen[""].param == set()
+
+
+def test_nothing_is_left_and_numbers_are_the_same() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+
+    module, oracle, x = made(), made(), torch.randn(2, 5, 8)
+    torch.manual_seed(1)
+    watched(module, x)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", BF16):
+        loss = oracle(x).float().sum()
+    loss.backward()
+    for one, other in zip(module.parameters(), oracle.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_a_failing_forward_leaves_nothing_either() -> None:
+    def fails(layer: Any, x: Tensor) -> Tensor:
+        raise KeyError("planned")
+
+    module = nn.Sequential(Runs(fails))
+    with pytest.raises(KeyError, match="planned"):
+        watched(module, torch.randn(2, 8))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+# dynamo itself asks intermediate tensors for their gradient
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@compiles
+@pytest.mark.parametrize("how", ["wrapped", "in place", "its forward"])
+def test_compiled_modules_compile_and_are_told_to_be_hidden(how: str) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counter, inner = CompileCounter(), Runs(lambda layer, x: layer(x))
+    if how == "wrapped":
+        compiled: Any = torch.compile(inner, backend=counter)
+    elif how == "in place":
+        inner.compile(backend=counter)
+        compiled = inner
+    else:
+        inner.forward = torch.compile(inner.forward, backend=counter)  # type: ignore[method-assign]
+        compiled = inner
+    module, x = nn.Sequential(nn.Linear(8, 8), compiled), torch.randn(2, 8)
+    seen = watched(module, x, autocast=None)
+    assert counter.frame_count == 1
+    module(x)
+    assert counter.frame_count == 1  # nothing to guard against was left in it
+    assert {name for name, one in seen.items() if one.hidden} == {name for name in seen if name.startswith("1")}
+    assert computed(seen["0"]) == {"fp32"}
+    assert seen["1"].calls == 0
+    torch._dynamo.reset()
+
+
+@compiles
+def test_a_function_compiled_inside_a_module_compiles_and_keeps_no_trace() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    run = torch.compile(lambda layer, x: layer(x).sin(), backend=counter, fullgraph=True)
+    module, x = nn.Sequential(Runs(run)), torch.randn(2, 8)
+    seen = watched(module, x, autocast=None)
+    assert counter.frame_count == 1
+    assert seen["0.layer"].calls == 0
+    module(x)
+    assert counter.frame_count <= 2  # again without hooks, once at most
+    count = counter.frame_count
+    module(x)
+    assert counter.frame_count == count
+    torch._dynamo.reset()
+
+
+def test_names_of_dtypes() -> None:
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
+    assert {dtype: dtype_name(dtype) for dtype in names} == names
+    assert dtype_name(torch.int8) == "int8"

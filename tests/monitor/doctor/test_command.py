@@ -1,0 +1,165 @@
+"""``lightning-mp doctor CONFIG``: what it prints, and with what status it ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lightning_mp.cli.app import app
+
+HEALTHY = """
+plan: {precision: 16-mixed, pins: {LayerNorm: fp32}}
+model: {_target_: support.hf.gpt2}
+trainer: {accelerator: cpu, accumulate_grad_batches: 4}
+data: ???
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(HEALTHY)
+    return path
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def _refusal(*arguments: object) -> str:
+    result = _run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("lightning-mp doctor: ")
+    return line
+
+
+def test_a_healthy_run_ends_with_0(config: Path) -> None:
+    result = _run(config)
+    assert result.exit_code == 0
+    assert result.output == "nothing found\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "codes"),
+    [
+        (["model.dropout=0.1"], 0, []),
+        (["plan.pins={LayerNorm: bf16}", "plan.precision=16-true"], 1, ["LMP001", "LMP010"]),
+        (["plan.loss_scaling={init_scale: 4294967296}"], 1, ["LMP012"]),
+        (["plan.pins={wte: fp32, lm_head: fp16}"], 2, ["LMP009", "LMP001"]),
+        (["plan=bf16-true"], 1, ["LMP001", "LMP010"]),
+    ],
+)
+def test_the_status_is_that_of_the_gravest(config: Path, overrides: list[str], status: int, codes: list[str]) -> None:
+    result = _run(config, *overrides)
+    assert result.exit_code == status, result.output
+    assert all(code in result.stdout for code in codes)
+    read = _run(config, *overrides, "--json")
+    assert read.exit_code == status
+    findings = json.loads(read.stdout)
+    assert {finding["code"] for finding in findings} >= set(codes)
+    assert all(set(finding) == {"code", "name", "severity", "what", "why", "fix", "where"} for finding in findings)
+
+
+def test_the_list_reads_what_why_do(config: Path) -> None:
+    lines = [line.strip() for line in _run(config, "plan=bf16-true").stdout.splitlines()]
+    assert lines[0] == "LMP001 warning no_fp32_masters"
+    assert lines[1].startswith("what: bf16-true trains ")
+    assert lines[2].startswith("why: ")
+    assert any(line.startswith("do: use 'bf16-mixed'") for line in lines)
+    assert lines[-1] == "2 found: 0 error, 2 warning, 0 info"
+
+
+def test_what_a_model_prints_does_not_spoil_the_json(config: Path) -> None:
+    config.write_text("model: {_target_: support.doctor.talking}")
+    result = _run(config, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == []
+    assert "hello" in result.stderr
+
+
+def test_without_a_plan_the_run_is_one_of_lightnings_own(config: Path) -> None:
+    config.write_text("model: {_target_: support.hf.gpt2}\ntrainer: {precision: bf16-true, strategy: ddp}")
+    result = _run(config)
+    assert result.exit_code == 1
+    assert "bf16-true trains " in result.stdout
+
+
+def test_it_examines_what_train_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defaults list, groups of one's own and modules beside the file are found as they are there."""
+    (tmp_path / "conf" / "plan").mkdir(parents=True)
+    (tmp_path / "conf" / "plan" / "ours.yaml").write_text("defaults: [fp16_true]\n")
+    (tmp_path / "beside.py").write_text("from support.hf import gpt2 as net\n")
+    path = tmp_path / "run.yaml"
+    path.write_text("defaults: [{plan: fp32}, {strategy: fsdp2}, _self_]\nmodel: {_target_: beside.net}\n")
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    assert _run(path).output == "nothing found\n"
+    assert "LMP001" in _run(path, "plan=ours", "--config-dir", tmp_path / "conf").stdout
+    assert "plan=ours, which is no file of that group" in _refusal(path, "plan=ours")
+    assert _run("experiment=llama_tiny", "plan=bf16").output == "nothing found\n"
+
+
+def test_a_strategy_is_built_too(config: Path) -> None:
+    pytest.importorskip("deepspeed")
+    strategy = {
+        "_target_": "lightning.pytorch.strategies.DeepSpeedStrategy",
+        "config": {"gradient_accumulation_steps": 2},
+    }
+    config.write_text(HEALTHY + f"strategy: {json.dumps(strategy)}\n")
+    result = _run(config, "plan=bf16-mixed")
+    assert result.exit_code == 2
+    assert "LMP015 error deepspeed_contradicts_trainer" in result.stdout
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def test_every_fault_is_named_in_one_line(config: Path) -> None:
+    line = _refusal(config, "plan.precision=bf17-mixed", "plan.oops=1", "model._target_=support.nowhere", "trainer=3")
+    for said in ("'bf17-mixed'", "no key 'oops' in plan", "support.nowhere", "trainer=3, which is no file"):
+        assert said in line
+
+
+def test_patterns_that_match_nothing_are_refused_as_the_run_would(config: Path) -> None:
+    line = _refusal(config, "plan.pins.nowhere=fp32", "plan.checkpointing=GPT3Block")
+    assert "pin 'nowhere', which matches no module" in line
+    assert "'GPT2Block'" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "while parsing"),
+        ("- 1", "a YAML mapping"),
+        ("", "no model"),
+        ("plam: {}\nmodel: {_target_: support.hf.gpt2}", "call it plan: 'plam'"),
+        ("plan: bf16-mixed", "no model"),
+        ("plan:\n  precision: ???\nmodel: {_target_: support.hf.gpt2}", "precision"),
+        ("plan: bf18\nmodel: {_target_: support.hf.gpt2}", "precision='bf18'"),
+        ("model: {_target_: support.hf.gpt2, wrong: 1}", "unknown key model.wrong (run.yaml:1)"),
+        ("model: {_target_: builtins.dict}", "a torch.nn.Module"),
+    ],
+)
+def test_a_file_that_says_nothing_usable_is_refused(config: Path, text: str, said: str) -> None:
+    config.write_text(text)
+    assert said in _refusal(config)
+
+
+def test_without_a_config_there_is_nothing_to_examine() -> None:
+    assert "nothing to examine" in _refusal()
+
+
+def test_a_missing_file_and_an_override_that_is_none_are_refused(tmp_path: Path) -> None:
+    line = _refusal(tmp_path / "none.yaml", "precision")
+    assert "which is no file" in line
+    assert "argument 'precision'" in line
+
+
+def test_without_hydra_the_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    assert "lightning-mp[hydra]" in _refusal(config)

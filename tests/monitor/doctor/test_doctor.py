@@ -1,0 +1,234 @@
+"""The doctor as a whole: healthy runs, what it takes, and that it leaves everything as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
+from torch import nn
+
+from lightning_mp import MixedPrecisionPlan, PlanError, PrecisionPolicy
+from lightning_mp.monitor.doctor import doctor
+from lightning_mp.monitor.doctor.examine import CHECKS
+from lightning_mp.monitor.findings import CODES, Finding
+from support import hf
+from support.doctor import A100, CPU, Tagger, Wrapped, bert, found, net, resnet
+from support.models import Regression
+from support.oracles import MODES
+
+HEALTHY: dict[str, Callable[[], nn.Module]] = {
+    "llama": hf.llama,
+    "llama with LoRA": lambda: hf.llama(lora=True),
+    "gpt2": hf.gpt2,
+    "bert": bert,
+    "bert classifying": lambda: bert(labels=True),
+    "resnet": resnet,
+    "lstm": Tagger,
+    "regression": Regression,
+}
+#: everything a true mode is told of a model that is well otherwise
+TRUE_MODES = {"no_fp32_masters", "norm_in_half"}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("device", [CPU, A100])
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_healthy_run_has_no_findings(name: str, mode: str, device: Any) -> None:
+    trainer = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0, "devices": 2}
+    for plan in (mode, MixedPrecisionPlan(mode, tf32="high"), {"precision": mode, "tf32": "high"}):
+        if plan == "32-true" and device is A100:
+            continue  # stock, on a device whose TF32 is off
+        assert found(HEALTHY[name](), plan, "auto", trainer, device=device) == {}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("mode", ["bf16-true", "16-true"])
+def test_a_true_mode_is_told_no_more_than_that_it_is_one(name: str, mode: str) -> None:
+    told = TRUE_MODES | ({"eps_underflows"} if mode == "16-true" and "bert" in name else set())  # its eps is 1e-12
+    assert set(found(HEALTHY[name](), MixedPrecisionPlan(mode))) <= told
+
+
+def test_nothing_given_is_lightnings_default() -> None:
+    assert doctor(net()) == []
+
+
+# ------------------------------------------------------------------ nothing is changed
+
+
+class Sick(Wrapped):
+    """Something for every check to look at."""
+
+    def __init__(self) -> None:
+        model = nn.Sequential(
+            nn.Linear(16, 15), nn.LayerNorm(15, eps=1e-12), nn.Dropout(0.5), nn.BatchNorm1d(15)
+        ).eval()
+        super().__init__(model, torch.optim.AdamW)
+        self.calls = 0
+        model.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def _state(module: nn.Module) -> list[Any]:
+    return [
+        [(name, id(p), p.dtype, p.requires_grad, p.detach().clone()) for name, p in module.named_parameters()],
+        [(name, id(p.grad), p.grad.clone()) for name, p in module.named_parameters() if p.grad is not None],
+        [(name, b.dtype, b.clone()) for name, b in module.named_buffers()],
+        [(type(m), m.training, len(m._forward_hooks), sorted(m.__dict__)) for m in module.modules()],
+        [torch.get_rng_state(), torch.tensor(random.getstate()[1], dtype=torch.float64)],
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    return one == other
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stock", [False, True])
+def test_the_model_is_left_as_it_is(mode: str, stock: bool) -> None:
+    model = Sick()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = _state(model)
+    batch = (torch.ones(4, 16), torch.ones(4, 15))
+    plan = mode if stock else MixedPrecisionPlan(mode)
+    assert doctor(model, plan, "auto", {"accumulate_grad_batches": 4}, batch=batch, device=A100)
+    assert _same(_state(model), before)
+    assert model.calls == 0
+
+
+# ------------------------------------------------------------------ what it takes
+
+
+def test_the_gravest_comes_first() -> None:
+    severities = [finding.severity for finding in doctor(Sick(), "16-true", device=A100)]
+    assert severities == sorted(severities, key=["error", "warning", "info"].index)
+    assert len(set(severities)) == 3
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        MixedPrecisionPlan("bf16-true"),
+        PrecisionPolicy(precision="bf16-true"),
+        {"precision": "bf16-true"},
+        "bf16-true",
+        HalfPrecision("bf16-true"),
+    ],
+)
+def test_a_plan_may_be_given_in_every_way(plan: Any) -> None:
+    assert "no_fp32_masters" in found(net(), plan)
+    assert "no_fp32_masters" in found(
+        net(), None, None, {"plugins": [plan] if hasattr(plan, "precision") else None, "precision": "bf16-true"}
+    )
+
+
+@pytest.mark.parametrize("arguments", [{"precision": "bf16-true"}, {"plugins": HalfPrecision("bf16-true")}])
+def test_a_stock_run_may_be_told_by_its_trainer_arguments(arguments: dict[str, Any]) -> None:
+    assert "no_fp32_masters" in found(net(), trainer_args=arguments)
+
+
+@pytest.mark.parametrize(("short", "full"), [("bf16", "bf16-mixed"), ("16", "16-mixed"), (32, "32-true")])
+def test_lightnings_short_names_are_known(short: Any, full: str) -> None:
+    assert found(net().bfloat16(), short) == found(net().bfloat16(), full)
+
+
+def test_a_stock_scalers_own_scale_is_looked_at() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    assert "scale_overflows_at_once" in found(net(), MixedPrecision("16-mixed", "cpu", scaler))
+
+
+def test_auto_is_what_the_device_makes_of_it() -> None:
+    assert found(net().half(), MixedPrecisionPlan("auto"))["no_fp32_masters"].what.endswith(
+        "under 32-true: 0.weight, 0.bias, 2.weight, 2.bias"
+    )
+
+
+def test_the_device_is_the_one_the_trainer_would_choose() -> None:
+    assert doctor(net(), "bf16-mixed", None, {"accelerator": "gpu"}) == []
+    assert doctor(net(), "32-true", None, {"accelerator": "cpu"}) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "said"),
+    [
+        (None, "bf16-mixed", "model=None"),
+        ("net", None, "model='net'"),
+        (net(), "bf17-mixed", "did you mean 'bf16-mixed'"),
+        (net(), {"precision": "bf16-mixed", "pin": {}}, "did you mean 'pins'"),
+    ],
+)
+def test_what_is_no_model_or_no_plan_is_refused(model: Any, plan: Any, said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        doctor(model, plan)
+    assert said in str(caught.value)
+
+
+# ------------------------------------------------------------------ odd models
+
+
+class Hostile(nn.Module):
+    """Answers nothing but errors to what is asked beside its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_forward_hooks", "gradient_checkpointing", "eps", "running_mean"):
+            raise RuntimeError("planned")
+        return super().__getattr__(name)
+
+    @property
+    def config(self) -> Any:
+        raise RuntimeError("planned")
+
+    def can_generate(self) -> bool:
+        raise RuntimeError("planned")
+
+
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "without parameters": nn.ReLU,
+    "hostile": Hostile,
+    "lazy": lambda: nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d()),
+    "on the meta device": lambda: nn.Sequential(nn.Linear(8, 8, device="meta"), nn.RMSNorm(8, device="meta")),
+    "scripted": lambda: torch.jit.trace(nn.Linear(8, 8), torch.ones(1, 8)),
+    "compiled": lambda: torch.compile(net()),  # type: ignore[return-value]
+    "complex": lambda: nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))]),
+    "a frozen one": lambda: net().requires_grad_(False),
+    "partitioned, with nothing left here": lambda: nn.ParameterList([nn.Parameter(torch.empty(0))]),
+    "an untrained Lightning": lambda: Wrapped(net(), optimizers=None),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:Lazy modules:UserWarning")
+def test_no_model_is_too_odd(name: str, mode: str) -> None:
+    for plan in (mode, MixedPrecisionPlan(mode)):
+        trainer = {"accumulate_grad_batches": "4", "callbacks": 3, "devices": "auto", "accelerator": object()}
+        for finding in doctor(ODD[name](), plan, object(), trainer, batch=torch.ones(1, 8)):
+            assert isinstance(finding, Finding)
+
+
+def test_strategies_and_trainers_of_lightnings_are_taken() -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    assert found(net(), "bf16-mixed", trainer.strategy) == {}
+
+
+def test_every_code_is_some_checks() -> None:
+    import inspect
+
+    sources = "".join(inspect.getsource(check) + inspect.getsource(inspect.getmodule(check)) for check in CHECKS)  # type: ignore[arg-type]
+    assert [name for name in CODES if f'name="{name}"' not in sources] == []

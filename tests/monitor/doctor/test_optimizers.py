@@ -1,0 +1,163 @@
+"""What is asked of ``configure_optimizers``: an eps that vanishes, a schedule that counts skipped steps."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+
+from lightning_mp import LossScaling, MixedPrecisionPlan
+from support.doctor import Wrapped, found, net
+from support.models import Regression
+from support.oracles import stock_for
+from support.running import fit
+
+
+def _adam(**options: Any) -> Any:
+    return partial(AdamW, lr=1e-3, **options)
+
+
+# ------------------------------------------------------------------ eps
+
+
+@pytest.mark.parametrize("plan", ["16-true", MixedPrecisionPlan("16-true")])
+def test_adams_eps_is_0_in_fp16(plan: Any) -> None:
+    finding = found(Wrapped(net(), _adam()), plan)["eps_underflows"]
+    assert finding.severity == "error"
+    assert finding.what.startswith("AdamW(eps=1e-08)")
+    assert finding.where == "configure_optimizers"
+
+
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [
+        (_adam(eps=1e-4), "16-true"),
+        (_adam(fused=True), "16-true"),
+        (partial(SGD, lr=1e-3), "16-true"),
+        (_adam(), "16-mixed"),
+        (_adam(), "bf16-true"),
+        (_adam(), {"precision": "16-true", "pins": {"Linear": "fp32"}}),
+    ],
+)
+def test_where_eps_is_not_0_nothing_is_said(make: Any, plan: Any) -> None:
+    assert "eps_underflows" not in found(Wrapped(net(), make), plan)
+
+
+@pytest.mark.parametrize(("eps", "finite"), [(1e-8, False), (1e-4, True)])
+def test_and_the_first_step_is_nan_where_it_is(eps: float, finite: bool) -> None:
+    model = nn.Linear(16, 8).half()
+    optimizer = AdamW(model.parameters(), eps=eps)
+    model(torch.ones(2, 16).half()).sum().mul(0).backward()
+    optimizer.step()
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters()) == finite
+
+
+def test_an_optimizer_can_be_given_instead() -> None:
+    model = net()
+    assert "eps_underflows" not in found(model, "16-true")
+    assert "eps_underflows" in found(model, "16-true", optimizer=AdamW(model.parameters()))
+
+
+# ------------------------------------------------------------------ schedules
+
+SCHEDULES = {
+    "OneCycleLR": partial(OneCycleLR, max_lr=1e-2, total_steps=9),
+    "LambdaLR": partial(LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_stock_scaler_skips_and_the_schedule_counts_it(name: str) -> None:
+    finding = found(Regression(scheduler=SCHEDULES[name]), "16-mixed")["schedule_counts_skips"]
+    assert finding.severity == "warning"
+    assert finding.what.startswith(name)
+    assert "MixedPrecisionPlan('16-mixed')" in finding.fix
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "32-true", MixedPrecisionPlan("16-mixed")])
+def test_a_plan_and_modes_without_a_scale_are_healthy(plan: Any) -> None:
+    assert found(Regression(scheduler=SCHEDULES["LambdaLR"]), plan) == {}
+
+
+def test_no_schedule_and_one_by_epochs_are_healthy() -> None:
+    assert found(Regression(), "16-mixed") == {}
+    by_epoch = Wrapped(net(), lambda p: ([optimizer := SGD(p, lr=1.0)], [StepLR(optimizer, 1)]))
+    assert found(by_epoch, "16-mixed") == {}
+
+
+@pytest.mark.parametrize(("stock", "first_lrs"), [(True, [1.0, 0.5, 1 / 3]), (False, [1.0, 0.5, 0.5])])
+def test_what_is_said_is_what_happens(stock: bool, first_lrs: list[float]) -> None:
+    module = Regression(lambda p: SGD(p, lr=1.0), SCHEDULES["LambdaLR"], overflow_at=(1,))
+    plan = [MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling(init_scale=256.0))]
+    fit(module, **(stock_for("16-mixed") if stock else {"plugins": plan}))
+    assert module.lrs[:3] == pytest.approx(first_lrs)
+
+
+def _dict(optimizer: Any, interval: str) -> dict[str, Any]:
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": SCHEDULES["LambdaLR"](optimizer), "interval": interval},
+    }
+
+
+def _every_shape(parameters: Any) -> dict[str, tuple[Any, bool]]:
+    """What Lightning takes from ``configure_optimizers``, and whether a schedule in it goes by steps."""
+    sgd = SGD(parameters, lr=1.0)
+    plain = SCHEDULES["LambdaLR"](sgd)
+    return {
+        "an optimizer": (sgd, False),
+        "a list": ([sgd], False),
+        "two lists": (([sgd], [plain]), False),
+        "two lists, a dict": (([sgd], [{"scheduler": plain, "interval": "step"}]), True),
+        "a dict": (_dict(sgd, "step"), True),
+        "a dict by epoch": (_dict(sgd, "epoch"), False),
+        "a tuple of dicts": ((_dict(sgd, "epoch"), _dict(sgd, "step")), True),
+        "nothing": (None, False),
+    }
+
+
+@pytest.mark.parametrize("shape", list(_every_shape(net().parameters())))
+def test_whatever_lightning_takes_is_read(shape: str) -> None:
+    model = Wrapped(net(), lambda p: _every_shape(p)[shape][0])
+    counts = _every_shape(net().parameters())[shape][1]
+    assert ("schedule_counts_skips" in found(model, "16-mixed")) == counts
+
+
+class NeedsTrainer(Regression):
+    """As many do."""
+
+    def configure_optimizers(self) -> Any:
+        total = self.trainer.estimated_stepping_batches
+        return SGD(self.parameters(), lr=1 / total)
+
+
+def test_what_needs_a_trainer_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lightning_mp.monitor.doctor"):
+        assert found(NeedsTrainer(), "16-mixed") == {}
+    assert "optimizers.schedule_counts_skips could not be made" in caplog.text
+
+
+class Careless(Regression):
+    """Changes itself when it is asked."""
+
+    def configure_optimizers(self) -> Any:
+        self.net[0].weight.requires_grad_(False)
+        self.asked = True
+        self.losses.append(torch.rand(1).item())
+        return _dict(SGD((p for p in self.parameters() if p.requires_grad), lr=1.0), "step")
+
+
+def test_what_asking_changes_is_undone() -> None:
+    module = Careless()
+    generator = torch.get_rng_state()
+    assert "schedule_counts_skips" in found(module, "16-mixed")
+    assert module.net[0].weight.requires_grad
+    assert module.losses == []
+    assert not hasattr(module, "asked")
+    assert torch.equal(generator, torch.get_rng_state())

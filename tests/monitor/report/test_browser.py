@@ -1,0 +1,272 @@
+"""The report in a real Chromium: every chart draws its points, on a desk and on a phone, in light and in dark."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+from lightning_mp.monitor.report import write_report
+from lightning_mp.monitor.report.serve import ReportServer
+from monitor.report.browser import DESKTOP, PHONE, Shown, chromium
+from monitor.report.runs import COLLAPSE, OVERFLOWS, SPIKE, reading, values, write_run
+from monitor.report.test_writing import HOSTILE
+
+LINES = {
+    "Loss": {"training": "train/loss", "validation": "val/loss"},
+    "Gradient norm": {"all parameters": "health/grad_norm", "head": "health/grad_norm/head"},
+    "Parameter norm": {"all parameters": "health/param_norm"},
+    "Loss scale": {"loss scale": "health/loss_scale"},
+    "Skipped steps": {"in total": "health/skipped_steps", "in a row": "health/skipped_in_a_row"},
+    "Learning rate": {"learning rate": "health/lr"},
+    "Tokens per second": {"tokens": "health/tokens_per_s"},
+    "Samples per second": {"samples": "health/samples_per_s"},
+    "Model FLOPs utilisation": {"MFU": "health/mfu"},
+    "Memory": {
+        "peak": "health/memory_peak_gib",
+        "allocated": "health/memory_allocated_gib",
+        "reserved": "health/memory_reserved_gib",
+    },
+    "Growth counter of the loss scale": {"growth counter": "health/growth_tracker"},
+}
+Show = Callable[..., Shown]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def show(browser: Browser) -> Generator[Show]:
+    """Opens an address; in the end nothing may have been said on the console or asked of another place."""
+    opened: list[Shown] = []
+
+    def opening(address: str, **how: Any) -> Shown:
+        opened.append(Shown(browser, address, **how))
+        return opened[-1]
+
+    yield opening
+    for shown in opened:
+        shown.close()
+        assert shown.messages == []
+        first = shown.requests[0]
+        # data: and blob: stay inside the page
+        left = [url for url in shown.requests if not url.startswith((first, "data:", "blob:"))]
+        assert left == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> str:
+    return write_report(folder).as_uri()
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("runs")
+    return write_report([write_run(root / "one"), write_run(root / "two", shift=0.5, steps=200)]).as_uri()
+
+
+@pytest.mark.parametrize("device", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_every_chart_has_drawn_its_points(show: Show, folder: Path, address: str, device: dict[str, Any]) -> None:
+    charts = show(address, **device).charts()
+    assert set(charts) == {*LINES, "Update-to-weight ratio"}
+    for title, lines in LINES.items():
+        chart = charts[title]
+        for curve, (name, key) in zip(chart["curves"], lines.items(), strict=True):
+            assert curve["name"] == name
+            assert curve["y"] == values(folder, key)
+            assert curve["drawn"] == len(curve["y"])
+        assert all(length > 5 for length in chart["lines"]), title
+        assert len(chart["lines"]) >= len(lines)
+        dots = 0 if title in ("Loss scale", "Skipped steps", "Growth counter of the loss scale") else 1
+        finite = sum(value is not None for curve in chart["curves"] for value in curve["y"])
+        assert chart["points"] == dots * finite + chart["marks"], title
+    infos = len(OVERFLOWS)
+    assert charts["Loss scale"]["marks"] == 2 + infos  # the alerts and the overflows
+    assert charts["Loss"]["marks"] == 2 + infos  # the alerts and the readings that were not finite
+
+
+def test_a_thinned_run_draws_what_is_left_of_it(show: Show, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, steps=4000)
+    chart = show(write_report(folder).as_uri()).charts()["Tokens per second"]
+    drawn = [value for value in chart["curves"][0]["y"] if value is not None]
+    real = [value for value in values(folder, "health/tokens_per_s") if value is not None]
+    assert chart["curves"][0]["drawn"] <= 3000
+    assert (min(drawn), max(drawn)) == (min(real), max(real))
+    assert max(chart["lines"]) > 1000
+
+
+def test_a_phone_has_one_column_and_nothing_to_scroll_sideways(show: Show, address: str, compared: str) -> None:
+    for page in (address, compared):
+        shown = show(page, dark=True, **PHONE)
+        for details in shown.page.query_selector_all("details"):
+            details.evaluate("(one) => { one.open = true; }")
+        assert shown.page.evaluate("document.documentElement.scrollWidth") == 375
+        boxes = [chart["box"] for chart in shown.charts().values()]
+        assert len({box["left"] for box in boxes}) == 1
+        assert all(box["right"] <= 375 and box["width"] > 300 for box in boxes)
+        outside = """() => [...document.querySelectorAll("main *")].filter((one) => {
+          const box = one.getBoundingClientRect();
+          return box.width && box.right > 376 && !one.closest(".plot");
+        }).map((one) => one.outerHTML.slice(0, 80))"""
+        assert shown.page.evaluate(outside) == []
+    assert len({chart["box"]["left"] for chart in show(address).charts().values()}) == 2  # on a desk, two
+
+
+def test_a_finger_scrolls_the_page_over_a_chart_and_buttons_zoom(show: Show, address: str) -> None:
+    shown = show(address, **PHONE)
+    assert shown.page.evaluate("document.querySelector('.plot')._fullLayout.dragmode") is False
+    before = shown.charts()["Loss"]["x"]
+    shown.page.tap("[data-zoom=in]")
+    shown.frames()
+    ranges = {tuple(chart["x"]) for chart in shown.charts().values()}
+    assert len(ranges) == 1
+    ((low, high),) = ranges
+    assert before[0] < low < high < before[1]
+    shown.page.tap("[data-zoom=all]")
+    shown.frames()
+    assert shown.charts()["Loss"]["x"] == before
+
+
+def test_dark_and_light_follow_the_system_at_once(show: Show, address: str) -> None:
+    shown = show(address)
+    light = shown.charts()
+    back = "getComputedStyle(document.body).backgroundColor"
+    light_page = shown.page.evaluate(back)
+    shown.page.evaluate("document.querySelector('[data-zoom=in]').click()")
+    shown.frames()
+    zoomed = shown.charts()["Loss"]["x"]
+    shown.page.emulate_media(color_scheme="dark")
+    shown.frames()
+    dark = shown.charts()
+    assert shown.page.evaluate(back) != light_page
+    for title, chart in dark.items():
+        assert chart["back"] != light[title]["back"]
+        assert chart["curves"][0]["colour"] != light[title]["curves"][0]["colour"]
+        assert chart["x"] == zoomed
+    shown.page.emulate_media(color_scheme="light")
+    shown.frames()
+    assert shown.charts()["Loss"]["back"] == light["Loss"]["back"]
+
+
+def test_zoom_in_one_chart_is_zoom_in_all_and_fits_the_height(show: Show, address: str) -> None:
+    shown = show(address)
+    before = shown.charts()
+    box = shown.page.locator("#chart-grad_norm .nsewdrag").first.bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    # From just after the spike at step 12 to nearly the end.
+    shown.page.mouse.move(box["x"] + box["width"] * 0.6, middle)
+    shown.page.mouse.down()
+    shown.page.mouse.move(box["x"] + box["width"] * 0.9, middle, steps=5)
+    shown.page.mouse.up()
+    shown.frames()
+    after = shown.charts()
+    (zoomed,) = {tuple(chart["x"]) for chart in after.values()}
+    assert SPIKE < zoomed[0] < zoomed[1] < 30
+    assert before["Gradient norm"]["y"][1] > 2 > after["Gradient norm"]["y"][1]  # logarithms; the spike is 102
+    shown.page.mouse.dblclick(box["x"] + box["width"] / 2, middle)
+    shown.frames()
+    shown.page.wait_for_timeout(400)
+    assert {title: chart["x"] for title, chart in shown.charts().items()} == {t: c["x"] for t, c in before.items()}
+
+
+def test_hovering_tells_the_reading_and_the_alert(show: Show, address: str) -> None:
+    shown = show(address)
+    shown.page.locator("#chart-grad_norm").scroll_into_view_if_needed()
+    box = shown.page.locator("#chart-grad_norm .nsewdrag").first.bounding_box()
+    assert box is not None
+    low, high = shown.charts()["Gradient norm"]["x"]
+    shown.page.mouse.move(box["x"] + box["width"] * (SPIKE - low) / (high - low), box["y"] + box["height"] / 2)
+    hover = shown.page.locator("#chart-grad_norm .hoverlayer")
+    hover.locator("text=grad norm spike").first.wait_for()
+    text = hover.text_content() or ""
+    assert "all parameters : 101" in text
+    assert "rank 1, module 'net.3'" in text
+
+
+def test_an_alert_leads_to_its_step(show: Show, address: str) -> None:
+    shown = show(address)
+    shown.page.click(f"[data-step='{COLLAPSE}']")
+    shown.frames()
+    low, high = shown.charts()["Loss"]["x"]
+    assert (low + high) / 2 == COLLAPSE
+
+
+def test_runs_and_lines_can_be_hidden_and_brought_back(show: Show, address: str, compared: str) -> None:
+    shown = show(compared)
+    for visible in (False, True):
+        shown.page.click("[data-hide='run 1']")
+        shown.frames()
+        for chart in shown.charts().values():
+            assert [curve["visible"] for curve in chart["curves"]] == [True, visible]
+    shown = show(address)
+    shown.page.click("#chart-memory .keys button:nth-child(2)")
+    shown.frames()
+    assert [curve["visible"] for curve in shown.charts()["Memory"]["curves"]] == [True, False, True]
+    assert [curve["visible"] for curve in shown.charts()["Loss"]["curves"]] == [True, True]
+
+
+def test_an_axis_can_be_made_logarithmic_and_linear_again(show: Show, address: str) -> None:
+    shown = show(address)
+    linear = shown.charts()["Loss"]["y"]
+    shown.page.click("#chart-loss .kind")
+    shown.frames()
+    log = shown.charts()["Loss"]["y"]
+    assert 10 ** log[0] < 7 / 30**0.5 < 7 / 3**0.5 < 10 ** log[1]
+    assert 10 ** log[1] < linear[1] + 1
+    shown.page.click("#chart-loss .kind")
+    shown.page.click("#chart-grad_norm .kind")
+    shown.frames()
+    assert shown.charts()["Loss"]["y"] == linear
+    assert shown.charts()["Gradient norm"]["y"][1] > SPIKE
+    assert shown.page.locator("#chart-loss_scale .kind").is_hidden()
+
+
+def test_markup_from_files_does_nothing(show: Show, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, module=HOSTILE, status="failed", error=HOSTILE)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in (31, 32):
+            file.write(json.dumps({"step": step, HOSTILE: 1.0, f"health/grad_norm/{HOSTILE}": 2.0}) + "\n")
+    shown = show(write_report(folder).as_uri())
+    assert HOSTILE in shown.charts()
+    assert shown.page.evaluate("window.hurt === undefined && document.querySelectorAll('main img').length === 0")
+    assert HOSTILE in (shown.page.locator("#chart-grad_norm .keys").text_content() or "")
+
+
+def test_a_served_page_follows_the_run_and_keeps_its_zoom(show: Show, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, status="running")
+    with ReportServer(folder, 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            shown = show(server.url)
+            shown.page.click("summary >> nth=0")
+            shown.page.click("[data-zoom=in]")
+            shown.frames()
+            zoomed = shown.charts()["Loss"]["x"]
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": 31, **reading(31), "new/reading": 1.0}) + "\n")
+            shown.page.wait_for_selector("text=new/reading")
+            shown.frames()
+            charts = shown.charts()
+            assert charts["Loss"]["curves"][0]["y"][-1] == reading(31)["train/loss"]
+            assert {tuple(chart["x"]) for chart in charts.values()} == {tuple(zoomed)}
+            assert "step 31" in (shown.page.text_content("#head") or "")
+            assert shown.page.locator("details[open]").count() == 1
+            assert shown.page.text_content("#live") == "live"
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,142 @@
+"""Sums of squares by name, snapshots, and which parameters a group means: against torch's own norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_mp.errors import Faults
+from lightning_mp.monitor import norms
+from lightning_mp.monitor.norms import Snapshot, Sums, in_groups, named_parameters
+from lightning_mp.monitor.shards import Layout, Part
+from lightning_mp.numerics.grad_norm import squares
+from support.models import Regression
+
+CPU = torch.device("cpu")
+
+
+def parts(*tensors: Tensor) -> list[Part]:
+    return [Part(tensor, ()) for tensor in tensors]
+
+
+def norm(*tensors: Tensor) -> float:
+    return float(torch.cat([tensor.double().flatten() for tensor in tensors]).norm())
+
+
+def sums() -> Sums:
+    return Sums(CPU, [()])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([torch.float16, torch.bfloat16, torch.float64]))))
+def test_squares_of_every_dtype_and_size_in_order(kinds: list[tuple[int, torch.dtype]]) -> None:
+    tensors = [torch.full((size,), 3.0, dtype=dtype) for size, dtype in kinds]
+    assert squares(tensors, CPU).tolist() == pytest.approx([9.0 * size for size, _ in kinds], rel=1e-6)
+
+
+def test_a_half_precision_norm_is_taken_in_fp32() -> None:
+    assert squares([torch.full((100,), 6e4, dtype=torch.float16)], CPU).item() == pytest.approx(100 * 6e4**2, rel=1e-3)
+
+
+def test_each_name_has_the_norm_of_its_places() -> None:
+    a, b, c = torch.randn(5), torch.randn(2, 3), torch.randn(4)
+    found = sums()
+    found.add(parts(a, b, c), {"all": None, "ends": {0, 2}, "none": set()})
+    seen = {name: value.item() for name, value in found.norms().items()}
+    assert seen == pytest.approx({"all": norm(a, b, c), "ends": norm(a, c), "none": 0.0}, rel=1e-6)
+
+
+def test_a_bad_value_stays_in_its_own_group() -> None:
+    found = sums()
+    found.add(parts(torch.ones(4), torch.full((2,), float("nan"))), {"all": None, "fine": {0}})
+    seen = found.norms()
+    assert seen["fine"].item() == 2.0
+    assert seen["all"].isnan()
+
+
+def test_what_is_added_later_counts_too_and_a_divisor_divides() -> None:
+    found = sums()
+    found.add(parts(torch.full((4,), 2.0**20)), {"all": None}, divisor=torch.tensor(2.0**20))
+    found.add(parts(torch.ones(5)), {"all": None})
+    assert found.norms()["all"].item() == 3.0
+
+
+def test_a_snapshot_tells_the_change_of_small_and_non_contiguous_parameters() -> None:
+    now = [torch.randn(7, 5).t(), torch.randn(3), torch.empty(0), torch.randn(4).double()]
+    before = [tensor.clone() for tensor in now]
+    found, snapshot = sums(), Snapshot(parts(*now))
+    for tensor in now:
+        tensor.add_(torch.randn_like(tensor))
+    snapshot.add_before(found, "before")
+    snapshot.add_change(parts(*now), found, "change")
+    seen = {name: value.item() for name, value in found.norms().items()}
+    change = [new - old for new, old in zip(now, before, strict=True)]
+    assert seen == pytest.approx({"before": norm(*before), "change": norm(*change)}, rel=1e-5)
+
+
+def test_of_a_large_parameter_pieces_from_all_of_it_are_kept() -> None:
+    large = torch.randn(3 * norms.PIECES * norms.PIECE + 5)
+    found, snapshot = sums(), Snapshot(parts(large))
+    snapshot.add_before(found, "before")
+    whole = norm(large)
+    large.mul_(1.01)
+    snapshot.add_change(parts(large), found, "change")
+    seen = {name: value.item() for name, value in found.norms().items()}
+    assert seen["before"] == pytest.approx(whole / 3**0.5, rel=0.05)
+    assert seen["change"] / seen["before"] == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "members"),
+    {
+        "net.3": {"net.3.weight", "net.3.bias"},
+        "LayerNorm": {"net.1.weight", "net.1.bias"},
+        "Linear": {"net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"},
+        "net": {f"net.{place}.{name}" for place in (0, 1, 3) for name in ("weight", "bias")},
+    }.items(),
+)
+def test_a_group_is_what_lies_in_or_below_the_modules_that_match(pattern: str, members: set[str]) -> None:
+    assert in_groups(Regression(), {"mine": pattern}, Faults())["mine"] == members
+
+
+def test_wrappers_do_not_show_in_names() -> None:
+    module = Regression()
+    module.net = torch.compile(module.net, backend="eager")  # type: ignore[assignment]
+    assert set(named_parameters(module)) == set(named_parameters(Regression()))
+    assert in_groups(module, {"head": "net.3"}, Faults())["head"] == {"net.3.weight", "net.3.bias"}
+
+
+def test_a_tied_weight_is_in_every_group_that_names_one_of_its_owners() -> None:
+    root = nn.ModuleDict({"inner": nn.Linear(3, 3, bias=False), "outer": nn.Linear(3, 3, bias=False)})
+    root["outer"].weight = root["inner"].weight
+    found = in_groups(root, {"in": "inner", "out": "outer"}, Faults())
+    assert list(named_parameters(root)) == ["inner.weight"]
+    assert all("inner.weight" in members for members in found.values())
+
+
+def test_a_pattern_that_matches_nothing_names_the_nearest() -> None:
+    faults = Faults()
+    in_groups(Regression(), {"a": "LayerNrm"}, faults)
+    (fault,) = faults.found
+    assert "'a'" in fault.given
+    assert "LayerNorm" in fault.fix
+
+
+def test_gradients_of_every_kind_have_their_norm() -> None:
+    """Sparse ones once an index, complex ones as pairs, none at all as nothing."""
+    table, wave, idle = (
+        nn.Embedding(9, 4, sparse=True),
+        nn.Parameter(torch.randn(3, dtype=torch.complex64)),
+        nn.Linear(2, 2),
+    )
+    (table(torch.tensor([1, 1, 2])).sum() + (wave * 2).abs().pow(2).sum()).backward()
+    layout, found = Layout(), sums()
+    members: list[Any] = [table.weight, wave, idle.weight]
+    found.add([layout.gradient(member) for member in members], {"all": None})
+    dense = torch.tensor([2.0] * 4 + [1.0] * 4)
+    assert found.norms()["all"].item() == pytest.approx(norm(dense, torch.view_as_real(wave.grad)), rel=1e-6)
+    assert layout.parameter(wave).tensor.shape == (3, 2)

@@ -1,0 +1,255 @@
+"""A batch is run again under hooks: the module, the pass and the batch are named, and nobody can tell it was run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mp import LossScaling
+from lightning_mp.monitor.replay import Blame, Replayer
+from support.manual import Pair
+from support.models import Regression, same_weights, weights
+from support.nonfinite import BAD, FAULTS, STOCK, Breaks, Remembers
+from support.oracles import MODES, plan_for, stock_for
+from support.running import fit
+
+every_fault = pytest.mark.parametrize("how", FAULTS)
+
+
+class Asks(Callback):
+    """Asks after chosen batches' backward pass, or where they end."""
+
+    def __init__(self, *at: int, when: str = "step") -> None:
+        self.replayer, self.at, self.when = Replayer(), at, when
+        self.blames: list[Blame] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.replayer.remember(trainer, batch, batch_idx)
+        self.batch_idx = batch_idx
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._ask("step", trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+        self._ask("end", trainer, pl_module)
+
+    def _ask(self, when: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        if when == self.when and self.batch_idx in self.at:
+            self.blames.append(self.replayer.locate(trainer, pl_module))
+
+
+def _asked(module: LightningModule, *at: int, when: str = "step", **options: Any) -> Blame:
+    asks = Asks(*(at or (BAD,)), when=when)
+    fit(module, callbacks=[asks], **options)
+    return asks.blames[0]
+
+
+# ---------------------------------------------------------------------- what is named
+
+
+@every_fault
+@pytest.mark.parametrize("mode", STOCK)
+def test_the_birthplace_is_named_before_the_step(how: str, mode: str) -> None:
+    module, phase, bad_loss = FAULTS[how]
+    blame = _asked(Breaks(how), **stock_for(mode))
+    assert blame.origin is not None
+    assert (blame.rank, blame.batch_idx, blame.bad_loss) == (0, BAD, bad_loss)
+    assert (blame.origin.module, blame.origin.phase) == (module, phase)
+    assert blame.origin.input_bad == (how == "batch")
+
+
+@every_fault
+@pytest.mark.parametrize("mode", MODES)
+def test_beside_a_plan_it_is_named_after_the_step(how: str, mode: str) -> None:
+    """The plan has skipped the step: weights are as they were, the scale has moved on."""
+    module, phase, bad_loss = FAULTS[how]
+    blame = _asked(Breaks(how), when="end", plugins=[plan_for(mode)])
+    assert blame.origin is not None
+    assert (blame.origin.module, blame.origin.phase, blame.bad_loss) == (module, phase, bad_loss)
+
+
+def test_an_overflow_is_replayed_with_the_scale_of_its_own_backward_pass() -> None:
+    """Half the scale, which it is by the end of the step, would not overflow any more."""
+
+    class Edge(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net[0].weight[0, 0].half().float() * 1.5  # 1.5 * 2**16 is infinite in fp16, half of it is not
+
+    plan = plan_for("16-mixed", LossScaling(init_scale=2.0**16))
+    blame = _asked(Edge(), 0, when="end", plugins=[plan])
+    assert plan.skipped_steps == 1
+    assert blame.origin is not None
+    assert blame.note is None  # seen in the replay, not in the gradients at hand
+
+
+class Decides(Breaks):
+    """Breaks where ``decide`` says so, whatever that rests on."""
+
+    def __init__(self, decide: Callable[[Any, int], bool]) -> None:
+        super().__init__("gradient", ())
+        self.decide, self.calls, self.broke = decide, 0, list[bool]()
+
+    def breaks_on(self, batch_idx: int) -> bool:
+        self.calls += 1
+        self.broke.append(self.decide(self, batch_idx))
+        return self.broke[-1]
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda module, batch_idx: torch.rand(()).item() < 0.5,
+        lambda module, batch_idx: random.random() < 0.5,
+        lambda module, batch_idx: np.random.random() < 0.5,
+        lambda module, batch_idx: module.trainer.global_step in (2, 5),
+        lambda module, batch_idx: module.calls in (2, 5),
+        lambda module, batch_idx: len(module.losses) in (2, 5),
+    ],
+    ids=["torch's generator", "Python's", "numpy's", "global_step", "a counter of the module", "a list of the module"],
+)
+@pytest.mark.parametrize("when", ["step", "end"])
+def test_what_a_step_rests_on_is_as_it_was(decide: Callable[[Any, int], bool], when: str) -> None:
+    """So that the replay breaks where the step did, and nowhere else."""
+    seed_everything(5, verbose=False)
+    module, asks = Decides(decide), Asks(*range(8), when=when)
+    fit(module, callbacks=[asks], plugins=[plan_for("32-true")])
+    assert len(module.broke) == 8
+    assert {True, False} == set(module.broke)
+    assert [blame.note is None and blame.origin is not None for blame in asks.blames] == module.broke
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_of_an_accumulation_window_the_bad_batch_is_named(batch: int) -> None:
+    blame = _asked(Breaks("gradient", (4 + batch,)), 7, accumulate_grad_batches=4)
+    assert (blame.batch_idx, blame.origin and blame.origin.module) == (4 + batch, "net.2")
+
+
+def test_a_healthy_window_is_healthy() -> None:
+    blame = _asked(Breaks("gradient", ()), 7, accumulate_grad_batches=4)
+    assert (blame.origin, blame.bad_loss, blame.batch_idx) == (None, False, None)
+    assert "no batch of the window was non-finite" in str(blame.note)
+
+
+def test_weights_that_a_bad_step_has_spoilt_are_named_in_forward_order() -> None:
+    """Stock bf16 applies the step; afterwards the first module with a bad weight is what can be said."""
+    blame = _asked(Breaks("loss"), BAD + 1, precision="bf16-mixed")
+    assert blame.origin is not None
+    assert (blame.origin.module, blame.origin.parameter) == ("net.0", "net.0.weight")
+
+
+@pytest.mark.parametrize("which", ["net", "other"])
+def test_manual_optimization_is_replayed_without_stepping(which: str) -> None:
+    def way(m: Any, batch: Any, batch_idx: int) -> None:
+        losses = m.losses_of(batch, batch_idx)
+        for optimizer, loss in zip(m.optimizers(), losses, strict=True):
+            optimizer.zero_grad()
+            m.manual_backward(loss)
+            optimizer.step()
+        m.optimizers(use_pl_optimizer=False)[0].step()
+        m.lr_schedulers().step()
+
+    class Scheduled(Pair):
+        def configure_optimizers(self) -> Any:
+            optimizers = super().configure_optimizers()
+            return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1)]
+
+    asked, plain = Scheduled(way, {BAD: which}), Scheduled(way, {BAD: which})
+    asks = Asks(BAD, when="end")
+    runner = fit(asked, callbacks=[asks], max_steps=9)
+    fit(plain, max_steps=9)
+    assert asks.blames[0].origin is not None
+    assert asks.blames[0].origin.module.startswith(which)
+    assert same_weights(*({n: w.nan_to_num() for n, w in weights(m).items()} for m in (asked, plain)))
+    assert runner.lr_scheduler_configs[0].scheduler.last_epoch == len(asked.losses)
+
+
+def test_a_batch_whose_dict_the_step_empties_is_replayed() -> None:
+    class Pops(Breaks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((batch.pop("x"), batch.pop("y")), batch_idx)
+
+    data = [{"x": torch.ones(4, 16), "y": torch.ones(4, 1)} for _ in range(5)]
+    origin = _asked(Pops("gradient"), data=DataLoader(data, batch_size=None)).origin
+    assert origin is not None
+    assert origin.module == "net.2"
+
+
+def test_a_replay_that_fails_says_so_and_looks_at_the_gradients() -> None:
+    class Fails(Breaks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch.pop() is None:
+                raise KeyError("planned")
+            return super().training_step(batch, batch_idx)
+
+    class Drawn(list[Any]):
+        """A kind of batch that is not copied, and is used up."""
+
+    data = [Drawn([torch.ones(4, 16), torch.ones(4, 1), 1]) for _ in range(5)]
+    blame = _asked(Fails("gradient"), data=DataLoader(data, batch_size=None))
+    assert "the replay of batch 3 failed" in str(blame.note)
+    assert blame.origin is not None
+    assert blame.origin.phase == "backward"
+
+
+# ---------------------------------------------------------------------- what is left behind: nothing
+
+
+class Trace(Callback):
+    """Everything a replay could have touched, after every batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        gradients = {name: p.grad for name, p in pl_module.named_parameters()}
+        self.seen.append(
+            {"gradients": {n: None if g is None else g.nan_to_num().clone() for n, g in gradients.items()}}
+        )
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *rest: Any) -> None:
+        self.seen.append(
+            {
+                "buffers": {name: buffer.clone() for name, buffer in pl_module.named_buffers()},
+                "mode": [module.training for module in pl_module.modules()],
+                "numbers": torch.tensor([pl_module.steps, *pl_module.drawn, pl_module.average, *pl_module.losses]),
+                "mean": pl_module.mean.compute().clone(),
+                "logged": {name: value.clone() for name, value in trainer.callback_metrics.items()},
+                "hooks": [(len(m._forward_hooks), len(vars(m))) for m in pl_module.modules()],
+                "step": trainer.global_step,
+                "rng": torch.get_rng_state(),
+            }
+        )
+
+
+@pytest.mark.parametrize("mode", STOCK)
+@pytest.mark.parametrize("when", ["step", "end"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_replay_leaves_no_trace(mode: str, when: str, accumulate: int) -> None:
+    """On every batch, in a run with dropout, batch statistics, metrics, counters and logs."""
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "max_epochs": 2, **stock_for(mode)}
+    asked, plain, traces = Remembers("gradient"), Remembers("gradient"), (Trace(), Trace())
+    asks = Asks(*range(8), when=when)
+    seed_everything(1, verbose=False)
+    first = fit(asked, callbacks=[asks, traces[0]], **options)
+    seed_everything(1, verbose=False)
+    second = fit(plain, callbacks=[traces[1]], **options)
+    assert len(asks.blames) >= 8
+    assert first.logged_metrics.keys() == second.logged_metrics.keys()
+    torch.testing.assert_close(traces[0].seen, traces[1].seen, rtol=0, atol=0, equal_nan=True)
+
+
+def test_copies_and_pickles_keep_no_batch() -> None:
+    replayer = Replayer()
+    replayer._window.append(object())  # type: ignore[arg-type]
+    for copied in (copy.deepcopy(replayer), pickle.loads(pickle.dumps(replayer))):
+        assert copied.kept(None) is None

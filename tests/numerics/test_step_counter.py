@@ -1,0 +1,150 @@
+"""Counting applied and skipped steps on the device, and reading them at most once a step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_mp.numerics.step_counter import StepLedger
+from support.counting import HostReads
+
+#: each step: was it skipped, and does a skip count against the budget
+steps = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20)
+
+
+def record(ledger: StepLedger, skipped: bool, counts: bool = True) -> None:
+    found = torch.tensor(float(skipped))
+    ledger.open(found)
+    ledger.record(found, torch.tensor(counts))
+
+
+def expected(trace: list[tuple[bool, bool]]) -> dict[str, int | bool]:
+    """The counts by definition: the streak is what counted of the unbroken skips at the end."""
+    streak = 0
+    for skipped, counts in trace:
+        streak = streak + counts if skipped else 0
+    skips = sum(skipped for skipped, _ in trace)
+    last = bool(trace) and trace[-1][0]
+    return {"applied_steps": len(trace) - skips, "skipped_steps": skips, "streak": streak, "step_skipped": last}
+
+
+@settings(deadline=None, max_examples=60)
+@given(trace=steps)
+def test_the_counts_are_those_of_the_trace(trace: list[tuple[bool, bool]]) -> None:
+    ledger = StepLedger()
+    for skipped, counts in trace:
+        record(ledger, skipped, counts)
+    assert ledger.state_dict() == expected(trace)
+    assert ledger.attempts == len(trace)
+    assert (ledger.applied_steps, ledger.skipped_steps) == (expected(trace)["applied_steps"], ledger.skipped_steps)
+
+
+@settings(deadline=None, max_examples=60)
+@given(before=steps, after=steps)
+def test_a_ledger_that_took_up_a_state_goes_on_counting(
+    before: list[tuple[bool, bool]], after: list[tuple[bool, bool]]
+) -> None:
+    first, second = StepLedger(), StepLedger()
+    for step in before:
+        record(first, *step)
+    saved = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(saved)
+    assert second.state_dict() == saved
+    for step in after:
+        record(second, *step)
+    assert second.state_dict() == expected(before + after)
+
+
+def test_before_the_first_step_nothing_was_skipped() -> None:
+    ledger = StepLedger()
+    assert not ledger.step_skipped
+    assert (ledger.applied_steps, ledger.skipped_steps, ledger.streak, ledger.attempts) == (0, 0, 0, 0)
+
+
+def test_recording_reads_nothing() -> None:
+    ledger = StepLedger()
+    flags = [torch.tensor(float(skipped)) for skipped in (0, 1, 1)]
+    with HostReads() as reads:
+        for flag in flags:
+            ledger.open(flag)
+            ledger.record(flag, flag)
+    assert reads.count == 0
+
+
+def test_the_flag_of_a_step_is_read_once_whoever_asks() -> None:
+    ledger, flag = StepLedger(), torch.ones(())
+    with HostReads() as reads:
+        ledger.open(flag)
+        assert ledger.read(flag)
+        ledger.record(flag)
+        assert ledger.step_skipped
+        assert ledger.step_skipped
+    assert reads.count == 1
+    with HostReads() as reads:
+        assert not ledger.read(torch.zeros(())), "another flag is read for itself"
+    assert reads.count == 1
+
+
+def test_the_counts_are_read_once_a_step() -> None:
+    class Copies(HostReads):
+        """A list of several values is copied to the host at once."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.count += func is torch.ops.aten.stack.default
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    ledger = StepLedger()
+    record(ledger, skipped=True)
+    with Copies() as copies:
+        for _ in range(3):
+            assert (ledger.skipped_steps, ledger.applied_steps, ledger.streak) == (1, 0, 1)
+    assert copies.count == 1
+
+
+@pytest.mark.parametrize("counts", [True, 1, torch.tensor(1.0), torch.tensor(True)], ids=repr)
+def test_counts_may_be_a_number_or_a_tensor(counts: object) -> None:
+    ledger, flag = StepLedger(), torch.ones(())
+    ledger.open(flag)
+    ledger.record(flag, counts)  # type: ignore[arg-type]
+    assert ledger.streak == 1
+
+
+def test_opening_the_next_step_asks_anew() -> None:
+    ledger = StepLedger()
+    record(ledger, skipped=True)
+    assert ledger.step_skipped
+    record(ledger, skipped=False)
+    assert not ledger.step_skipped
+
+
+@settings(deadline=None, max_examples=40)
+@given(trace=steps, asked=st.lists(st.booleans(), min_size=20, max_size=20))
+def test_asking_in_between_changes_no_count(trace: list[tuple[bool, bool]], asked: list[bool]) -> None:
+    ledger = StepLedger()
+    for (skipped, counts), ask in zip(trace, asked, strict=False):
+        found = torch.tensor(float(skipped))
+        ledger.open(found)
+        if ask:  # as an optimizer that is not fused makes the host do
+            assert ledger.read(found) is skipped
+        ledger.record(found, torch.tensor(counts))
+        if ask:
+            assert ledger.step_skipped is skipped
+            assert ledger.streak >= 0
+    assert ledger.state_dict() == expected(trace)
+
+
+def test_a_step_whose_flag_was_read_costs_no_other_read() -> None:
+    """Where the optimizer is not fused the host knows already: the counts need not wait for the device again."""
+    ledger = StepLedger()
+    for skipped in (True, False, True):
+        found = torch.tensor(float(skipped))
+        with HostReads() as reads:
+            ledger.open(found)
+            ledger.read(found)
+            ledger.record(found, torch.tensor(True))
+            assert ledger.step_skipped is skipped
+        assert reads.count == 1

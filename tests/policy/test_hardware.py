@@ -1,0 +1,183 @@
+"""Which device can run which mode, and what ``auto`` means on each."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_mp.policy import PRECISIONS
+from lightning_mp.policy.hardware import Device, choose, peak, refusal
+
+GIB = 2**30
+
+
+def gpu(name: str, capability: tuple[int, int], bf16: str = "native", gib: int = 80) -> Device:
+    return Device("cuda", name, capability, bf16, gib * GIB)  # type: ignore[arg-type]
+
+
+DEVICES = {
+    "K80": gpu("K80", (3, 7), "none", 12),
+    "GTX 980": gpu("GTX 980", (5, 2), "none", 4),
+    "P100": gpu("P100", (6, 0), "emulated", 16),
+    "V100": gpu("V100", (7, 0), "emulated", 32),
+    "T4": gpu("T4", (7, 5), "emulated", 16),
+    "A100": gpu("A100", (8, 0)),
+    "H100": gpu("H100", (9, 0)),
+    "H200": gpu("H200", (9, 0), gib=141),
+    "B200": gpu("B200", (10, 0), gib=192),
+    "new Mac": Device("mps", "Apple GPU"),
+    "old Mac": Device("mps", "Apple GPU", bf16="none"),
+    "CPU": Device("cpu", "CPU"),
+    "old CPU": Device("cpu", "CPU", bf16="emulated"),
+    "TPU": Device("xla", "TPU"),
+    "meta": Device("meta", "meta", bf16="none"),
+}
+MODES = [mode for mode in PRECISIONS if mode != "auto"]
+BF16, FP16 = {"bf16-mixed", "bf16-true"}, {"16-mixed", "16-true"}
+
+REFUSED = {
+    "K80": BF16 | FP16,
+    "GTX 980": BF16 | FP16,
+    "old Mac": BF16,
+    "TPU": set(MODES),
+    "meta": set(MODES),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_device_refuses_what_it_cannot_do_and_nothing_else(name: str, mode: str) -> None:
+    found = refusal(DEVICES[name], mode)
+    assert (found is not None) == (mode in REFUSED.get(name, set()))
+    if found is not None:
+        given, allowed, fix = found
+        assert mode in given
+        assert DEVICES[name].name in given
+        assert allowed
+        assert fix
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in REFUSED for mode in sorted(REFUSED[name])])
+def test_what_a_refusal_proposes_is_not_refused(name: str, mode: str) -> None:
+    _, _, fix = refusal(DEVICES[name], mode)  # type: ignore[misc]
+    proposed = [other for other in MODES if f"'{other}'" in fix]
+    assert [other for other in proposed if refusal(DEVICES[name], other)] == []
+    assert proposed or "accelerator" in fix
+
+
+@pytest.mark.parametrize(
+    ("name", "tf32"),
+    [("V100", False), ("T4", False), ("A100", True), ("H100", True), ("CPU", False), ("new Mac", False)],
+)
+def test_tf32_came_with_ampere(name: str, tf32: bool) -> None:
+    assert DEVICES[name].tf32 is tf32
+
+
+SMALL, MEDIUM, LARGE = 50_000_000, 400_000_000, 7_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "precision", "tf32"),
+    [
+        # A100/H100/H200/B200: bf16; small models without memory pressure stay in fp32, in TF32 where there is one.
+        *[(name, LARGE, "bf16-mixed", "high") for name in ("A100", "H100", "H200", "B200")],
+        *[(name, SMALL, "32-true", "high") for name in ("A100", "H100", "H200", "B200")],
+        # V100/T4, whose bf16 is emulated: fp16 with scaling.
+        *[(name, LARGE, "16-mixed", None) for name in ("V100", "T4", "P100")],
+        *[(name, SMALL, "32-true", None) for name in ("V100", "T4", "P100")],
+        ("CPU", SMALL, "32-true", None),
+        ("CPU", LARGE, "bf16-mixed", None),
+        ("old CPU", LARGE, "32-true", None),
+        ("new Mac", LARGE, "bf16-mixed", None),
+        ("old Mac", LARGE, "16-mixed", None),
+        ("K80", SMALL, "32-true", None),
+        ("K80", LARGE, "32-true", None),
+        ("GTX 980", MEDIUM, "32-true", None),
+    ],
+)
+def test_auto(name: str, parameters: int, precision: str, tf32: str | None) -> None:
+    choice = choose(DEVICES[name], parameters)
+    assert (choice.precision, choice.tf32) == (precision, tf32)
+    assert refusal(DEVICES[name], choice.precision) is None, "never what the device cannot do"
+    assert choice.reason
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gib", "precision"),
+    [
+        (99_999_999, 80, "32-true"),
+        (100_000_000, 80, "bf16-mixed"),
+        (50_000_000, 2, "32-true"),  # 16 bytes a parameter, 0.75 GiB: within half of the memory
+        (80_000_000, 2, "bf16-mixed"),  # 1.2 GiB: beyond it
+    ],
+)
+def test_a_small_model_is_one_below_100m_that_fits_into_half_of_the_memory(
+    parameters: int, gib: int, precision: str
+) -> None:
+    assert choose(gpu("A100", (8, 0), gib=gib), parameters).precision == precision
+
+
+@pytest.mark.parametrize("name", ["A100", "T4", "CPU", "old CPU"])
+@pytest.mark.parametrize("parameters", [SMALL, LARGE])
+def test_the_reason_names_the_device(name: str, parameters: int) -> None:
+    assert DEVICES[name].name in choose(DEVICES[name], parameters).reason
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 NVL", "fp8", 1670.5),
+        ("NVIDIA H200", "fp16", 989.5),
+        ("NVIDIA H200", "tf32", 494.5),
+        ("NVIDIA H200 NVL", "fp32", 60),
+        ("NVIDIA GH200 480GB", "bf16", 990),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-PCIE-40GB", "tf32", 156),
+        ("NVIDIA A100-SXM4-40GB", "fp32", 19.5),
+        ("NVIDIA A10", "fp16", 125),
+        ("NVIDIA A10G", "fp16", 70),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "fp8", 733),
+        ("NVIDIA L40", "bf16", 181),
+        ("Tesla T4", "fp16", 65),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-PCIE-32GB", "fp16", 112),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+    ],
+)
+def test_peaks_are_those_of_the_data_sheets(name: str, dtype: str, teraflops: float) -> None:
+    found = peak(gpu(name, (9, 0)), dtype)
+    assert found is not None
+    assert found.flops_per_s == teraflops * 1e12
+    assert "NVIDIA, " in found.source
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        (DEVICES["CPU"], "fp32"),
+        (DEVICES["new Mac"], "fp16"),
+        (gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0)), "bf16"),
+        (gpu("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9)), "bf16"),
+        (gpu("NVIDIA A100-SXM4-80GB", (8, 0)), "fp8"),
+        (gpu("Tesla T4", (7, 5)), "bf16"),
+        (gpu("Tesla T4", (7, 5)), "tf32"),
+        (gpu("NVIDIA of tomorrow", (99, 0)), "bf16"),
+    ],
+)
+def test_a_peak_that_no_data_sheet_gives_is_not_guessed(device: Device, dtype: str) -> None:
+    assert peak(device, dtype) is None
+
+
+def test_dense_peaks_double_from_half_to_fp8_and_halve_to_tf32() -> None:
+    """What data sheets since Ampere have in common, within their rounding; "with sparsity" would be twice that."""
+    for name in ("H100", "H200", "B200", "L4", "L40S", "A100", "A10", "A30"):
+        device = gpu(f"NVIDIA {name}", (9, 0))
+        half, tf32, fp8 = (peak(device, dtype) for dtype in ("bf16", "tf32", "fp8"))
+        assert half is not None
+        assert tf32 is not None
+        assert tf32.flops_per_s == pytest.approx(half.flops_per_s / 2, rel=0.02)
+        assert fp8 is None or fp8.flops_per_s == pytest.approx(half.flops_per_s * 2, rel=0.02)

@@ -1,0 +1,151 @@
+"""Configs as plain mappings, whatever they came as, against what Hydra builds from the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_mp import MixedPrecisionPlan, PlanError
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.load import plain_mapping
+
+CONFIG: dict[str, Any] = {
+    "precision": "16-mixed",
+    "loss_scaling": {"init_scale": 1024, "hysteresis": 2},
+    "pins": [{"pattern": "*norm*", "dtype": "fp32"}, {"pattern": "lm_head", "dtype": "bf16", "output": "fp32"}],
+    "checkpointing": {"modules": ["*.h.*", "Block"], "mode": "selective", "save_ops": ["mm"]},
+    "tf32": "high",
+}
+
+
+def as_yaml(tmp_path: Path, config: Any) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+FORMS: dict[str, Callable[[Path, Any], Any]] = {
+    "dict": lambda _, config: config,
+    "DictConfig": lambda _, config: OmegaConf.create(config),
+    "path": as_yaml,
+    "path as a string": lambda tmp, config: str(as_yaml(tmp, config)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_is_the_same_plain_mapping(form: Callable[[Path, Any], Any], tmp_path: Path) -> None:
+    found = plain_mapping(form(tmp_path, CONFIG))
+    assert found == CONFIG
+    assert type(found) is dict
+    assert type(found["pins"]) is list
+    assert type(found["pins"][0]) is dict
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_makes_the_same_plan(form: Callable[[Path, Any], Any], tmp_path: Path) -> None:
+    plan = MixedPrecisionPlan.from_config(form(tmp_path, CONFIG))
+    assert plan.policy == PrecisionPolicy.from_dict(CONFIG)
+
+
+def test_interpolations_are_resolved() -> None:
+    config = OmegaConf.create({"scale": 8, "loss_scaling": {"init_scale": "${scale}"}})
+    assert plain_mapping(config)["loss_scaling"]["init_scale"] == 8
+
+
+@pytest.mark.parametrize("inside", [{"a": DictConfig({"b": 1})}, {"a": [DictConfig({"b": 1})]}], ids=str)
+def test_a_dict_may_hold_omegaconf_containers(inside: dict[str, Any]) -> None:
+    found = plain_mapping(inside)
+    value = found["a"][0] if isinstance(found["a"], list) else found["a"]
+    assert type(value) is dict
+
+
+# ---------------------------------------------------------------------- against Hydra
+
+HYDRA: dict[str, dict[str, Any]] = {
+    "plain": {"precision": "bf16-mixed"},
+    "pieces": {
+        "precision": "16-mixed",
+        "loss_scaling": {"_target_": "lightning_mp.LossScaling", "init_scale": 8.0},
+        "checkpointing": {"_target_": "lightning_mp.Checkpointing", "modules": "*.h.*"},
+        "nonfinite": {"_target_": "lightning_mp.NonFinite", "action": "raise"},
+        "pins": [{"_target_": "lightning_mp.Pin", "pattern": "*norm*", "dtype": "fp32"}],
+    },
+    "convert": {"_convert_": "all", "precision": "bf16-true", "pins": {"*norm*": "fp32"}},
+    "recursive": {"_recursive_": True, "precision": "bf16-true"},
+    "static": {
+        "precision": "16-mixed",
+        "loss_scaling": {"_target_": "lightning_mp.LossScaling.static", "scale": 128.0},
+    },
+    "deepspeed": {
+        "precision": "16-mixed",
+        "loss_scaling": {"_target_": "lightning_mp.LossScaling.deepspeed", "initial_scale_power": 12},
+    },
+    "megatron": {
+        "precision": "16-mixed",
+        "loss_scaling": {"_target_": "lightning_mp.LossScaling.megatron", "min_scale": 2.0},
+    },
+    "torch": {
+        "precision": "16-mixed",
+        "loss_scaling": {"_target_": "lightning_mp.LossScaling.torch", "growth_interval": 100},
+    },
+}
+
+
+@pytest.mark.parametrize("config", HYDRA.values(), ids=HYDRA)
+def test_a_config_with_targets_means_what_hydra_makes_of_it(config: dict[str, Any]) -> None:
+    config = {"_target_": "lightning_mp.MixedPrecisionPlan", **config}
+    assert MixedPrecisionPlan.from_config(config).policy == instantiate(config).policy
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [
+        ("nowhere.yaml", "config 'nowhere.yaml', which is no file"),
+        (Path("nowhere.yaml"), "config 'nowhere.yaml', which is no file"),
+        (3, "a config of type int"),
+        (None, "a config of type NoneType"),
+        ([("precision", "auto")], "a config of type list"),
+        (OmegaConf.create(["precision"]), "a config of type ListConfig"),
+    ],
+    ids=str,
+)
+def test_what_is_no_config_is_refused(config: Any, given: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plain_mapping(config)
+    assert error.value.faults[0].given == given
+
+
+def test_a_folder_is_no_config(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="which is no file"):
+        plain_mapping(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "just text\n", "3\n"], ids=["list", "text", "number"])
+def test_a_file_that_holds_no_plan_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(content)
+    with pytest.raises(PlanError):
+        MixedPrecisionPlan.from_config(path)
+
+
+def test_an_empty_file_is_the_default_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("")
+    assert MixedPrecisionPlan.from_config(path).policy == PrecisionPolicy()
+
+
+@pytest.mark.parametrize("content", ["precision: [unclosed\n", "precision: ???\n", "precision: ${missing}\n"])
+def test_a_file_that_cannot_be_read_is_refused_by_name(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(content)
+    with pytest.raises(PlanError, match=r"plan\.yaml"):
+        plain_mapping(path)

@@ -1,0 +1,173 @@
+"""The factory: names, overrides and Trainer arguments, each refused with what was meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.plugins import AsyncCheckpointIO, HalfPrecision
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+
+from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError, make_strategy, trainer_kwargs
+from lightning_mp.strategies.registry import STRATEGIES
+
+HOSTS: dict[str, Any] = {
+    "auto": DDPStrategy,
+    "ddp": DDPStrategy,
+    "fsdp2": ModelParallelStrategy,
+    "fsdp": ModelParallelStrategy,
+    "hsdp": ModelParallelStrategy,
+    "fsdp1": FSDPStrategy,
+    "fsdp2_offload": ModelParallelStrategy,
+    "fsdp1_offload": FSDPStrategy,
+    **{f"deepspeed_zero{stage}{form}": DeepSpeedStrategy for stage in (1, 2, 3) for form in ("", "_offload")},
+}
+
+
+def _plan() -> MixedPrecisionPlan:
+    return MixedPrecisionPlan("16-mixed")
+
+
+def _given(error: PlanError) -> str:
+    return " ".join(fault.given for fault in error.faults)
+
+
+def test_the_names_are_those_of_the_table() -> None:
+    assert set(STRATEGIES) == set(HOSTS)
+
+
+@pytest.mark.parametrize("prefix", ["", "mp_"])
+@pytest.mark.parametrize("name", HOSTS)
+def test_every_name_builds_a_strategy_of_its_host(name: str, prefix: str) -> None:
+    assert isinstance(make_strategy(prefix + name, _plan()), HOSTS[name])
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_lightning_builds_the_same_from_the_registered_name(name: str) -> None:
+    assert type(StrategyRegistry.get(f"mp_{name}")) is type(make_strategy(name, _plan()))
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_trainer_takes_the_registered_name(name: str) -> None:
+    trainer = Trainer(plugins=[_plan()], strategy=f"mp_{name}", accelerator="cpu", devices=2, logger=False)
+    assert isinstance(trainer.strategy, HOSTS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("fsdp3", "'fsdp2'"),
+        ("deepspeed_zero_2", "'deepspeed_zero2'"),
+        ("deepspeed_stage_2", "'deepspeed_zero2'"),
+        ("zero3_offload", "'deepspeed_zero3_offload'"),
+        ("mp_dpp", "'ddp'"),
+        (None, "write one of these"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_near_ones(name: Any, near: str) -> None:
+    for refuse in (lambda: make_strategy(name, _plan()), lambda: trainer_kwargs(_plan(), strategy=str(name))):
+        with pytest.raises(PlanError) as caught:
+            refuse()
+        assert near in caught.value.faults[0].fix
+        assert repr(name) in _given(caught.value) or repr(str(name)) in _given(caught.value)
+
+
+PASSED_ON: list[tuple[str, dict[str, Any]]] = [
+    ("ddp", {"find_unused_parameters": True, "static_graph": True}),
+    ("fsdp2", {"save_distributed_checkpoint": False, "reshard_after_forward": True, "wrap": "Linear"}),
+    ("hsdp", {"device_mesh": (2, 4)}),
+    ("fsdp1", {"sharding_strategy": "SHARD_GRAD_OP", "limit_all_gathers": False, "state_dict_type": "sharded"}),
+    ("deepspeed_zero2", {"allgather_bucket_size": 1000, "logging_level": 30}),
+    ("deepspeed_zero3", {"config": {"zero_optimization": {"stage3_param_persistence_threshold": 10}}}),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides"), PASSED_ON)
+def test_keywords_of_the_host_are_taken(name: str, overrides: dict[str, Any]) -> None:
+    assert isinstance(make_strategy(name, _plan(), **overrides), HOSTS[name])
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "hsdp", "fsdp1", "deepspeed_zero3_offload"])
+def test_unknown_keywords_are_all_refused_at_once_with_near_names(name: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        make_strategy(name, _plan(), timeuot=3, process_group_backnd="gloo")
+    assert "'timeuot'" in _given(caught.value)
+    assert "'process_group_backnd'" in _given(caught.value)
+    assert "'timeout'" in caught.value.faults[0].fix
+    assert "'process_group_backend'" in caught.value.faults[1].fix
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "instead"),
+    [
+        ("fsdp2", "mp_policy", "the plan"),
+        ("fsdp1", "activation_checkpointing_policy", "checkpointing="),
+        ("ddp", "precision_plugin", "the plan"),
+        ("deepspeed_zero2", "initial_scale_power", "LossScaling.deepspeed"),
+        ("deepspeed_zero2", "stage", "by name"),
+    ],
+)
+def test_what_the_plan_or_the_name_says_is_no_keyword(name: str, key: str, instead: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        make_strategy(name, _plan(), **{key: 3})
+    assert f"{key}=" in _given(caught.value)
+    assert instead in caught.value.faults[0].fix
+
+
+def test_a_deepspeed_json_is_checked_against_the_plan_at_once_and_both_values_are_shown() -> None:
+    plan = MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling(init_scale=2.0**10))
+    with pytest.raises(PlanError) as caught:
+        make_strategy("deepspeed_zero2", plan, config={"fp16": {"initial_scale_power": 16}, "bf16": {"enabled": True}})
+    text = str(caught.value)
+    assert len(caught.value.faults) == 2
+    assert "16" in text
+    assert "1024" in text
+
+
+def test_the_plan_must_be_one() -> None:
+    with pytest.raises(PlanError, match="plan='16-mixed'"):
+        make_strategy("ddp", "16-mixed")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="a MixedPrecisionPlan"):
+        trainer_kwargs(None)  # type: ignore[arg-type]
+
+
+class TestTrainerArguments:
+    def test_the_whole_regime_is_there(self) -> None:
+        plan, monitor = _plan(), LearningRateMonitor()
+        given = trainer_kwargs(plan, strategy="fsdp2", devices=8, callbacks=[monitor], max_steps=5)
+        assert given["plugins"] == [plan]
+        assert isinstance(given["strategy"], ModelParallelStrategy)
+        assert (given["devices"], given["callbacks"], given["max_steps"]) == (8, [monitor], 5)
+
+    def test_a_trainer_takes_them(self) -> None:
+        plan = _plan()
+        trainer = Trainer(**trainer_kwargs(plan, devices=1, accelerator="cpu", logger=False))
+        assert trainer.precision_plugin is plan
+
+    def test_a_built_strategy_is_taken(self) -> None:
+        plan = _plan()
+        strategy: Strategy = make_strategy("fsdp2", plan, wrap="Linear")
+        assert trainer_kwargs(plan, strategy=strategy)["strategy"] is strategy
+
+    def test_other_plugins_stay_beside_the_plan(self) -> None:
+        plan, other = _plan(), AsyncCheckpointIO()
+        assert trainer_kwargs(plan, plugins=[other, plan])["plugins"] == [plan, other]
+        assert trainer_kwargs(plan, plugins=other)["plugins"] == [plan, other]
+
+    def test_everything_wrong_is_said_at_once(self) -> None:
+        with pytest.raises(PlanError) as caught:
+            trainer_kwargs(_plan(), strategy="fsdp2", precision="16-mixed", plugins=[HalfPrecision()], max_step=3)
+        given = _given(caught.value)
+        assert "precision='16-mixed' beside the plan" in given
+        assert "HalfPrecision" in given
+        assert "'max_step'" in given
+        assert any("'max_steps'" in fault.fix for fault in caught.value.faults)
