@@ -10,14 +10,17 @@ from os import PathLike
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.compat.lightning import (
+    FSDPPrecision,
+    LightningModule,
+    ParallelStrategy,
+    Trainer,
+    TrainerFn,
+    rank_zero_warn,
+)
 from lightning_mp.deepspeed_config.mixin import DeepSpeedJson
 from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts
 from lightning_mp.engines.base import StepEngine

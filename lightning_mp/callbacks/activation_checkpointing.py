@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
-
 from lightning_mp.callbacks.acting import ActingCallback
+from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.errors import Faults
 from lightning_mp.modules import checkpointing
 from lightning_mp.policy import Checkpointing

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_mp.callbacks.acting import ActingCallback
+from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.errors import Faults
 from lightning_mp.modules import pins
 from lightning_mp.numerics.dtypes import to_torch

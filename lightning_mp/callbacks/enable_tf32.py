@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
-
 from lightning_mp.callbacks.acting import ActingCallback
+from lightning_mp.compat.lightning import LightningModule, Trainer, rank_zero_info
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.tf32 import has_tf32, set_tf32
 from lightning_mp.policy import PrecisionPolicy

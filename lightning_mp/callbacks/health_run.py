@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
+from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.skip_aware import Holding
 from lightning_mp.errors import Faults, NonFiniteError
@@ -268,7 +268,7 @@ def _keeps_bad_steps_back(trainer: Trainer, source: ScaleSource | None, guards: 
 
 def _check_skips(trainer: Trainer, module: LightningModule, faults: Faults) -> None:
     """Note why a step cannot be left out."""
-    from lightning.pytorch.strategies import DeepSpeedStrategy
+    from lightning_mp.compat.lightning import DeepSpeedStrategy
 
     given = "an action 'skip'"
     if isinstance(trainer.strategy, DeepSpeedStrategy):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
-
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.callback_utils import Steps, check_every, log, scale_source

@@ -6,12 +6,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks.acting import ActingCallback
+from lightning_mp.compat.lightning import LightningModule, Trainer, TrainerFn, rank_zero_info
 from lightning_mp.engines.skip_aware import Holding
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import nonfinite_messages as words

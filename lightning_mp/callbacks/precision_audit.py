@@ -6,9 +6,7 @@ import math
 from shutil import get_terminal_size
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import AuditReport, AuditRow, declared
 from lightning_mp.monitor.audit.inspect_run import Record, from_all_ranks, modules_of, states_of

@@ -8,11 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks.health_run import HealthRun
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.monitor import actions as acts
 from lightning_mp.monitor import metric_names

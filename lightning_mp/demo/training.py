@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lightning_mp.compat.lightning import Callback, LightningEnvironment, LightningModule, Trainer
 from lightning_mp.demo.memory import PeakMemory
 from lightning_mp.demo.modes import MODES
 from lightning_mp.demo.quiet import quiet

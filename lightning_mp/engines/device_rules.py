@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_mp.compat.lightning import rank_zero_info
 from lightning_mp.numerics.tf32 import set_tf32
 from lightning_mp.policy import PrecisionPolicy, hardware
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from lightning.pytorch.strategies import (
+from torch import nn
+
+from lightning_mp.compat.lightning import (
     DDPStrategy,
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -12,8 +14,6 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
-from torch import nn
-
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.engines.sharded import ShardedEngine

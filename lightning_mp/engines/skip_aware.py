@@ -7,7 +7,7 @@ from functools import partial
 from types import MethodType
 from typing import Any, cast
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning_mp.compat.lightning import LightningModule, Trainer
 
 Skipped = Callable[[], bool]
 
@@ -102,7 +102,7 @@ class Holding:
 
 def _averages_weights(callback: Any) -> bool:
     try:
-        from lightning.pytorch.callbacks import WeightAveraging
+        from lightning_mp.compat.lightning import WeightAveraging
     except ImportError:  # Lightning before 2.6
         return False
     return isinstance(callback, WeightAveraging)

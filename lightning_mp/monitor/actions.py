@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast, get_args
 
-from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
+from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.errors import Faults, nearest
 from lightning_mp.monitor.events import KINDS, Event, Kind
 from lightning_mp.numerics import grads

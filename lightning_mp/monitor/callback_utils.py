@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
-
+from lightning_mp.compat.lightning import Callback, DeepSpeedStrategy, Trainer
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.scale_sources import DeepSpeedSource, PlanSource, ScaleSource, StockSource

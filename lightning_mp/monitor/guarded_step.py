@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
+from lightning_mp.compat.lightning import Trainer
 from lightning_mp.engines import optimizer_facts, reduce
 from lightning_mp.errors import Faults
 from lightning_mp.numerics import grads

@@ -11,15 +11,19 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # pyright: ignore[reportPrivateUsage]
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import stateless
 
+from lightning_mp.compat.lightning import (
+    DataLoaderIterDataFetcher,
+    DeepSpeedStrategy,
+    DummyLogger,
+    LightningModule,
+    Strategy,
+    Trainer,
+)
 from lightning_mp.engines import diagnosis
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.monitor.preserve import untouched
@@ -88,7 +92,7 @@ class Replayer:
         module = trainer.lightning_module
         if not module.automatic_optimization or batch_idx % trainer.accumulate_grad_batches == 0:
             self._window.clear()
-        if isinstance(cast("Any", trainer.fit_loop)._data_fetcher, _DataLoaderIterDataFetcher):
+        if isinstance(cast("Any", trainer.fit_loop)._data_fetcher, DataLoaderIterDataFetcher):
             return  # training_step draws its batch itself, which cannot be drawn twice
         device = trainer.strategy.root_device
         attributes = vars(module).items()

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_mp.compat.lightning import ModelCheckpoint, Trainer
 from lightning_mp.engines import reduce
 from lightning_mp.errors import Faults
 from lightning_mp.numerics import nonfinite

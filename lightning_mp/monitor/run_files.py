@@ -10,8 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-
+from lightning_mp.compat.lightning import Trainer
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import PlanError
 from lightning_mp.monitor.run_folder import RUN, RunFolder

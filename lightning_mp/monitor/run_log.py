@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
+from lightning_mp.compat.lightning import Trainer, rank_zero_info, rank_zero_warn
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.callback_utils import log
 from lightning_mp.monitor.events import Event

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_mp.compat.lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.replay import Blame, Kept
 from lightning_mp.numerics import nonfinite

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightning_mp.compat.lightning import Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.monitor.flops import CountFlops
 from lightning_mp.numerics.device import describe

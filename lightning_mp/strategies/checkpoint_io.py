@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -16,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_mp.checkpoints.formats import Kind, kind_of
 from lightning_mp.checkpoints.load import read_full
 from lightning_mp.checkpoints.sharded import entries
+from lightning_mp.compat.lightning import Strategy, rank_zero_info
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 
 #: the checkpoint's key for what this package notes beside Lightning's own

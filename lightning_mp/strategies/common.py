@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.pytorch.strategies import Strategy
 
+from lightning_mp.compat.lightning import Strategy
 from lightning_mp.errors import Faults
 from lightning_mp.precision import MixedPrecisionPlan
 

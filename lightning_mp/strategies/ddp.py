@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+from lightning_mp.compat.lightning import DDPStrategy, Trainer
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.strategies.checkpoint_io import CarriesCheckpoints
 from lightning_mp.strategies.fail_together import EndsTogether

@@ -6,10 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, cast
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import Strategy
-
+from lightning_mp.compat.lightning import Precision, Strategy, Trainer
 from lightning_mp.errors import Faults, nearest
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies import registry

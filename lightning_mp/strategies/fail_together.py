@@ -8,10 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies.launchers import (
-    _SubprocessScriptLauncher,  # pyright: ignore[reportPrivateUsage]
-)
+from lightning_mp.compat.lightning import Strategy, SubprocessScriptLauncher
 
 #: how long ranks have to end by themselves, and to say why, once the one that started them is gone
 PATIENCE = 10.0
@@ -29,7 +26,7 @@ class EndsTogether(_Base):
     def on_exception(self, exception: BaseException) -> None:
         """As the host does; the children are waited for at exit, when this rank's own message has been printed."""
         launcher: Any = self.launcher
-        if isinstance(launcher, _SubprocessScriptLauncher) and launcher.procs:
+        if isinstance(launcher, SubprocessScriptLauncher) and launcher.procs:
             atexit.register(_end, launcher.procs)
         super().on_exception(exception)
 

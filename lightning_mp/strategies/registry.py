@@ -16,7 +16,7 @@ from lightning_mp.errors import Faults, nearest
 from lightning_mp.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
+    from lightning_mp.compat.lightning import Strategy
 
 PREFIX = "mp_"
 
@@ -32,11 +32,11 @@ class Entry:
     hosts: tuple[str, ...] = ()
 
 
-_DDP = ("lightning.pytorch.strategies:DDPStrategy", "torch.nn.parallel:DistributedDataParallel")
-_FSDP1 = ("lightning.pytorch.strategies:FSDPStrategy", "torch.distributed.fsdp:FullyShardedDataParallel")
+_DDP = ("lightning_mp.compat.lightning:DDPStrategy", "torch.nn.parallel:DistributedDataParallel")
+_FSDP1 = ("lightning_mp.compat.lightning:FSDPStrategy", "torch.distributed.fsdp:FullyShardedDataParallel")
 _FSDP2_HOME = "lightning_mp.strategies.fsdp2.strategy:PlanFSDP2Strategy"
 _FSDP1_HOME = "lightning_mp.strategies.fsdp1.strategy:PlanFSDP1Strategy"
-_DEEPSPEED = ("lightning.pytorch.strategies:DeepSpeedStrategy",)
+_DEEPSPEED = ("lightning_mp.compat.lightning:DeepSpeedStrategy",)
 
 
 _OFFLOAD = {"cpu_offload": True}
@@ -135,7 +135,7 @@ def _keywords(callables: Iterable[Callable[..., Any]]) -> list[str]:
 
 def register() -> None:
     """Make every name known to Lightning as ``mp_<name>``."""
-    from lightning.pytorch.strategies import StrategyRegistry
+    from lightning_mp.compat.lightning import StrategyRegistry
 
     for name, entry in STRATEGIES.items():
         builder: Any = partial(build, name, None, {})

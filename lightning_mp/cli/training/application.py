@@ -139,11 +139,8 @@ def _as_yaml(config: dict[str, Any]) -> str:
 
 
 def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
-    from lightning.pytorch import seed_everything
-    from lightning.pytorch.utilities import rank_zero_only
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
     from lightning_mp.cli.training import build
+    from lightning_mp.compat.lightning import MisconfigurationException, rank_zero_only, seed_everything
     from lightning_mp.demo.inputs import InputError
 
     faults, folder = Faults(SUBJECT), Path(config["run_dir"])

@@ -7,9 +7,9 @@ from dataclasses import fields
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import Faults, MissingExtraError, nearest, one_line
 
 _HERE = "lightning_mp.cli.training.language_model.CausalLM"

@@ -116,7 +116,7 @@ def parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 def trainer_arguments() -> list[str]:
     """What may stand in the trainer section."""
-    from lightning.pytorch import Trainer
+    from lightning_mp.compat.lightning import Trainer
 
     known = inspect.signature(Trainer.__init__).parameters
     return [name for name in known if name not in ("self", *ELSEWHERE)]

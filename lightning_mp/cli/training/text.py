@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_mp.compat.lightning import LightningDataModule
 from lightning_mp.demo import text as texts
 from lightning_mp.demo.tokens import cache_folder, make_corpus
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_mp.compat.lightning import LightningModule, Precision, Trainer
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import declared
 from lightning_mp.monitor.audit.inspect_run import Record, modules_of, states_of

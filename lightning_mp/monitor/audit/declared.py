@@ -7,18 +7,21 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import (
+from torch import nn
+
+from lightning_mp.compat.lightning import (
+    DDPStrategy,
     DeepSpeedPrecision,
     DoublePrecision,
     FSDPPrecision,
+    FSDPStrategy,
     HalfPrecision,
     MixedPrecision,
     Precision,
+    SingleDeviceStrategy,
+    Strategy,
+    Trainer,
 )
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
-from torch import nn
-
 from lightning_mp.engines import device_rules
 from lightning_mp.errors import Faults
 from lightning_mp.modules import pins

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.monitor.audit.judge import Declaration
 from lightning_mp.monitor.audit.observer import Observed, Watch, note_gradients
 from lightning_mp.monitor.audit.operators import floating

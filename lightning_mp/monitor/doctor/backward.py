@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.doctor.case import Case
@@ -91,6 +91,6 @@ def _called(model: nn.Module, batch: Any) -> Any:
 
 
 def _moved(data: Any, device: torch.device) -> Any:
-    from lightning.fabric.utilities.apply_func import move_data_to_device
+    from lightning_mp.compat.lightning import move_data_to_device
 
     return move_data_to_device(data, device)

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from lightning.pytorch.strategies import DeepSpeedStrategy
-
+from lightning_mp.compat.lightning import DeepSpeedStrategy
 from lightning_mp.deepspeed_config.merge import add_trainer, compose
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.monitor.doctor.case import Case

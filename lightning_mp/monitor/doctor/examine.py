@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lightning_mp.compat.lightning import rank_zero_warn
 from lightning_mp.monitor.doctor import (
     checkpointed,
     deepspeed,

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
+from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.monitor.doctor.case import Case
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.preserve import untouched

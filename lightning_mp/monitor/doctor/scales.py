@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning.pytorch import LightningModule
-
+from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.monitor.doctor.backward import highest_fitting_scale
 from lightning_mp.monitor.doctor.case import Case
 from lightning_mp.monitor.events import Severity

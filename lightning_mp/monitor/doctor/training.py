@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.monitor.doctor.case import Case, below, listed, many
 from lightning_mp.monitor.findings import Finding
 

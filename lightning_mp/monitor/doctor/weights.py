@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from lightning.pytorch.strategies import DeepSpeedStrategy
-
+from lightning_mp.compat.lightning import DeepSpeedStrategy
 from lightning_mp.monitor.doctor.case import HALF, Case, listed, loaded_in, many
 from lightning_mp.monitor.events import Severity
 from lightning_mp.monitor.findings import Finding

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from lightning.pytorch.strategies.strategy import _ForwardRedirection  # pyright: ignore[reportPrivateUsage]
 from torch import nn
 from torch.nn import functional
 
+from lightning_mp.compat.lightning import ForwardRedirection
 from lightning_mp.errors import Faults, MissingExtraError
 
 #: where the function comes from that stage 3 puts in place of torch's
@@ -67,7 +67,7 @@ class Linear:
             functional.linear = self._own
 
 
-class InsideEngine(_ForwardRedirection):
+class InsideEngine(ForwardRedirection):
     """Runs a step in the plan's context *inside* DeepSpeed's forward, which turns autocast off around its module."""
 
     def __init__(self, plan: Any) -> None:

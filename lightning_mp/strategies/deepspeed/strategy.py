@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.strategies.deepspeed import remove_module_hooks
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
 from lightning_mp.checkpoints.zero import resumable
+from lightning_mp.compat.lightning import (
+    DeepSpeedStrategy,
+    LightningModule,
+    Trainer,
+    TrainerFn,
+    is_overridden,
+    rank_zero_info,
+    remove_module_hooks,
+    reset_seed,
+)
 from lightning_mp.deepspeed_config import merge
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.zero import ZeroEngine, store_masters_as_parameters

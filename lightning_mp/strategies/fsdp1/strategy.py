@@ -11,12 +11,6 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device  # pyright: ignore[reportPrivateUsage]
-from lightning.fabric.utilities.optimizer import _optimizers_to_device  # pyright: ignore[reportPrivateUsage]
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import FSDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -34,6 +28,15 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import SHARDED_EXTRA, Kind
 from lightning_mp.checkpoints.names import plain_names
+from lightning_mp.compat.lightning import (
+    FSDPStrategy,
+    LightningModule,
+    LightningOptimizer,
+    Trainer,
+    TrainerFn,
+    move_torchmetrics_to_device,
+    optimizers_to_device,
+)
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.errors import Faults
@@ -204,7 +207,7 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
                 fit_state(self.optimizers)
         self.setup_precision_plugin()
         if fitting and not self.cpu_offload.offload_params:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
 
     def _setup_model(self, model: nn.Module) -> FullyShardedDataParallel:
         assert self._units is not None
@@ -223,7 +226,7 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
         )
         _check_synchronised(root, self.sharding_strategy)
         flat.keep_root(model, root)
-        _move_torchmetrics_to_device(root, self.root_device)
+        move_torchmetrics_to_device(root, self.root_device)
         return root
 
     def _initialiser(self, model: nn.Module) -> Callable[[nn.Module], None] | None:

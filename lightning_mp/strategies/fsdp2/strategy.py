@@ -9,16 +9,19 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.optimizer import _optimizers_to_device  # pyright: ignore[reportPrivateUsage]
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
+from lightning_mp.compat.lightning import (
+    LightningModule,
+    ModelParallelStrategy,
+    Trainer,
+    TrainerFn,
+    default_pg_timeout,
+    optimizers_to_device,
+)
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
@@ -203,7 +206,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting and not self.sharding.cpu_offload:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
 
     def _shard(self, model: nn.Module, policy: Any) -> None:
         assert self._units is not None

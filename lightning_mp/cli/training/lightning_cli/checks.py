@@ -8,14 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.pytorch import callbacks
-from lightning.pytorch.plugins import Precision
-
 from lightning_mp.cli.training import targets
 from lightning_mp.cli.training.application import check_checkpoint
 from lightning_mp.cli.training.lightning_cli.forms import CLASS, plan_form, strategy_form
 from lightning_mp.cli.training.lightning_cli.given import Given
 from lightning_mp.cli.training.targets import UnknownTargetError
+from lightning_mp.compat.lightning import Precision, callbacks
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, nearest
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
 from lightning_mp.policy.load import plain_mapping

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from lightning_mp.cli.training.application import environment_kept
 from lightning_mp.cli.training.lightning_cli import checks
 from lightning_mp.cli.training.lightning_cli.given import config_files
 from lightning_mp.cli.training.lightning_cli.plan_cli import PlanCLI
 from lightning_mp.cli.training.targets import importable
+from lightning_mp.compat.lightning import MisconfigurationException
 from lightning_mp.demo.inputs import InputError
 from lightning_mp.errors import Fault, MissingExtraError, PlanError, one_line
 

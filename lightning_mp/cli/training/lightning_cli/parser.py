@@ -9,10 +9,9 @@ from typing import Any, cast
 
 import yaml
 from jsonargparse import ArgumentParser
-from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.strategies import Strategy
 
 from lightning_mp.cli.training.lightning_cli.forms import PIECES, load, settle
+from lightning_mp.compat.lightning import LightningArgumentParser, Strategy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.registry import STRATEGIES
 

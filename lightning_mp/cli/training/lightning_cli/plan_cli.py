@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from jsonargparse import ArgumentError, Namespace
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 import lightning_mp
 from lightning_mp.cli.training.application import RUN_DIR, told
@@ -32,6 +29,14 @@ from lightning_mp.cli.training.lightning_cli.given import (
 )
 from lightning_mp.cli.training.lightning_cli.parser import PlanParsing, plan_parser
 from lightning_mp.cli.training.targets import ELSEWHERE
+from lightning_mp.compat.lightning import (
+    LightningArgumentParser,
+    LightningCLI,
+    LightningModule,
+    SaveConfigCallback,
+    Trainer,
+    get_filesystem,
+)
 from lightning_mp.errors import Fault, Faults, PlanError, one_line
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
