@@ -1,22 +1,40 @@
-"""What the package raises, and how its messages read: what was given, what is allowed, what to do."""
+"""What the package raises, and how its messages read: what was given, what is allowed, and last what to do."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, TypeIs
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing wrong with what the user wrote."""
+    """One thing wrong with what the user wrote; each part is the rest of a sentence, without its end.
+
+    ``given`` goes on from "Got", ``allowed`` from "Allowed:"; ``fix`` is what to do, as one would say it.
+    """
 
     given: str
     allowed: str
     fix: str
 
     def __str__(self) -> str:
-        return f"given {self.given}; allowed: {self.allowed}; do: {self.fix}"
+        return f"Got {_ended(self.given)} Allowed: {_ended(self.allowed)} {_ended(_capitalised(self.fix))}"
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def _capitalised(text: str) -> str:
+    """A word begins with a capital letter; code stays as it is."""
+    word = text.split(maxsplit=1)[0] if text else ""
+    return text[0].upper() + text[1:] if word.rstrip(",:;").isalpha() else text
 
 
 class PlanError(ValueError):
@@ -72,9 +90,7 @@ class MissingExtraError(ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"given an environment without {package!r}; allowed: {purpose} needs it; "
-            f"do: pip install 'lightning-mp[{extra}]'",
-            name=package,
+            f"{_capitalised(purpose)} needs {package}. Install it: pip install 'lightning-mp[{extra}]'", name=package
         )
         self._given = package, extra, purpose
 
@@ -83,7 +99,7 @@ class MissingExtraError(ImportError):
 
 
 class Faults:
-    """Collects faults, so that one error can report all of them."""
+    """Collects faults, so that one error can report all of them; as a context manager it raises at its end."""
 
     def __init__(self, subject: str = "MixedPrecisionPlan") -> None:
         self._subject = subject
@@ -93,6 +109,16 @@ class Faults:
         """Note one fault."""
         self._found.append(Fault(given, allowed, fix))
 
+    def unknown(self, what: str, word: object, known: Iterable[str], otherwise: str = "remove it") -> None:
+        """Note a name that is none of ``known``; the fix names the nearest, or is ``otherwise`` where none is near."""
+        names = list(dict.fromkeys(known))
+        self.add(f"unknown {what} {word!r}", ", ".join(names), did_you_mean(str(word), names, otherwise))
+
+    def whole(self, name: str, value: object, least: int, fix: str) -> None:
+        """Note ``value`` unless it is a whole number of at least ``least``."""
+        if not is_whole(value) or value < least:
+            self.add(f"{name}={value!r}", f"a whole number >= {least}", fix)
+
     def extend(self, faults: Iterable[Fault]) -> None:
         """Note faults found elsewhere."""
         self._found.extend(faults)
@@ -101,6 +127,13 @@ class Faults:
         """Raise :class:`PlanError` with everything noted so far."""
         if self._found:
             raise PlanError(self._found, self._subject)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.raise_if_any()
 
     @property
     def found(self) -> tuple[Fault, ...]:
@@ -112,6 +145,22 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
     """The ``count`` names most like ``word``, quoted, or an empty string when none is."""
     close = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=count, cutoff=0.4)
     return ", ".join(repr(name) for name in close)
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "write one of these", count: int = 3) -> str:
+    """The fix for a name that is not known: the ``count`` nearest ones, or ``otherwise`` where none is near."""
+    near = nearest(word, known, count)
+    return f"did you mean {near}?" if near else otherwise
+
+
+def is_number(value: Any) -> TypeIs[int | float]:
+    """Whether ``value`` is a finite int or float; True and False are neither."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> TypeIs[int]:
+    """Whether ``value`` is an int; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def one_line(error: BaseException) -> str:

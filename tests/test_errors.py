@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 
 from lightning_mp import LossScaleError, MissingExtraError, NonFiniteError, PlanError
-from lightning_mp.errors import Fault, Faults, nearest
+from lightning_mp.errors import Fault, Faults, is_number, is_whole, nearest
 
 FAULTS = (Fault("x=1", "2", "write 2"), Fault("y='a'", "'b'", "choose 'b'"))
 
 
-def test_a_fault_reads_given_allowed_do() -> None:
-    assert str(FAULTS[0]) == "given x=1; allowed: 2; do: write 2"
+@pytest.mark.parametrize(
+    ("fault", "read"),
+    [
+        (FAULTS[0], "Got x=1. Allowed: 2. Write 2."),
+        (Fault("x=1", "2", "did you mean 'y'?"), "Got x=1. Allowed: 2. Did you mean 'y'?"),
+        (Fault("x=1", "2", "x=2 is the default"), "Got x=1. Allowed: 2. x=2 is the default."),
+    ],
+)
+def test_a_fault_reads_as_sentences_with_the_fix_last(fault: Fault, read: str) -> None:
+    assert str(fault) == read
 
 
 @pytest.mark.parametrize(("count", "said"), [(1, "1 fault,"), (2, "2 faults,")])
@@ -59,7 +67,7 @@ def test_who_catches_what(error: str, base: type[Exception]) -> None:
 
 
 def test_a_missing_extra_names_the_command() -> None:
-    assert str(ERRORS["MissingExtraError"]).endswith("do: pip install 'lightning-mp[hf]'")
+    assert str(ERRORS["MissingExtraError"]) == "LoRA needs peft. Install it: pip install 'lightning-mp[hf]'"
     assert ERRORS["MissingExtraError"].name == "peft"  # type: ignore[attr-defined]
 
 
@@ -77,6 +85,46 @@ def test_faults_are_collected_and_raised_together() -> None:
     with pytest.raises(PlanError) as error:
         faults.raise_if_any()
     assert (error.value.faults, error.value.subject) == (FAULTS, "Pin")
+
+
+def test_as_a_context_manager_faults_are_raised_at_its_end_and_hide_no_other_error() -> None:
+    with pytest.raises(PlanError, match="Got x=1"), Faults("Pin") as faults:
+        faults.add("x=1", "2", "write 2")
+    with pytest.raises(KeyError), Faults("Pin") as faults:
+        faults.add("x=1", "2", "write 2")
+        raise KeyError("other")
+    with Faults("Pin"):
+        pass
+
+
+def test_an_unknown_name_is_told_its_nearest() -> None:
+    faults = Faults()
+    faults.unknown("keyword", "wrapp", ["wrap", "mesh"])
+    faults.unknown("keyword", "zzz", ["wrap", "mesh"])
+    assert [str(fault) for fault in faults.found] == [
+        "Got unknown keyword 'wrapp'. Allowed: wrap, mesh. Did you mean 'wrap'?",
+        "Got unknown keyword 'zzz'. Allowed: wrap, mesh. Remove it.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "number", "whole"),
+    [
+        (1, True, True),
+        (-2, True, True),
+        (1.0, True, False),
+        (True, False, False),
+        (float("nan"), False, False),
+        (float("inf"), False, False),
+        ("1", False, False),
+        (None, False, False),
+    ],
+)
+def test_what_is_a_number(value: Any, number: bool, whole: bool) -> None:
+    assert (is_number(value), is_whole(value)) == (number, whole)
+    faults = Faults()
+    faults.whole("n", value, -5, "use 1")
+    assert bool(faults.found) is not whole
 
 
 @pytest.mark.parametrize(
