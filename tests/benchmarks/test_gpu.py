@@ -17,7 +17,7 @@ from benchmarks.gpu import cuda_tests, measure, page
 from lightning_mp.policy import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
-#: what the machine for which the command is made does not have; nor has it deepspeed, which transformers imports if it can
+#: what the machine for which the command is made lacks; so is deepspeed, which transformers imports where it is installed
 ABSENT = ("omegaconf", "hydra", "jsonargparse", "typer")
 
 
