@@ -17,7 +17,7 @@ from benchmarks.gpu import cuda_tests, measure, page
 from lightning_mp.policy import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
-#: what the machine for which the command is made lacks; so is deepspeed, which transformers imports where it is installed
+#: what the machine that the command is made for lacks; deepspeed too, which transformers imports wherever it is there
 ABSENT = ("omegaconf", "hydra", "jsonargparse", "typer")
 
 
