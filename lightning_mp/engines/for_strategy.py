@@ -13,6 +13,8 @@ from lightning_mp.compat.lightning import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
+    ddp_hooks,
+    mesh_of,
 )
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.eager import EagerEngine
@@ -42,7 +44,7 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     elif isinstance(strategy, FSDPStrategy):
         _refuse_stock(strategy, "mp_fsdp1", "it would put pinned and unpinned weights into one flat parameter", faults)
     elif isinstance(strategy, ModelParallelStrategy):
-        mesh = cast("Any", strategy)._device_mesh
+        mesh = mesh_of(strategy)
         replicas = 1 if mesh is None else mesh["data_parallel"].size()
         check_users_sharding(module, policy, engine.pin_map, faults, replicas=replicas)
     elif isinstance(strategy, DDPStrategy):
@@ -68,11 +70,11 @@ def _zero_name(strategy: DeepSpeedStrategy) -> str:
 
 def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) -> None:
     """A communication hook of the user's own decides what is summed; so does ``reduce_dtype``."""
-    hook: Any = getattr(strategy, "_ddp_comm_hook", None)
+    hook, wrapper = ddp_hooks(strategy)
     if hook is None:
         return
     given = f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)})"
-    if _decides_dtype(hook, strategy):
+    if any("compress" in getattr(item, "__name__", "") for item in (hook, wrapper)):
         faults.add(
             f"{given} beside reduce_dtype={policy.reduce_dtype!r}",
             "one of the two to decide the dtype gradients are summed in",
@@ -84,8 +86,3 @@ def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) 
             "no communication hook where parameters or pins are not stored in reduce_dtype",
             "remove the hook",
         )
-
-
-def _decides_dtype(hook: Any, strategy: Any) -> bool:
-    names = {getattr(item, "__name__", "") for item in (hook, getattr(strategy, "_ddp_comm_wrapper", None))}
-    return any("compress" in name for name in names)

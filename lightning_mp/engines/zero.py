@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.compat.deepspeed import cast_partition
+from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults
-from lightning_mp.numerics.dtypes import HALF
 
 
 class ZeroEngine(EagerEngine):
@@ -65,9 +66,7 @@ class ZeroEngine(EagerEngine):
         """DeepSpeed takes the module now: it cannot be brought back any more."""
         self._before = []
         for parameter in () if self._module is None else self._module.parameters():
-            part = getattr(parameter, "ds_tensor", None)
-            if part is not None and part.dtype != parameter.dtype:  # made partitioned, and a pin cast the empty shell
-                part.data = part.data.to(parameter.dtype)
+            cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the DeepSpeedEngine and its optimizer, and put the plan's scale in place of DeepSpeed's."""
@@ -76,7 +75,7 @@ class ZeroEngine(EagerEngine):
         if not optimizers:  # validation
             return
         self._deepspeed, self._zero = cast("Any", model), cast("Any", optimizers[0])
-        trainer = getattr(self._module, "_trainer", None)
+        trainer = trainer_of(self._module)
         if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
             self._default_clip = float(self._zero.clip_grad)
         self._zero.clip_grad = self._default_clip
@@ -162,29 +161,17 @@ class ZeroEngine(EagerEngine):
         with nullcontext() if self._scale is None else self._scale.held():
             self._deepspeed.step()
         self._zero.clip_grad = self._default_clip
-        overflow = bool(self._zero.overflow)
-        found = self._one.new_full((), float(overflow))
+        found = self._one.new_full((), float(not self._deepspeed.was_step_applied()))
         self.ledger.open(found)
         if self.scaler is None:
             self.ledger.record(found)
         else:
             self.scaler.note_step(optimizer, found)
             self.record(found)
-        norm = self._zero._global_grad_norm
+        norm = self._deepspeed.get_global_grad_norm()
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     def release(self) -> None:
         """Let go of the DeepSpeedEngine too."""
         super().release()
         self._deepspeed = self._zero = self._scale = None
-
-
-def store_masters_as_parameters(zero: Any) -> None:
-    """Let ZeRO-1/2 keep no fp32 copy of half-precision weights: the policy's optimizer state is half precision too."""
-    changed = False
-    for flat, master in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True):
-        if flat.dtype in HALF:
-            master.data = master.data.to(flat.dtype)
-            changed = True
-    if changed:
-        zero._link_all_hp_params()  # parameters hold views of their masters

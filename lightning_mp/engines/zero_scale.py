@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from deepspeed.runtime.fp16 import loss_scaler as host
 
+from lightning_mp.compat.torch import GROWTH_TRACKER
 from lightning_mp.numerics.scaler import LossScaler
 
 
@@ -77,6 +78,6 @@ class PlanScale(host.DynamicLossScaler):
         state = self._scaler.state_dict()
         plain.cur_iter = self.cur_iter
         # At its next step DeepSpeed counts (cur_iter - last_overflow_iter) - 1 clean ones, which is one more than now.
-        plain.last_overflow_iter = self.cur_iter - state["_growth_tracker"] - 2
+        plain.last_overflow_iter = self.cur_iter - state[GROWTH_TRACKER] - 2
         plain.cur_hysteresis = state["hysteresis_left"]
         return plain

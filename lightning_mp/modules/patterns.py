@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lightning_mp.compat.torch import WRAPPERS
 from lightning_mp.errors import Faults, nearest
 from lightning_mp.modules.class_swap import original_class
 
@@ -53,10 +54,6 @@ def _words(name: str, module: nn.Module) -> tuple[str, ...]:
     return name.rpartition(".")[2], original_class(module).__name__, name
 
 
-# Not "module": none of the strategies here leaves that one behind, and a LightningModule may well call its model so.
-_WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
-
-
 def plain_name(name: str) -> str:
     """``name`` without the parts that FSDP, ``torch.compile``, Fabric and checkpoint wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

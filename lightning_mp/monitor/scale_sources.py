@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from lightning_mp.compat.torch import GROWTH_TRACKER, scale_of
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepLedger
 
@@ -82,11 +83,11 @@ class StockSource:
         self._skipped: Number = 0
 
     def scale(self) -> Scale:
-        kept = getattr(self._scaler, "_scale", None), getattr(self._scaler, "_growth_tracker", None)
-        if all(isinstance(value, Tensor) for value in kept):
-            return Scale(*cast("tuple[Tensor, Tensor]", kept), None, 0.0)
-        state = self._scaler.state_dict()  # not begun yet, or another torch
-        return Scale(float(state["scale"]), float(state["_growth_tracker"]), None, 0.0)
+        kept = scale_of(self._scaler)
+        if kept is not None:
+            return Scale(*kept, None, 0.0)
+        state = self._scaler.state_dict()
+        return Scale(float(state["scale"]), float(state[GROWTH_TRACKER]), None, 0.0)
 
     def before_step(self) -> None:
         self.after_step()

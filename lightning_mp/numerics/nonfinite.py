@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.compat.torch import in_backward
 from lightning_mp.numerics.grads import local
 
 
@@ -106,7 +107,7 @@ class _Watch:
         return None
 
     def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._with_backward and (_in_backward() or not torch.is_grad_enabled()):
+        if self._with_backward and (in_backward() or not torch.is_grad_enabled()):
             return  # what checkpointing runs again in the backward pass, or an evaluation on the side
         name = self._names[id(module)]
         tensors = list(_floating(output))
@@ -138,10 +139,6 @@ class _Watch:
             if not _finite(parameter):
                 return key
         return own[0][0] if own else self._parameter
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
 def _finite(tensor: Tensor) -> bool:

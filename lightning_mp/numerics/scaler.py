@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.numerics import loss_scale
 from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.numerics.grads import HostRead, gradients, parameters_of, step_unless, unscale_and_check_
@@ -37,7 +38,8 @@ def _read(found_inf: Tensor) -> bool:
 
 def _plain(optimizer: Optimizer) -> Optimizer:
     """The optimizer itself, where a trainer's wrapper around it was given."""
-    return cast("Optimizer", getattr(optimizer, "_optimizer", optimizer))
+    wrapped = any(kind.__name__ == "LightningOptimizer" for kind in type(optimizer).__mro__)
+    return cast("Any", optimizer).optimizer if wrapped else optimizer
 
 
 class LossScaler(GradScaler):
@@ -82,9 +84,7 @@ class LossScaler(GradScaler):
 
     def _set_state(self, state: LossScaleState) -> None:
         self._state = state
-        # The names torch's scaler keeps them under, for code that looks there.
-        self._scale = cast("Tensor", state.scale)
-        self._growth_tracker = cast("Tensor", state.growth_tracker)
+        compat.set_scale(self, cast("Tensor", state.scale), cast("Tensor", state.growth_tracker))
 
     @property
     def state(self) -> LossScaleState:
@@ -107,7 +107,7 @@ class LossScaler(GradScaler):
             "growth_factor": self.config.growth_factor,
             "backoff_factor": self.config.backoff_factor,
             "growth_interval": self.config.growth_interval,
-            "_growth_tracker": int(self._state.growth_tracker),
+            compat.GROWTH_TRACKER: int(self._state.growth_tracker),
             "hysteresis_left": int(self._state.hysteresis_left),
         }
 
@@ -122,7 +122,7 @@ class LossScaler(GradScaler):
         else:
             scale = config.init_scale
         left = min(max(int(state_dict.get("hysteresis_left", config.hysteresis)), 1), config.hysteresis)
-        tracker = min(int(state_dict.get("_growth_tracker", 0)), config.growth_interval - 1)
+        tracker = min(int(state_dict.get(compat.GROWTH_TRACKER, 0)), config.growth_interval - 1)
         before = self._state.scale
         self._state = LossScaleState(scale, max(tracker, -config.growth_delay), left)
         if isinstance(before, Tensor):
@@ -275,8 +275,8 @@ class LossScaler(GradScaler):
         if _is_torch_with_floor(config):
             # The common rule is torch's fused kernel and a bound: the same sequence in fewer launches.
             scale, tracker = cast("Tensor", state.scale), cast("Tensor", state.growth_tracker)
-            factors = config.growth_factor, config.backoff_factor, config.growth_interval
-            torch._amp_update_scale_(scale, tracker, found_inf, *factors)  # pyright: ignore[reportPrivateUsage]
+            rule = config.growth_factor, config.backoff_factor, config.growth_interval
+            compat.update_scale_(scale, tracker, found_inf, rule)
             if config.min_scale > 0:
                 scale.clamp_(min=config.min_scale)
             return

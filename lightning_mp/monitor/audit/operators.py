@@ -8,8 +8,8 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from lightning_mp.compat.torch import OpOverload
 from lightning_mp.numerics.tf32 import has_tf32
 
 Kind = Literal["product", "attention", "norm", "lookup", "statistic", "pointwise"]

@@ -16,11 +16,14 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
 from lightning_mp.checkpoints.zero import resumable
+from lightning_mp.compat.deepspeed import ZERO, casts_left_out, halve_masters
 from lightning_mp.compat.lightning import (
+    DEEPSPEED,
     DeepSpeedStrategy,
     LightningModule,
     Trainer,
     TrainerFn,
+    accumulates,
     is_overridden,
     rank_zero_info,
     remove_module_hooks,
@@ -28,9 +31,9 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.deepspeed_config import merge
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.zero import ZeroEngine, store_masters_as_parameters
+from lightning_mp.engines.zero import ZeroEngine
 from lightning_mp.errors import Faults, PlanError
-from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.checkpoint_io import CarriesCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import plan_of
@@ -59,6 +62,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
     """
 
     plan_engine = ZeroEngine
+    private_names = (DEEPSPEED, ZERO)
     own_formats = frozenset({"deepspeed"})
 
     def __init__(
@@ -199,7 +203,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
         groups = [{"params": members} for members in trained]
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
         if self._stage < 3:
-            store_masters_as_parameters(zero)
+            halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
         return engine, zero
 
     def _check_optimizer(self, step: ZeroEngine, optimizer: Optimizer, scheduler: Any) -> None:
@@ -230,7 +234,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
 
         self._linear.remember()
         patches.let_go(model)
-        with patches.casts_left_to_the_plan():
+        with casts_left_out():
             engine, zero, _, _ = deepspeed.initialize(
                 args=Namespace(device_rank=self.local_rank),  # as Lightning, but a CPU has no index
                 config=config,
@@ -281,8 +285,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
         """Backward through DeepSpeed, told whether it is the last one before a step."""
         module = self.lightning_module
         assert module is not None
-        fit_loop = cast("Any", module.trainer.fit_loop)
-        accumulating = module.automatic_optimization and fit_loop._should_accumulate()
+        accumulating = module.automatic_optimization and accumulates(module.trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulating)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 

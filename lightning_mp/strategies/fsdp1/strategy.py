@@ -28,7 +28,9 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import SHARDED_EXTRA, Kind
 from lightning_mp.checkpoints.names import plain_names
+from lightning_mp.compat import torch as compat
 from lightning_mp.compat.lightning import (
+    FSDP1,
     FSDPStrategy,
     LightningModule,
     LightningOptimizer,
@@ -74,6 +76,7 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
     """
 
     plan_engine = ShardedEngine
+    private_names = (FSDP1, compat.FSDP1)
     own_formats: frozenset[Kind] = frozenset({"sharded"})
 
     def __init__(
@@ -141,7 +144,7 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
             reduce_dtype=to_torch(plan_of(self).policy.reduce_dtype),
             cast_forward_inputs=False,
             cast_root_forward_inputs=False,
-            _module_classes_to_ignore=(),
+            **compat.leave_all_modules(),
         )
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> None:

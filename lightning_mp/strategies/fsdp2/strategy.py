@@ -14,13 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.compat.lightning import (
+    FSDP2,
     LightningModule,
+    LightningOptimizer,
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
     default_pg_timeout,
     optimizers_to_device,
+    set_mesh,
 )
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
@@ -74,6 +78,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
     """
 
     plan_engine = ShardedEngine
+    private_names = (FSDP2, compat.FSDP2)
 
     def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
         self,
@@ -134,7 +139,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
         self._setup_distributed()
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh  # pyright: ignore[reportPrivateUsage]
+        set_mesh(self.lightning_module, self._device_mesh)
 
     def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         world, size = self.num_nodes * self.num_processes, self._tensor_parallel
@@ -271,7 +276,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
         if self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
         assert self.model is not None
-        plain = cast("Optimizer", getattr(optimizer, "_optimizer", optimizer))
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return whole_optimizer_state(plain, keep=self.global_rank == 0)
 
     @contextmanager
