@@ -155,7 +155,8 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "write one of
 
 def is_number(value: Any) -> TypeIs[int | float]:
     """Whether ``value`` is a finite int or float; True and False are neither."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # math.isfinite raises for an integer beyond the range of a float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def is_whole(value: Any) -> TypeIs[int]:
