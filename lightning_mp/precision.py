@@ -25,7 +25,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_warn,
     trainer_of,
 )
-from lightning_mp.deepspeed_config.mixin import DeepSpeedJson
+from lightning_mp.deepspeed_config import DeepSpeedJson
 from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase

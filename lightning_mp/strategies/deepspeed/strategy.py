@@ -30,6 +30,7 @@ from lightning_mp.compat.lightning import (
     reset_seed,
 )
 from lightning_mp.deepspeed_config import merge
+from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.zero import ZeroEngine
 from lightning_mp.errors import Faults, PlanError
@@ -86,7 +87,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
             stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters, **host
         )
         self._host_defaults = self.config
-        self._given = None if config is None else merge.read(config)
+        self._given = None if config is None else load_json(config)
         self._stage, self._offloads = stage, (offload_optimizer, offload_parameters)
         self._came_from: list[int] = []
         self._groups_before = 0
