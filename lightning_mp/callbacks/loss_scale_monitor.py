@@ -7,9 +7,9 @@ from typing import Any
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.callback_utils import Steps, check_every, log, scale_source
-from lightning_mp.monitor.run_files import is_fresh
-from lightning_mp.monitor.scale_sources import Scale, ScaleSource, SkipCount, read_together
+from lightning_mp.monitor.callback_utils import StepTracker, log, scale_source
+from lightning_mp.monitor.health.scale_sources import Scale, ScaleSource, SkipCount, read_together
+from lightning_mp.monitor.run_log import is_fresh
 
 
 class LossScaleMonitor(Callback):
@@ -29,16 +29,15 @@ class LossScaleMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        faults = Faults("LossScaleMonitor")
-        check_every(every_n_steps, faults)
-        faults.raise_if_any()
+        with Faults("LossScaleMonitor") as faults:
+            faults.whole("every_n_steps", every_n_steps, 1, "use every_n_steps=1")
         self.every_n_steps = every_n_steps
         self.rows: list[dict[str, float]] = []
         self._said_none = False
         self._let_go()
 
     def _let_go(self) -> None:
-        self._steps = Steps()
+        self._steps = StepTracker()
         self._source: ScaleSource | None = None
         self._skips: SkipCount | None = None
         self._until_reading = 0

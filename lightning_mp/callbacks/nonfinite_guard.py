@@ -12,16 +12,15 @@ from lightning_mp.callbacks.acting import ActingCallback
 from lightning_mp.compat.lightning import LightningModule, Trainer, TrainerFn, rank_zero_info
 from lightning_mp.engines.skip_aware import Holding
 from lightning_mp.errors import Faults
-from lightning_mp.monitor import nonfinite_messages as words
-from lightning_mp.monitor import rewind
 from lightning_mp.monitor.actions import ReduceLR, describe
-from lightning_mp.monitor.callback_utils import Steps
+from lightning_mp.monitor.callback_utils import StepTracker
 from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.guarded_step import FLOOR, GuardedStep, guarded_step
-from lightning_mp.monitor.replay import Replayer
-from lightning_mp.monitor.run_files import RunDir, is_fresh, open_folder
+from lightning_mp.monitor.nonfinite import messages, rewind
+from lightning_mp.monitor.nonfinite.guarded_step import FLOOR, GuardedStep, guarded_step
+from lightning_mp.monitor.nonfinite.replay import Replayer
+from lightning_mp.monitor.nonfinite.saved_batch import SavedBatches
 from lightning_mp.monitor.run_folder import RunFolder
-from lightning_mp.monitor.saved_batch import SavedBatches
+from lightning_mp.monitor.run_log import RunDir, is_fresh, open_folder
 
 OnTrip = Literal["skip", "reduce_lr", "raise", "rewind"]
 _WORDS = ", ".join(map(repr, get_args(OnTrip)))
@@ -29,17 +28,18 @@ _NAME = "NonFiniteGuard"
 
 
 class NonFiniteGuard(ActingCallback):
-    """Skips every step with a non-finite loss or gradient, on all ranks, and says where the value was born.
+    """Skips every step with a non-finite loss or gradient, on all ranks, and reports where the value first appeared.
 
-    What ``nonfinite=`` is for a :class:`~lightning_mp.MixedPrecisionPlan`, for Lightning's own plugins and strategies.
-    A skipped step changes nothing: no weight, no decay, no optimizer state; step-interval schedulers and weight
-    averages stand still. The bad batch is run again under hooks, once, and an event names the rank whose own loss or
-    gradients were bad, the first module in forward order, the parameter and the batch; ``events`` holds what is in
-    ``events.jsonl``. The batch and the generators' state from before its forward are saved beside it, at most 10 a rank
-    (see :mod:`~lightning_mp.monitor.saved_batch`). A normal step pays one pass over the gradients and one host read.
+    It does for Lightning's own plugins and strategies what ``nonfinite=`` does in a
+    :class:`~lightning_mp.MixedPrecisionPlan`. A skipped step changes nothing: no weight, no decay, no optimizer state;
+    step-interval schedulers and weight averages do not advance. The bad batch is run again once, under hooks, and an
+    event names the rank whose own loss or gradients were bad, the first bad module in forward order, the parameter and
+    the batch; ``events`` holds what ``events.jsonl`` holds. The batch, and the state of the random number generators
+    before its forward, are saved in the same folder, for at most 10 steps a run; see :func:`replay_saved`. A normal
+    step costs one pass over the gradients and one host read.
 
-    Under stock ``16-mixed`` an overflow with a finite loss is the scaler's search for a scale, down to a scale of 1: an
-    ``info`` event, nothing is saved, the budget is left alone.
+    Under stock ``16-mixed`` an overflow with a finite loss is the scaler's search for a scale, down to a scale of 1: it
+    gives an ``info`` event, saves nothing and does not count against ``max_consecutive``.
 
     Args:
         on_trip: beside skipping, ``"reduce_lr"`` or ``ReduceLR(factor, steps)`` lowers the learning rate for a while,
@@ -144,7 +144,7 @@ class NonFiniteGuard(ActingCallback):
         bad = bad_loss or bad_gradient
         run.bad_loss |= bad_loss
         if bad and again and run.tried:
-            raise words.moved_already(optimizer, trainer.global_step)
+            raise messages.moved_already(optimizer, trainer.global_step)
         if bad:
             run.scale = run.guarded.scale()
         if not again and not run.guarded.steps_by_itself:
@@ -170,35 +170,35 @@ class NonFiniteGuard(ActingCallback):
         run.close()
 
     def _tripped(self, run: _Run, trainer: Trainer, pl_module: LightningModule) -> None:
-        blame = run.replayer.locate(trainer, pl_module)
+        diagnosis = run.replayer.locate(trainer, pl_module)
         if run.scale is not None and run.scale > FLOOR and not run.bad_loss:
-            self._write(run, words.overflow(blame, step=run.steps.step, scale=run.scale))
+            self._write(run, messages.overflow_event(diagnosis, step=run.steps.step, scale=run.scale))
             return
         self._in_a_row += 1
         allowed = 0 if self.on_trip == "raise" else self.max_consecutive
-        event = words.tripped(
-            blame,
+        event = messages.bad_step_event(
+            diagnosis,
             step=run.steps.step,
             bad_loss=run.bad_loss,
             action="raise" if self._in_a_row > allowed else _word(self.on_trip),
             in_a_row=self._in_a_row,
             allowed=allowed,
             scale=run.scale,
-            saved=run.saved.next_name(blame, run.steps.step),
+            saved=run.saved.next_name(diagnosis, run.steps.step),
         )
-        run.saved.save(run.replayer.kept(blame.batch_idx), event)
+        run.saved.save(run.replayer.kept(diagnosis.batch_idx), event)
         self._write(run, event)
         self._act(run, event, trainer)
 
     def _act(self, run: _Run, event: Event, trainer: Trainer) -> None:
         if event.action == "raise":
-            raise words.error(event)
+            raise messages.nonfinite_error(event)
         if self._reduce is not None:
             self._reduce.start(trainer)
         elif self.on_trip == "rewind":
             path = run.checkpoints.rewind(trainer)
             if path is None:
-                raise words.nothing_to_rewind_to(event)
+                raise messages.nothing_to_rewind_to(event)
             rank_zero_info(f"{_NAME}: went back to {path}, and goes on behind the batch of step {event.step}")
 
     def _write(self, run: _Run, event: Event) -> None:
@@ -236,7 +236,7 @@ class _Run:
     def __init__(self, trainer: Trainer, run_dir: RunDir, on_step: Callable[[bool], None]) -> None:
         self.folder: RunFolder | None = open_folder(trainer, run_dir, _NAME)
         self.saved = SavedBatches(trainer, None if self.folder is None else self.folder.path, fresh=is_fresh(trainer))
-        self.replayer, self.holding, self.steps = Replayer(), Holding(), Steps()
+        self.replayer, self.holding, self.steps = Replayer(), Holding(), StepTracker()
         self.checkpoints = rewind.Checkpoints()
         self.guard: GuardedStep | None = None
         self._on_step = on_step

@@ -12,8 +12,8 @@ from lightning_mp.monitor.audit import AuditReport, AuditRow, declared
 from lightning_mp.monitor.audit.inspect_run import Record, from_all_ranks, modules_of, states_of
 from lightning_mp.monitor.audit.observer import Watch, note_gradients, note_parameters
 from lightning_mp.monitor.audit.report import build
-from lightning_mp.monitor.run_files import RunDir, open_folder
 from lightning_mp.monitor.run_folder import AUDIT, RunFolder
+from lightning_mp.monitor.run_log import RunDir, open_folder
 
 MARKDOWN = "audit.md"
 _LEAST_WIDTH, _WIDTH = 100, 110

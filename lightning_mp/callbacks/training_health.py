@@ -10,20 +10,21 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks.health_run import HealthRun
+from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
+from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.monitor import actions as acts
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.actions import Action, ActionLike, ReduceLR
 from lightning_mp.monitor.alerts import Alerts, AlertSettings
-from lightning_mp.monitor.callback_utils import check_every
+from lightning_mp.monitor.callback_utils import callbacks_of
 from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.run_files import RunDir, is_fresh
-from lightning_mp.monitor.run_log import Book
-from lightning_mp.monitor.throughput import Tokens, Work
+from lightning_mp.monitor.health.health_run import HealthRun
+from lightning_mp.monitor.health.throughput import Throughput, Tokens
+from lightning_mp.monitor.run_log import RunDir, RunLog, is_fresh
 from lightning_mp.numerics.device import describe
 
 _NAME = "TrainingHealth"
@@ -87,28 +88,27 @@ class TrainingHealth(Callback):
         report: bool = True,
         strict_actions: bool = False,
     ) -> None:
-        faults = Faults(_NAME)
-        check_every(every_n_steps, faults)
-        self.actions: dict[Kind, Action] = acts.parse(actions, faults)
-        faults.raise_if_any()
+        with Faults(_NAME) as faults:
+            faults.whole("every_n_steps", every_n_steps, 1, "use every_n_steps=1")
+            self.actions: dict[Kind, Action] = acts.parse(actions, faults)
         self.run_dir, self.every_n_steps, self.groups = run_dir, every_n_steps, dict(groups or {})
         self.tokens, self.peak_flops = tokens, peak_flops
         self.report, self.strict_actions = report, strict_actions
         self._alert_settings = AlertSettings.of(alerts)
         self._alerts = Alerts(self._alert_settings)
-        self._book = Book(_NAME)
+        self._log = RunLog(_NAME)
         self._run: HealthRun | None = None
         self._findings: list[Finding] | None = None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Every reading of the run, as written."""
-        return self._book.rows
+        return self._log.rows
 
     @property
     def events(self) -> list[Event]:
         """Every event of the run, as written."""
-        return self._book.events
+        return self._log.events
 
     # ------------------------------------------------------------------ the run
 
@@ -127,12 +127,21 @@ class TrainingHealth(Callback):
         self._let_go()
         if is_fresh(trainer):
             self._alerts = Alerts(self._alert_settings)
-        work = Work(self.tokens, self.peak_flops)
-        self._run = HealthRun(trainer, pl_module, self.groups, skips=self._skips, work=work)
-        self._book.open(trainer, self.run_dir, fresh=is_fresh(trainer))
+        throughput = Throughput(self.tokens, self.peak_flops)
+        beside = callbacks_of(trainer)
+        self._run = HealthRun(
+            trainer,
+            pl_module,
+            self.groups,
+            skips=self._skips,
+            throughput=throughput,
+            guard=next((callback for callback in beside if isinstance(callback, NonFiniteGuard)), None),
+            scale_logged=any(isinstance(callback, LossScaleMonitor) for callback in beside),
+        )
+        self._log.open(trainer, self.run_dir, fresh=is_fresh(trainer))
         if self._findings is not None:
-            self._book.findings(self._findings)
-        work.starts(trainer)
+            self._log.findings(self._findings)
+        throughput.starts(trainer)
 
     @property
     def _skips(self) -> list[Kind]:
@@ -140,17 +149,17 @@ class TrainingHealth(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the start of the data loader out of the time."""
-        self._here.work.epoch_starts()
+        self._here.throughput.epoch_starts()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave validation out of the time, and write down the loss that it logged."""
         if self._run is None:
             return
-        self._run.work.resumes()
+        self._run.throughput.resumes()
         logged = trainer.callback_metrics
         loss = next((logged[name] for name in _VAL_LOSSES if name in logged), None)
         if loss is not None and not trainer.sanity_checking:
-            self._book.row(trainer, trainer.global_step, {metric_names.VAL_LOSS: float(loss)}, {})
+            self._log.row(trainer, trainer.global_step, {metric_names.VAL_LOSS: float(loss)}, {})
 
     # ------------------------------------------------------------------ the step
 
@@ -174,9 +183,9 @@ class TrainingHealth(Callback):
         finished = self._here.batch_ends(trainer, self.every_n_steps)
         if finished is not None:
             values, reading, events = finished
-            self._book.row(trainer, reading.step, values, self._here.logged(trainer, values))
+            self._log.row(trainer, reading.step, values, self._here.logged(values))
             for event in (*events, *self._alerts.look(reading)):
-                self._book.event(trainer, self._act(event, trainer, pl_module))
+                self._log.event(trainer, self._act(event, trainer, pl_module))
         for reduction in self._reductions():
             reduction.after_batch(trainer)
 
@@ -211,7 +220,7 @@ class TrainingHealth(Callback):
         except Exception as error:
             failed = f"{told.action} failed: {type(error).__name__}: {error}"
             if self.strict_actions:
-                self._book.event(trainer, replace(told, action=failed))
+                self._log.event(trainer, replace(told, action=failed))
                 raise
             rank_zero_warn(f"{_NAME}: the action for {event.kind} raised, the run goes on: {error!r}")
             return replace(told, action=failed)
@@ -229,21 +238,21 @@ class TrainingHealth(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write down how the run ended, and its report."""
         self._let_go()
-        self._book.close(trainer, report=self.report)
+        self._log.close(trainer, report=self.report)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same after a failure: Lightning calls no ``teardown`` of a callback then."""
         if self._run is not None and isinstance(exception, NonFiniteError):
             for event in self._run.raised(exception):
-                self._book.event(trainer, event)
+                self._log.event(trainer, event)
         self._let_go()
-        self._book.close(trainer, report=self.report, error=exception)
+        self._log.close(trainer, report=self.report, error=exception)
 
     def _give_back(self) -> None:
         for reduction in self._reductions():
             reduction.release()
         if self._run is not None:
-            self._run.give_back()
+            self._run.close()
 
     def _let_go(self) -> None:
         self._give_back()

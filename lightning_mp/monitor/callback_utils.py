@@ -7,11 +7,10 @@ from typing import Any, cast
 
 from lightning_mp.compat.lightning import Callback, DeepSpeedStrategy, Trainer
 from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.errors import Faults
-from lightning_mp.monitor.scale_sources import DeepSpeedSource, PlanSource, ScaleSource, StockSource
+from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, PlanSource, ScaleSource, StockSource
 
 
-class Steps:
+class StepTracker:
     """Tells from a callback's hooks which training batches an optimizer stepped in, whatever makes it step.
 
     A step is known by ``global_step`` as ``training_step`` sees it: the number of steps tried before it.
@@ -72,9 +71,3 @@ def log(trainer: Trainer, values: Mapping[str, float]) -> None:
         step = cast("Any", trainer.fit_loop.epoch_loop)._batches_that_stepped
         for logger in trainer.loggers:
             logger.log_metrics(dict(values), step=step)
-
-
-def check_every(every_n_steps: object, faults: Faults) -> None:
-    """Note where ``every_n_steps`` is no number of steps."""
-    if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-        faults.add(f"every_n_steps={every_n_steps!r}", "a whole number from 1 on", "use every_n_steps=1")

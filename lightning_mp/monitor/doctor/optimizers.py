@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.monitor.doctor.case import Case
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.preserve import untouched
+from lightning_mp.monitor.side_run import untouched
 
 
 def eps_underflows(case: Case) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ def configured(case: Case) -> tuple[list[Optimizer], list[tuple[Any, str]]]:
 def _asked(module: LightningModule) -> Any:
     """What ``configure_optimizers`` returns; what it changes in the module is undone."""
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    with untouched(module):
+    with untouched(module, torch.device("cpu")):
         try:
             return module.configure_optimizers()
         finally:

@@ -1,4 +1,4 @@
-"""What this rank holds of parameters and gradients, and over which process groups the parts add up to the whole."""
+"""What this rank holds of parameters and gradients, and over which process groups the shards add up to the whole."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_mp.numerics.grad_norm import Groups, shard_groups
 from lightning_mp.numerics.grads import gradients, local
 
 
-class Part(NamedTuple):
-    """A part of a tensor (empty where this rank has none) and the process groups the tensor is split over."""
+class Shard(NamedTuple):
+    """A shard of a tensor (empty where this rank has none) and the process groups the tensor is split over."""
 
     tensor: Tensor
     groups: Groups
@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where parameters and gradients lie: whole, in DTensors, in FSDP1's views, and where ``zero`` in ZeRO's parts.
+    """Where parameters and gradients lie: whole, in DTensors, in FSDP1's views, and where ``zero`` in ZeRO's shards.
 
     To be asked under ``torch.no_grad()``.
 
@@ -33,26 +33,26 @@ class Layout:
     whole: Groups = ()
     zero: bool = False
 
-    def parameter(self, parameter: Tensor) -> Part:
+    def parameter(self, parameter: Tensor) -> Shard:
         """What is held of ``parameter``."""
         if self.zero and hasattr(parameter, "ds_tensor"):
-            return Part(_unpadded(parameter, cast("Any", parameter).ds_tensor), _everyone())
-        part = local(parameter)
-        return Part(torch.view_as_real(part) if part.is_complex() else part, shard_groups(parameter, self.whole))
+            return Shard(_unpadded(parameter, cast("Any", parameter).ds_tensor), _everyone())
+        shard = local(parameter)
+        return Shard(torch.view_as_real(shard) if shard.is_complex() else shard, shard_groups(parameter, self.whole))
 
-    def gradient(self, parameter: Tensor) -> Part:
+    def gradient(self, parameter: Tensor) -> Shard:
         """What is held of its gradient, with the same groups on every rank whether or not there is one."""
         if parameter.grad is None:
-            part = _zero_gradient(parameter) if self.zero else None
-            if part is not None:
-                return Part(part, _everyone())
-            return Part(parameter.new_empty(0), shard_groups(parameter, self.whole))
+            shard = _zero_gradient(parameter) if self.zero else None
+            if shard is not None:
+                return Shard(shard, _everyone())
+            return Shard(parameter.new_empty(0), shard_groups(parameter, self.whole))
         gradient = cast("Any", parameter.grad)
         if hasattr(gradient, "to_local") and any(kind.is_partial() for kind in gradient.placements):
             # still to be summed over ranks: tensor parallel leaves such
             gradient = gradient.redistribute(gradient.device_mesh, cast("Any", parameter).placements)
-            return Part(local(gradient), shard_groups(gradient, self.whole))
-        return Part(gradients([parameter])[0], shard_groups(gradient, self.whole))
+            return Shard(local(gradient), shard_groups(gradient, self.whole))
+        return Shard(gradients([parameter])[0], shard_groups(gradient, self.whole))
 
 
 def _everyone() -> Groups:
@@ -60,15 +60,15 @@ def _everyone() -> Groups:
     return () if group is None or group.size() == 1 else (group,)
 
 
-def _unpadded(parameter: Any, part: Tensor) -> Tensor:
-    """Stage 3 splits a parameter into equal parts, of which the last ones hold nothing behind its end."""
-    flat = part.detach().reshape(-1)
+def _unpadded(parameter: Any, shard: Tensor) -> Tensor:
+    """Stage 3 splits a parameter into equal shards, of which the last ones hold nothing behind its end."""
+    flat = shard.detach().reshape(-1)
     rank = dist.get_rank(parameter.ds_process_group)
     return flat[: max(0, parameter.ds_numel - rank * flat.numel())]
 
 
 def _zero_gradient(parameter: Any) -> Tensor | None:
-    """ZeRO's part of a gradient between the backward pass and its step, multiplied by the loss scale as it is."""
+    """ZeRO's shard of a gradient between the backward pass and its step, multiplied by the loss scale as it is."""
     if hasattr(parameter, "ds_tensor"):
         get: Callable[[Any], Tensor | None] = parameter._z3_optimizer.get_local_fp32_grad_for_param
         gradient = get(parameter)

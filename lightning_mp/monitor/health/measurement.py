@@ -15,11 +15,11 @@ from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Tr
 from lightning_mp.engines.sharded import flat_groups
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.memory import memory
-from lightning_mp.monitor.norms import Snapshot, Sums, in_groups, named_parameters
-from lightning_mp.monitor.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource, read_together
-from lightning_mp.monitor.shards import Layout, Part
-from lightning_mp.monitor.throughput import Done
+from lightning_mp.monitor.health.memory import memory
+from lightning_mp.monitor.health.norms import Snapshot, SquareSums, in_groups, named_parameters
+from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource, read_together
+from lightning_mp.monitor.health.shards import Layout, Shard
+from lightning_mp.monitor.health.throughput import Processed
 
 Values = dict[str, float | None]
 _CHANGE, _BEFORE, _SIZE = "change", "before", "size"
@@ -27,7 +27,7 @@ _CHANGE, _BEFORE, _SIZE = "change", "before", "size"
 _COLUMNS = ("loss", "samples", "tokens", "flops", "seconds", "allocated", "reserved", "peak")
 
 
-class Measuring:
+class StepMeasurement:
     """Collects a step's numbers on the device of the run; ``read`` hands all of them to the host together."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, groups: Mapping[str, str], faults: Faults) -> None:
@@ -76,26 +76,26 @@ class Measuring:
         elif self._seen:
             return
         self._seen.update(map(id, parameters.values()))
-        parts = [self._layout.gradient(parameter) for parameter in parameters.values()]
-        self._sums.add_size(parts, _SIZE)
+        shards = [self._layout.gradient(parameter) for parameter in parameters.values()]
+        self._sums.add_size(shards, _SIZE)
         wanted = {
             f"{metric_names.GRAD_NORM}/{group}": {place for place, name in enumerate(parameters) if name in members}
             for group, members in self._groups.items()
         }
         self._sums.add(
-            parts, {metric_names.GRAD_NORM: None, **wanted}, divisor=_divisor(optimizer, source, self._layout)
+            shards, {metric_names.GRAD_NORM: None, **wanted}, divisor=_divisor(optimizer, source, self._layout)
         )
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Take the parameters as they are now, and how far they have moved since before the step."""
         assert self._snapshot is not None, "before_step() comes first"
-        parts = self._parameters()
-        self._snapshot.add_change(parts, self._sums, _CHANGE)
-        self._sums.add(parts, {metric_names.PARAM_NORM: None})
+        shards = self._parameters()
+        self._snapshot.add_change(shards, self._sums, _CHANGE)
+        self._sums.add(shards, {metric_names.PARAM_NORM: None})
         self._snapshot = None
 
-    def read(self, others: Mapping[str, Number | None], done: Done | None = None) -> Values:
+    def read(self, others: Mapping[str, Number | None], done: Processed | None = None) -> Values:
         """Everything taken since the last read, and ``others``, in one host read; every rank gets the same numbers.
 
         ``done`` is what this rank worked through; without it, memory is not looked at either.
@@ -119,13 +119,13 @@ class Measuring:
         """Whether a loss of the step at hand is not finite on this rank; a host read."""
         return bool(self._losses) and not bool(torch.isfinite(torch.stack(self._losses)).all())
 
-    def _parameters(self) -> list[Part]:
+    def _parameters(self) -> list[Shard]:
         return [self._layout.parameter(parameter) for parameter in self._trained.values()]
 
-    def _no_sums(self) -> Sums:
-        return Sums(self._device, self._order)
+    def _no_sums(self) -> SquareSums:
+        return SquareSums(self._device, self._order)
 
-    def _mine(self, done: Done | None) -> list[Number | None]:
+    def _mine(self, done: Processed | None) -> list[Number | None]:
         """What this rank tells about itself, in the order of the columns."""
         loss = torch.stack(self._losses).sum() if self._losses else None
         if loss is not None and self._accumulates:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_mp.compat.lightning import Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.monitor.flops import CountFlops
+from lightning_mp.monitor.health.flops import CountFlops
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.tf32 import has_tf32
 from lightning_mp.policy import hardware
@@ -21,7 +21,7 @@ Tokens = Callable[[Any], "int | Tensor"]
 
 
 @dataclass(slots=True)
-class Done:
+class Processed:
     """What one rank did since the last reading; ``tokens`` is ``None`` where batches hold none."""
 
     samples: int = 0
@@ -30,7 +30,7 @@ class Done:
     seconds: float = 0.0
 
 
-class Work:
+class Throughput:
     """Counts what this rank works through, on the host; ``tokens(batch)`` says how many tokens a batch has.
 
     FLOPs are counted in the first batch, and later ones are taken to cost as much a token, or a sample where there are
@@ -43,7 +43,7 @@ class Work:
         self._counter: CountFlops | None = None
         self._counted: tuple[float, Any, int] | None = None
         self._last: float | None = None
-        self._done = Done()
+        self._done = Processed()
         self._batch: tuple[Any, int] = (None, 0)
         #: FLOP/s that this rank's device can do at most, and who says so
         self.peak: hardware.Peak | None = None
@@ -102,9 +102,9 @@ class Work:
         done.flops += self._flops(tokens, samples)
         self._last = now
 
-    def take(self) -> Done:
+    def take(self) -> Processed:
         """What was done since it was last taken."""
-        done, self._done = self._done, Done()
+        done, self._done = self._done, Processed()
         return done
 
     def _flops(self, tokens: Any, samples: int) -> float:

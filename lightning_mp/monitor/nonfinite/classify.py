@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lightning_mp.monitor import nonfinite_messages as words
 from lightning_mp.monitor.alerts import Reading
 from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.replay import Blame
+from lightning_mp.monitor.nonfinite import messages
+from lightning_mp.monitor.nonfinite.replay import Diagnosis
 
 #: A scale that is being searched for overflows this many times in a row at most, from torch's 65,536 on (measured on
 #: small GPT-2 and MLP runs), and is found above the scale which that leads to.
@@ -18,7 +18,7 @@ FOUND_AFTER, FOUND_SKIPS = 10, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class NonFiniteStep:
     """A non-finite step that is to be told; ``alert`` asks for the rank, the module and the parameter."""
 
     step: int
@@ -28,13 +28,13 @@ class Trouble:
     scale: float | None
     applied: bool
 
-    def event(self, blame: Blame, *, batch_idx: int) -> Event:
+    def event(self, diagnosis: Diagnosis, *, batch_idx: int) -> Event:
         """The event, with what was found out about it."""
         if not self.alert:
             assert self.scale is not None, "only a loss scale makes an overflow ordinary"
-            return words.overflow(blame, step=self.step, scale=self.scale)
-        event = words.tripped(
-            blame,
+            return messages.overflow_event(diagnosis, step=self.step, scale=self.scale)
+        event = messages.bad_step_event(
+            diagnosis,
             step=self.step,
             bad_loss=self.bad_loss,
             action="log",
@@ -49,18 +49,18 @@ class Trouble:
         return replace(event, severity="error" if self.applied else "warning", evidence=evidence)
 
 
-class NonFiniteWatch:
+class NonFiniteClassifier:
     """Tells ordinary overflows from trouble, and one trouble from the next.
 
     Under loss scaling an overflow with a finite loss is ordinary until the scale can fall no lower or more come in a
-    row than the search for a scale needs. Trouble that lasts is told once.
+    row than the search for a scale needs. NonFiniteStep that lasts is told once.
     """
 
     def __init__(self) -> None:
         self._in_a_row = self._applied = 0
         self._told = False
 
-    def look(self, reading: Reading) -> Trouble | None:
+    def look(self, reading: Reading) -> NonFiniteStep | None:
         """What is to be told of a step."""
         bad_loss = reading.loss is not None and not math.isfinite(reading.loss)
         bad_gradient = reading.grad_norm is not None and not math.isfinite(reading.grad_norm)
@@ -73,7 +73,7 @@ class NonFiniteWatch:
         if alert and self._told:
             return None
         self._told = alert
-        return Trouble(reading.step, bad_loss, alert, self._in_a_row, reading.loss_scale, not reading.skipped)
+        return NonFiniteStep(reading.step, bad_loss, alert, self._in_a_row, reading.loss_scale, not reading.skipped)
 
     def _too_many(self, scale: float) -> bool:
         if self._applied >= FOUND_AFTER:

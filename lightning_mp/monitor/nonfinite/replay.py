@@ -24,16 +24,16 @@ from lightning_mp.compat.lightning import (
     Strategy,
     Trainer,
 )
-from lightning_mp.engines import diagnosis
+from lightning_mp.engines.diagnosis import Found, first_bad_rank
 from lightning_mp.modules.patterns import plain_name
-from lightning_mp.monitor.preserve import untouched
+from lightning_mp.monitor.side_run import loss_of, untouched
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import RngState, rng_state, set_rng_state
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class Diagnosis:
     """Where a non-finite value came from; the same on every rank.
 
     ``rank`` is the one whose own loss or gradients were bad, before they were summed over ranks; ``origin`` the module
@@ -59,7 +59,7 @@ class Blame:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptBatch:
     """A batch as ``training_step`` got it, and what else decides what came of it.
 
     ``scale`` is the loss scale of its backward pass, a device scalar, ``None`` without loss scaling; ``numbers`` are
@@ -82,7 +82,7 @@ class Replayer:
     """
 
     def __init__(self) -> None:
-        self._window: list[Kept] = []
+        self._window: list[KeptBatch] = []
 
     def remember(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """Keep what is needed to run this batch again; to be called in ``on_train_batch_start``.
@@ -97,7 +97,7 @@ class Replayer:
         device = trainer.strategy.root_device
         attributes = vars(module).items()
         self._window.append(
-            Kept(
+            KeptBatch(
                 _same_containers(batch),
                 batch_idx,
                 trainer.global_step,
@@ -112,12 +112,12 @@ class Replayer:
         """Let go of the batches."""
         self._window.clear()
 
-    def kept(self, batch_idx: int | None) -> Kept | None:
+    def kept(self, batch_idx: int | None) -> KeptBatch | None:
         """The batch of that index, as far as it is still kept; the last one for ``None``."""
         found = [kept for kept in self._window if batch_idx in (None, kept.batch_idx)]
         return found[-1] if found else None
 
-    def locate(self, trainer: Trainer, pl_module: LightningModule, *, loss: Tensor | None = None) -> Blame:
+    def locate(self, trainer: Trainer, pl_module: LightningModule, *, loss: Tensor | None = None) -> Diagnosis:
         """Run the batches of the window again, one after the other, until one is bad; every rank has to call it.
 
         Call it between the backward pass and the next batch; under manual optimization outside of ``training_step``.
@@ -130,9 +130,9 @@ class Replayer:
         notes = ["under ZeRO-3 only the forward is run again"] if _forward_only(trainer.strategy) else []
         for kept in self._window:
             mine = _replayed(trainer, pl_module, kept, notes)
-            rank, (origin, bad_loss) = diagnosis.first_bad_rank(mine, distributed=distributed)
+            rank, (origin, bad_loss) = first_bad_rank(mine, distributed=distributed)
             if origin is not None or bad_loss:
-                return Blame(rank, origin, bad_loss, kept.batch_idx)
+                return Diagnosis(rank, origin, bad_loss, kept.batch_idx)
         return _without_replay(pl_module, loss, self._window, notes, distributed=distributed)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Replayer:
 # ---------------------------------------------------------------------- one replay
 
 
-def _replayed(trainer: Trainer, module: LightningModule, kept: Kept, notes: list[str]) -> diagnosis.Found:
+def _replayed(trainer: Trainer, module: LightningModule, kept: KeptBatch, notes: list[str]) -> Found:
     backward = not _forward_only(trainer.strategy)
     losses: list[Tensor] = []
 
@@ -160,7 +160,7 @@ def _replayed(trainer: Trainer, module: LightningModule, kept: Kept, notes: list
     return (None if origin is None else _plainly_named(origin)), bad_loss
 
 
-def _step(trainer: Trainer, module: LightningModule, kept: Kept, losses: list[Tensor], *, backward: bool) -> None:
+def _step(trainer: Trainer, module: LightningModule, kept: KeptBatch, losses: list[Tensor], *, backward: bool) -> None:
     """``training_step`` and the backward pass of its loss; every loss goes to ``losses``."""
     strategy, whole = trainer.strategy, _holds_whole_weights(trainer.strategy)
 
@@ -186,7 +186,7 @@ def _step(trainer: Trainer, module: LightningModule, kept: Kept, losses: list[Te
         else:
             output = strategy.training_step(*inputs)
     if module.automatic_optimization:
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        loss = loss_of(output)
         if loss is not None:
             run_backward(loss / trainer.accumulate_grad_batches)
 
@@ -224,13 +224,11 @@ def _hold_steps(trainer: Trainer, stack: ExitStack, backward: Any) -> None:
 
 
 @contextmanager
-def _aside(trainer: Trainer, module: LightningModule, kept: Kept) -> Generator[None, None, None]:
+def _aside(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Generator[None, None, None]:
     """Within, ``module`` may be run with what decided ``kept``; afterwards nobody can tell that it was."""
     device = trainer.strategy.root_device
-    before = rng_state(device)
     with ExitStack() as stack:
-        stack.callback(set_rng_state, before, device)
-        stack.enter_context(untouched(module))
+        stack.enter_context(untouched(module, device))
         stack.enter_context(_own_gradients(module))
         if isinstance(trainer.strategy, DeepSpeedStrategy) and not _forward_only(trainer.strategy):
             stack.enter_context(_fresh_parameters(module))
@@ -323,13 +321,13 @@ def _plainly_named(origin: Origin) -> Origin:
 
 
 def _without_replay(
-    module: nn.Module, loss: Tensor | None, window: list[Kept], notes: list[str], *, distributed: bool
-) -> Blame:
+    module: nn.Module, loss: Tensor | None, window: list[KeptBatch], notes: list[str], *, distributed: bool
+) -> Diagnosis:
     """What weights and gradients say; those may have come from any rank, so that only a bad loss names one."""
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
     origin = nonfinite.from_parameters(module) or nonfinite.from_gradients(module)
     origin = None if origin is None else _plainly_named(origin)
-    rank, (found, any_bad_loss) = diagnosis.first_bad_rank((origin, bad_loss), distributed=distributed)
+    rank, (found, any_bad_loss) = first_bad_rank((origin, bad_loss), distributed=distributed)
     note = "; ".join(notes) or "run again, no batch of the window was non-finite by itself"
     known = window[0].batch_idx if len(window) == 1 else None
-    return Blame(rank if any_bad_loss or not distributed else None, found, any_bad_loss, known, note)
+    return Diagnosis(rank if any_bad_loss or not distributed else None, found, any_bad_loss, known, note)
