@@ -1,4 +1,4 @@
-"""What the callbacks that only watch share: which optimizer steps are made, who keeps the scale, where numbers go."""
+"""Shared by the monitoring callbacks: which batches step an optimizer, the run's loss scale, and its loggers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, PlanSourc
 
 
 class StepTracker:
-    """Tells from a callback's hooks which training batches an optimizer stepped in, whatever makes it step.
+    """Finds out from a callback's hooks in which training batches an optimizer steps, however it is stepped.
 
     A step is known by ``global_step`` as ``training_step`` sees it: the number of steps tried before it.
     """
@@ -50,7 +50,7 @@ class StepTracker:
 
 
 def scale_source(trainer: Trainer) -> ScaleSource | None:
-    """Whoever scales the loss of this run or skips its steps; ``None`` where nobody does either."""
+    """The object that scales this run's loss or skips its steps; ``None`` where there is none."""
     plugin = trainer.precision_plugin
     if isinstance(plugin, PlanBase):
         return PlanSource(plugin.scaler, plugin.ledger)
@@ -66,7 +66,7 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 
 
 def log(trainer: Trainer, values: Mapping[str, float]) -> None:
-    """Hand ``values`` to every logger now, at the step at which Lightning logs this batch's own metrics."""
+    """Send ``values`` to every logger now, under the step at which Lightning logs this batch's own metrics."""
     if values and trainer.is_global_zero:
         step = cast("Any", trainer.fit_loop.epoch_loop)._batches_that_stepped
         for logger in trainer.loggers:

@@ -31,7 +31,7 @@ EVENT_COUNT = "health/events"
 
 
 def is_fresh(trainer: Trainer) -> bool:
-    """Whether a run begins, rather than goes on from a checkpoint or from a fit before."""
+    """Whether a run begins, rather than resumes from a checkpoint or follows an earlier fit."""
     return trainer.ckpt_path is None and trainer.global_step == 0
 
 
@@ -39,10 +39,10 @@ def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | N
     """The folder of this run on rank 0, ``None`` on any other; every rank has to call it.
 
     ``run_dir=None`` is the logger's folder, or ``lightning_mp_run`` under ``default_root_dir`` without one. What an
-    earlier run wrote there is cleared, unless this one goes on from a checkpoint or from a fit before.
+    earlier run wrote there is deleted, unless this one resumes from a checkpoint or follows an earlier fit.
 
     Raises:
-        PlanError: someone is writing there already; on every rank.
+        PlanError: another run or callback writes there already; on every rank.
     """
     # every rank asks: the logger's folder is rank 0's, which tells the others; without a logger it is the root folder
     logged = trainer.log_dir if trainer.loggers else None
@@ -61,7 +61,7 @@ def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | N
 
 
 def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseException | None = None) -> None:
-    """Write ``run.json``: how the run stands, and the machine, the versions, the strategy and the plan it has.
+    """Write ``run.json``: the status of the run, its machine, versions, strategy and plan.
 
     ``status`` is ``"running"``, ``"finished"`` or ``"failed"``.
     """
@@ -105,7 +105,7 @@ def _version(package: str) -> str | None:
 
 
 class RunLog:
-    """One writer's part of a run's folder (on rank 0), with what it wrote in ``rows`` and ``events`` on every rank."""
+    """What one callback writes to the run's folder (on rank 0), and has in ``rows`` and ``events`` on every rank."""
 
     def __init__(self, writer: str) -> None:
         self._writer = writer
@@ -115,32 +115,33 @@ class RunLog:
         self.events: list[Event] = []
 
     def open(self, trainer: Trainer, run_dir: RunDir, *, fresh: bool) -> None:
-        """Begin, or go on; every rank has to call it.
+        """Begin, or continue; every rank has to call it.
 
         Raises:
-            PlanError: someone is writing there already; on every rank.
+            PlanError: another run or callback writes there already; on every rank.
         """
         self._folder = open_folder(trainer, run_dir, self._writer)
         if fresh:
             self.rows.clear()
             self.events.clear()
             self._counts.clear()
-        self._stands(trainer, "running")
+        if self._folder is not None:
+            write_run(self._folder, trainer, "running")
 
     def findings(self, found: Iterable[Finding]) -> None:
-        """Write down what the doctor found."""
+        """Write what the doctor found."""
         if self._folder is not None:
             self._folder.write(FINDINGS, {"findings": [finding.to_dict() for finding in found]})
 
     def row(self, trainer: Trainer, step: int, values: Mapping[str, float | None], logged: Mapping[str, float]) -> None:
-        """Write a reading down; ``logged`` of it goes to the loggers."""
+        """Write a reading; ``logged`` of it goes to the loggers."""
         self.rows.append({metric_names.STEP: step, **values})
         if self._folder is not None:
             self._folder.metrics(step, values)
         log(trainer, logged)
 
     def event(self, trainer: Trainer, event: Event) -> None:
-        """Write an event down, and tell it."""
+        """Write an event, and print it."""
         self.events.append(event)
         self._counts[event.kind] += 1
         if self._folder is not None:
@@ -152,7 +153,7 @@ class RunLog:
             rank_zero_info(f"{self._writer}: {event}")
 
     def close(self, trainer: Trainer, *, report: bool, error: BaseException | None = None) -> None:
-        """Write down how the run ended, and its report."""
+        """Write how the run ended, and its report."""
         folder, self._folder = self._folder, None
         if folder is None:
             return
@@ -160,10 +161,6 @@ class RunLog:
         folder.close(self._writer)
         if report:
             _write_report(folder)
-
-    def _stands(self, trainer: Trainer, status: str) -> None:
-        if self._folder is not None:
-            write_run(self._folder, trainer, status)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_folder": None}

@@ -1,6 +1,6 @@
-"""Norms of a step: of gradients, of parameters, and of what the step changed, wherever their shards lie.
+"""Norms of a step: of gradients, of parameters, and of what the step changed, whole or sharded.
 
-Everything stays on the device. SquareSums of squares of local shards are collected first and added over ranks together.
+Everything stays on the device. Squares of local shards are summed first, and then over ranks together.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SquareSums:
                 sums[name] = sums[name] + value if name in sums else value
 
     def add_size(self, shards: Sequence[Shard], name: str) -> None:
-        """Add as much under ``name`` as there are elements: 0 where no rank has any."""
+        """Add the number of elements under ``name``: 0 where no rank has any."""
         for groups in dict.fromkeys(shard.groups for shard in shards):
             size = sum(shard.tensor.numel() for shard in shards if shard.groups == groups)
             value = torch.full((), float(size), dtype=torch.float32, device=self._device)

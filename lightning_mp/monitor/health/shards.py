@@ -1,4 +1,4 @@
-"""What this rank holds of parameters and gradients, and over which process groups the shards add up to the whole."""
+"""The shards of parameters and gradients on this rank, and the process groups over which they are sharded."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where parameters and gradients lie: whole, in DTensors, in FSDP1's views, and where ``zero`` in ZeRO's shards.
+    """How parameters and gradients are stored: whole, as DTensors, as FSDP1's views, or with ``zero`` as ZeRO's shards.
 
-    To be asked under ``torch.no_grad()``.
-
-    ``whole`` are the groups over which *plain* tensors are split, as FSDP1's are; ZeRO splits over all ranks.
+    Call it under ``torch.no_grad()``. ``whole`` are the groups over which *plain* tensors are sharded, as FSDP1's are;
+    ZeRO shards over all ranks.
     """
 
     whole: Groups = ()
     zero: bool = False
 
     def parameter(self, parameter: Tensor) -> Shard:
-        """What is held of ``parameter``."""
+        """This rank's shard of ``parameter``."""
         if self.zero and hasattr(parameter, "ds_tensor"):
             return Shard(_unpadded(parameter, cast("Any", parameter).ds_tensor), _everyone())
         shard = local(parameter)
         return Shard(torch.view_as_real(shard) if shard.is_complex() else shard, shard_groups(parameter, self.whole))
 
     def gradient(self, parameter: Tensor) -> Shard:
-        """What is held of its gradient, with the same groups on every rank whether or not there is one."""
+        """This rank's shard of its gradient, with the same groups on every rank whether or not there is one."""
         if parameter.grad is None:
             shard = _zero_gradient(parameter) if self.zero else None
             if shard is not None:

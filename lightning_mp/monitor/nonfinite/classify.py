@@ -1,4 +1,4 @@
-"""Which non-finite steps are worth an event, and which of them need a module named."""
+"""Which non-finite steps get an event, and which of them need a diagnosis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOUND_AFTER, FOUND_SKIPS = 10, 3
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteStep:
-    """A non-finite step that is to be told; ``alert`` asks for the rank, the module and the parameter."""
+    """A non-finite step that gets an event; an ``alert`` also gets rank, module and parameter."""
 
     step: int
     bad_loss: bool
@@ -29,7 +29,7 @@ class NonFiniteStep:
     applied: bool
 
     def event(self, diagnosis: Diagnosis, *, batch_idx: int) -> Event:
-        """The event, with what was found out about it."""
+        """The event, with the diagnosis."""
         if not self.alert:
             assert self.scale is not None, "only a loss scale makes an overflow ordinary"
             return messages.overflow_event(diagnosis, step=self.step, scale=self.scale)
@@ -50,29 +50,29 @@ class NonFiniteStep:
 
 
 class NonFiniteClassifier:
-    """Tells ordinary overflows from trouble, and one trouble from the next.
+    """Tells ordinary overflows from problems.
 
     Under loss scaling an overflow with a finite loss is ordinary until the scale can fall no lower or more come in a
-    row than the search for a scale needs. NonFiniteStep that lasts is told once.
+    row than the search for a scale needs. A problem that lasts is reported once.
     """
 
     def __init__(self) -> None:
         self._in_a_row = self._applied = 0
-        self._told = False
+        self._reported = False
 
     def look(self, reading: Reading) -> NonFiniteStep | None:
-        """What is to be told of a step."""
+        """The step, if it is non-finite and not reported yet."""
         bad_loss = reading.loss is not None and not math.isfinite(reading.loss)
         bad_gradient = reading.grad_norm is not None and not math.isfinite(reading.grad_norm)
         if not (bad_loss or bad_gradient):
             self._applied += not reading.skipped
-            self._in_a_row, self._told = 0, False
+            self._in_a_row, self._reported = 0, False
             return None
         self._in_a_row = max(self._in_a_row + 1, reading.skips_in_a_row)
         alert = bad_loss or reading.loss_scale is None or reading.scale_at_floor or self._too_many(reading.loss_scale)
-        if alert and self._told:
+        if alert and self._reported:
             return None
-        self._told = alert
+        self._reported = alert
         return NonFiniteStep(reading.step, bad_loss, alert, self._in_a_row, reading.loss_scale, not reading.skipped)
 
     def _too_many(self, scale: float) -> bool:

@@ -1,4 +1,4 @@
-"""One batch again, forward and backward, to see on which rank and in which module a non-finite value was born."""
+"""Runs a batch again, forward and backward, to find the rank and the module where a non-finite value first appeared."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Diagnosis:
 
     ``rank`` is the one whose own loss or gradients were bad, before they were summed over ranks; ``origin`` the module
     and parameter on it; ``bad_loss`` whether its loss was non-finite already; ``batch_idx`` the batch, under gradient
-    accumulation the first bad one of the window. Each is ``None`` where it could not be told; ``note`` says why.
+    accumulation the first bad one of the window. Each is ``None`` where it is not known; ``note`` says why.
     """
 
     rank: int | None = None
@@ -60,7 +60,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class KeptBatch:
-    """A batch as ``training_step`` got it, and what else decides what came of it.
+    """A batch as ``training_step`` got it, with everything else that decides its result.
 
     ``scale`` is the loss scale of its backward pass, a device scalar, ``None`` without loss scaling; ``numbers`` are
     the LightningModule's own (counters), ``lengths`` those of its lists.
@@ -85,9 +85,9 @@ class Replayer:
         self._window: list[KeptBatch] = []
 
     def remember(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
-        """Keep what is needed to run this batch again; to be called in ``on_train_batch_start``.
+        """Keep what is needed to run this batch again; call it in ``on_train_batch_start``.
 
-        It costs a few small copies on the host, and never waits for the device.
+        It costs a few small copies on the host, and never synchronises with the device.
         """
         module = trainer.lightning_module
         if not module.automatic_optimization or batch_idx % trainer.accumulate_grad_batches == 0:
@@ -109,11 +109,11 @@ class Replayer:
         )
 
     def forget(self) -> None:
-        """Let go of the batches."""
+        """Drop the batches."""
         self._window.clear()
 
     def kept(self, batch_idx: int | None) -> KeptBatch | None:
-        """The batch of that index, as far as it is still kept; the last one for ``None``."""
+        """The batch of that index, if it is still kept; the last one for ``None``."""
         found = [kept for kept in self._window if batch_idx in (None, kept.batch_idx)]
         return found[-1] if found else None
 
@@ -220,12 +220,12 @@ def _hold_steps(trainer: Trainer, stack: ExitStack, backward: Any) -> None:
         _shadow(stack, config.scheduler, "step", lambda *_args, **_kwargs: None)
 
 
-# ---------------------------------------------------------------------- leaving no trace
+# ---------------------------------------------------------------------- restoring everything
 
 
 @contextmanager
 def _aside(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Generator[None, None, None]:
-    """Within, ``module`` may be run with what decided ``kept``; afterwards nobody can tell that it was."""
+    """Within, ``module`` is in the state in which it ran ``kept``; afterwards everything is as before."""
     device = trainer.strategy.root_device
     with ExitStack() as stack:
         stack.enter_context(untouched(module, device))
@@ -286,7 +286,7 @@ def _shadow(stack: ExitStack, owner: Any, name: str, stand_in: Any) -> None:
     values[name] = stand_in
 
 
-# ---------------------------------------------------------------------- what is kept, and what is left to say
+# ---------------------------------------------------------------------- what is kept, and a diagnosis without a replay
 
 
 def _steps_done(trainer: Trainer) -> Any:

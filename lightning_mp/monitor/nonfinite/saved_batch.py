@@ -1,4 +1,4 @@
-"""A bad batch on disk: what ``training_step`` got, where the generators stood before it, and how to run it again."""
+"""A bad batch on disk: what ``training_step`` got, the generators' state before it, and how to run it again."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def replay_saved(
     *,
     weights_only: bool = True,
 ) -> tuple[Tensor | None, Origin | None]:
-    """Run a saved batch through ``module`` again: its loss, and where a non-finite value was born.
+    """Run a saved batch through ``module`` again: its loss, and where a non-finite value first appeared.
 
     ``module`` holds the weights to run with (the file has none), on the device to run on; ``context`` is what the run's
-    precision computed in, ``torch.autocast("cuda", torch.bfloat16)`` for ``bf16-mixed``, ``nullcontext()`` for
-    ``32-true``. Gradients are left in the parameters, the generators where the step left them.
+    precision computed in: ``torch.autocast("cuda", torch.bfloat16)`` for ``bf16-mixed``, ``nullcontext()`` for
+    ``32-true``. Gradients stay in the parameters, and the generators advance as in the step.
     """
     saved = torch.load(path, map_location="cpu", weights_only=weights_only)
     device = next(module.parameters()).device

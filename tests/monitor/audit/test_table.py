@@ -117,7 +117,7 @@ def test_alike_differences_are_told_once_and_every_name_is_there() -> None:
     few = _report("a", "b.0.c", ok=False, differences=(WRONG,)).explanation()
     assert few.startswith("  1. Got a, b.0.c (2 modules) computed in fp32")
     many = _report(*(f"h.{i}.fc" for i in range(40)), ok=False, differences=(WRONG,)).explanation()
-    assert many.startswith("  1. given h.[0-39].fc (40 modules): computed in fp32")
+    assert many.startswith("  1. Got h.[0-39].fc (40 modules) computed in fp32")
     assert len(many.splitlines()) == 1
 
 
