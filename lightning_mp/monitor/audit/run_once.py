@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_mp.monitor.audit.judge import Declaration
 from lightning_mp.monitor.audit.observer import Observed, Watch, note_gradients
-from lightning_mp.monitor.audit.operators import floating
 from lightning_mp.monitor.side_run import loss_of, output_in, untouched
+from lightning_mp.numerics.nested import floating_in
 from lightning_mp.numerics.tf32 import set_tf32
 
 
@@ -40,5 +40,5 @@ def _scalar(output: Any) -> Tensor | None:
     loss = loss_of(output)
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
-    summed = [tensor.float().sum() for tensor in floating(output)]
+    summed = [tensor.float().sum() for tensor in floating_in(output)]
     return sum(summed[1:], summed[0]) if summed else None
