@@ -7,6 +7,8 @@ from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 from lightning_mp.callbacks.training_health import TrainingHealth
+from lightning_mp.monitor.actions import ReduceLR
+from lightning_mp.monitor.nonfinite.saved_batch import replay_saved
 
 __all__ = [
     "ActivationCheckpointing",
@@ -15,5 +17,7 @@ __all__ = [
     "LossScaleMonitor",
     "NonFiniteGuard",
     "PrecisionAudit",
+    "ReduceLR",
     "TrainingHealth",
+    "replay_saved",
 ]

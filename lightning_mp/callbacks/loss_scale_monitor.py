@@ -7,45 +7,43 @@ from typing import Any
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.callback_utils import Steps, check_every, log, scale_source
-from lightning_mp.monitor.run_files import is_fresh
-from lightning_mp.monitor.scale_sources import Scale, ScaleSource, SkipCount, read_together
+from lightning_mp.monitor.callback_utils import StepTracker, log, scale_source
+from lightning_mp.monitor.health.scale_sources import Scale, ScaleSource, SkipCount, read_together
+from lightning_mp.monitor.run_log import is_fresh
 
 
 class LossScaleMonitor(Callback):
-    """Logs the loss scale, its counters, and skipped steps: in total, in a row, and as a part of all.
+    """Logs the loss scale, its counters, and skipped steps: in total, in a row, and as a fraction of all steps.
 
-    It reads any plugin's scaler: MixedPrecisionPlan's, stock Lightning's (torch's ``GradScaler``), and DeepSpeed's own.
-    ``rows`` holds what was logged: ``step`` (the Trainer's ``global_step`` as the training step saw it) and the values
-    after that step, under the names of :mod:`lightning_mp.monitor.metric_names`. A rule without hysteresis has no such
-    value. Where
-    there is no loss scale it says so once and logs nothing.
+    It reads the scaler of a MixedPrecisionPlan, of stock Lightning (torch's ``GradScaler``), and of DeepSpeed. ``rows``
+    holds what was logged: ``step`` (the Trainer's ``global_step`` as the training step saw it) and the values after
+    that step, under the names of :mod:`lightning_mp.monitor.metric_names`; hysteresis only where the rule has one.
+    Without a loss scale it says so once and logs nothing.
 
     Args:
-        every_n_steps: steps from one reading to the next; on the others the device is not waited for.
+        every_n_steps: steps from one reading to the next; other steps do not synchronise with the device.
 
     Raises:
-        PlanError: ``every_n_steps`` is no whole number from 1 on.
+        PlanError: ``every_n_steps`` is not a whole number >= 1.
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        faults = Faults("LossScaleMonitor")
-        check_every(every_n_steps, faults)
-        faults.raise_if_any()
+        with Faults("LossScaleMonitor") as faults:
+            faults.whole("every_n_steps", every_n_steps, 1, "use every_n_steps=1")
         self.every_n_steps = every_n_steps
         self.rows: list[dict[str, float]] = []
         self._said_none = False
-        self._let_go()
+        self._reset()
 
-    def _let_go(self) -> None:
-        self._steps = Steps()
+    def _reset(self) -> None:
+        self._steps = StepTracker()
         self._source: ScaleSource | None = None
         self._skips: SkipCount | None = None
         self._until_reading = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find who keeps the scale."""
-        self._let_go()
+        """Find the loss scale of the run."""
+        self._reset()
         if is_fresh(trainer):
             self.rows.clear()
         source = scale_source(trainer)
@@ -56,11 +54,11 @@ class LossScaleMonitor(Callback):
             rank_zero_info(f"LossScaleMonitor: precision {trainer.precision} has no loss scale, nothing is logged")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the step."""
+        """Record the step."""
         self._steps.batch_starts(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Note that there will be something to step with."""
+        """Record that there are gradients to step with."""
         self._steps.backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -71,7 +69,7 @@ class LossScaleMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Read and log, every so many steps."""
+        """Read and log, every n-th step."""
         if self._source is None or self._skips is None or not self._steps.batch_ends():
             return
         self._skips.after_batch()
@@ -91,12 +89,12 @@ class LossScaleMonitor(Callback):
                 pl_module.log(name, values[name], prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the scaler."""
-        self._let_go()
+        """Release the scaler."""
+        self._reset()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of the scaler: Lightning calls no ``teardown`` of a callback after a failure."""
-        self._let_go()
+        """Release the scaler: Lightning calls no ``teardown`` of a callback after a failure."""
+        self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy (a spawned process, a sweep) belongs to no run.

@@ -1,4 +1,4 @@
-"""Non-finite losses and gradients for a project on stock plugins: skipped on every rank, named, and saved."""
+"""Non-finite losses and gradients for a project on stock plugins: skipped on every rank, traced, and saved."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from lightning_mp.callbacks.acting import ActingCallback
 from lightning_mp.compat.lightning import LightningModule, Trainer, TrainerFn, rank_zero_info
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults
-from lightning_mp.monitor import nonfinite_messages as words
-from lightning_mp.monitor import rewind
 from lightning_mp.monitor.actions import ReduceLR, describe
-from lightning_mp.monitor.callback_utils import Steps
+from lightning_mp.monitor.callback_utils import StepTracker
 from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.guarded_step import FLOOR, GuardedStep, guarded_step
-from lightning_mp.monitor.replay import Replayer
-from lightning_mp.monitor.run_files import RunDir, is_fresh, open_folder
+from lightning_mp.monitor.nonfinite import messages, rewind
+from lightning_mp.monitor.nonfinite.guarded_step import FLOOR, GuardedStep, guarded_step
+from lightning_mp.monitor.nonfinite.replay import Replayer
+from lightning_mp.monitor.nonfinite.saved_batch import SavedBatches
 from lightning_mp.monitor.run_folder import RunFolder
-from lightning_mp.monitor.saved_batch import SavedBatches
+from lightning_mp.monitor.run_log import RunDir, is_fresh, open_folder
 
 OnTrip = Literal["skip", "reduce_lr", "raise", "rewind"]
 _WORDS = ", ".join(map(repr, get_args(OnTrip)))
@@ -29,24 +28,25 @@ _NAME = "NonFiniteGuard"
 
 
 class NonFiniteGuard(ActingCallback):
-    """Skips every step with a non-finite loss or gradient, on all ranks, and says where the value was born.
+    """Skips every step with a non-finite loss or gradient, on all ranks, and reports where the value first appeared.
 
-    What ``nonfinite=`` is for a :class:`~lightning_mp.MixedPrecisionPlan`, for Lightning's own plugins and strategies.
-    A skipped step changes nothing: no weight, no decay, no optimizer state; step-interval schedulers and weight
-    averages stand still. The bad batch is run again under hooks, once, and an event names the rank whose own loss or
-    gradients were bad, the first module in forward order, the parameter and the batch; ``events`` holds what is in
-    ``events.jsonl``. The batch and the generators' state from before its forward are saved beside it, at most 10 a rank
-    (see :mod:`~lightning_mp.monitor.saved_batch`). A normal step pays one pass over the gradients and one host read.
+    It does for Lightning's own plugins and strategies what ``nonfinite=`` does in a
+    :class:`~lightning_mp.MixedPrecisionPlan`. A skipped step changes nothing: no weight, no decay, no optimizer state;
+    step-interval schedulers and weight averages do not advance. The bad batch is run again once, under hooks, and an
+    event names the rank whose own loss or gradients were bad, the first bad module in forward order, the parameter and
+    the batch; ``events`` holds what ``events.jsonl`` holds. The batch, and the state of the random number generators
+    before its forward, are saved in the same folder, for at most 10 steps a run; see :func:`replay_saved`. A normal
+    step costs one pass over the gradients and one host read.
 
-    Under stock ``16-mixed`` an overflow with a finite loss is the scaler's search for a scale, down to a scale of 1: an
-    ``info`` event, nothing is saved, the budget is left alone.
+    Under stock ``16-mixed`` an overflow with a finite loss is the scaler's search for a scale, down to a scale of 1: it
+    gives an ``info`` event, saves nothing and does not count against ``max_consecutive``.
 
     Args:
-        on_trip: beside skipping, ``"reduce_lr"`` or ``ReduceLR(factor, steps)`` lowers the learning rate for a while,
-            on top of any scheduler; ``"raise"`` stops the run at once; ``"rewind"`` loads the last checkpoint of the
-            Trainer's ``ModelCheckpoint`` whose weights are finite and goes on behind the bad batch.
-        max_consecutive: skips in a row that are allowed; the next raises ``NonFiniteError``.
-        run_dir: where to write; the logger's folder by default.
+        on_trip: what to do besides skipping. ``"reduce_lr"`` or ``ReduceLR(factor, steps)`` lowers the learning rate
+            for a while, on top of any scheduler; ``"raise"`` stops the run at once; ``"rewind"`` loads the last
+            checkpoint of the Trainer's ``ModelCheckpoint`` whose weights are finite and continues after the bad batch.
+        max_consecutive: how many skips in a row are allowed; the next raises ``NonFiniteError``.
+        run_dir: the folder to write to; the logger's by default.
 
     Raises:
         PlanError: a bad argument, a MixedPrecisionPlan beside it (use its ``nonfinite=``), ``"rewind"`` without a
@@ -57,12 +57,10 @@ class NonFiniteGuard(ActingCallback):
 
     def __init__(self, on_trip: OnTrip | ReduceLR = "skip", max_consecutive: int = 100, run_dir: RunDir = None) -> None:
         super().__init__()
-        faults = Faults(_NAME)
-        if not isinstance(on_trip, ReduceLR) and on_trip not in get_args(OnTrip):
-            faults.add(f"on_trip={on_trip!r}", f"{_WORDS} or ReduceLR(factor, steps)", "use on_trip='skip'")
-        if isinstance(max_consecutive, bool) or not isinstance(max_consecutive, int) or max_consecutive < 0:
-            faults.add(f"max_consecutive={max_consecutive!r}", "a whole number from 0 on", "use max_consecutive=100")
-        faults.raise_if_any()
+        with Faults(_NAME) as faults:
+            if not isinstance(on_trip, ReduceLR) and on_trip not in get_args(OnTrip):
+                faults.add(f"on_trip={on_trip!r}", f"{_WORDS} or ReduceLR(factor, steps)", "use on_trip='skip'")
+            faults.whole("max_consecutive", max_consecutive, 0, "use max_consecutive=100")
         self.on_trip = on_trip
         self._reduce = on_trip if isinstance(on_trip, ReduceLR) else ReduceLR() if on_trip == "reduce_lr" else None
         self.max_consecutive, self.run_dir = max_consecutive, run_dir
@@ -103,10 +101,10 @@ class NonFiniteGuard(ActingCallback):
         self.applied_steps += not skipped
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the optimizers, which exist only now.
+        """Check the optimizers, which exist only now.
 
         Raises:
-            PlanError: one whose step nobody can leave out.
+            PlanError: one whose step cannot be skipped from outside.
         """
         run = self._run
         assert run is not None, "setup() comes first"
@@ -116,7 +114,7 @@ class NonFiniteGuard(ActingCallback):
     # ------------------------------------------------------------------ the step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keep the batch, by reference, until its step is over."""
+        """Keep a reference to the batch until its step is over."""
         assert self._run is not None
         self._run.begin(trainer, batch, batch_idx)
         if self.on_trip == "rewind":
@@ -130,7 +128,7 @@ class NonFiniteGuard(ActingCallback):
         self._run.guarded.add_loss(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Check, and drop the step where something is not finite.
+        """Check loss and gradients, and drop the step if one is not finite.
 
         Raises:
             NonFiniteError: an optimizer that evaluates its closure again met the value after it had moved the weights.
@@ -144,7 +142,7 @@ class NonFiniteGuard(ActingCallback):
         bad = bad_loss or bad_gradient
         run.bad_loss |= bad_loss
         if bad and again and run.tried:
-            raise words.moved_already(optimizer, trainer.global_step)
+            raise messages.moved_already(optimizer, trainer.global_step)
         if bad:
             run.scale = run.guarded.scale()
         if not again and not run.guarded.steps_by_itself:
@@ -153,7 +151,7 @@ class NonFiniteGuard(ActingCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count, and where a step was dropped find out why, write it down and act.
+        """Count; after a dropped step find out why, write an event and act.
 
         Raises:
             NonFiniteError: the budget of skips is used up, ``on_trip="raise"``, or no checkpoint to rewind to.
@@ -164,42 +162,42 @@ class NonFiniteGuard(ActingCallback):
         if self._reduce is not None:
             self._reduce.after_batch(trainer)
         if run.dropped:
-            self._tripped(run, trainer, pl_module)
+            self._explain(run, trainer, pl_module)
         elif run.tried:
             self._in_a_row = 0
         run.close()
 
-    def _tripped(self, run: _Run, trainer: Trainer, pl_module: LightningModule) -> None:
-        blame = run.replayer.locate(trainer, pl_module)
+    def _explain(self, run: _Run, trainer: Trainer, pl_module: LightningModule) -> None:
+        diagnosis = run.replayer.locate(trainer, pl_module)
         if run.scale is not None and run.scale > FLOOR and not run.bad_loss:
-            self._write(run, words.overflow(blame, step=run.steps.step, scale=run.scale))
+            self._write(run, messages.overflow_event(diagnosis, step=run.steps.step, scale=run.scale))
             return
         self._in_a_row += 1
         allowed = 0 if self.on_trip == "raise" else self.max_consecutive
-        event = words.tripped(
-            blame,
+        event = messages.bad_step_event(
+            diagnosis,
             step=run.steps.step,
             bad_loss=run.bad_loss,
             action="raise" if self._in_a_row > allowed else _word(self.on_trip),
             in_a_row=self._in_a_row,
             allowed=allowed,
             scale=run.scale,
-            saved=run.saved.next_name(blame, run.steps.step),
+            saved=run.saved.next_name(diagnosis, run.steps.step),
         )
-        run.saved.save(run.replayer.kept(blame.batch_idx), event)
+        run.saved.save(run.replayer.kept(diagnosis.batch_idx), event)
         self._write(run, event)
         self._act(run, event, trainer)
 
     def _act(self, run: _Run, event: Event, trainer: Trainer) -> None:
         if event.action == "raise":
-            raise words.error(event)
+            raise messages.nonfinite_error(event)
         if self._reduce is not None:
             self._reduce.start(trainer)
         elif self.on_trip == "rewind":
             path = run.checkpoints.rewind(trainer)
             if path is None:
-                raise words.nothing_to_rewind_to(event)
-            rank_zero_info(f"{_NAME}: went back to {path}, and goes on behind the batch of step {event.step}")
+                raise messages.nothing_to_rewind_to(event)
+            rank_zero_info(f"{_NAME}: loaded {path}, and continues after the batch of step {event.step}")
 
     def _write(self, run: _Run, event: Event) -> None:
         self.events.append(event)
@@ -218,7 +216,7 @@ class NonFiniteGuard(ActingCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Take up the counts."""
+        """Restore the counts."""
         self.skipped_steps, self.applied_steps = state_dict["skipped_steps"], state_dict["applied_steps"]
         self._in_a_row = state_dict["in_a_row"]
 
@@ -231,19 +229,19 @@ def _word(on_trip: ReduceLR | str) -> str:
 
 
 class _Run:
-    """What belongs to one run of the guard, and to the batch at hand."""
+    """The state of one guarded run, and of the current batch."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, on_step: Callable[[bool], None]) -> None:
         self.folder: RunFolder | None = open_folder(trainer, run_dir, _NAME)
         self.saved = SavedBatches(trainer, None if self.folder is None else self.folder.path, fresh=is_fresh(trainer))
-        self.replayer, self.hooks, self.steps = Replayer(), SkipAwareHooks(), Steps()
+        self.replayer, self.hooks, self.steps = Replayer(), SkipAwareHooks(), StepTracker()
         self.checkpoints = rewind.Checkpoints()
         self.guard: GuardedStep | None = None
         self._on_step = on_step
         self._empty()
 
     def _empty(self) -> None:
-        #: of the batch at hand: backward passes, steps that were let through, steps that were dropped
+        #: in the current batch: backward passes, steps that were let through, steps that were dropped
         self.backwards = self.tried = self.dropped = 0
         self.bad_loss = False
         self.scale: float | None = None
@@ -262,7 +260,7 @@ class _Run:
         self.replayer.remember(trainer, batch, batch_idx)
 
     def settle(self) -> None:
-        """Ask an engine that steps by itself what it did."""
+        """Ask an engine that steps by itself whether it skipped."""
         skipped = self.guarded.outcome()
         if skipped is not None:
             self.scale = self.guarded.scale()
@@ -275,19 +273,19 @@ class _Run:
         self._on_step(skipped)
 
     def is_skipped(self) -> bool:
-        """Whether schedulers and averages are to stand still."""
+        """Whether schedulers and averages must not advance."""
         self.settle()
         return self.dropped > 0
 
     def close(self) -> None:
-        """The batch is over, and with it its window if a step was made."""
+        """The batch is over, and its accumulation window if a step was made."""
         self.steps.batch_ends()
         if self.tried or self.dropped:
             self.guarded.forget_losses()
             self.replayer.forget()
 
     def end(self) -> None:
-        """Give everything back."""
+        """Undo everything."""
         self.hooks.remove()
         self.replayer.forget()
         if self.guard is not None:

@@ -1,4 +1,4 @@
-"""Looks at what runs in which dtype during the first steps, and says where that is not what was declared."""
+"""Records which dtypes modules run in during the first steps, and reports where they are not those declared."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from lightning_mp.monitor.audit import AuditReport, AuditRow, declared
 from lightning_mp.monitor.audit.inspect_run import Record, from_all_ranks, modules_of, states_of
 from lightning_mp.monitor.audit.observer import Watch, note_gradients, note_parameters
 from lightning_mp.monitor.audit.report import build
-from lightning_mp.monitor.run_files import RunDir, open_folder
 from lightning_mp.monitor.run_folder import AUDIT, RunFolder
+from lightning_mp.monitor.run_log import RunDir, open_folder
 
 MARKDOWN = "audit.md"
 _LEAST_WIDTH, _WIDTH = 100, 110
 
 
 class PrecisionAudit(Callback):
-    """Records per module the dtypes of parameters, inputs, outputs, what was computed, gradients, reductions, state.
+    """Records for every module the dtypes of parameters, inputs, outputs, computation, gradients, reductions and state.
 
-    That is compared with what the ``MixedPrecisionPlan``, or Lightning's own plugin, declares. The table is printed,
-    and written to ``audit.json`` and ``audit.md``; a difference warns, or raises. It only reads: numbers are the same
-    with and without it, and once the steps are over no hook is left. Inside compiled modules nothing can be seen.
+    They are compared with what the ``MixedPrecisionPlan``, or Lightning's own plugin, declares. The table is printed,
+    and written to ``audit.json`` and ``audit.md``; a difference warns, or raises. The audit only reads: results are the
+    same with and without it, and no hook is left once it is over. The inside of compiled modules cannot be observed.
 
     Args:
-        steps: how many optimizer steps are looked at, from the first one of the run.
-        on_mismatch: ``"warn"`` or ``"raise"``, on every rank, whichever saw it.
-        run_dir: where to write; the logger's folder, or ``lightning_mp_run`` under ``default_root_dir``, without one.
-        every_n_steps: look again at so many steps after the last look began; by default once a run.
+        steps: how many optimizer steps are audited, from the first one of the run.
+        on_mismatch: ``"warn"`` or ``"raise"``, on every rank, whichever rank found it.
+        run_dir: the folder to write to; by default the logger's, without one ``lightning_mp_run`` in
+            ``default_root_dir``.
+        every_n_steps: audit again this many steps after the last audit began; by default once a run.
 
     Attributes:
         rows: the rows of the last report, :class:`~lightning_mp.monitor.audit.AuditRow`.
         report: the last report, ``None`` before the first.
 
     Raises:
-        PlanError: an argument that means nothing; while training under ``on_mismatch="raise"``, every difference.
+        PlanError: an invalid argument; while training under ``on_mismatch="raise"``, every difference.
     """
 
     def __init__(
@@ -48,16 +49,14 @@ class PrecisionAudit(Callback):
         *,
         every_n_steps: int | None = None,
     ) -> None:
-        faults = Faults("PrecisionAudit")
-        for name, value in (("steps", steps), ("every_n_steps", 1 if every_n_steps is None else every_n_steps)):
-            given: object = value
-            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-                faults.add(f"{name}={given!r}", "an integer >= 1", "steps=1 looks at the first step")
-        if on_mismatch not in ("warn", "raise"):
-            faults.add(f"on_mismatch={on_mismatch!r}", "'warn', 'raise'", "'warn' is the default")
-        if not faults.found and every_n_steps is not None and every_n_steps < steps:
-            faults.add(f"every_n_steps={every_n_steps} with steps={steps}", "every_n_steps >= steps", "set steps=1")
-        faults.raise_if_any()
+        with Faults("PrecisionAudit") as faults:
+            faults.whole("steps", steps, 1, "use steps=1 to audit the first step")
+            if every_n_steps is not None:
+                faults.whole("every_n_steps", every_n_steps, 1, "leave it out to audit once a run")
+            if on_mismatch not in ("warn", "raise"):
+                faults.add(f"on_mismatch={on_mismatch!r}", "'warn', 'raise'", "leave it out for 'warn'")
+            if not faults.found and every_n_steps is not None and every_n_steps < steps:
+                faults.add(f"every_n_steps={every_n_steps} with steps={steps}", "every_n_steps >= steps", "set steps=1")
         self.steps, self.on_mismatch, self.run_dir, self.every_n_steps = steps, on_mismatch, run_dir, every_n_steps
         self.report: AuditReport | None = None
         #: what was seen, for ``lightning_mp.audit(trainer)``
@@ -78,7 +77,7 @@ class PrecisionAudit(Callback):
         """Open the folder.
 
         Raises:
-            PlanError: someone is writing there already.
+            PlanError: another run or PrecisionAudit writes there already.
         """
         self._end()
         if stage == "fit":
@@ -87,11 +86,11 @@ class PrecisionAudit(Callback):
             self._folder = open_folder(trainer, self.run_dir, "PrecisionAudit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the folder."""
+        """Close the folder."""
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tell what was seen of a step that failed, and take everything out: Lightning calls no ``teardown`` then."""
+        """Report on a step that failed, and remove every hook: Lightning calls no ``teardown`` then."""
         try:
             if self._watch is not None and self._began is not None:
                 self._watch.stop()

@@ -1,4 +1,4 @@
-"""A run's vital signs, every so many steps: measured, written down, judged, and acted upon."""
+"""A run's health, every n-th step: measured, logged, checked by alerts, and acted on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks.health_run import HealthRun
+from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
+from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
 from lightning_mp.compat.deepspeed import is_partitioned
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
@@ -18,13 +19,13 @@ from lightning_mp.monitor import actions as acts
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.actions import Action, ActionLike, ReduceLR
 from lightning_mp.monitor.alerts import Alerts, AlertSettings
-from lightning_mp.monitor.callback_utils import check_every
+from lightning_mp.monitor.callback_utils import callbacks_of
 from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.run_files import RunDir, is_fresh
-from lightning_mp.monitor.run_log import Book
-from lightning_mp.monitor.throughput import Tokens, Work
+from lightning_mp.monitor.health.health_run import HealthRun
+from lightning_mp.monitor.health.throughput import Throughput, Tokens
+from lightning_mp.monitor.run_log import RunDir, RunLog, is_fresh
 from lightning_mp.numerics.device import describe
 
 _NAME = "TrainingHealth"
@@ -33,46 +34,46 @@ _VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss
 
 
 class TrainingHealth(Callback):
-    """Measures loss, norms, learning rate, loss scale, speed and memory; tells what looks wrong, and acts on it.
+    """Measures loss, norms, learning rate, loss scale, speed and memory; reports what looks wrong, and acts on it.
 
-    It works with Lightning's own plugins and strategies and beside a MixedPrecisionPlan, on whole and on sharded
+    It works with Lightning's own plugins and strategies and with a MixedPrecisionPlan, on whole and on sharded
     parameters. Every reading goes to every logger, to ``metrics.jsonl`` in ``run_dir`` and to ``rows``, under the names
-    of :mod:`lightning_mp.monitor.metric_names`; events go to ``events.jsonl``, to the console, to ``events``, and to
-    the loggers as ``health/events/<kind>``, how many there were. A ``step`` is the Trainer's ``global_step`` as the
-    training step saw it. A value that is not known (MFU on a CPU) is ``None``.
+    of :mod:`lightning_mp.monitor.metric_names`; events go to ``events.jsonl``, to the console and to ``events``, and
+    their number to the loggers as ``health/events/<kind>``. A ``step`` is the Trainer's ``global_step`` as the training
+    step saw it. A value that is not known (MFU on a CPU) is ``None``.
 
-    - ``train/loss``: over the batches of the step and over all ranks, before it is scaled. Under manual optimization
-      the sum of what was handed to ``manual_backward``.
+    - ``train/loss``: the mean over the batches of the step and over all ranks, unscaled. Under manual optimization the
+      sum of the losses passed to ``manual_backward``.
     - ``health/grad_norm``, and ``health/grad_norm/<group>``: 2-norm of the true gradients, before clipping.
-    - ``health/param_norm``, ``health/update_ratio``: of the parameters that are trained; how far the step moved them
-      over their norm before it, from 16 evenly spaced pieces of 1,024 elements where one has more.
-    - ``health/lr``: of the first group of the optimizer that stepped first, as the step used it.
-    - ``health/tokens_per_s``, ``health/samples_per_s``: over all ranks, since the last reading; validation is left out.
-    - ``health/mfu``: FLOPs counted in the first batch, a token or sample, times what was worked through, over the
-      device's peak. What activation checkpointing recomputes is not counted.
+    - ``health/param_norm``: 2-norm of the trained parameters. ``health/update_ratio``: the norm of their change in the
+      step over their norm before it; of a parameter with more elements, 16 evenly spaced pieces of 1,024 are compared.
+    - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
+    - ``health/tokens_per_s``, ``health/samples_per_s``: over all ranks, since the last reading, validation excluded.
+    - ``health/mfu``: FLOPs per token or sample, counted in the first batch, times the throughput, over the device's
+      peak. Recomputation by activation checkpointing is not counted.
     - ``val/loss``: what validation logged as ``val/loss`` or ``val_loss``, in a row of its own.
-    - ``health/memory_*_gib``: the most of any rank; on a CPU the process's resident memory.
+    - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory.
 
-    Numbers stay on the device and are read together, once a reading; other steps only count skips. A second, early
-    read is made where nothing would keep a non-finite step from being applied (a stock plugin without a scaler), and
-    for ``"skip"``.
+    Numbers stay on the device and are read together, once per reading; other steps only count skips. Where nothing
+    else keeps a non-finite step from being applied (a stock plugin without a scaler), and for ``"skip"``, there is a
+    second read before the step.
 
     Args:
-        run_dir: where to write; the logger's folder by default.
+        run_dir: the folder to write to; the logger's by default.
         every_n_steps: optimizer steps from one reading to the next.
         alerts: thresholds, as :class:`~lightning_mp.monitor.alerts.AlertSettings` or a mapping of its fields; False for
             none.
-        actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (leave that step out),
-            ``ReduceLR(factor, steps)``, ``"stop"``, or a callable given (event, trainer, pl_module) on every rank.
-        groups: names of groups of modules, and the pattern of each, whose gradients get a norm of their own.
-        tokens: how many tokens a batch has; by default the size of ``input_ids``, or of a whole-numbered tensor of two
-            dimensions.
-        peak_flops: FLOP/s that each device can do, for MFU; by default as its data sheet says.
+        actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step),
+            ``ReduceLR(factor, steps)``, ``"stop"``, or a callable(event, trainer, pl_module), called on every rank.
+        groups: group name to module pattern; the gradients of each group get a norm of their own.
+        tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the first
+            integer tensor with two dimensions.
+        peak_flops: peak FLOP/s of each device, for MFU; by default from its data sheet.
         report: write ``report.html`` into the folder when the run ends or fails.
-        strict_actions: let a callable's exception end the run; else it is told, and the run goes on.
+        strict_actions: let a callable's exception end the run; by default it is logged, and the run continues.
 
     Raises:
-        PlanError: an unknown kind, action, threshold or pattern, or ``"skip"`` where the step cannot be left out.
+        PlanError: an unknown kind, action, threshold or pattern, or ``"skip"`` where a step cannot be skipped.
     """
 
     def __init__(
@@ -88,96 +89,104 @@ class TrainingHealth(Callback):
         report: bool = True,
         strict_actions: bool = False,
     ) -> None:
-        faults = Faults(_NAME)
-        check_every(every_n_steps, faults)
-        self.actions: dict[Kind, Action] = acts.parse(actions, faults)
-        faults.raise_if_any()
+        with Faults(_NAME) as faults:
+            faults.whole("every_n_steps", every_n_steps, 1, "use every_n_steps=1")
+            self.actions: dict[Kind, Action] = acts.parse(actions, faults)
         self.run_dir, self.every_n_steps, self.groups = run_dir, every_n_steps, dict(groups or {})
         self.tokens, self.peak_flops = tokens, peak_flops
         self.report, self.strict_actions = report, strict_actions
         self._alert_settings = AlertSettings.of(alerts)
         self._alerts = Alerts(self._alert_settings)
-        self._book = Book(_NAME)
+        self._log = RunLog(_NAME)
         self._run: HealthRun | None = None
         self._findings: list[Finding] | None = None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Every reading of the run, as written."""
-        return self._book.rows
+        return self._log.rows
 
     @property
     def events(self) -> list[Event]:
         """Every event of the run, as written."""
-        return self._book.events
+        return self._log.events
 
     # ------------------------------------------------------------------ the run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ask the doctor, while the model is as the user made it."""
+        """Run the doctor, while the model is as the user made it."""
         begins = stage == "fit" and trainer.is_global_zero and not any(map(_is_split, pl_module.parameters()))
         self._findings = _examined(trainer, pl_module) if begins else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at what is to be watched, and open the folder.
+        """Find the parameters to measure, and open the folder.
 
         Raises:
             PlanError: a group's pattern that matches nothing, ``"skip"`` where a step cannot be left out, or a folder
                 that another run or monitor writes to.
         """
-        self._let_go()
+        self._close()
         if is_fresh(trainer):
             self._alerts = Alerts(self._alert_settings)
-        work = Work(self.tokens, self.peak_flops)
-        self._run = HealthRun(trainer, pl_module, self.groups, skips=self._skips, work=work)
-        self._book.open(trainer, self.run_dir, fresh=is_fresh(trainer))
+        throughput = Throughput(self.tokens, self.peak_flops)
+        beside = callbacks_of(trainer)
+        self._run = HealthRun(
+            trainer,
+            pl_module,
+            self.groups,
+            skips=self._skips,
+            throughput=throughput,
+            guard=next((callback for callback in beside if isinstance(callback, NonFiniteGuard)), None),
+            scale_logged=any(isinstance(callback, LossScaleMonitor) for callback in beside),
+        )
+        self._log.open(trainer, self.run_dir, fresh=is_fresh(trainer))
         if self._findings is not None:
-            self._book.findings(self._findings)
-        work.starts(trainer)
+            self._log.findings(self._findings)
+        throughput.start(trainer)
 
     @property
     def _skips(self) -> list[Kind]:
         return [kind for kind, action in self.actions.items() if action == "skip"]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the start of the data loader out of the time."""
-        self._here.work.epoch_starts()
+        """Do not time the start of the data loader."""
+        self._here.throughput.epoch_starts()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave validation out of the time, and write down the loss that it logged."""
+        """Do not time validation, and write the loss that it logged."""
         if self._run is None:
             return
-        self._run.work.resumes()
+        self._run.throughput.resumes()
         logged = trainer.callback_metrics
         loss = next((logged[name] for name in _VAL_LOSSES if name in logged), None)
         if loss is not None and not trainer.sanity_checking:
-            self._book.row(trainer, trainer.global_step, {metric_names.VAL_LOSS: float(loss)}, {})
+            self._log.row(trainer, trainer.global_step, {metric_names.VAL_LOSS: float(loss)}, {})
 
     # ------------------------------------------------------------------ the step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a reading, if its time has come."""
+        """Begin a reading, if one is due."""
         self._here.batch_starts(trainer, batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Take the loss."""
+        """Record the loss."""
         self._here.backward(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Take the gradients; where the step may have to be left out, judge it now."""
+        """Measure the gradients; where the step may have to be skipped, run the alerts now."""
         factor = math.prod(reduction.still_to_come for reduction in self._reductions())
         self._here.before_step(trainer, optimizer, partial(self._alerts.look, only=self._skips), factor)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Read, write down, judge, act."""
+        """Read, log, run the alerts, act."""
         finished = self._here.batch_ends(trainer, self.every_n_steps)
         if finished is not None:
             values, reading, events = finished
-            self._book.row(trainer, reading.step, values, self._here.logged(trainer, values))
+            self._log.row(trainer, reading.step, values, self._here.logged(values))
             for event in (*events, *self._alerts.look(reading)):
-                self._book.event(trainer, self._act(event, trainer, pl_module))
+                self._log.event(trainer, self._act(event, trainer, pl_module))
         for reduction in self._reductions():
             reduction.after_batch(trainer)
 
@@ -189,7 +198,7 @@ class TrainingHealth(Callback):
     # ------------------------------------------------------------------ acting
 
     def _act(self, event: Event, trainer: Trainer, pl_module: LightningModule) -> Event:
-        """Do what is to be done about ``event``; the event with what was done."""
+        """Carry out the action for ``event``; the event with the action taken."""
         action = self.actions.get(event.kind, "log")
         if not event.is_alert or action == "log":
             return event
@@ -206,17 +215,17 @@ class TrainingHealth(Callback):
         return replace(event, action=acts.describe(action))
 
     def _call(self, action: Any, event: Event, trainer: Trainer, pl_module: LightningModule) -> Event:
-        told = replace(event, action=acts.describe(action))
+        acted = replace(event, action=acts.describe(action))
         try:
-            action(told, trainer, pl_module)
+            action(acted, trainer, pl_module)
         except Exception as error:
-            failed = f"{told.action} failed: {type(error).__name__}: {error}"
+            failed = f"{acted.action} failed: {type(error).__name__}: {error}"
             if self.strict_actions:
-                self._book.event(trainer, replace(told, action=failed))
+                self._log.event(trainer, replace(acted, action=failed))
                 raise
-            rank_zero_warn(f"{_NAME}: the action for {event.kind} raised, the run goes on: {error!r}")
-            return replace(told, action=failed)
-        return told
+            rank_zero_warn(f"{_NAME}: the action for {event.kind} raised, and the run continues: {error!r}")
+            return replace(acted, action=failed)
+        return acted
 
     def _reductions(self) -> list[ReduceLR]:
         return [action for action in self.actions.values() if isinstance(action, ReduceLR)]
@@ -224,38 +233,38 @@ class TrainingHealth(Callback):
     # ------------------------------------------------------------------ the end, and checkpoints
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give back what acting changed, before the precision plugin gives back what it changed."""
-        self._give_back()
+        """Undo what the actions changed, before the precision plugin undoes its own changes."""
+        self._undo_actions()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write down how the run ended, and its report."""
-        self._let_go()
-        self._book.close(trainer, report=self.report)
+        """Write how the run ended, and its report."""
+        self._close()
+        self._log.close(trainer, report=self.report)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same after a failure: Lightning calls no ``teardown`` of a callback then."""
         if self._run is not None and isinstance(exception, NonFiniteError):
             for event in self._run.raised(exception):
-                self._book.event(trainer, event)
-        self._let_go()
-        self._book.close(trainer, report=self.report, error=exception)
+                self._log.event(trainer, event)
+        self._close()
+        self._log.close(trainer, report=self.report, error=exception)
 
-    def _give_back(self) -> None:
+    def _undo_actions(self) -> None:
         for reduction in self._reductions():
             reduction.release()
         if self._run is not None:
-            self._run.give_back()
+            self._run.close()
 
-    def _let_go(self) -> None:
-        self._give_back()
+    def _close(self) -> None:
+        self._undo_actions()
         self._run = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep what the alerts have learned of the run."""
+        """Save the state of the alerts."""
         checkpoint[_NAME] = self._alerts.state_dict()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Go on with it."""
+        """Restore it."""
         self._alerts.load_state_dict(checkpoint.get(_NAME, {}))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -264,7 +273,7 @@ class TrainingHealth(Callback):
 
 
 def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None:
-    """What the doctor finds without making an optimizer; ``None`` for a precision plugin that it does not know."""
+    """What the doctor finds without creating an optimizer; ``None`` for a precision plugin it does not know."""
     arguments = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
     device = describe(trainer.strategy.root_device)
     try:
@@ -274,5 +283,5 @@ def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None
 
 
 def _is_split(parameter: object) -> bool:
-    """Whether an earlier run left a part of it on this rank: one rank alone cannot look at it."""
+    """Whether it is sharded since an earlier run: the doctor, on one rank, cannot read it."""
     return hasattr(parameter, "to_local") or is_partitioned(parameter)

@@ -1,1 +1,1 @@
-"""What watches a run: alerts, readings, the audit, the doctor, the report and the run's files."""
+"""Monitoring: measurements, alerts, non-finite steps, the audit, the doctor, the report and the run's files."""

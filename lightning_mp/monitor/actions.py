@@ -1,4 +1,4 @@
-"""What is done about an alert: nothing but telling, a step left out, a lower learning rate, the end, or a callable."""
+"""What is done about an alert: log it, skip the step, lower the learning rate, stop, or call a function."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ from typing import Any, Literal, cast, get_args
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import LightningModule, Trainer
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.errors import Faults, PlanError, did_you_mean, is_number
 from lightning_mp.monitor.events import KINDS, Event, Kind
 from lightning_mp.numerics import grads
 
 Word = Literal["log", "skip", "reduce_lr", "stop"]
 Call = Callable[[Event, Trainer, LightningModule], Any]
-#: what is known of a step before it is made
+#: the kinds that are known before the optimizer steps
 KNOWN_EARLY: tuple[Kind, ...] = ("nonfinite_loss", "nonfinite_grad", "grad_norm_spike", "loss_divergence")
 _ALLOWED = "'log', 'skip', 'stop', 'reduce_lr', ReduceLR(factor, steps), or a callable(event, trainer, pl_module)"
 
 
 class ReduceLR:
-    """The learning rate times ``factor`` for the next ``steps`` optimizer steps, on top of any scheduler.
+    """Multiplies the learning rate by ``factor`` for the next ``steps`` optimizer steps, on top of any scheduler.
 
-    Rates are multiplied during ``optimizer.step`` alone, so that no scheduler, logger or checkpoint ever sees it.
+    Rates are multiplied during ``optimizer.step`` only, so that no scheduler, logger or checkpoint ever sees them.
 
     Raises:
         PlanError: a factor that is not at least 0 and below 1, or no whole number of steps.
     """
 
     def __init__(self, factor: float = 0.1, steps: int = 100) -> None:
-        faults = Faults("ReduceLR")
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < 1:
-            faults.add(f"factor={factor!r}", "0 <= factor < 1", "use factor=0.1")
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            faults.add(f"steps={steps!r}", "a whole number from 1 on", "use steps=100")
-        faults.raise_if_any()
+        with Faults("ReduceLR") as faults:
+            if not is_number(factor) or not 0 <= factor < 1:
+                faults.add(f"factor={factor!r}", "0 <= factor < 1", "use factor=0.1")
+            faults.whole("steps", steps, 1, "use steps=100")
         self.factor, self.steps = factor, steps
         self._end = 0
         self._handles: list[Any] = []
@@ -47,11 +45,11 @@ class ReduceLR:
 
     @property
     def still_to_come(self) -> float:
-        """What the present learning rate will be multiplied with when the optimizer steps."""
+        """What the current learning rate will be multiplied by in the coming step; 1 within it."""
         return self.factor if self.active and not self._own else 1.0
 
     def start(self, trainer: Trainer) -> None:
-        """Begin with the next optimizer step; where it goes on already it begins anew, and never multiplies twice."""
+        """Begin with the next optimizer step; a reduction that is active restarts, and never multiplies twice."""
         self.release()
         self._end = trainer.global_step + self.steps
         for optimizer in map(_torch_optimizer, trainer.optimizers):
@@ -59,12 +57,12 @@ class ReduceLR:
             self._handles.append(optimizer.register_step_post_hook(self._give_back))
 
     def after_batch(self, trainer: Trainer) -> None:
-        """A training batch is over: end it after the last of its steps."""
+        """A training batch is over: end the reduction after its last step."""
         if self.active and trainer.global_step >= self._end:
             self.release()
 
     def release(self) -> None:
-        """End it, also in the midst of a step that failed."""
+        """End the reduction, even inside a step that failed."""
         self._give_back()
         for handle in self._handles:
             handle.remove()
@@ -93,12 +91,11 @@ ActionLike = Word | ReduceLR | Mapping[str, Mapping[str, Any]] | Call
 
 
 def parse(actions: Mapping[str, ActionLike] | None, faults: Faults) -> dict[Kind, Action]:
-    """The action for each kind of event that has one; what is unknown is noted in ``faults``."""
+    """The action for each kind of event that has one; unknown ones are noted in ``faults``."""
     found: dict[Kind, Action] = {}
     for kind, given in (actions or {}).items():
         if kind not in KINDS:
-            near = nearest(str(kind), KINDS)
-            faults.add(f"actions[{kind!r}]", ", ".join(KINDS), f"did you mean {near}?" if near else "choose one")
+            faults.unknown("kind of event", kind, KINDS)
         action = _action(f"actions[{kind!r}]", given, faults)
         if action == "skip" and kind in KINDS and kind not in KNOWN_EARLY:
             faults.add(
@@ -120,9 +117,8 @@ def _action(key: str, given: Any, faults: Faults) -> Action | None:
         return ReduceLR()
     if isinstance(given, Mapping) and list(given) == ["reduce_lr"]:
         return _reduction(key, given["reduce_lr"], faults)
-    words = get_args(Word)
-    near = nearest(given, words) if isinstance(given, str) else ""
-    faults.add(f"{key}={given!r}", _ALLOWED, f"did you mean {near}?" if near else "use 'log'")
+    fix = did_you_mean(given, get_args(Word), "use 'log'") if isinstance(given, str) else "use 'log'"
+    faults.add(f"{key}={given!r}", _ALLOWED, fix)
     return None
 
 
@@ -135,8 +131,8 @@ def _reduction(key: str, given: Any, faults: Faults) -> ReduceLR | None:
         return None
     try:
         return ReduceLR(**values)
-    except ValueError as error:  # its own faults, told with all the others
-        faults.extend(getattr(error, "faults", ()))
+    except PlanError as error:
+        faults.extend(error.faults)
         return None
 
 
@@ -157,9 +153,9 @@ def _torch_optimizer(optimizer: Any) -> Optimizer:
 
 
 def withhold(optimizer: Optimizer, *, scaled: bool) -> None:
-    """Leave the coming step out: an optimizer of torch's does nothing to a parameter without a gradient.
+    """Make the coming step do nothing: torch's optimizers skip a parameter without a gradient.
 
-    ``scaled``: gradients are unscaled within the step, by an optimizer whose gradients torch's scaler still has to see.
+    ``scaled``: the optimizer unscales gradients within the step, and torch's scaler has to see them before that.
     """
     if not scaled:
         grads.drop(optimizer)

@@ -1,4 +1,4 @@
-"""What the callbacks that only watch share: which optimizer steps are made, who keeps the scale, where numbers go."""
+"""Shared by the monitoring callbacks: which batches step an optimizer, the run's loss scale, and its loggers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from lightning_mp.compat.lightning import (
     logged_step,
 )
 from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.errors import Faults
-from lightning_mp.monitor.scale_sources import DeepSpeedSource, PlanSource, ScaleSource, StockSource
+from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, PlanSource, ScaleSource, StockSource
 
 
-class Steps:
-    """Tells from a callback's hooks which training batches an optimizer stepped in, whatever makes it step.
+class StepTracker:
+    """Finds out from a callback's hooks in which training batches an optimizer steps, however it is stepped.
 
     A step is known by ``global_step`` as ``training_step`` sees it: the number of steps tried before it.
     """
@@ -56,7 +55,7 @@ class Steps:
 
 
 def scale_source(trainer: Trainer) -> ScaleSource | None:
-    """Whoever scales the loss of this run or skips its steps; ``None`` where nobody does either."""
+    """The object that scales this run's loss or skips its steps; ``None`` where there is none."""
     plugin = trainer.precision_plugin
     if isinstance(plugin, PlanBase):
         return PlanSource(plugin.scaler, plugin.step_counter)
@@ -72,13 +71,7 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 
 
 def log(trainer: Trainer, values: Mapping[str, float]) -> None:
-    """Hand ``values`` to every logger now, at the step at which Lightning logs this batch's own metrics."""
+    """Send ``values`` to every logger now, under the step at which Lightning logs this batch's own metrics."""
     if values and trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_metrics(dict(values), step=logged_step(trainer))
-
-
-def check_every(every_n_steps: object, faults: Faults) -> None:
-    """Note where ``every_n_steps`` is no number of steps."""
-    if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-        faults.add(f"every_n_steps={every_n_steps!r}", "a whole number from 1 on", "use every_n_steps=1")

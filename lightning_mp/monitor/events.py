@@ -1,4 +1,4 @@
-"""What went wrong in a run, in numbers: one event, as it stands in ``events.jsonl``."""
+"""What went wrong in a run: one event, as it is written to ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Event:
     """One thing that was noticed. An ordinary overflow under loss scaling is ``"info"``; anything else is an alert.
 
     ``step`` is the Trainer's ``global_step`` of the bad step; ``rank``, ``module`` and ``parameter`` say where it came
-    from, ``None`` where that does not apply or could not be told; ``value`` is the offending number, ``None`` where it
-    is not finite; ``evidence`` holds the numbers the judgement rests on; ``action`` is what was done about it.
+    from, ``None`` where that does not apply or is not known; ``value`` is the offending number, ``None`` where it is
+    not finite; ``evidence`` holds the numbers behind the verdict; ``action`` is what was done about it.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Event:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Event:
-        """The event that ``to_dict`` gave; keys it does not know are left out."""
+        """The event that ``to_dict`` wrote; unknown keys are ignored."""
         known = {item.name for item in fields(cls)}
         return cls(**{key: value for key, value in values.items() if key in known})
 
@@ -67,9 +67,9 @@ class Event:
         numbers = ", ".join(f"{key} {_short(value)}" for key, value in self.evidence.items())
         text = f"step {self.step}: {self.kind.replace('_', ' ')}{where}"
         text += f" ({numbers})" if numbers else ""
-        text += f"; likely cause: {self.cause}" if self.cause else ""
-        text += f"; do: {self.advice}" if self.advice else ""
-        return text if self.action == "log" else f"{text}; done: {self.action}"
+        rest = {"Likely cause": self.cause, "What to do": self.advice}
+        rest["Action taken"] = "" if self.action == "log" else self.action
+        return ". ".join([text, *(f"{label}: {said}" for label, said in rest.items() if said)])
 
 
 def _short(value: Any) -> str:

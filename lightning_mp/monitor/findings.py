@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_mp.monitor.events import Severity
 
-#: name -> code; a code is never used again for something else
+#: name -> code; a code is never reused
 CODES: dict[str, str] = {
     "no_fp32_masters": "LMP001",
     "fp16_params_under_scaler": "LMP002",
@@ -52,4 +52,4 @@ class Finding:
 
     def __str__(self) -> str:
         where = f" [{self.where}]" if self.where else ""
-        return f"{self.code} {self.severity}{where}: {self.what}; why: {self.why}; do: {self.fix}"
+        return f"{self.code} {self.severity}{where}: {self.what}. Why: {self.why}. Fix: {self.fix}"

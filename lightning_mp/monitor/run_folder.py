@@ -1,4 +1,4 @@
-"""The folder a run writes itself down in: metrics, events, and what they were measured on."""
+"""The folder of a run: metrics, events, and the machine and versions they come from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Fault, PlanError
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.strict_json import to_json
 
@@ -25,9 +25,9 @@ _open: dict[Path, RunFolder] = {}
 
 
 class RunFolder:
-    """One folder of one run, shared by that run's callbacks; one line a reading or event, on disk at once.
+    """One run's folder, shared by its callbacks; one line per reading or event, written to disk at once.
 
-    Made by :meth:`open`. Only one process may write to a folder, and in it only one callback of each name.
+    Made by :meth:`open`. Only one process may write to a folder, and only one callback of each name.
     """
 
     def __init__(self, path: Path, owner: object, lock: FileLock) -> None:
@@ -39,25 +39,22 @@ class RunFolder:
     def open(cls, path: str | os.PathLike[str], *, writer: str, owner: object, fresh: bool = True) -> RunFolder:
         """The folder, for the callback named ``writer`` of the run ``owner`` (a Trainer).
 
-        The first writer of a run clears what an earlier run wrote there, unless ``fresh`` is false: then it goes on.
+        The first writer of a run deletes what an earlier run wrote there; with ``fresh=False`` it appends.
 
         Raises:
             PlanError: another run, or a second ``writer`` of this one, is writing there.
         """
         folder = Path(path).resolve()
-        faults = Faults(writer)
         found = _open.get(folder)
         if found is not None and (found._owner is not owner or writer in found._writers):
-            faults.add(f"run_dir={str(path)!r}, where a {writer} writes already", *_ONE_WRITER)
-            faults.raise_if_any()
+            raise _taken(writer, f"run_dir={str(path)!r}, where a {writer} writes already")
         if found is None:
             folder.mkdir(parents=True, exist_ok=True)
             lock = FileLock(folder / _LOCK)
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                faults.add(f"run_dir={str(path)!r}, which another run is writing to", *_ONE_WRITER)
-                faults.raise_if_any()
+                raise _taken(writer, f"run_dir={str(path)!r}, to which another run is writing") from None
             found = _open[folder] = cls(folder, owner, lock)
             if fresh:
                 for name in (METRICS, EVENTS, RUN, AUDIT, FINDINGS, REPORT):
@@ -80,7 +77,7 @@ class RunFolder:
         beside.replace(self.path / name)
 
     def close(self, writer: str) -> None:
-        """``writer`` is done; the last one gives the folder free."""
+        """``writer`` is done; the last one releases the folder."""
         self._writers.discard(writer)
         if not self._writers and _open.get(self.path) is self:
             del _open[self.path]
@@ -92,4 +89,6 @@ class RunFolder:
             file.write(to_json(values) + "\n")
 
 
-_ONE_WRITER = ("one run a folder", "give each run a run_dir of its own, or leave run_dir out")
+def _taken(writer: str, given: str) -> PlanError:
+    fix = "give each run a run_dir of its own, or leave run_dir out"
+    return PlanError([Fault(given, "one run per folder, with one callback of each kind", fix)], writer)

@@ -1,25 +1,111 @@
-"""Where what a monitor sees is written: the run's folder, every logger, the console, and memory."""
+"""What a monitor writes: the run's folder (rank 0), every logger, the console, and rows and events in memory."""
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from lightning_mp.compat.lightning import Trainer, rank_zero_info, rank_zero_warn
+from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.errors import PlanError
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.callback_utils import log
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.run_files import RunDir, open_folder, write_run
-from lightning_mp.monitor.run_folder import FINDINGS, RunFolder
+from lightning_mp.monitor.run_folder import FINDINGS, RUN, RunFolder
+from lightning_mp.numerics.device import describe
 
+RunDir = str | os.PathLike[str] | None
+#: the folder under the root folder where no logger has one
+FALLBACK = "lightning_mp_run"
+_PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed")
 #: how many events of a kind there were, as a metric
 EVENT_COUNT = "health/events"
 
 
-class Book:
-    """One writer's part of a run's folder (on rank 0), with what it wrote in ``rows`` and ``events`` on every rank."""
+def is_fresh(trainer: Trainer) -> bool:
+    """Whether a run begins, rather than resumes from a checkpoint or follows an earlier fit."""
+    return trainer.ckpt_path is None and trainer.global_step == 0
+
+
+def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | None:
+    """The folder of this run on rank 0, ``None`` on any other; every rank has to call it.
+
+    ``run_dir=None`` is the logger's folder, or ``lightning_mp_run`` under ``default_root_dir`` without one. What an
+    earlier run wrote there is deleted, unless this one resumes from a checkpoint or follows an earlier fit.
+
+    Raises:
+        PlanError: another run or callback writes there already; on every rank.
+    """
+    # every rank asks: the logger's folder is rank 0's, which tells the others; without a logger it is the root folder
+    logged = trainer.log_dir if trainer.loggers else None
+    path = run_dir or logged or Path(trainer.default_root_dir) / FALLBACK
+    folder: RunFolder | None = None
+    refused: PlanError | None = None
+    if trainer.is_global_zero:
+        try:
+            folder = RunFolder.open(path, writer=writer, owner=trainer, fresh=is_fresh(trainer))
+        except PlanError as error:
+            refused = error
+    refused = trainer.strategy.broadcast(refused)
+    if refused is not None:
+        raise refused
+    return folder
+
+
+def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseException | None = None) -> None:
+    """Write ``run.json``: the status of the run, its machine, versions, strategy and plan.
+
+    ``status`` is ``"running"``, ``"finished"`` or ``"failed"``.
+    """
+    plugin = trainer.precision_plugin
+    device = describe(trainer.strategy.root_device)
+    values: dict[str, Any] = {
+        "status": status,
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "device": device.name,
+            "type": device.type,
+            "memory_bytes": device.memory,
+            "processes": trainer.world_size,
+            "cpus": os.cpu_count(),
+            "system": platform.platform(),
+        },
+        "versions": {"python": sys.version.split()[0], **_versions()},
+        "strategy": type(trainer.strategy).__name__,
+        "precision": str(trainer.precision),
+        "plan": plugin.policy.to_dict() if isinstance(plugin, PlanBase) else None,
+        "trainer": {
+            "max_steps": trainer.max_steps,
+            "max_epochs": trainer.max_epochs,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+        },
+    }
+    folder.write(RUN, values)
+
+
+def _versions() -> dict[str, str]:
+    return {package: found for package in _PACKAGES if (found := _version(package)) is not None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+class RunLog:
+    """What one callback writes to the run's folder (on rank 0), and has in ``rows`` and ``events`` on every rank."""
 
     def __init__(self, writer: str) -> None:
         self._writer = writer
@@ -29,32 +115,33 @@ class Book:
         self.events: list[Event] = []
 
     def open(self, trainer: Trainer, run_dir: RunDir, *, fresh: bool) -> None:
-        """Begin, or go on; every rank has to call it.
+        """Begin, or continue; every rank has to call it.
 
         Raises:
-            PlanError: someone is writing there already; on every rank.
+            PlanError: another run or callback writes there already; on every rank.
         """
         self._folder = open_folder(trainer, run_dir, self._writer)
         if fresh:
             self.rows.clear()
             self.events.clear()
             self._counts.clear()
-        self._stands(trainer, "running")
+        if self._folder is not None:
+            write_run(self._folder, trainer, "running")
 
     def findings(self, found: Iterable[Finding]) -> None:
-        """Write down what the doctor found."""
+        """Write what the doctor found."""
         if self._folder is not None:
             self._folder.write(FINDINGS, {"findings": [finding.to_dict() for finding in found]})
 
     def row(self, trainer: Trainer, step: int, values: Mapping[str, float | None], logged: Mapping[str, float]) -> None:
-        """Write a reading down; ``logged`` of it goes to the loggers."""
+        """Write a reading; ``logged`` of it goes to the loggers."""
         self.rows.append({metric_names.STEP: step, **values})
         if self._folder is not None:
             self._folder.metrics(step, values)
         log(trainer, logged)
 
     def event(self, trainer: Trainer, event: Event) -> None:
-        """Write an event down, and tell it."""
+        """Write an event, and print it."""
         self.events.append(event)
         self._counts[event.kind] += 1
         if self._folder is not None:
@@ -66,7 +153,7 @@ class Book:
             rank_zero_info(f"{self._writer}: {event}")
 
     def close(self, trainer: Trainer, *, report: bool, error: BaseException | None = None) -> None:
-        """Write down how the run ended, and its report."""
+        """Write how the run ended, and its report."""
         folder, self._folder = self._folder, None
         if folder is None:
             return
@@ -74,10 +161,6 @@ class Book:
         folder.close(self._writer)
         if report:
             _write_report(folder)
-
-    def _stands(self, trainer: Trainer, status: str) -> None:
-        if self._folder is not None:
-            write_run(self._folder, trainer, status)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_folder": None}

@@ -133,4 +133,4 @@ def test_deepspeed_without_zero_is_guarded_in_fp32_and_refused_in_half_precision
     for said, events in _both(ranks, "stage 0 32-true"):
         assert (said, events) == ("not refused", [(BAD, guarded.GUILTY, "net.2")])
     for said, _ in _both(ranks, "stage 0 bf16-mixed"):
-        assert "whose gradients nobody else sees" in said
+        assert "whose gradients only DeepSpeed sees" in said

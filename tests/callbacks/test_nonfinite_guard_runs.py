@@ -97,7 +97,7 @@ def test_a_second_evaluation_that_alone_is_bad_stops_the_run(guard: Any) -> None
             self.bad = (batch_idx,) if self.seen == 6 else ()
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(NonFiniteError, match="Twice evaluated its closure again, and that is not finite"):
+    with pytest.raises(NonFiniteError, match="a non-finite value at step 2 when Twice evaluated its closure again"):
         fit(Later("batch", (), partial(Twice, lr=1e-3)), callbacks=[guard()])
 
 

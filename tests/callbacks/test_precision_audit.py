@@ -108,7 +108,7 @@ def test_a_difference_can_stop_the_run(tmp_path: Path) -> None:
     module = faults.CastBehind()
     with pytest.raises(PlanError) as caught:
         fit(module, callbacks=[PrecisionAudit(on_mismatch="raise", run_dir=tmp_path)], **_bf16())
-    assert "net.3: parameters are stored in bf16; allowed: fp32, as MixedPrecisionPlan('bf16-mixed')" in str(
+    assert "net.3 with parameters stored in bf16. Allowed: fp32, as MixedPrecisionPlan('bf16-mixed')" in str(
         caught.value
     )
     assert len(module.losses) == 1
@@ -118,7 +118,7 @@ def test_a_difference_can_stop_the_run(tmp_path: Path) -> None:
 def test_a_step_that_fails_tells_what_was_seen_until_then(tmp_path: Path) -> None:
     callback = PrecisionAudit(run_dir=tmp_path)
     with (
-        pytest.warns(UserWarning, match="net.1: parameters are stored in bf16"),
+        pytest.warns(UserWarning, match="net.1 with parameters stored in bf16"),
         pytest.raises(RuntimeError, match="dtype"),
     ):
         fit(faults.LostPin(nn.LayerNorm(32)), callbacks=[callback], **_bf16(pins=NORM_PIN))

@@ -56,5 +56,5 @@ def test_what_is_summed_and_what_one_rank_alone_does(tmp_path: Path) -> None:
         assert "net.3: computed in fp32 on rank 1; allowed: bf16" in found["one rank"]
         assert found["stock"] == [("bf16", True)] * 3  # stock DDP sums what it finds
         assert found["behind"] == [("fp16", False)] * 3
-    assert "net.0, net.1, net.3 (3 modules): gradients were summed across ranks in fp16" in first["told"][0]
+    assert "net.0, net.1, net.3 (3 modules) with gradients summed across ranks in fp16" in first["told"][0]
     assert second["told"] == []  # one process speaks

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from lightning_mp import PlanError
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
-from lightning_mp.monitor import flops, metric_names
-from lightning_mp.monitor.throughput import default_tokens, samples_in
+from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.health import flops
+from lightning_mp.monitor.health.throughput import default_tokens, samples_in
 from support import health
 from support.counting import Counts
 from support.language import LENGTH, Language, gpt2, tokens

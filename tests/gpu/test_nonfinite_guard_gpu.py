@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import AdamW
 
 from lightning_mp.callbacks import NonFiniteGuard
-from lightning_mp.monitor.replay import Blame, Replayer
+from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 from support.cuda import Resident, Unread, cuda_fit
 from support.models import same_weights, weights
 from support.nonfinite import BAD, FAULTS, STOCK, Breaks, without
@@ -68,7 +68,7 @@ class Asks(Callback):
     """Remembers under a ban on waiting, and has every batch replayed."""
 
     def __init__(self) -> None:
-        self.replayer, self.blames = Replayer(), list[Blame]()
+        self.replayer, self.diagnoses = Replayer(), list[Diagnosis]()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         torch.cuda.set_sync_debug_mode("error")
@@ -78,7 +78,7 @@ class Asks(Callback):
             torch.cuda.set_sync_debug_mode("default")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self.blames.append(self.replayer.locate(trainer, pl_module))
+        self.diagnoses.append(self.replayer.locate(trainer, pl_module))
 
 
 @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
@@ -97,7 +97,7 @@ def test_what_rests_on_cudas_generator_comes_again(mode: str) -> None:
     cuda_fit(module, callbacks=[asks], **stock_for(mode, "cuda"))
     assert len(module.broke) == 8
     assert {True, False} == set(module.broke)
-    assert [blame.note is None and blame.origin is not None for blame in asks.blames] == module.broke
+    assert [diagnosis.note is None and diagnosis.origin is not None for diagnosis in asks.diagnoses] == module.broke
 
 
 def test_the_file_is_read_without_a_gpu(tmp_path: Path) -> None:

@@ -14,6 +14,6 @@ def test_a_finding_knows_its_code_and_reads_as_one_line() -> None:
     finding = Finding(name="eval_mode", severity="warning", what="it is off", why="w", fix="turn it on")
     assert finding.code == CODES["eval_mode"]
     assert finding.to_dict()["code"] == finding.code
-    assert str(finding) == f"{finding.code} warning: it is off; why: w; do: turn it on"
+    assert str(finding) == f"{finding.code} warning: it is off. Why: w. Fix: turn it on"
     placed = Finding(name="norm_in_half", severity="warning", what="x", why="w", fix="f", where="model.norm")
     assert "[model.norm]" in str(placed)

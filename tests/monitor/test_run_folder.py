@@ -43,7 +43,7 @@ def test_two_callbacks_of_one_run_share_it_and_two_of_one_kind_do_not(tmp_path: 
     assert RunFolder.open(tmp_path, writer="B", owner=run) is first
     with pytest.raises(PlanError, match="where a A writes already"):
         RunFolder.open(tmp_path, writer="A", owner=run)
-    with pytest.raises(PlanError, match="give each run a run_dir of its own"):
+    with pytest.raises(PlanError, match="Give each run a run_dir of its own"):
         RunFolder.open(tmp_path, writer="C", owner=object())
     first.close("A")
     first.close("B")

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 
 from lightning_mp import NonFiniteError, make_strategy
 from lightning_mp.callbacks import NonFiniteGuard
-from lightning_mp.monitor.replay import Blame, Replayer
+from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 from support import sharded_hosts
 from support.fsdp2 import or_traceback, refused, whole
 from support.nonfinite import BAD, Breaks, Remembers, without
@@ -135,13 +135,13 @@ class Asks(Callback):
     """Has every batch replayed at its end, and keeps the answers."""
 
     def __init__(self) -> None:
-        self.replayer, self.blames = Replayer(), list[Blame]()
+        self.replayer, self.diagnoses = Replayer(), list[Diagnosis]()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.replayer.remember(trainer, batch, batch_idx)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        self.blames.append(self.replayer.locate(trainer, pl_module))
+        self.diagnoses.append(self.replayer.locate(trainer, pl_module))
 
 
 class ByHand(Ranked):
@@ -172,9 +172,9 @@ def replayed(strategy: str, mode: str, how: str, kind: str = "Ranked", clip: flo
         fit(module, callbacks=callbacks, plugins=[plan], gradient_clip_val=clip, **_on(made))
         found[name] = _weights(module)
         if name == "asked":
-            found["blames"] = [
-                (blame.rank, blame.origin and blame.origin.module, blame.bad_loss, blame.batch_idx)
-                for blame in asks.blames
+            found["diagnoses"] = [
+                (diagnosis.rank, diagnosis.origin and diagnosis.origin.module, diagnosis.bad_loss, diagnosis.batch_idx)
+                for diagnosis in asks.diagnoses
             ]
     return found
 

@@ -17,8 +17,8 @@ from lightning_mp import LossScaling, PlanError, make_strategy
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.measure import Measuring
-from lightning_mp.monitor.throughput import Done
+from lightning_mp.monitor.health.measurement import StepMeasurement
+from lightning_mp.monitor.health.throughput import Processed
 from support import sharded_hosts
 from support.models import Regression, batches
 from support.oracles import plan_for
@@ -177,8 +177,8 @@ def totals() -> dict[str, float | None]:
     class Reads(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             rank = trainer.global_rank
-            done = Done(samples=8 + rank, tokens=100 * (1 + rank), flops=6e9, seconds=2.0 - rank)
-            found.update(Measuring(trainer, pl_module, {}, Faults()).read({}, done))
+            done = Processed(samples=8 + rank, tokens=100 * (1 + rank), flops=6e9, seconds=2.0 - rank)
+            found.update(StepMeasurement(trainer, pl_module, {}, Faults()).read({}, done))
 
     fit(Ranked(), callbacks=[Reads()], devices=2, max_steps=1, use_distributed_sampler=False, **_stock_ddp("32-true"))
     return found

@@ -25,7 +25,7 @@ from lightning_mp.callbacks import PrecisionAudit
 from lightning_mp.cli.training.application import train
 from lightning_mp.cli.training.language_model import CausalLM
 from lightning_mp.errors import LossScaleError
-from lightning_mp.monitor.memory import memory
+from lightning_mp.monitor.health.memory import memory
 from support import hf
 from support.deepspeed_json import WHOLE_FP16
 from support.models import InfiniteGradient

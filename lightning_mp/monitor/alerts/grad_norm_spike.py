@@ -13,10 +13,10 @@ from lightning_mp.monitor.events import Event, Kind
 
 
 class GradNormSpike(Rule):
-    """Far above in ratio to the median and in robust standard deviations: either alone is fooled by noise.
+    """A norm far above the median, as a ratio and in robust standard deviations: either alone is fooled by noise.
 
-    A norm that is small beside those the run began with has to be farther off. All of it stays the same when every norm
-    is multiplied by one number.
+    A norm that is small compared with the first ones of the run has to be farther off. The verdict does not change when
+    every norm is multiplied by the same number.
     """
 
     kind: ClassVar[Kind] = "grad_norm_spike"
@@ -46,18 +46,14 @@ class GradNormSpike(Rule):
         harmless = norm < self.settings.spike_level * (self.level or 0.0) and ratio < self.settings.spike_far
         if norm <= center or ratio < self.settings.spike_ratio or sigmas < self.settings.spike_sigmas or harmless:
             return None
-        return Event(
-            step=step,
-            kind=self.kind,
-            severity="warning",
-            value=norm,
-            evidence={
-                "grad_norm": norm,
-                "median": center,
-                "ratio": ratio,
-                "sigmas": sigmas,
-                "window": len(self.norms),
-            },
-            cause="a bad batch, or a learning rate that is too high here",
-            advice="look at this batch; clip gradients (gradient_clip_val); lower the learning rate if it recurs",
+        return self.event(
+            step,
+            norm,
+            "a bad batch, or a learning rate that is too high here",
+            "look at this batch; clip gradients (gradient_clip_val=1.0); lower the learning rate if it happens again",
+            grad_norm=norm,
+            median=center,
+            ratio=ratio,
+            sigmas=sigmas,
+            window=len(self.norms),
         )

@@ -8,20 +8,21 @@ from lightning_mp.monitor.alerts.reading import Reading
 from lightning_mp.monitor.alerts.rule import Rule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window, known, median, sigma
-from lightning_mp.monitor.events import Event, Kind
+from lightning_mp.monitor.events import Event, Kind, Severity
 
 #: the first losses, whose median is where the run began
 FIRST = 5
 
 
 class LossDivergence(Rule):
-    """Readings in a row that lose much of the run's progress and lie far above the noise of its lowest level.
+    """Several readings in a row that lose much of the run's progress and lie far above the noise of its lowest level.
 
-    Progress, not a ratio: a loss may be negative, and one near zero multiplies by ten for no reason. Where losses are
-    as high now and then, every such reading in the window before asks for one more in a row.
+    Progress rather than a ratio, because a loss may be negative, and one near zero may grow tenfold for no reason. For
+    every reading in the window before that was as high, one more in a row is needed.
     """
 
     kind: ClassVar[Kind] = "loss_divergence"
+    severity: ClassVar[Severity] = "error"
     state = ("first", "losses", "lowest", "spread", "high")
     calm = 50
 
@@ -51,9 +52,9 @@ class LossDivergence(Rule):
         return event
 
     def _is_high(self, loss: float, lowest: float) -> bool:
-        """Whether there are enough high ones in a row."""
+        """Whether enough readings in a row are high."""
         rise, progress = loss - lowest, max(0.0, median(self.first) - lowest)
-        if rise <= self.settings.divergence_progress * progress:  # nearly always, and cheap to tell
+        if rise <= self.settings.divergence_progress * progress:  # nearly always, and cheap to check
             self.high.clear()
             return False
         # the quietest stretch was quiet by chance, too
@@ -67,12 +68,13 @@ class LossDivergence(Rule):
         return len(self.high) >= enough and sum(self.high) / len(self.high) - lowest > far
 
     def _event(self, step: int, loss: float, lowest: float) -> Event:
-        return Event(
-            step=step,
-            kind=self.kind,
-            severity="error",
-            value=loss,
-            evidence={"loss": loss, "lowest": lowest, "first": median(self.first), "readings": len(self.high)},
-            cause="a learning rate that is too high, or weights spoiled by a bad step",
-            advice="go back to the last good checkpoint with a lower learning rate, and clip gradients",
+        return self.event(
+            step,
+            loss,
+            "a learning rate that is too high, or weights spoiled by a bad step",
+            "go back to the last good checkpoint with a lower learning rate, and clip gradients",
+            loss=loss,
+            lowest=lowest,
+            first=median(self.first),
+            readings=len(self.high),
         )

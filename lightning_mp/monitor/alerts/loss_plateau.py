@@ -1,4 +1,4 @@
-"""A loss that stands still while gradients do not get smaller, though nothing was learned or nothing moves any more."""
+"""A loss that has stopped falling although the run has not converged."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STEADY = 1.01
 
 
 class LossPlateau(Rule):
-    """No fall of the loss within the window, no fall of the gradient norm, and a reason why that is no convergence.
+    """Neither loss nor gradient norm fell within the window, for a reason other than convergence.
 
-    A run at the noise floor of its data looks the same in loss and norm. It is told apart by what it did: its loss fell
-    before, and its weights still move.
+    A converged run, at the noise floor of its data, looks the same in loss and norm. It is told apart by its history:
+    its loss fell before, and its weights still move.
     """
 
     kind: ClassVar[Kind] = "loss_plateau"
@@ -57,7 +57,7 @@ class LossPlateau(Rule):
             return None
         if self.ratios.full:
             self.peak = max(self.peak, median(self.ratios.parts(2)[1]))
-        why = self._why()  # the cheapest question first
+        why = self._why()  # the cheapest check first
         if why is None or self._norm_falls() or not self._flat():
             return None
         return self._event(reading, loss, why)
@@ -90,8 +90,8 @@ class LossPlateau(Rule):
         start = median(self.first)
         rising = self.rates.full and self.rates[-1] > STEADY * self.rates[0]
         if not rising and start - median(self.losses) < self.settings.plateau_progress * abs(start):
-            return "nothing was learned: inputs and targets do not belong together, or the learning rate is wrong", (
-                "check that one batch can be overfitted, then the order of data and labels and the learning rate"
+            return "nothing was learned: inputs and targets do not match, or the learning rate is wrong", (
+                "check that one batch can be overfitted, the order of data and labels, and the learning rate"
             )
         return None
 
@@ -103,18 +103,8 @@ class LossPlateau(Rule):
         return median(self.ratios) <= max(FP32_ROUNDING, self.settings.plateau_still * self.peak)
 
     def _event(self, reading: Reading, loss: float, why: tuple[str, str]) -> Event:
-        evidence: dict[str, float | int] = {"loss": median(self.losses), "first": median(self.first)}
+        evidence: dict[str, float] = {"loss": median(self.losses), "first": median(self.first)}
         for name, window in (("grad_norm", self.norms), ("update_ratio", self.ratios), ("lr", self.rates)):
             if window:
                 evidence[name] = median(window)
-        evidence["window"] = len(self.losses)
-        cause, advice = why
-        return Event(
-            step=reading.step,
-            kind=self.kind,
-            severity="warning",
-            value=loss,
-            evidence=evidence,
-            cause=cause,
-            advice=advice,
-        )
+        return self.event(reading.step, loss, *why, **evidence, window=len(self.losses))

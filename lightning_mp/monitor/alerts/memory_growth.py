@@ -1,4 +1,4 @@
-"""Memory that grows and grows."""
+"""Memory that keeps growing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOISE = 2.0
 
 
 class MemoryGrowth(Rule):
-    """The median of every piece of the window lies above the one before, and the whole is worth a word."""
+    """The median of every piece of the window lies above the one before, and the growth is large enough to matter."""
 
     kind: ClassVar[Kind] = "memory_growth"
     state = ("seen", "steps", "memory")
@@ -37,7 +37,7 @@ class MemoryGrowth(Rule):
             return None
         self.memory.append(memory)
         self.steps.append(reading.step)
-        # in most runs it stands still, and costs nothing to look at
+        # in most runs memory does not grow, and the check costs nothing
         return self._event(reading.step, memory) if self.memory.full and memory > self.memory[0] else None
 
     def _event(self, step: int, memory: float) -> Event | None:
@@ -49,12 +49,12 @@ class MemoryGrowth(Rule):
         if grown < worth or not all(before < after for before, after in pairwise(levels)):
             return None
         steps = step - int(self.steps[0])
-        return Event(
-            step=step,
-            kind=self.kind,
-            severity="warning",
-            value=memory,
-            evidence={"memory_gib": memory, "before": levels[0], "gib_per_1000_steps": 1000 * grown / steps},
-            cause="something is kept from step to step: losses with their graph, outputs in a list, a growing cache",
-            advice="append loss.detach() or loss.item(), not loss; empty lists at the end of an epoch",
+        return self.event(
+            step,
+            memory,
+            "something is kept from step to step: losses with their graph, outputs in a list, a growing cache",
+            "append loss.detach() or loss.item(), not loss; clear lists at the end of an epoch",
+            memory_gib=memory,
+            before=levels[0],
+            gib_per_1000_steps=1000 * grown / steps,
         )

@@ -1,4 +1,4 @@
-"""What the rules look at: the numbers of one step."""
+"""The numbers of one step, as the rules see them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The numbers of the optimizer step ``step``; ``None`` where one is not known, which no rule minds.
+    """The numbers of the optimizer step ``step``; ``None`` where one is not known: rules skip it.
 
     ``grad_norm`` is global, in true units, before clipping. ``loss_scale`` is the one after the step, and
     ``scale_at_floor`` says whether it can fall no further. ``skipped``: nothing was applied in this step.
-    ``seconds`` is the time of one step, which ``tokens_per_s`` and ``samples_per_s`` are made from.
+    ``seconds`` is the time of one step, from which ``tokens_per_s`` and ``samples_per_s`` are computed.
     """
 
     step: int

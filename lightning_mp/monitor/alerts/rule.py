@@ -1,4 +1,4 @@
-"""What every rule is: a state machine that judges one reading after another and does not repeat itself."""
+"""The base of every rule: a state machine over readings that reports a condition once, when it begins."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any, ClassVar
 from lightning_mp.monitor.alerts.reading import Reading
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window
-from lightning_mp.monitor.events import Event, Kind
+from lightning_mp.monitor.events import Event, Kind, Severity
 
 
 class Rule(ABC):
-    """One condition. It speaks when that begins, and not again before it has been over for ``calm`` readings.
+    """One condition. An event is made when it begins, and not again before ``calm`` readings without it.
 
     ``state`` names the attributes that a resumed run needs: numbers, flags, or a :class:`Window`.
     """
 
     kind: ClassVar[Kind]
     state: ClassVar[tuple[str, ...]] = ()
-    #: readings without the condition before it may speak again
+    severity: ClassVar[Severity] = "warning"
+    #: readings without the condition before the next event
     calm: ClassVar[int] = 10
 
     def __init__(self, settings: AlertSettings) -> None:
         self.settings = settings
         #: the step judged last, so that no step is judged twice
         self.judged: int | None = None
-        #: readings until it may speak again; 0: now
+        #: readings before the next event; 0: none
         self.quiet = 0
 
     def look(self, reading: Reading) -> Event | None:
@@ -38,12 +39,24 @@ class Rule(ABC):
         if event is None:
             self.quiet = max(0, self.quiet - 1)
             return None
-        spoke, self.quiet = self.quiet > 0, self.calm
-        return None if spoke else event
+        repeated, self.quiet = self.quiet > 0, self.calm
+        return None if repeated else event
 
     @abstractmethod
     def judge(self, reading: Reading) -> Event | None:
-        """Take the reading in; an event if the condition holds in it, whether or not that was said before."""
+        """Take the reading in; an event if the condition holds in it, whether or not one was made before."""
+
+    def event(self, step: int, value: float, cause: str, advice: str, **evidence: float) -> Event:
+        """The event of this rule's condition."""
+        return Event(
+            step=step,
+            kind=self.kind,
+            severity=self.severity,
+            value=value,
+            evidence=evidence,
+            cause=cause,
+            advice=advice,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain values."""
@@ -51,9 +64,8 @@ class Rule(ABC):
         return {name: list(value) if isinstance(value, Window) else value for name, value in values.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; of a window that was longer the latest numbers count."""
+        """Continue from ``state``; of a window that was longer, the latest numbers are kept."""
         for name in ("judged", "quiet", *self.state):
             if name in state:
-                held = getattr(self, name)
-                value = state[name]
-                setattr(self, name, Window(held.maxlen or 0, value) if isinstance(held, Window) else value)
+                now, value = getattr(self, name), state[name]
+                setattr(self, name, Window(now.maxlen or 0, value) if isinstance(now, Window) else value)

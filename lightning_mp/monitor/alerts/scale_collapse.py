@@ -1,4 +1,4 @@
-"""A loss scale that has nowhere left to fall, while steps go on being skipped."""
+"""A loss scale that cannot fall any further while steps are still skipped."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from lightning_mp.monitor.alerts.reading import Reading
 from lightning_mp.monitor.alerts.rule import Rule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window
-from lightning_mp.monitor.events import Event, Kind
+from lightning_mp.monitor.events import Event, Kind, Severity
 
-#: below it a loss scale makes gradients smaller than they are: nothing is gained by it (torch's scaler has no floor)
+#: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
 USELESS = 1.0
 RECENT = 10
 
@@ -19,6 +19,7 @@ class ScaleCollapse(Rule):
     """Several of the last readings were skips at the scale's floor, or at a scale below one."""
 
     kind: ClassVar[Kind] = "scale_collapse"
+    severity: ClassVar[Severity] = "error"
     state = ("skips",)
 
     def __init__(self, settings: AlertSettings) -> None:
@@ -34,13 +35,13 @@ class ScaleCollapse(Rule):
         count = int(sum(self.skips))
         if not low or count < self.settings.collapse_skips:
             return None
-        return Event(
-            step=reading.step,
-            kind=self.kind,
-            severity="error",
-            value=scale,
-            evidence={"loss_scale": scale, "skipped_at_floor": count, "of_readings": len(self.skips)},
-            cause="gradients overflow whatever the scale: weights or activations have left fp16's range",
-            advice="stop; go back to the last good checkpoint, pin the module that the nonfinite events name to fp32, "
-            "or use 'bf16-mixed'",
+        return self.event(
+            reading.step,
+            scale,
+            "gradients overflow whatever the scale: weights or activations have left fp16's range",
+            "stop; go back to the last good checkpoint, pin the module that the nonfinite events name to fp32, or use "
+            "'bf16-mixed'",
+            loss_scale=scale,
+            skipped_at_floor=count,
+            of_readings=len(self.skips),
         )

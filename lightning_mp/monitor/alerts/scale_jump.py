@@ -1,4 +1,4 @@
-"""A loss scale that changes faster than its rule lets it."""
+"""A loss scale that changes faster than its update rule allows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_mp.monitor.events import Event, Kind
 class ScaleJump(Rule):
     """A change that halving or doubling once a step does not explain, or a long one within few steps.
 
-    A sudden drop announces values that are not finite, a sudden rise gradients that underflow. It looks from the first
-    applied step on, for long changes once the scale has stood still for as many steps as they may take: the overflows
-    before are the search for a scale.
+    A sudden drop precedes non-finite values, a sudden rise follows gradients that underflowed. Steps count from the
+    first applied one, and long changes once the scale has not moved for ``jump_steps`` steps: before that the scaler is
+    still searching for a scale.
     """
 
     kind: ClassVar[Kind] = "scale_jump"
@@ -27,7 +27,7 @@ class ScaleJump(Rule):
         super().__init__(settings)
         # at most one reading a step
         self.steps, self.powers = Window(settings.jump_steps + 1), Window(settings.jump_steps + 1)
-        #: the step the scale last changed at, and whether it ever stood still
+        #: the step at which the scale last changed, and whether it has ever stayed the same for long enough
         self.moved, self.settled = 0, False
 
     def judge(self, reading: Reading) -> Event | None:
@@ -57,24 +57,23 @@ class ScaleJump(Rule):
             before, steps = far, since
         else:
             return None
-        cause, advice = _DROP if power < before else _RISE
         factor = 2.0 ** (power - before)
-        return Event(
-            step=step,
-            kind=self.kind,
-            severity="warning",
-            value=2.0**power,
-            evidence={"loss_scale": 2.0**power, "before": 2.0**before, "factor": factor, "steps": steps},
-            cause=cause,
-            advice=advice,
+        return self.event(
+            step,
+            2.0**power,
+            *(_DROP if power < before else _RISE),
+            loss_scale=2.0**power,
+            before=2.0**before,
+            factor=factor,
+            steps=steps,
         )
 
 
 _DROP = (
-    "gradients grow towards fp16's end, and values that are not finite are near; or the scale was set from outside",
+    "gradients approach fp16's largest number and will overflow soon, or the scale was set from outside",
     "lower the learning rate or clip gradients; the nonfinite events name the module that overflows first",
 )
 _RISE = (
-    "the scale was set from outside or grows too often; small gradients underflowed before",
-    "look at what sets the scale: a resumed checkpoint, growth_interval, growth_factor",
+    "the scale was set from outside or grows too often; small gradients underflowed before that",
+    "check what sets the scale: a resumed checkpoint, growth_interval, growth_factor",
 )

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.errors import Faults, is_number
 from lightning_mp.monitor.events import KINDS, Kind
 
-#: the kinds that a rule makes; what is not finite is seen on the device, by the callbacks
+#: the kinds that rules report; non-finite values are detected by the callbacks
 RULE_KINDS: tuple[Kind, ...] = tuple(kind for kind in KINDS if not kind.startswith("nonfinite"))
 
-#: with fewer numbers no median, spread or trend means anything
+#: with fewer numbers a median, spread or trend means nothing
 SMALLEST_WINDOW = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertSettings:
-    """When each rule speaks. Windows and counts are in readings: with one every n steps they last n times as long.
+    """When each rule fires. Windows and counts are in readings: with one every n steps they last n times as long.
 
     "Measured" below: runs of 2,000 steps of small GPT-2 and MLP models in fp32, 16-mixed and bf16-mixed, several seeds,
     batches of 4 to 32.
@@ -28,24 +27,24 @@ class AlertSettings:
         PlanError: a value out of its range, or a kind that no rule makes; every one is named.
     """
 
-    #: the rules that look; leave a kind out to silence it
+    #: the rules that run; leave a kind out to silence it
     kinds: tuple[Kind, ...] = RULE_KINDS
 
-    #: a gradient norm is compared with the median of this many before it, and not before there are as many
+    #: a gradient norm is compared with the median of this many earlier ones, as soon as there are as many
     spike_window: int = 50
     #: times the median. Measured: healthy norms stay below 7 until a model is done, a bad batch is at 115 and more
     spike_ratio: float = 10.0
     #: standard deviations above the median, estimated from the median absolute deviation. Measured: healthy up to 34
     spike_sigmas: float = 30.0
-    #: of the median of the first window; a norm below it does no harm. Measured: models that know their data by heart,
+    #: of the median of the first window; a norm below it does no harm. Measured: models that have memorised their data,
     #: at a hundredth of their first norms, go up 39-fold and come back ...
     spike_level: float = 0.25
     #: ... unless it is this many times the median
     spike_far: float = 100.0
 
-    #: losses whose median is the level that was reached, and the fewest before there is a level
+    #: losses whose median is the level reached; there is none before as many were seen
     divergence_window: int = 50
-    #: readings in a row that have to lie too high: one alone is a bad batch
+    #: readings in a row that have to be too high: a single one is a bad batch
     divergence_patience: int = 3
     #: too high is each that loses this part of all progress, from the first losses to the lowest level. Measured:
     #: healthy up to 0.42, at a learning rate 30 times as high 0.57 and more ...
@@ -59,9 +58,9 @@ class AlertSettings:
     plateau_sigmas: float = 3.0
     #: the gradient norm is falling when the later half's median is below this part of the earlier half's
     plateau_falling: float = 0.9
-    #: of the largest update ratio there was; below it weights stand still, and a plateau is no convergence
+    #: share of the largest update ratio so far; below it weights no longer move, and a plateau is not convergence
     plateau_still: float = 1e-3
-    #: of the first losses; a level less than this below them means that nothing was learned
+    #: share of the first losses; a level that lies less than this below them means that nothing was learned
     plateau_progress: float = 0.02
 
     #: skips in a row; warm-up under a scale of 65,536 was measured to have up to 5
@@ -79,33 +78,31 @@ class AlertSettings:
     #: readings left out at the start: compilation, caches
     throughput_warmup: int = 20
     throughput_window: int = 100
-    #: of the best level, for ``throughput_patience`` readings in a row
+    #: share of the best level, for ``throughput_patience`` readings in a row
     throughput_ratio: float = 0.33
     throughput_patience: int = 3
-    #: that these have cost. Measured: a busy machine stretches four steps of 1 ms to 14, which is nobody's fault
+    #: least time that these have cost. Measured: on a busy machine four steps of 1 ms take 14, by chance
     throughput_seconds: float = 0.1
 
     #: readings left out at the start: optimizer state, caching allocators
     memory_warmup: int = 50
     memory_window: int = 200
-    #: growth within a window that is worth a word, relative and in GiB
+    #: growth within a window that is reported, relative and in GiB
     memory_ratio: float = 0.01
     memory_gib: float = 0.0625
 
     def __post_init__(self) -> None:
-        faults = Faults("AlertSettings")
         given: object = self.kinds
-        if isinstance(given, str) or not isinstance(given, Iterable):
-            faults.add(f"kinds={given!r}", "a list of kinds", f"kinds=[{str(given)!r}]")
-        else:
-            object.__setattr__(self, "kinds", tuple(self.kinds))
-            for kind in (kind for kind in self.kinds if kind not in RULE_KINDS):
-                near = nearest(str(kind), RULE_KINDS)
-                faults.add(f"kind {kind!r}", ", ".join(RULE_KINDS), f"did you mean {near}?" if near else "choose one")
-        for item in fields(self):
-            if item.name != "kinds":
-                _check(item.name, getattr(self, item.name), cast("float", item.default), faults)
-        faults.raise_if_any()
+        with Faults("AlertSettings") as faults:
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                faults.add(f"kinds={given!r}", "a list of kinds", f"write kinds=[{str(given)!r}]")
+            else:
+                object.__setattr__(self, "kinds", tuple(self.kinds))
+                for kind in (kind for kind in self.kinds if kind not in RULE_KINDS):
+                    faults.unknown("kind", kind, RULE_KINDS)
+            for item in fields(self):
+                if item.name != "kinds":
+                    _check(item.name, getattr(self, item.name), cast("float", item.default), faults)
 
     @classmethod
     def of(cls, given: bool | Mapping[str, Any] | AlertSettings | None) -> AlertSettings:
@@ -120,23 +117,20 @@ class AlertSettings:
             return cls()
         if given is False:
             return cls(kinds=())
-        faults = Faults("AlertSettings")
-        if not isinstance(given, Mapping):
-            faults.add(
-                f"alerts={given!r}", "None, False, a mapping, AlertSettings(...)", "leave it out for the defaults"
-            )
-            faults.raise_if_any()
         known = [item.name for item in fields(cls)]
-        for key in (key for key in given if key not in known):
-            near = nearest(str(key), known)
-            faults.add(f"{key!r}", "the fields of AlertSettings", f"did you mean {near}?" if near else "leave it out")
-        faults.raise_if_any()
+        with Faults("AlertSettings") as faults:
+            if not isinstance(given, Mapping):
+                allowed = "None, False, a mapping or AlertSettings(...)"
+                faults.add(f"alerts={given!r}", allowed, "leave it out for the defaults")
+            else:
+                for key in (key for key in given if key not in known):
+                    faults.unknown("field", key, known)
         return cls(**given)
 
 
 def _check(name: str, value: object, default: float, faults: Faults) -> None:
     leave = f"leave it out for the default, {default:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if not is_number(value) or value <= 0:
         faults.add(f"{name}={value!r}", "a finite number > 0", leave)
     elif isinstance(default, int) and not isinstance(value, int):
         faults.add(f"{name}={value!r}", "a whole number", leave)

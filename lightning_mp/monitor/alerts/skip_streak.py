@@ -9,12 +9,12 @@ from lightning_mp.monitor.alerts.rule import Rule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.events import Event, Kind
 
-#: torch's initial scale: above it a scaler is still looking for one that fits (DeepSpeed may begin at 2**32)
+#: torch's initial scale; above it a scaler is still searching for one that fits (DeepSpeed may start at 2**32)
 SEARCHING = 2.0**16
 
 
 class SkipStreak(Rule):
-    """More skips in a row than a loss scale of 65,536 needs to find its level; those above it are not counted."""
+    """More skips in a row than it takes to find a scale from 65,536 on; skips at higher scales are not counted."""
 
     kind: ClassVar[Kind] = "skip_streak"
     state = ("searching",)
@@ -32,24 +32,16 @@ class SkipStreak(Rule):
         self.searching = min(self.searching, skips)
         if skips - self.searching < self.settings.streak_skips:
             return None
-        cause, advice = _WITHOUT_SCALE if scale is None else _SCALED
-        evidence = {"skips_in_a_row": skips} if scale is None else {"skips_in_a_row": skips, "loss_scale": scale}
-        return Event(
-            step=reading.step,
-            kind=self.kind,
-            severity="warning",
-            value=float(skips),
-            evidence=evidence,
-            cause=cause,
-            advice=advice,
-        )
+        scaled = {} if scale is None else {"loss_scale": scale}
+        advice = _WITHOUT_SCALE if scale is None else _SCALED
+        return self.event(reading.step, float(skips), *advice, skips_in_a_row=skips, **scaled)
 
 
 _SCALED = (
     "gradients overflow at every scale: an activation or a weight is beyond fp16's 65,504, or not finite",
-    "see the nonfinite events for the module; pin it to fp32 (pins={...: 'fp32'}) or use 'bf16-mixed'",
+    "pin the module that the nonfinite events name to fp32, or use 'bf16-mixed'",
 )
 _WITHOUT_SCALE = (
     "the data, the loss or a weight is not finite",
-    "see the nonfinite events for the module and the batch; go back to the last good checkpoint",
+    "look at the batch and the module that the nonfinite events name; go back to the last good checkpoint",
 )

@@ -1,4 +1,4 @@
-"""A run that became slow."""
+"""A run that has become slow."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window, known, median
 from lightning_mp.monitor.events import Event, Kind
 
-#: of the fastest of the slow readings in a row: what was slower than that before was as slow as they are. Measured: on
-#: a machine with five times more work than cores this tells nearly all chance from what lasts
+#: an earlier reading counts as equally slow up to this many times the fastest of the slow readings in a row. Measured
+#: on a machine with five times more work than cores: it separates nearly all chance from what lasts
 AS_SLOW = 2.0
 
 
 class ThroughputDrop(Rule):
-    """Several readings in a row far below the best level there was, which together cost time worth a word.
+    """Several readings in a row far below the best level so far, which together have cost noticeable time.
 
-    Tokens per second where they are known, samples per second otherwise. On a busy machine steps are slow now and then:
-    every reading in the window before that was as slow asks for one more in a row.
+    In tokens per second where they are known, else in samples per second. On a busy machine single steps are slow: for
+    every reading in the window before that was as slow, one more in a row is needed.
     """
 
     kind: ClassVar[Kind] = "throughput_drop"
@@ -61,12 +61,13 @@ class ThroughputDrop(Rule):
         if self.slow < enough or self.lost < self.settings.throughput_seconds:
             return None
         unit = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
-        return Event(
-            step=reading.step,
-            kind=self.kind,
-            severity="warning",
-            value=rate,
-            evidence={unit: rate, "before": self.best, "ratio": rate / self.best, "readings": self.slow},
-            cause="slow data loading, another job on the machine, or a device that throttles",
-            advice="raise num_workers or look at the storage; compare with the device's utilisation and clocks",
+        return self.event(
+            reading.step,
+            rate,
+            "slow data loading, another job on the machine, or a device that throttles",
+            "raise num_workers or check the storage; look at the device's utilisation and clocks",
+            **{unit: rate},
+            before=self.best,
+            ratio=rate / self.best,
+            readings=self.slow,
         )

@@ -1,4 +1,4 @@
-"""The last so many numbers, and what is robust about them."""
+"""The last n numbers, and robust statistics of them."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def sigma(values: Sequence[float] | Window, center: float) -> float:
 
 
 def known(value: float | None) -> float | None:
-    """The number, if it is one and finite."""
+    """The number if it is known and finite, else ``None``."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Whether what was seen at a module is what was declared for it, and if not, why that is likely so."""
+"""Whether a module has and computes in the dtypes declared for it, and if not, the likely cause."""
 
 from __future__ import annotations
 
@@ -151,27 +151,27 @@ def _is_norm(seen: Observed) -> bool:
     return "norm" in seen.class_name.lower() and not any(ran.kind in ("product", "norm") for ran in seen.ran)
 
 
-# ---------------------------------------------------------------------- likely reasons, and what to do
+# ---------------------------------------------------------------------- likely causes, and what to do
 
 _LOST_PIN = (
     "its parameters were cast or replaced after the pin was applied (parameter.data = …, load_state_dict(assign=True))",
-    "cast before trainer.fit, and leave what is pinned alone afterwards",
+    "cast before trainer.fit, and do not change pinned parameters afterwards",
 )
 _NO_MASTERS = (
     "a half-precision checkpoint was loaded, or the module was cast by hand: there are no fp32 master weights",
-    "load it in fp32 (transformers: dtype=torch.float32) or call .float() before trainer.fit, or pin it to what it is",
+    "load it in fp32 (transformers: dtype=torch.float32) or call .float() before trainer.fit, or pin it to its dtype",
 )
 _CAST = (
     "the module was cast by hand after the precision plugin had converted it, or was made later",
-    "remove the cast, or pin the module to the dtype it is to have",
+    "remove the cast, or pin the module to the dtype it should have",
 )
 _PIN_NOT_IN_FORCE = (
     "the pin is not in force: the plan was not applied yet, the module was replaced or unpinned, or it casts itself",
-    "leave applying the plan to the Trainer (or call plan.convert_module), and take casts out of its forward",
+    "let the Trainer apply the plan (or call plan.convert_module), and remove casts from its forward",
 )
 _OUTSIDE_AUTOCAST = (
     "autocast is off where it runs: torch.autocast(enabled=False) around it, or a call outside the step's own context",
-    "remove what turns autocast off, or declare it: pins={'<module>': 'fp32'}",
+    "remove what turns autocast off, or pin the module to 'fp32'",
 )
 _HALF_NORM = (
     "its input and its weights were cast to half precision, in its forward or before it",
@@ -179,19 +179,19 @@ _HALF_NORM = (
 )
 _CASTS_ITSELF = (
     "it casts its inputs or weights itself, or runs under an autocast of another dtype",
-    "take the cast out of its forward, or declare it: a pin to that dtype",
+    "remove the cast from its forward, or pin the module to that dtype",
 )
 _TF32 = (
-    "torch's TF32 switches were set otherwise after the run began",
-    "leave them to the plan's tf32=, or to EnableTF32",
+    "torch's TF32 switches were changed after the run began",
+    "set them with the plan's tf32=, or with EnableTF32, only",
 )
 _GRADIENT = (
     "a hook gave the gradient another dtype than its parameter",
     "remove the hook, or cast back to the parameter's dtype in it",
 )
 _STATE = (
-    "the optimizer keeps its state in a dtype of its own, or loaded one that was saved in another",
-    "use an optimizer whose state has its parameters' dtype, or load a state saved under the same precision",
+    "the optimizer keeps its state in another dtype, or loaded a state saved in another",
+    "use an optimizer whose state has the dtype of its parameters, or load a state saved under the same precision",
 )
 _REDUCED = (
     "a communication hook casts gradients, or they are summed in the dtype they are stored in",

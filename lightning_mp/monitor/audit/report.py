@@ -1,4 +1,4 @@
-"""What an audit found: a row a module, declared beside observed, and how that is read on a screen or in a file."""
+"""What an audit found, one row per module: declared and observed dtypes, as text, markdown and plain values."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class AuditReport:
             for difference in row.differences:
                 where = f" on rank {', '.join(map(str, row.ranks))}" if row.ranks else ""
                 faults.add(
-                    f"{names}: {_WORDS[difference.what]} {difference.found}{where}",
-                    f"{difference.declared}, as {self.declared_by} declares; likely: {difference.reason}",
+                    f"{names} {_WITH[difference.what]} {difference.found}{where}",
+                    f"{difference.declared}, as {self.declared_by} declares. Likely cause: {difference.reason}",
                     difference.fix,
                 )
         return faults
@@ -121,14 +121,14 @@ class AuditReport:
         return self.to_text()
 
 
-_WORDS = {
-    "param": "parameters are stored in",
+_WITH = {
+    "param": "with parameters stored in",
     "compute": "computed in",
-    "grad": "gradients are in",
-    "reduce": "gradients were summed across ranks in",
-    "optimizer_state": "optimizer state is in",
+    "grad": "with gradients in",
+    "reduce": "with gradients summed across ranks in",
+    "optimizer_state": "with optimizer state in",
 }
-#: so many names are written out before they are put together
+#: up to so many names are written out one by one
 _NAMES = 6
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -13,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.compat.lightning import move_data_to_device
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.doctor.case import Case
-from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
+from lightning_mp.monitor.side_run import loss_of, output_in
 from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.loss_scaling import LossScaling
@@ -67,30 +66,11 @@ def _fits(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> bool:
 
 
 def _loss(model: nn.Module, batch: Any, policy: PrecisionPolicy, device: torch.device) -> Tensor:
-    batch = _moved(batch, device)
-    if policy.mixed:
-        context: Any = torch.autocast(device.type, to_torch(policy.compute_dtype), cache_enabled=False)
-    else:
-        context = default_dtype(to_torch(policy.storage_dtype))
-        batch = cast_floating(batch, to_torch(policy.storage_dtype))
-    with context, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # self.log without a Trainer
-        output = _called(model, batch)
-    loss: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    autocast = policy.compute_dtype if policy.mixed else None
+    batch = move_data_to_device(batch, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss: Any = loss_of(output_in(model, batch, device, autocast=autocast, storage=policy.storage_dtype))
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise RuntimeError("the model gives no scalar loss for the batch")
     return loss.reshape(())
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(model, LightningModule):
-        return cast("Any", model).training_step(batch, 0)
-    if isinstance(batch, Mapping):
-        return model(**cast("Mapping[str, Any]", batch))
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _moved(data: Any, device: torch.device) -> Any:
-    from lightning_mp.compat.lightning import move_data_to_device
-
-    return move_data_to_device(data, device)

@@ -1,4 +1,4 @@
-"""What the checks look at: the model, and what plan, strategy and Trainer will make of it."""
+"""What the checks examine: a model, and what plan, strategy and Trainer will make of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.engines import device_rules
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
 from lightning_mp.modules import pins
 from lightning_mp.numerics import device
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
@@ -157,9 +157,8 @@ def of_policy(policy: PrecisionPolicy, **common: Any) -> Case:
 
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
-        faults = Faults("doctor")
-        faults.add(f"model={model!r}", "a torch.nn.Module or a LightningModule", "hand over the module itself")
-        faults.raise_if_any()
+        fault = Fault(f"model={model!r}", "a torch.nn.Module or a LightningModule", "pass the module itself")
+        raise PlanError([fault], "doctor")
 
 
 def _plan_in(trainer: Mapping[str, Any]) -> Any:
@@ -185,11 +184,9 @@ def _stock(plan: Any) -> dict[str, Any]:
     given = str(getattr(plan, "precision", plan))
     precision = _SHORT.get(given, given)
     if precision not in _STOCK:
-        faults = Faults("doctor")
-        near = nearest(precision, _STOCK)
-        fix = f"did you mean {near}?" if near else "hand over the MixedPrecisionPlan itself"
-        faults.add(f"plan={plan!r}", f"a MixedPrecisionPlan, a mapping of its fields, {', '.join(_STOCK)}", fix)
-        faults.raise_if_any()
+        fix = did_you_mean(precision, _STOCK, "pass the MixedPrecisionPlan itself")
+        allowed = f"a MixedPrecisionPlan, a mapping of its fields, {', '.join(_STOCK)}"
+        raise PlanError([Fault(f"plan={plan!r}", allowed, fix)], "doctor")
     storage, compute = _STOCK[precision]
     scaling = None
     if precision == "16-mixed":

@@ -82,9 +82,12 @@ def _cached(blocks: list[Block]) -> tuple[Severity, str]:
     if any(block.reentrant for block in foreign):
         return "error", "the recomputation finds the cache of the forward pass and attends to it: gradients are wrong"
     if foreign:
-        return "warning", "keys and values of every layer are kept, which is much of what checkpointing is to save"
+        return (
+            "warning",
+            "keys and values of every layer are kept, much of the memory that checkpointing should save",
+        )
     if blocks:
-        return "warning", "transformers turns the cache off in every forward of these blocks, and says so once"
+        return "warning", "transformers turns the cache off in every forward of these blocks, and logs it once"
     return "info", "the plan turns it off while it runs, and back on afterwards"
 
 

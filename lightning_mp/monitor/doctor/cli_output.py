@@ -1,4 +1,4 @@
-"""The doctor's findings as a person or a machine reads them."""
+"""The doctor's findings for a terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """Print the findings, the gravest first."""
+    """Print the findings, most severe first."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -36,7 +36,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
             (f"{finding.code} {finding.severity}", _COLOURS[finding.severity]), f" {finding.name}{where}"
         )
         console.print(head)
-        for label, text in (("what", finding.what), ("why", finding.why), ("do", finding.fix)):
+        for label, text in (("what", finding.what), ("why", finding.why), ("fix", finding.fix)):
             console.print(Padding(Text.assemble((f"{label}: ", "dim"), text), (0, 0, 0, 2)))
     counts = [f"{sum(f.severity == severity for f in findings)} {severity}" for severity in reversed(_EXIT)]
     console.print(f"{len(findings)} found: {', '.join(counts)}" if findings else "nothing found")

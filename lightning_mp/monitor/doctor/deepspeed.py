@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON that says one thing while plan or Trainer say another."""
+"""A DeepSpeed JSON that contradicts the plan or the Trainer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Json:
 
 
 def contradicts_trainer(case: Case) -> Iterator[Finding]:
-    """Every key of the JSON that plan or Trainer contradict, with both values."""
+    """Every key of the JSON that contradicts plan or Trainer, with both values."""
     json = _json(case.strategy)
     if json is None:
         return
@@ -52,7 +52,7 @@ def contradicts_trainer(case: Case) -> Iterator[Finding]:
             name="deepspeed_contradicts_trainer",
             severity="error" if refused else "warning",
             what=fault.given,
-            why="the run is refused before its first step" if refused else "DeepSpeed takes the JSON's, silently",
+            why="the run is refused before its first step" if refused else "DeepSpeed silently uses that of the JSON",
             fix=fault.fix,
             where=fault.given.partition("=")[0],
         )

@@ -1,4 +1,4 @@
-"""What the device at hand does slowly although it need not."""
+"""Modes in which the device is slower than it has to be."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def bf16_emulated(case: Case) -> Iterator[Finding]:
         name="bf16_emulated",
         severity="error" if refused is not None else "info" if device.type == "cpu" else "warning",
         what=f"{device.name} {says}, under {case.precision}" + (f" with bf16 pins on {listed(where)}" if where else ""),
-        why="the run is refused" if refused is not None else "results are right, and no faster than in fp32",
+        why="the run is refused" if refused is not None else "results are correct, but no faster than in fp32",
         fix=f"use {instead} on this device, or precision='auto'",
     )
 
 
 def tf32_off(case: Case) -> Iterator[Finding]:
-    """fp32 products on a device with TF32 that nobody allowed or forbade."""
+    """fp32 products on a device with TF32, where TF32 is neither allowed nor ruled out."""
     tf32 = None if case.policy is None else case.policy.tf32
     callbacks: Any = case.argument("callbacks", ())
     callbacks = callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,)
@@ -50,7 +50,7 @@ def tf32_off(case: Case) -> Iterator[Finding]:
             what=f"products in IEEE fp32 in {many(len(found), 'module')} on {case.device.name}: {listed(found)}",
             why="its tensor cores take fp32 products in TF32 (10 bits of mantissa, fp32's range), several times faster",
             fix="set MixedPrecisionPlan(tf32='high'), or torch.set_float32_matmul_precision('high'); "
-            "tf32='highest' says that IEEE fp32 is meant",
+            "tf32='highest' says that IEEE fp32 is intended",
             where=found[0],
         )
 

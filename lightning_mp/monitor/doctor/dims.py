@@ -26,7 +26,7 @@ def conv1d(module: nn.Module) -> bool:
 
 
 def not_aligned(case: Case) -> Iterator[Finding]:
-    """Linear layers with sizes that are no multiple of what tensor cores take at once, and the vocabulary."""
+    """Linear layers, and a vocabulary, whose sizes are not multiples of a tensor core's tile."""
     odd: dict[str, tuple[int, ...]] = {}
     weights, multiple = 0, MULTIPLES.get(case.compute, 1)
     vocabularies = {module.num_embeddings for _, module in case.modules if isinstance(module, nn.Embedding)}
@@ -57,8 +57,8 @@ def _finding(odd: dict[str, tuple[int, ...]], vocabulary: int | None, multiple: 
     return Finding(
         name="dims_not_aligned",
         severity="info",
-        what=f"sizes that are no multiple of {multiple}: {shapes}{words}",
-        why=f"tensor cores multiply {compute} in tiles of 16 bytes; other sizes are padded or take slower kernels",
+        what=f"sizes that are not multiples of {multiple}: {shapes}{words}",
+        why=f"tensor cores multiply {compute} in tiles of 16 bytes; other sizes are padded or use slower kernels",
         fix=fix,
         where=next(iter(odd)),
     )

@@ -1,4 +1,4 @@
-"""``doctor``: every check on one model, and the few that run by themselves when training begins."""
+"""``doctor``: every check on one model, and the few that run when training starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Check = Callable[[Case], Iterable[Finding]]
 
 _log = logging.getLogger(__name__)
 
-#: what costs one walk over the modules, and is worth a line at every fit
+#: checks that cost one walk over the modules, made at every fit
 CHEAP: tuple[Check, ...] = (
     training.eval_mode,
     checkpointed.no_input_gradients,
@@ -67,10 +67,10 @@ def doctor(
     batch: Any = None,
     device: Device | None = None,
 ) -> list[Finding]:
-    """What will go wrong in training ``model``, before it does; the gravest first, nothing for a healthy run.
+    """What will go wrong in training ``model``, before it does: findings, most severe first; none for a healthy run.
 
     The model is left as it is: parameters, gradients, buffers, training mode, hooks and random numbers. A check that
-    cannot be made on it is left out, and said at level INFO of the logger ``lightning_mp.monitor.doctor``.
+    cannot be made on it is skipped, and logged at level INFO by the logger ``lightning_mp.monitor.doctor``.
 
     Args:
         model: a LightningModule, or any module.
@@ -78,7 +78,7 @@ def doctor(
             (``"16-mixed"``) or plugins; ``None``: what ``trainer_args`` says.
         strategy: a strategy or its name; a DeepSpeed JSON as a mapping; ``None``: what ``trainer_args`` says.
         trainer_args: the Trainer's arguments: ``accelerator``, ``accumulate_grad_batches``, ``gradient_clip_val``, ….
-        optimizer: what ``configure_optimizers`` would return, where it cannot be asked without a Trainer.
+        optimizer: what ``configure_optimizers`` would return, where it cannot be called without a Trainer.
         batch: one batch; with it a copy of the model is run forward and backward to see whether the loss scale fits.
         device: the device it will run on, where that is not the one ``trainer_args`` chooses on this machine.
 
@@ -89,16 +89,16 @@ def doctor(
     here = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     generators = rng_state(here)
     try:
-        found = [finding for check in CHECKS for finding in _made(check, case)]
+        found = [finding for check in CHECKS for finding in _run(check, case)]
     finally:
         set_rng_state(generators, here)
     return sorted(found, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.code))
 
 
-def _made(check: Check, case: Case) -> list[Finding]:
+def _run(check: Check, case: Case) -> list[Finding]:
     try:
         return list(check(case))
-    except Exception as error:  # what a check meets in a model is the model's own; the other checks still help
+    except Exception as error:  # a model may have anything in it; the other checks still help
         name = f"{check.__module__.rpartition('.')[2]}.{check.__name__}"
         _log.info("the check %s could not be made: %s: %s", name, type(error).__name__, error)
         return []
@@ -107,8 +107,8 @@ def _made(check: Check, case: Case) -> list[Finding]:
 def warn_at_fit(module: nn.Module, policy: PrecisionPolicy) -> None:
     """Warn once of what the cheap checks find: no forward, no optimizer, one walk over the modules."""
     case = of_policy(policy, model=module, device=device_of({"accelerator": "cpu"}))
-    found = [finding for check in CHEAP for finding in _made(check, case) if finding.severity != "info"]
+    found = [finding for check in CHEAP for finding in _run(check, case) if finding.severity != "info"]
     if found:
-        lines = [f"  {finding.code} {finding.name}: {finding.what}; do: {finding.fix}" for finding in found]
-        hint = "lightning_mp.doctor(model, plan) and 'lightning-mp doctor CONFIG' tell more."
+        lines = [f"  {finding.code} {finding.name}: {finding.what}. Fix: {finding.fix}" for finding in found]
+        hint = "lightning_mp.doctor(model, plan) and 'lightning-mp doctor CONFIG' say more."
         rank_zero_warn("\n".join(["before the first step:", *lines, hint]))

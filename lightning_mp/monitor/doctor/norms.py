@@ -74,7 +74,7 @@ def eps_underflows(case: Case) -> Iterator[Finding]:
             name="eps_underflows",
             severity="warning",
             what=f"eps={eps!r} is 0 in fp16, in {many(len(found), 'norm')}: {listed(found)}",
-            why="over equal numbers (padding) the variance is 0: the output divides by 0, or its gradient passes 65504",
+            why="for equal inputs (padding) the variance is 0: the output divides by 0, or its gradient exceeds 65504",
             fix="set eps=1e-5, or pin the norms to 'fp32'",
             where=next(iter(found)) or None,
         )

@@ -1,4 +1,4 @@
-"""What optimizers and schedules will meet, asked of ``configure_optimizers`` without a run."""
+"""Problems of optimizers and schedules, found by calling ``configure_optimizers`` without a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.monitor.doctor.case import Case
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.preserve import untouched
+from lightning_mp.monitor.side_run import untouched
 
 
 def eps_underflows(case: Case) -> Iterator[Finding]:
@@ -41,7 +41,7 @@ def _vanishes(case: Case, group: Mapping[str, Any]) -> bool:
 
 
 def schedule_counts_skips(case: Case) -> Iterator[Finding]:
-    """A schedule that Lightning moves on at every step while a stock scaler skips some; a plan holds it."""
+    """A schedule that Lightning advances at every step while a stock scaler skips some; a plan holds it."""
     if case.policy is not None or case.precision != "16-mixed":
         return
     names = [type(scheduler).__name__ for scheduler, interval in configured(case)[1] if interval == "step"]
@@ -49,9 +49,9 @@ def schedule_counts_skips(case: Case) -> Iterator[Finding]:
         yield Finding(
             name="schedule_counts_skips",
             severity="warning",
-            what=f"{', '.join(names)} moves on at every step, those that the loss scale skips included",
+            what=f"{', '.join(names)} advances at every step, including those that the loss scaler skips",
             why="the first steps in fp16 are often skipped: warm-up is cut short, and the schedule runs ahead",
-            fix="use MixedPrecisionPlan('16-mixed'), under which schedules stand still on a skipped step",
+            fix="use MixedPrecisionPlan('16-mixed'), which holds schedules on a skipped step",
             where="configure_optimizers",
         )
 
@@ -66,14 +66,14 @@ def configured(case: Case) -> tuple[list[Optimizer], list[tuple[Any, str]]]:
     if given is None:
         if not isinstance(case.model, LightningModule):
             return [], []
-        given = _asked(case.model)
+        given = _configure(case.model)
     return _read(given)
 
 
-def _asked(module: LightningModule) -> Any:
+def _configure(module: LightningModule) -> Any:
     """What ``configure_optimizers`` returns; what it changes in the module is undone."""
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    with untouched(module):
+    with untouched(module, torch.device("cpu")):
         try:
             return module.configure_optimizers()
         finally:

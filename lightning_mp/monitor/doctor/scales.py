@@ -39,11 +39,11 @@ def _by_size(rule: LossScaling) -> Finding:
     why = f"a gradient of {FP16_MAX / rule.init_scale:.1g} overflows fp16 once scaled"
     if stuck:
         severity: Severity = "error" if rule.floor > HOPELESS_SCALE else "warning"
-        why += f", and the scale never falls below {rule.floor:g}: steps like that are skipped for ever"
+        why += f", and the scale never falls below {rule.floor:g}: such steps are skipped forever"
     else:
         severity = "warning"
         why += f"; about {_steps(rule, TORCH_INIT_SCALE)} steps are skipped until the scale is down to 65536"
-    return _finding(rule, severity, f"the loss scale begins at {rule.init_scale:g}", why)
+    return _finding(rule, severity, f"the loss scale starts at {rule.init_scale:g}", why)
 
 
 def _measured(case: Case, rule: LossScaling) -> Iterator[Finding]:
@@ -75,8 +75,8 @@ def _to(scale: float) -> str:
 
 
 def _finding(rule: LossScaling, severity: Severity, what: str, why: str, fix: str | None = None) -> Finding:
-    lower = "LossScaling(init_scale=65536)" if rule.dynamic else "LossScaling(), whose scale moves"
-    lower += f", and min_scale=1 for {rule.min_scale:g}" if rule.min_scale > HIGH_SCALE else ""
+    floor = ", min_scale=1" if rule.min_scale > HIGH_SCALE else ""
+    lower = f"LossScaling(init_scale=65536{floor})" + ("" if rule.dynamic else ", a dynamic scale")
     return Finding(
         name="scale_overflows_at_once",
         severity=severity,
@@ -109,7 +109,7 @@ def accumulation_overflows(case: Case) -> Iterator[Finding]:
         severity="warning" if rule.init_scale >= limit else "info",
         what=f"{parts} micro-batches are summed in {dtype} at a loss scale of {rule.init_scale:g}",
         why=f"{dtype} ends at {limit:g}: the sum overflows where a gradient is {entry} or more{undivided}, "
-        "though every part of it fitted",
+        "although the gradient of each micro-batch fits",
         fix=f"use LossScaling(init_scale={_below(limit / parts):g})"
         + (", or '16-mixed', whose gradients are fp32" if half else ""),
         where="accumulate_grad_batches",

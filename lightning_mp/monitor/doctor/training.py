@@ -14,7 +14,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def eval_mode(case: Case) -> Iterator[Finding]:
-    """Modules with trained weights in eval mode: Lightning leaves modes as they are since 2.2."""
+    """Modules with trainable weights in eval mode, which Lightning has not changed since 2.2."""
     tops: list[tuple[str, nn.Module]] = []
     for name, module in case.modules:
         if module.training or any(below(name, top) for top, _ in tops):
@@ -31,8 +31,8 @@ def eval_mode(case: Case) -> Iterator[Finding]:
     yield Finding(
         name="eval_mode",
         severity="warning",
-        what=f"in eval mode, with weights that are to be trained: {listed(names)}",
-        why=f"{_effect(tops)}; from_pretrained() returns models so, and Trainer.fit leaves modes as they are",
+        what=f"in eval mode with trainable weights: {listed(names)}",
+        why=f"{_effect(tops)}; from_pretrained() returns models in eval mode, and Trainer.fit does not change it",
         fix=f"call {one}.train() where the model is made, or before fit",
         where=names[0] or None,
     )

@@ -1,4 +1,4 @@
-"""Weights in half precision: trained without masters, refused by a scaler, tied and pinned twice."""
+"""Weights in half precision: trained without fp32 master weights, refused by a scaler, tied and pinned twice."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _BITS = {"bf16": 8, "fp16": 11}
 
 
 def _lost(dtype: str) -> str:
-    return f"{dtype} keeps {_BITS[dtype]} bits: an update smaller than 2**-{_BITS[dtype]} of its weight changes nothing"
+    return f"{dtype} has {_BITS[dtype]} bits of precision: an update below 2**-{_BITS[dtype]} of its weight is lost"
 
 
 def loaded_in_half(case: Case) -> Iterator[Finding]:
-    """Trained weights that come in half precision where nothing says that they should."""
+    """Trained weights that arrive in half precision although nothing asks for it."""
     if case.storage in HALF:
         return
     found = {
@@ -34,10 +34,10 @@ def loaded_in_half(case: Case) -> Iterator[Finding]:
     severity: Severity = "info"
     if case.policy is None:
         severity = "warning"
-        why = f"{case.precision} updates them as they are, without fp32 masters; {_lost(dtype)}"
+        why = f"{case.precision} updates them in place, without fp32 master weights; {_lost(dtype)}"
         fix = f"{load}; a MixedPrecisionPlan('{case.precision}') stores them in fp32 itself"
     else:
-        why = f"the plan makes fp32 masters of them, at twice the memory; what was rounded to {dtype} before stays so"
+        why = f"the plan makes fp32 master weights from them, at twice the memory; they stay rounded to {dtype}"
         fix = load
     yield Finding(
         name="no_fp32_masters",
@@ -68,8 +68,8 @@ def stored_in_half(case: Case) -> Iterator[Finding]:
             name="no_fp32_masters",
             severity="info",
             what=f"pins store {many(len(by_pin), 'trained weight')} in half precision: {listed(by_pin)}",
-            why="they have no fp32 masters: small updates are rounded away",
-            fix="pin them to 'fp32', or leave them unpinned, unless that is meant",
+            why="they have no fp32 master weights: small updates are rounded away",
+            fix="pin them to 'fp32', or remove the pin, unless this is intended",
             where=by_pin[0],
         )
 
@@ -97,7 +97,7 @@ def fp16_under_a_scaler(case: Case) -> Iterator[Finding]:
 
 
 def tied_pins(case: Case) -> Iterator[Finding]:
-    """One tensor under two names that two pins want in two dtypes."""
+    """A tied weight whose two names are pinned to different dtypes."""
     for fault in case.pin_faults.found:
         said, _, places = fault.given.partition(": ")
         if said == "contradicting pins on tied weights":

@@ -1,4 +1,4 @@
-"""From run folders to one file."""
+"""One HTML file from the folders of one or several runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.monitor.report.load import Run, is_run, load
 from lightning_mp.monitor.report.page import render
 from lightning_mp.monitor.run_folder import REPORT
@@ -28,9 +28,8 @@ def write_report(run_dirs: RunDirs, output: str | os.PathLike[str] | None = None
     folders = find_runs(run_dirs)
     target = Path(output) if output is not None else Path(os.path.commonpath([*folders])) / REPORT
     if target.is_dir():
-        faults = Faults("report")
-        faults.add(f"output={str(target)!r}, a folder", "the name of a file", f"write {str(target / REPORT)!r}")
-        faults.raise_if_any()
+        fault = Fault(f"output={str(target)!r}, a folder", "the name of a file", f"write {str(target / REPORT)!r}")
+        raise PlanError([fault], "report")
     page = render(load_runs(folders))
     beside = target.with_name(f".{target.name}.tmp")
     try:
@@ -50,21 +49,17 @@ def find_runs(run_dirs: RunDirs) -> list[Path]:
         PlanError: no folder is given, or one holds no run; names the runs below it where there are any.
     """
     given = [run_dirs] if isinstance(run_dirs, (str, os.PathLike)) else run_dirs
-    faults = Faults("report")
-    if not given:
-        faults.add("no folder", "the folder of a run, or several", "name one")
-    for item in given:
-        folder = Path(item)
-        if not is_run(folder):
-            faults.add(
-                f"{str(item)!r}, {_lack(folder)}", "the folder of a run, with its metrics.jsonl", _advice(folder)
-            )
-    faults.raise_if_any()
+    with Faults("report") as faults:
+        if not given:
+            faults.add("no folder", "the folder of a run, or several", "name one")
+        for folder in (Path(item) for item in given if not is_run(Path(item))):
+            allowed = "the folder of a run, with its metrics.jsonl"
+            faults.add(f"{str(folder)!r}, {_lack(folder)}", allowed, _advice(folder))
     return list(dict.fromkeys(Path(item).resolve() for item in given))
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read every folder; a run is called by as much of the end of its path as tells it from the others."""
+    """Read every folder; a run is named by as much of the end of its path as distinguishes it from the others."""
     return [load(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 
@@ -78,7 +73,7 @@ def _advice(folder: Path) -> str:
     below = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
     if below:
         return f"name the runs in it: {' '.join(map(str, below[:6]))}{' …' if len(below) > 6 else ''}"
-    return "give the run_dir of a monitor (TrainingHealth's is the logger's folder unless it was told another)"
+    return "name the run_dir of a monitor (by default TrainingHealth writes to the logger's folder)"
 
 
 def _names(folders: Sequence[Path], parts: int = 1) -> list[str]:

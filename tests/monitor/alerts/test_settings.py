@@ -34,8 +34,8 @@ def test_it_is_built_from_a_configuration() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"spike_ration": 20}, "did you mean 'spike_ratio'"),
-        ({"kinds": ["loss_plateu"]}, "did you mean 'loss_plateau'"),
+        ({"spike_ration": 20}, "Did you mean 'spike_ratio'"),
+        ({"kinds": ["loss_plateu"]}, "Did you mean 'loss_plateau'"),
         ({"kinds": ["nonfinite_loss"]}, "grad_norm_spike, loss_plateau"),
         ({"kinds": "loss_plateau"}, r"kinds=['loss_plateau']"),
         ({"kinds": 3}, "a list of kinds"),

@@ -50,7 +50,7 @@ def test_a_plan_says_what_is_declared() -> None:
     report = audit(net, plan="bf16-mixed")
     assert [row.module for row in report.rows if not row.ok] == ["0"]
     assert "no fp32 master weights" in report.explanation()
-    with pytest.raises(PlanError, match="0: parameters are stored in bf16; allowed: fp32"):
+    with pytest.raises(PlanError, match=r"0 with parameters stored in bf16\. Allowed: fp32"):
         report.raise_if_different()
 
 

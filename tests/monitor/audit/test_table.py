@@ -101,7 +101,7 @@ def test_the_markdown_is_a_table_with_what_differs_below_it() -> None:
     assert lines[2] == "| module | declared | param | input | output | compute | grad | reduce | state | ok |"
     assert lines[5] == "| `net.1` | bf16 | fp32 | fp32 | bf16 | bf16 | fp32 | - | fp32 | **no** |"
     assert lines[7].startswith(
-        "- given net.1: computed in fp32; allowed: bf16, as a plan declares; likely: autocast is off"
+        "- Got net.1 computed in fp32. Allowed: bf16, as a plan declares. Likely cause: autocast is off"
     )
     assert lines[9] == "> a note"
 
@@ -115,9 +115,9 @@ def test_an_empty_report_can_be_read() -> None:
 
 def test_alike_differences_are_told_once_and_every_name_is_there() -> None:
     few = _report("a", "b.0.c", ok=False, differences=(WRONG,)).explanation()
-    assert few.startswith("  1. given a, b.0.c (2 modules): computed in fp32")
+    assert few.startswith("  1. Got a, b.0.c (2 modules) computed in fp32")
     many = _report(*(f"h.{i}.fc" for i in range(40)), ok=False, differences=(WRONG,)).explanation()
-    assert many.startswith("  1. given h.[0-39].fc (40 modules): computed in fp32")
+    assert many.startswith("  1. Got h.[0-39].fc (40 modules) computed in fp32")
     assert len(many.splitlines()) == 1
 
 

@@ -55,7 +55,9 @@ def test_a_healthy_run_ends_with_0(config: Path) -> None:
         (["plan=bf16-true"], 1, ["LMP001", "LMP010"]),
     ],
 )
-def test_the_status_is_that_of_the_gravest(config: Path, overrides: list[str], status: int, codes: list[str]) -> None:
+def test_the_status_is_that_of_the_most_severe(
+    config: Path, overrides: list[str], status: int, codes: list[str]
+) -> None:
     result = _run(config, *overrides)
     assert result.exit_code == status, result.output
     assert all(code in result.stdout for code in codes)
@@ -71,7 +73,7 @@ def test_the_list_reads_what_why_do(config: Path) -> None:
     assert lines[0] == "LMP001 warning no_fp32_masters"
     assert lines[1].startswith("what: bf16-true trains ")
     assert lines[2].startswith("why: ")
-    assert any(line.startswith("do: use 'bf16-mixed'") for line in lines)
+    assert any(line.startswith("fix: use 'bf16-mixed'") for line in lines)
     assert lines[-1] == "2 found: 0 error, 2 warning, 0 info"
 
 
@@ -137,7 +139,7 @@ def test_patterns_that_match_nothing_are_refused_as_the_run_would(config: Path) 
         ("a: [", "while parsing"),
         ("- 1", "a YAML mapping"),
         ("", "no model"),
-        ("plam: {}\nmodel: {_target_: support.hf.gpt2}", "call it plan: 'plam'"),
+        ("plam: {}\nmodel: {_target_: support.hf.gpt2}", "Call it plan: 'plam'"),
         ("plan: bf16-mixed", "no model"),
         ("plan:\n  precision: ???\nmodel: {_target_: support.hf.gpt2}", "precision"),
         ("plan: bf18\nmodel: {_target_: support.hf.gpt2}", "precision='bf18'"),

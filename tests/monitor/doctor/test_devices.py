@@ -114,7 +114,7 @@ def test_fp8_wants_multiples_of_16() -> None:
     model = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8))
     assert found(model, "bf16-mixed") == {}
     finding = found(model, "transformer-engine")["dims_not_aligned"]
-    assert "no multiple of 16" in finding.what
+    assert "not multiples of 16" in finding.what
 
 
 def test_fp32_has_no_such_sizes_and_a_pin_to_it_excepts_a_layer() -> None:

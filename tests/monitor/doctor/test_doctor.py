@@ -110,7 +110,7 @@ def test_the_model_is_left_as_it_is(mode: str, stock: bool) -> None:
 # ------------------------------------------------------------------ what it takes
 
 
-def test_the_gravest_comes_first() -> None:
+def test_the_most_severe_comes_first() -> None:
     severities = [finding.severity for finding in doctor(Sick(), "16-true", device=A100)]
     assert severities == sorted(severities, key=["error", "warning", "info"].index)
     assert len(set(severities)) == 3
@@ -164,8 +164,8 @@ def test_the_device_is_the_one_the_trainer_would_choose() -> None:
     [
         (None, "bf16-mixed", "model=None"),
         ("net", None, "model='net'"),
-        (net(), "bf17-mixed", "did you mean 'bf16-mixed'"),
-        (net(), {"precision": "bf16-mixed", "pin": {}}, "did you mean 'pins'"),
+        (net(), "bf17-mixed", "Did you mean 'bf16-mixed'"),
+        (net(), {"precision": "bf16-mixed", "pin": {}}, "Did you mean 'pins'"),
     ],
 )
 def test_what_is_no_model_or_no_plan_is_refused(model: Any, plan: Any, said: str) -> None:

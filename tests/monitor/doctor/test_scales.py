@@ -32,9 +32,9 @@ def _plan(mode: str = "16-mixed", **scaling: Any) -> MixedPrecisionPlan:
         ({"init_scale": 2.0**32}, "warning", "about 16 steps are skipped"),
         ({"init_scale": 2.0**32, "hysteresis": 2}, "warning", "about 17 steps are skipped"),
         ({"init_scale": 2.0**25}, "warning", "about 9 steps are skipped"),
-        ({"init_scale": 2.0**32, "dynamic": False, "min_scale": 0.0}, "warning", "skipped for ever"),
-        ({"init_scale": 2.0**41, "dynamic": False, "min_scale": 0.0}, "error", "skipped for ever"),
-        ({"init_scale": 2.0**42, "min_scale": 2.0**41}, "error", "skipped for ever"),
+        ({"init_scale": 2.0**32, "dynamic": False, "min_scale": 0.0}, "warning", "skipped forever"),
+        ({"init_scale": 2.0**41, "dynamic": False, "min_scale": 0.0}, "error", "skipped forever"),
+        ({"init_scale": 2.0**42, "min_scale": 2.0**41}, "error", "skipped forever"),
     ],
 )
 @pytest.mark.parametrize("mode", ["16-mixed", "16-true"])

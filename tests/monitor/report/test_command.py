@@ -68,7 +68,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     assert "which holds no run" in _refusal(tmp_path)
     assert "which does not exist" in _refusal(tmp_path / "gone")
     run = write_run(tmp_path / "run")
-    assert "name the runs in it" in _refusal(tmp_path)
+    assert "Name the runs in it" in _refusal(tmp_path)
     assert str(tmp_path / "no" / "x.html") in _refusal(run, "--output", tmp_path / "no" / "x.html")
     assert "--serve and --output" in _refusal(run, "--serve", "--output", tmp_path / "x.html")
 

@@ -16,11 +16,10 @@ from lightning_mp.compat import torch as compat
 class CountFlops(compat.TorchDispatchMode):
     """``with CountFlops() as flops: ...; flops.total``: floating-point operations of matrix products and convolutions.
 
-    A multiplication and an addition count as two, attention as its full products (masked halves included), two ahead
-    and four behind, all else as nothing: the rules of ``torch.utils.flop_counter``, with attention on a CPU added. What
-    activation checkpointing or a fused attention computes a second time is not the model's and is left out. On sharded
-    tensors what this rank computes is counted. Kernels that hide their products (cuDNN's recurrent layers, Triton) are
-    not seen.
+    A multiplication and an addition count as two, attention as its full products (masked halves included), two in
+    forward and four in backward, everything else as nothing: the rules of ``torch.utils.flop_counter``, plus attention
+    on a CPU. What activation checkpointing or a fused attention recomputes is left out. Of sharded tensors this rank's
+    own computation is counted. Kernels that hide their products (cuDNN's recurrent layers, Triton) are not seen.
     """
 
     supports_higher_order_operators = True
@@ -47,7 +46,7 @@ class CountFlops(compat.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let ``torch.compile`` trace as if nobody watched."""
+        """Let ``torch.compile`` trace as if this mode were not active."""
         return True
 
 
@@ -74,7 +73,7 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _without_scores(rule: Callable[..., int]) -> Callable[..., int]:
-    """Of a fused attention's five products behind, one computes the scores again (head sizes are equal)."""
+    """Of the five products in a fused attention's backward, one recomputes the scores (head sizes are equal)."""
 
     def count(*args: Any, **kwargs: Any) -> int:
         return rule(*args, **kwargs) * 4 // 5

@@ -1,42 +1,62 @@
-"""One run under TrainingHealth: when to read, what a reading holds, and which step is left out."""
+"""One run under TrainingHealth: which steps are measured, what a reading holds, and which step is left out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
-from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
-from lightning_mp.compat.lightning import LightningModule, Trainer
+from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer
 from lightning_mp.engines import optimizer_facts
+from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.actions import withhold
 from lightning_mp.monitor.alerts import Reading
-from lightning_mp.monitor.callback_utils import Steps, callbacks_of, scale_source
+from lightning_mp.monitor.callback_utils import StepTracker, scale_source
 from lightning_mp.monitor.events import Event, Kind
-from lightning_mp.monitor.measure import Measuring, Values, unscales_in_step
-from lightning_mp.monitor.nonfinite_events import NonFiniteWatch, Trouble
-from lightning_mp.monitor.replay import Blame, Replayer
-from lightning_mp.monitor.scale_sources import Number, Scale, ScaleSource, SkipCount
-from lightning_mp.monitor.throughput import Work
-from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.monitor.health.measurement import StepMeasurement, Values, unscales_in_step
+from lightning_mp.monitor.health.scale_sources import Number, Scale, ScaleSource, SkipCount
+from lightning_mp.monitor.health.throughput import Throughput
+from lightning_mp.monitor.nonfinite.classify import NonFiniteClassifier, NonFiniteStep
+from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 
 #: what LossScaleMonitor logs too
 _SCALES = (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW)
 _SKIPPED = "skipped"
+#: what a written reading holds behind the loss and the gradient norms
+_AFTER_GROUPS = (
+    metric_names.PARAM_NORM,
+    metric_names.UPDATE_RATIO,
+    *_SCALES,
+    metric_names.LR,
+    metric_names.TOKENS_PER_S,
+    metric_names.SAMPLES_PER_S,
+    metric_names.MFU,
+    metric_names.MEMORY_ALLOCATED,
+    metric_names.MEMORY_RESERVED,
+    metric_names.MEMORY_PEAK,
+)
 
-#: the events that begin in a reading, among those that the user wants a step left out for
+#: the events that begin in a reading, of the kinds for which the user wants the step left out
 Judge = Callable[[Reading], list[Event]]
+
+
+class CountsSkips(Protocol):
+    """A callback that skips non-finite steps itself, counts them, and writes their events (NonFiniteGuard)."""
+
+    skipped_steps: int
 
 
 class HealthRun:
     """Follows the hooks of one run, in the order of its methods.
+
+    ``guard`` is the run's NonFiniteGuard, if it has one. ``scale_logged``: a LossScaleMonitor hands the scale and the
+    skips to the loggers already.
 
     Raises:
         PlanError: a group's pattern that matches nothing, or ``"skip"`` where a step cannot be left out.
@@ -49,23 +69,23 @@ class HealthRun:
         groups: Mapping[str, str],
         *,
         skips: Collection[Kind],
-        work: Work,
+        throughput: Throughput,
+        guard: CountsSkips | None,
+        scale_logged: bool,
     ) -> None:
-        faults = Faults("TrainingHealth")
-        if skips:
-            _check_skips(trainer, module, faults)
-        self._measuring = Measuring(trainer, module, groups, faults)
-        faults.raise_if_any()
-        self._module, self._skips, self.work = module, skips, work
-        guards = [callback for callback in callbacks_of(trainer) if isinstance(callback, NonFiniteGuard)]
-        self._guard = guards[0] if guards else None
+        with Faults("TrainingHealth") as faults:
+            if skips:
+                _check_skips(trainer, module, faults)
+            self._measured = StepMeasurement(trainer, module, groups, faults)
+        self._module, self._skips, self.throughput = module, skips, throughput
+        self._guard, self._scale_logged = guard, scale_logged
         self._source = scale_source(trainer)
-        counted = self._source if self._guard is None else _Guarded(self._source, self._guard)
+        counted = self._source if guard is None else _Guarded(self._source, guard)
         self._count = None if counted is None else SkipCount(counted)
         self._automatic = module.automatic_optimization
-        self._early = bool(skips) or (self._automatic and not _keeps_bad_steps_back(trainer, self._source, guards))
-        self._steps, self._replayer, self._hooks = Steps(), Replayer(), SkipAwareHooks()
-        self._nonfinite = NonFiniteWatch()
+        self._early = bool(skips) or (self._automatic and not (guard or _skips_bad_steps(trainer, self._source)))
+        self._steps, self._replayer, self._hooks = StepTracker(), Replayer(), SkipAwareHooks()
+        self._nonfinite = NonFiniteClassifier()
         self._until_reading = self._batch_idx = self._steps_done = 0
         self._reading = self._in_window = False
         self._withheld_in_all = self._withheld_in_a_row = 0
@@ -77,39 +97,39 @@ class HealthRun:
     # ------------------------------------------------------------------ the step
 
     def batch_starts(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
-        """A training batch begins, and with it perhaps a step that is to be read."""
+        """A training batch begins, and with it perhaps a step that is to be measured."""
         self._steps.batch_starts(trainer)
         self._batch_idx, self.withheld = batch_idx, False
         if not self._in_window:
             self._in_window, self._reading = True, self._until_reading == 0
             self._early_values, self._early_events = None, []
             if self._reading:
-                self._measuring.begin()
+                self._measured.begin()
         if self._reading and self._guard is None:
             self._replayer.remember(trainer, batch, batch_idx)
-        self.work.batch_starts(batch)
+        self.throughput.batch_starts(batch)
 
     def backward(self, loss: Any) -> None:
         """A backward pass begins."""
         self._steps.backward()
         if self._reading:
-            self._measuring.add_loss(loss, self._source)
+            self._measured.add_loss(loss, self._source)
 
     def before_step(self, trainer: Trainer, optimizer: Optimizer, judge: Judge, lr_factor: float) -> None:
-        """An optimizer is about to step: take its gradients, and leave the step out if it is judged so."""
+        """An optimizer is about to step: measure its gradients, and withhold the step if ``judge`` finds an event."""
         if not self._steps.begins(trainer):
             return
         if self._automatic:
-            self.work.stop_counting()
+            self.throughput.stop_counting()
         if self._count is not None:
             self._count.before_step()
         if self._reading:
-            self._measuring.before_step(optimizer, self._source, lr_factor)
+            self._measured.before_step(optimizer, self._source, lr_factor)
             if self._early and self._early_values is None:
                 self._judge_early(trainer, optimizer, judge)
 
     def _judge_early(self, trainer: Trainer, optimizer: Optimizer, judge: Judge) -> None:
-        values = self._early_values = self._measuring.read(self._scale_values())
+        values = self._early_values = self._measured.read(self._scale_values())
         reading = self._reading_of(values)
         found = judge(reading)
         if self._automatic:
@@ -117,16 +137,16 @@ class HealthRun:
         bad = [event for event in self._early_events if event.is_alert and event.kind in self._skips]
         if found or bad:
             self.withheld = True
-            kept_back = partial(replace, severity="warning")  # what is not applied has done no harm
-            self._early_events = [kept_back(event) if event.is_alert else event for event in self._early_events]
+            applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
+            self._early_events = [applied_nothing(event) if event.is_alert else event for event in self._early_events]
             withhold(optimizer, scaled=unscales_in_step(optimizer, self._source))
             if not self._hooks.active:
                 self._hooks.install(trainer, self._module, lambda: self.withheld)
         self._early_events += found
 
     def batch_ends(self, trainer: Trainer, every_n_steps: int) -> tuple[Values, Reading, list[Event]] | None:
-        """A training batch is over: what was read of its step, what its alerts look at, and what was seen already."""
-        self.work.batch_ends()
+        """A training batch is over: the row of its step, the reading for the alerts, and the events found already."""
+        self.throughput.batch_ends()
         if not self._steps.batch_ends():
             return None
         self._in_window = False
@@ -146,11 +166,11 @@ class HealthRun:
         if not (self._early and self._automatic):
             events = [*self._nonfinite_events(trainer, reading), *events]
         self._replayer.forget()
-        return _row(values, self.work), reading, events
+        return _row(values, self.throughput), reading, events
 
     def _finish(self) -> Values:
-        self._measuring.after_step()
-        late = self._measuring.read({metric_names.LR: self._measuring.lr, **self._scale_values()}, self.work.take())
+        self._measured.after_step()
+        late = self._measured.read({metric_names.LR: self._measured.lr, **self._scale_values()}, self.throughput.take())
         values = {**(self._early_values or {}), **late}
         values[metric_names.SKIPPED_STEPS] = (values[metric_names.SKIPPED_STEPS] or 0.0) + self._withheld_in_all
         row = values[metric_names.SKIPPED_IN_A_ROW] or 0.0
@@ -192,24 +212,23 @@ class HealthRun:
         )
 
     def _nonfinite_events(self, trainer: Trainer, reading: Reading) -> list[Event]:
-        """What is to be told of a step that is not finite; a NonFiniteGuard tells it itself."""
-        trouble: Trouble | None = self._nonfinite.look(reading) if self._guard is None else None
-        if trouble is None:
+        """The event of a non-finite step; a NonFiniteGuard writes its own."""
+        step: NonFiniteStep | None = self._nonfinite.look(reading) if self._guard is None else None
+        if step is None:
             return []
-        blame = self._replayer.locate(trainer, self._module) if trouble.alert else Blame()
-        return [trouble.event(blame, batch_idx=self._batch_idx)]
+        diagnosis = self._replayer.locate(trainer, self._module) if step.alert else Diagnosis()
+        return [step.event(diagnosis, batch_idx=self._batch_idx)]
 
-    def logged(self, trainer: Trainer, values: Values) -> dict[str, float]:
-        """What of a reading goes to the loggers: what is known, once."""
-        twice = any(isinstance(callback, LossScaleMonitor) for callback in callbacks_of(trainer))
-        left_out = _SCALES if twice and values[metric_names.LOSS_SCALE] is not None else ()
+    def logged(self, values: Values) -> dict[str, float]:
+        """The known values, for the loggers, without those that a LossScaleMonitor logs already."""
+        left_out = _SCALES if self._scale_logged and values[metric_names.LOSS_SCALE] is not None else ()
         return {name: value for name, value in values.items() if value is not None and name not in left_out}
 
     def raised(self, error: NonFiniteError) -> list[Event]:
-        """What the plan has ended the run with."""
+        """The event of the error with which the plan has ended the run."""
         if self._guard is not None:
             return []
-        bad_loss = self._measuring.loss_is_bad()
+        bad_loss = self._measured.loss_is_bad()
         return [
             Event(
                 step=self._steps.step,
@@ -226,50 +245,32 @@ class HealthRun:
 
     # ------------------------------------------------------------------ the end
 
-    def give_back(self) -> None:
-        """Let schedulers and weight averages move again."""
-        self.work.stop_counting()
+    def close(self) -> None:
+        """Let schedulers and weight averages move again, and drop the batches."""
+        self.throughput.stop_counting()
         self._hooks.remove()
         self._replayer.forget()
 
 
-def _row(values: Values, work: Work) -> Values:
-    """A reading as it is written, every name in it, in one order."""
-    groups = sorted(name for name in values if name.startswith(f"{metric_names.GRAD_NORM}/"))
-    names = (
-        *(
-            metric_names.LOSS,
-            metric_names.GRAD_NORM,
-            *groups,
-            metric_names.PARAM_NORM,
-            metric_names.UPDATE_RATIO,
-            *_SCALES,
-            metric_names.LR,
-        ),
-        *(metric_names.TOKENS_PER_S, metric_names.SAMPLES_PER_S),
-    )
-    memory = (metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_RESERVED, metric_names.MEMORY_PEAK)
+def _row(values: Values, throughput: Throughput) -> Values:
+    """A reading as it is written: every name, always in the same order."""
     flops = values.get("flops_per_s")
-    mfu = flops / work.peak.flops_per_s if flops and work.peak is not None else None
-    return {
-        **{name: values.get(name) for name in names},
-        metric_names.MFU: mfu,
-        **{name: values.get(name) for name in memory},
-    }
+    mfu = flops / throughput.peak.flops_per_s if flops and throughput.peak is not None else None
+    groups = sorted(name for name in values if name.startswith(f"{metric_names.GRAD_NORM}/"))
+    names = (metric_names.LOSS, metric_names.GRAD_NORM, *groups, *_AFTER_GROUPS)
+    return {name: mfu if name == metric_names.MFU else values.get(name) for name in names}
 
 
-def _keeps_bad_steps_back(trainer: Trainer, source: ScaleSource | None, guards: Collection[NonFiniteGuard]) -> bool:
-    """Whether somebody else keeps a non-finite step from being applied."""
+def _skips_bad_steps(trainer: Trainer, source: ScaleSource | None) -> bool:
+    """Whether the precision plugin or its scaler skips a non-finite step."""
     plugin = trainer.precision_plugin
-    if isinstance(plugin, MixedPrecisionPlan):
+    if isinstance(plugin, PlanBase):
         return plugin.scaler is not None or plugin.policy.nonfinite.action != "ignore"
-    return source is not None or bool(guards)
+    return source is not None
 
 
 def _check_skips(trainer: Trainer, module: LightningModule, faults: Faults) -> None:
     """Note why a step cannot be left out."""
-    from lightning_mp.compat.lightning import DeepSpeedStrategy
-
     given = "an action 'skip'"
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         faults.add(
@@ -288,9 +289,9 @@ def _check_skips(trainer: Trainer, module: LightningModule, faults: Faults) -> N
 
 
 class _Guarded:
-    """The scale as its owner has it, and the skips that a NonFiniteGuard counts."""
+    """The run's loss scale, and the skips that a NonFiniteGuard counts."""
 
-    def __init__(self, source: ScaleSource | None, guard: NonFiniteGuard) -> None:
+    def __init__(self, source: ScaleSource | None, guard: CountsSkips) -> None:
         self._source, self._guard = source, guard
 
     def scale(self) -> Scale | None:

@@ -1,4 +1,4 @@
-"""Sums of squares by name, snapshots, and which parameters a group means: against torch's own norms."""
+"""SquareSums of squares by name, snapshots, and which parameters a group means: against torch's own norms."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_mp.errors import Faults
-from lightning_mp.monitor import norms
-from lightning_mp.monitor.norms import Snapshot, Sums, in_groups, named_parameters
-from lightning_mp.monitor.shards import Layout, Part
+from lightning_mp.monitor.health import norms
+from lightning_mp.monitor.health.norms import Snapshot, SquareSums, in_groups, named_parameters
+from lightning_mp.monitor.health.shards import Layout, Shard
 from lightning_mp.numerics.grad_norm import squares
 from support.models import Regression
 
 CPU = torch.device("cpu")
 
 
-def parts(*tensors: Tensor) -> list[Part]:
-    return [Part(tensor, ()) for tensor in tensors]
+def shards(*tensors: Tensor) -> list[Shard]:
+    return [Shard(tensor, ()) for tensor in tensors]
 
 
 def norm(*tensors: Tensor) -> float:
     return float(torch.cat([tensor.double().flatten() for tensor in tensors]).norm())
 
 
-def sums() -> Sums:
-    return Sums(CPU, [()])
+def sums() -> SquareSums:
+    return SquareSums(CPU, [()])
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([torch.float16, torch.bfloat16, torch.float64]))))
@@ -45,14 +45,14 @@ def test_a_half_precision_norm_is_taken_in_fp32() -> None:
 def test_each_name_has_the_norm_of_its_places() -> None:
     a, b, c = torch.randn(5), torch.randn(2, 3), torch.randn(4)
     found = sums()
-    found.add(parts(a, b, c), {"all": None, "ends": {0, 2}, "none": set()})
+    found.add(shards(a, b, c), {"all": None, "ends": {0, 2}, "none": set()})
     seen = {name: value.item() for name, value in found.norms().items()}
     assert seen == pytest.approx({"all": norm(a, b, c), "ends": norm(a, c), "none": 0.0}, rel=1e-6)
 
 
 def test_a_bad_value_stays_in_its_own_group() -> None:
     found = sums()
-    found.add(parts(torch.ones(4), torch.full((2,), float("nan"))), {"all": None, "fine": {0}})
+    found.add(shards(torch.ones(4), torch.full((2,), float("nan"))), {"all": None, "fine": {0}})
     seen = found.norms()
     assert seen["fine"].item() == 2.0
     assert seen["all"].isnan()
@@ -60,19 +60,19 @@ def test_a_bad_value_stays_in_its_own_group() -> None:
 
 def test_what_is_added_later_counts_too_and_a_divisor_divides() -> None:
     found = sums()
-    found.add(parts(torch.full((4,), 2.0**20)), {"all": None}, divisor=torch.tensor(2.0**20))
-    found.add(parts(torch.ones(5)), {"all": None})
+    found.add(shards(torch.full((4,), 2.0**20)), {"all": None}, divisor=torch.tensor(2.0**20))
+    found.add(shards(torch.ones(5)), {"all": None})
     assert found.norms()["all"].item() == 3.0
 
 
 def test_a_snapshot_tells_the_change_of_small_and_non_contiguous_parameters() -> None:
     now = [torch.randn(7, 5).t(), torch.randn(3), torch.empty(0), torch.randn(4).double()]
     before = [tensor.clone() for tensor in now]
-    found, snapshot = sums(), Snapshot(parts(*now))
+    found, snapshot = sums(), Snapshot(shards(*now))
     for tensor in now:
         tensor.add_(torch.randn_like(tensor))
     snapshot.add_before(found, "before")
-    snapshot.add_change(parts(*now), found, "change")
+    snapshot.add_change(shards(*now), found, "change")
     seen = {name: value.item() for name, value in found.norms().items()}
     change = [new - old for new, old in zip(now, before, strict=True)]
     assert seen == pytest.approx({"before": norm(*before), "change": norm(*change)}, rel=1e-5)
@@ -80,11 +80,11 @@ def test_a_snapshot_tells_the_change_of_small_and_non_contiguous_parameters() ->
 
 def test_of_a_large_parameter_pieces_from_all_of_it_are_kept() -> None:
     large = torch.randn(3 * norms.PIECES * norms.PIECE + 5)
-    found, snapshot = sums(), Snapshot(parts(large))
+    found, snapshot = sums(), Snapshot(shards(large))
     snapshot.add_before(found, "before")
     whole = norm(large)
     large.mul_(1.01)
-    snapshot.add_change(parts(large), found, "change")
+    snapshot.add_change(shards(large), found, "change")
     seen = {name: value.item() for name, value in found.norms().items()}
     assert seen["before"] == pytest.approx(whole / 3**0.5, rel=0.05)
     assert seen["change"] / seen["before"] == pytest.approx(0.01, rel=1e-3)

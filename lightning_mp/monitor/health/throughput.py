@@ -1,4 +1,4 @@
-"""How much a run works through, and how fast: samples, tokens, FLOPs and the time they took."""
+"""How much a run processes, and how fast: samples, tokens, FLOPs and the time they took."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_mp.compat.lightning import Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.monitor.flops import CountFlops
+from lightning_mp.monitor.health.flops import CountFlops
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.nested import tensors_in
 from lightning_mp.numerics.tf32 import has_tf32
@@ -22,8 +22,8 @@ Tokens = Callable[[Any], "int | Tensor"]
 
 
 @dataclass(slots=True)
-class Done:
-    """What one rank did since the last reading; ``tokens`` is ``None`` where batches hold none."""
+class Processed:
+    """What one rank has processed since the last reading; ``tokens`` is ``None`` where batches have none."""
 
     samples: int = 0
     tokens: Tensor | int | None = None
@@ -31,11 +31,11 @@ class Done:
     seconds: float = 0.0
 
 
-class Work:
-    """Counts what this rank works through, on the host; ``tokens(batch)`` says how many tokens a batch has.
+class Throughput:
+    """Counts what this rank processes, on the host; ``tokens(batch)`` is the number of tokens of a batch.
 
-    FLOPs are counted in the first batch, and later ones are taken to cost as much a token, or a sample where there are
-    no tokens.
+    FLOPs are counted in the first batch; later ones are assumed to cost as much per token, or per sample without
+    tokens.
     """
 
     def __init__(self, tokens: Tokens | None, peak_flops: float | None) -> None:
@@ -44,12 +44,12 @@ class Work:
         self._counter: CountFlops | None = None
         self._counted: tuple[float, Any, int] | None = None
         self._last: float | None = None
-        self._done = Done()
+        self._done = Processed()
         self._batch: tuple[Any, int] = (None, 0)
-        #: FLOP/s that this rank's device can do at most, and who says so
+        #: the peak FLOP/s of this rank's device, and its source
         self.peak: hardware.Peak | None = None
 
-    def starts(self, trainer: Trainer) -> None:
+    def start(self, trainer: Trainer) -> None:
         """Look the device's peak up."""
         if self._given_peak is not None:
             self.peak = hardware.Peak(float(self._given_peak), "given as peak_flops")
@@ -62,11 +62,11 @@ class Work:
             rank_zero_info(f"TrainingHealth: no peak FLOP/s known for {what}, so no MFU; peak_flops= gives one")
 
     def epoch_starts(self) -> None:
-        """What comes before its first batch (workers that start) is not the loop's time."""
+        """Time before the first batch (starting workers) does not count."""
         self._last = None
 
     def resumes(self) -> None:
-        """Something that is no training, a validation, is over."""
+        """Validation is over; its time does not count."""
         self._last = time.perf_counter()
 
     def batch_starts(self, batch: Any) -> None:
@@ -92,7 +92,7 @@ class Work:
             )
 
     def batch_ends(self) -> None:
-        """Add the batch to what was done."""
+        """Add the batch to what was processed."""
         self.stop_counting()
         now = time.perf_counter()
         done, (tokens, samples) = self._done, self._batch
@@ -103,9 +103,9 @@ class Work:
         done.flops += self._flops(tokens, samples)
         self._last = now
 
-    def take(self) -> Done:
-        """What was done since it was last taken."""
-        done, self._done = self._done, Done()
+    def take(self) -> Processed:
+        """What was processed since the last call."""
+        done, self._done = self._done, Processed()
         return done
 
     def _flops(self, tokens: Any, samples: int) -> float:
@@ -118,7 +118,7 @@ class Work:
 
 
 def default_tokens(batch: Any) -> int | None:
-    """The size of ``input_ids``, or of the first whole-numbered tensor of two dimensions; ``None`` without either."""
+    """The size of ``input_ids``, or of the first integer tensor with two dimensions; ``None`` without either."""
     if isinstance(batch, Tensor):
         return batch.numel() if batch.dim() == 2 and _whole(batch) else None
     if _is_mapping(batch):
@@ -142,7 +142,7 @@ def _is_mapping(batch: Any) -> bool:
 
 
 def _compute_dtype(trainer: Trainer) -> str | None:
-    """What most products of the run are computed in."""
+    """The dtype of most matrix products of the run."""
     plugin, precision = trainer.precision_plugin, str(trainer.precision)
     if isinstance(plugin, PlanBase):
         dtype: str | None = plugin.policy.compute_dtype

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from lightning_mp.monitor.memory import memory
+from lightning_mp.monitor.health.memory import memory
 
 CPU = torch.device("cpu")
 

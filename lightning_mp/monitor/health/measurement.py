@@ -1,4 +1,4 @@
-"""One reading in the making: what is collected on the device in the course of a step, and read at its end at once."""
+"""The measurement of one step: collected on the device in the course of the step, and read together at its end."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lightning_mp.compat.torch import takes_flag
 from lightning_mp.engines.sharded import flat_groups
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.memory import memory
-from lightning_mp.monitor.norms import Snapshot, Sums, in_groups, named_parameters
-from lightning_mp.monitor.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource, read_together
-from lightning_mp.monitor.shards import Layout, Part
-from lightning_mp.monitor.throughput import Done
+from lightning_mp.monitor.health.memory import memory
+from lightning_mp.monitor.health.norms import Snapshot, SquareSums, in_groups, named_parameters
+from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource, read_together
+from lightning_mp.monitor.health.shards import Layout, Shard
+from lightning_mp.monitor.health.throughput import Processed
 
 Values = dict[str, float | None]
 _CHANGE, _BEFORE, _SIZE = "change", "before", "size"
-#: what every rank tells about itself, in this order: its loss, its work, its memory
+#: what every rank reports about itself, in this order
 _COLUMNS = ("loss", "samples", "tokens", "flops", "seconds", "allocated", "reserved", "peak")
 
 
-class Measuring:
-    """Collects a step's numbers on the device of the run; ``read`` hands all of them to the host together."""
+class StepMeasurement:
+    """Collects a step's numbers on the device of the run; ``read`` copies all of them to the host together."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, groups: Mapping[str, str], faults: Faults) -> None:
         strategy = trainer.strategy
@@ -44,7 +44,7 @@ class Measuring:
         self.begin()
 
     def begin(self) -> None:
-        """A step that is to be read begins."""
+        """A step that is to be measured begins."""
         self._losses: list[Tensor] = []
         self._seen: set[int] = set()
         self._snapshot: Snapshot | None = None
@@ -62,7 +62,7 @@ class Measuring:
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer, source: ScaleSource | None, lr_factor: float) -> None:
-        """Take the gradients that ``optimizer`` is about to use, in true units, and weights before the first of all.
+        """Measure the unscaled gradients that ``optimizer`` is about to use, and the weights before the first step.
 
         Of an optimizer that steps several times in a batch the first step counts.
         """
@@ -77,29 +77,29 @@ class Measuring:
         elif self._seen:
             return
         self._seen.update(map(id, parameters.values()))
-        parts = [self._layout.gradient(parameter) for parameter in parameters.values()]
-        self._sums.add_size(parts, _SIZE)
+        shards = [self._layout.gradient(parameter) for parameter in parameters.values()]
+        self._sums.add_size(shards, _SIZE)
         wanted = {
             f"{metric_names.GRAD_NORM}/{group}": {place for place, name in enumerate(parameters) if name in members}
             for group, members in self._groups.items()
         }
         self._sums.add(
-            parts, {metric_names.GRAD_NORM: None, **wanted}, divisor=_divisor(optimizer, source, self._layout)
+            shards, {metric_names.GRAD_NORM: None, **wanted}, divisor=_divisor(optimizer, source, self._layout)
         )
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Take the parameters as they are now, and how far they have moved since before the step."""
+        """Measure the parameters as they are now, and how far the step has moved them."""
         assert self._snapshot is not None, "before_step() comes first"
-        parts = self._parameters()
-        self._snapshot.add_change(parts, self._sums, _CHANGE)
-        self._sums.add(parts, {metric_names.PARAM_NORM: None})
+        shards = self._parameters()
+        self._snapshot.add_change(shards, self._sums, _CHANGE)
+        self._sums.add(shards, {metric_names.PARAM_NORM: None})
         self._snapshot = None
 
-    def read(self, others: Mapping[str, Number | None], done: Done | None = None) -> Values:
-        """Everything taken since the last read, and ``others``, in one host read; every rank gets the same numbers.
+    def read(self, others: Mapping[str, Number | None], done: Processed | None = None) -> Values:
+        """Everything measured since the last read, and ``others``, in one host read; every rank gets the same numbers.
 
-        ``done`` is what this rank worked through; without it, memory is not looked at either.
+        ``done`` is what this rank has processed; without it, memory is not read either.
         """
         norms, self._sums = self._sums.norms(), self._no_sums()
         mine = dict(zip(_COLUMNS, self._mine(done), strict=True))
@@ -112,7 +112,7 @@ class Measuring:
         change = read.pop(_CHANGE, None)
         if change is not None and self._norm_before:
             read[metric_names.UPDATE_RATIO] = change / self._norm_before
-        if read.pop(_SIZE, None) == 0.0:  # somebody has dropped the step already
+        if read.pop(_SIZE, None) == 0.0:  # the step was dropped already
             read = {name: None if name.startswith(metric_names.GRAD_NORM) else value for name, value in read.items()}
         return {**read, **self._over_ranks(rows)}
 
@@ -120,14 +120,14 @@ class Measuring:
         """Whether a loss of the step at hand is not finite on this rank; a host read."""
         return bool(self._losses) and not bool(torch.isfinite(torch.stack(self._losses)).all())
 
-    def _parameters(self) -> list[Part]:
+    def _parameters(self) -> list[Shard]:
         return [self._layout.parameter(parameter) for parameter in self._trained.values()]
 
-    def _no_sums(self) -> Sums:
-        return Sums(self._device, self._order)
+    def _no_sums(self) -> SquareSums:
+        return SquareSums(self._device, self._order)
 
-    def _mine(self, done: Done | None) -> list[Number | None]:
-        """What this rank tells about itself, in the order of the columns."""
+    def _mine(self, done: Processed | None) -> list[Number | None]:
+        """What this rank reports about itself, in the order of the columns."""
         loss = torch.stack(self._losses).sum() if self._losses else None
         if loss is not None and self._accumulates:
             loss = loss * (self._accumulates / len(self._losses))
@@ -136,7 +136,7 @@ class Measuring:
         return [loss, done.samples, done.tokens, done.flops, done.seconds, *memory(self._device)]
 
     def _table(self, mine: Sequence[Number | None]) -> Tensor:
-        """A row a rank: (world, len(_COLUMNS)), the same on every rank."""
+        """One row per rank, shape (world, len(_COLUMNS)), the same on every rank."""
         known = [math.nan if value is None or isinstance(value, Tensor) else float(value) for value in mine]
         row = torch.tensor(known, dtype=torch.float32)
         if self._device.type == "cuda":
@@ -176,7 +176,7 @@ def _largest(values: Sequence[float]) -> float | None:
 
 
 def unscales_in_step(optimizer: Optimizer, source: ScaleSource | None) -> bool:
-    """Whether torch's scaler leaves dividing by the scale to the optimizer (a fused one), as stock Lightning has it."""
+    """Whether torch's scaler leaves unscaling to the (fused) optimizer, as under stock Lightning."""
     return isinstance(source, StockSource) and takes_flag(optimizer)
 
 

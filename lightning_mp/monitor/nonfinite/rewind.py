@@ -1,4 +1,4 @@
-"""Back to the last good checkpoint in the middle of a run, while loops and data go on."""
+"""Loads the last good checkpoint in the middle of a run, while loops and data continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_mp.numerics import nonfinite
 
 
 def check(trainer: Trainer, faults: Faults) -> None:
-    """Note it where the Trainer will write no checkpoint that could be gone back to."""
+    """Add a fault if the Trainer writes no checkpoint to go back to."""
     if not any(not callback.save_weights_only for callback in _writers(trainer)):
         faults.add(
             "on_trip='rewind' without a ModelCheckpoint that saves optimizer states",
@@ -29,7 +29,7 @@ class Checkpoints:
         self._seen: set[str] = set()
 
     def note(self, trainer: Trainer) -> None:
-        """Take notice of what was written since: a callback without ``monitor`` knows its last one only."""
+        """Note what was written since the last call: a callback without ``monitor`` knows its last one only."""
         for callback in (writer for writer in _writers(trainer) if not writer.save_weights_only):
             last = last_saved(callback)
             self._seen |= {last, callback.best_model_path, callback.last_model_path, *callback.best_k_models}
@@ -37,7 +37,7 @@ class Checkpoints:
     def rewind(self, trainer: Trainer) -> str | None:
         """Load the newest one with finite weights: weights, optimizers, schedulers and the precision's state.
 
-        ``trainer.global_step``, loops, data and callbacks go on from where they are. Every rank has to call it. The
+        ``trainer.global_step``, loops, data and callbacks continue from where they are. Every rank has to call it. The
         path, or ``None`` where there is no such checkpoint; weights then are those of the oldest.
         """
         self.note(trainer)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.errors import Faults
 from lightning_mp.modules import checkpointing
-from lightning_mp.monitor.flops import CountFlops
+from lightning_mp.monitor.health.flops import CountFlops
 from lightning_mp.policy import Checkpointing
 from support.language import LENGTH, VOCABULARY, WIDTH, gpt2
 

@@ -1,4 +1,4 @@
-"""Where a loss scale stands and how many steps it skipped, read off whoever keeps it, without waiting for the device.
+"""The loss scale and the skipped steps of a run, from a plan, torch's scaler or DeepSpeed, without a host read.
 
 Every number is a Python one where the host knows it, else a device scalar, so that all can be read together.
 """
@@ -22,7 +22,7 @@ Number = Tensor | float
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A loss scale as it stands; ``hysteresis`` is ``None`` for a rule without, ``floor`` 0 where there is none."""
+    """A loss scale; ``hysteresis`` is ``None`` for a rule without it, ``floor`` 0 where there is none."""
 
     scale: Number
     growth_tracker: Number
@@ -31,10 +31,10 @@ class Scale:
 
 
 class ScaleSource(Protocol):
-    """Whoever keeps a loss scale, or skips steps without one."""
+    """The object that has the loss scale, or skips steps without one."""
 
     def scale(self) -> Scale | None:
-        """Where the scale stands; ``None`` without one."""
+        """The scale now; ``None`` without one."""
         ...
 
     def before_step(self) -> None:

@@ -1,14 +1,14 @@
-"""Which non-finite steps are worth an event, and which of them need a module named."""
+"""Which non-finite steps get an event, and which of them need a diagnosis."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-from lightning_mp.monitor import nonfinite_messages as words
 from lightning_mp.monitor.alerts import Reading
 from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.replay import Blame
+from lightning_mp.monitor.nonfinite import messages
+from lightning_mp.monitor.nonfinite.replay import Diagnosis
 
 #: A scale that is being searched for overflows this many times in a row at most, from torch's 65,536 on (measured on
 #: small GPT-2 and MLP runs), and is found above the scale which that leads to.
@@ -18,8 +18,8 @@ FOUND_AFTER, FOUND_SKIPS = 10, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """A non-finite step that is to be told; ``alert`` asks for the rank, the module and the parameter."""
+class NonFiniteStep:
+    """A non-finite step that gets an event; an ``alert`` also gets rank, module and parameter."""
 
     step: int
     bad_loss: bool
@@ -28,13 +28,13 @@ class Trouble:
     scale: float | None
     applied: bool
 
-    def event(self, blame: Blame, *, batch_idx: int) -> Event:
-        """The event, with what was found out about it."""
+    def event(self, diagnosis: Diagnosis, *, batch_idx: int) -> Event:
+        """The event, with the diagnosis."""
         if not self.alert:
             assert self.scale is not None, "only a loss scale makes an overflow ordinary"
-            return words.overflow(blame, step=self.step, scale=self.scale)
-        event = words.tripped(
-            blame,
+            return messages.overflow_event(diagnosis, step=self.step, scale=self.scale)
+        event = messages.bad_step_event(
+            diagnosis,
             step=self.step,
             bad_loss=self.bad_loss,
             action="log",
@@ -49,31 +49,31 @@ class Trouble:
         return replace(event, severity="error" if self.applied else "warning", evidence=evidence)
 
 
-class NonFiniteWatch:
-    """Tells ordinary overflows from trouble, and one trouble from the next.
+class NonFiniteClassifier:
+    """Tells ordinary overflows from problems.
 
     Under loss scaling an overflow with a finite loss is ordinary until the scale can fall no lower or more come in a
-    row than the search for a scale needs. Trouble that lasts is told once.
+    row than the search for a scale needs. A problem that lasts is reported once.
     """
 
     def __init__(self) -> None:
         self._in_a_row = self._applied = 0
-        self._told = False
+        self._reported = False
 
-    def look(self, reading: Reading) -> Trouble | None:
-        """What is to be told of a step."""
+    def look(self, reading: Reading) -> NonFiniteStep | None:
+        """The step, if it is non-finite and not reported yet."""
         bad_loss = reading.loss is not None and not math.isfinite(reading.loss)
         bad_gradient = reading.grad_norm is not None and not math.isfinite(reading.grad_norm)
         if not (bad_loss or bad_gradient):
             self._applied += not reading.skipped
-            self._in_a_row, self._told = 0, False
+            self._in_a_row, self._reported = 0, False
             return None
         self._in_a_row = max(self._in_a_row + 1, reading.skips_in_a_row)
         alert = bad_loss or reading.loss_scale is None or reading.scale_at_floor or self._too_many(reading.loss_scale)
-        if alert and self._told:
+        if alert and self._reported:
             return None
-        self._told = alert
-        return Trouble(reading.step, bad_loss, alert, self._in_a_row, reading.loss_scale, not reading.skipped)
+        self._reported = alert
+        return NonFiniteStep(reading.step, bad_loss, alert, self._in_a_row, reading.loss_scale, not reading.skipped)
 
     def _too_many(self, scale: float) -> bool:
         if self._applied >= FOUND_AFTER:

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mp import MixedPrecisionPlan, PlanError
-from lightning_mp.monitor.run_files import open_folder, write_run
 from lightning_mp.monitor.run_folder import RunFolder
+from lightning_mp.monitor.run_log import open_folder, write_run
 from support.models import Regression, batches
 from support.running import fit
 
@@ -64,7 +64,7 @@ def test_a_second_fit_of_a_trainer_goes_on_and_another_trainer_starts_over(tmp_p
 
 def test_two_of_one_kind_in_one_folder_are_refused(tmp_path: Path) -> None:
     callbacks = [Writes(tmp_path), Writes(tmp_path)]
-    with pytest.raises(PlanError, match="give each run a run_dir of its own"):
+    with pytest.raises(PlanError, match="Give each run a run_dir of its own"):
         fit(Regression(), callbacks=callbacks, max_steps=1)
     for callback in callbacks:
         callback.teardown()

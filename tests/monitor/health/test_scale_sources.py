@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.amp import GradScaler
 
 from lightning_mp import LossScaling
-from lightning_mp.monitor.scale_sources import (
+from lightning_mp.monitor.health.scale_sources import (
     DeepSpeedSource,
     PlanSource,
     ScaleSource,

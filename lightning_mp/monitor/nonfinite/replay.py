@@ -1,4 +1,4 @@
-"""One batch again, forward and backward, to see on which rank and in which module a non-finite value was born."""
+"""Runs a batch again, forward and backward, to find the rank and the module where a non-finite value first appeared."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from lightning_mp.compat.lightning import (
     step_inputs,
 )
 from lightning_mp.compat.torch import drop_unsharded_gradients
-from lightning_mp.engines import diagnosis
+from lightning_mp.engines.diagnosis import Found, first_bad_rank
 from lightning_mp.modules.patterns import plain_name
-from lightning_mp.monitor.preserve import untouched
+from lightning_mp.monitor.side_run import loss_of, untouched
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import RngState, rng_state, set_rng_state
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class Diagnosis:
     """Where a non-finite value came from; the same on every rank.
 
     ``rank`` is the one whose own loss or gradients were bad, before they were summed over ranks; ``origin`` the module
     and parameter on it; ``bad_loss`` whether its loss was non-finite already; ``batch_idx`` the batch, under gradient
-    accumulation the first bad one of the window. Each is ``None`` where it could not be told; ``note`` says why.
+    accumulation the first bad one of the window. Each is ``None`` where it is not known; ``note`` says why.
     """
 
     rank: int | None = None
@@ -61,8 +61,8 @@ class Blame:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A batch as ``training_step`` got it, and what else decides what came of it.
+class KeptBatch:
+    """A batch as ``training_step`` got it, with everything else that decides its result.
 
     ``scale`` is the loss scale of its backward pass, a device scalar, ``None`` without loss scaling; ``numbers`` are
     the LightningModule's own (counters), ``lengths`` those of its lists.
@@ -84,12 +84,12 @@ class Replayer:
     """
 
     def __init__(self) -> None:
-        self._window: list[Kept] = []
+        self._window: list[KeptBatch] = []
 
     def remember(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
-        """Keep what is needed to run this batch again; to be called in ``on_train_batch_start``.
+        """Keep what is needed to run this batch again; call it in ``on_train_batch_start``.
 
-        It costs a few small copies on the host, and never waits for the device.
+        It costs a few small copies on the host, and never synchronises with the device.
         """
         module = trainer.lightning_module
         if not module.automatic_optimization or batch_idx % trainer.accumulate_grad_batches == 0:
@@ -99,7 +99,7 @@ class Replayer:
         device = trainer.strategy.root_device
         attributes = vars(module).items()
         self._window.append(
-            Kept(
+            KeptBatch(
                 _same_containers(batch),
                 batch_idx,
                 trainer.global_step,
@@ -111,15 +111,15 @@ class Replayer:
         )
 
     def forget(self) -> None:
-        """Let go of the batches."""
+        """Drop the batches."""
         self._window.clear()
 
-    def kept(self, batch_idx: int | None) -> Kept | None:
-        """The batch of that index, as far as it is still kept; the last one for ``None``."""
+    def kept(self, batch_idx: int | None) -> KeptBatch | None:
+        """The batch of that index, if it is still kept; the last one for ``None``."""
         found = [kept for kept in self._window if batch_idx in (None, kept.batch_idx)]
         return found[-1] if found else None
 
-    def locate(self, trainer: Trainer, pl_module: LightningModule, *, loss: Tensor | None = None) -> Blame:
+    def locate(self, trainer: Trainer, pl_module: LightningModule, *, loss: Tensor | None = None) -> Diagnosis:
         """Run the batches of the window again, one after the other, until one is bad; every rank has to call it.
 
         Call it between the backward pass and the next batch; under manual optimization outside of ``training_step``.
@@ -132,9 +132,9 @@ class Replayer:
         notes = ["under ZeRO-3 only the forward is run again"] if _forward_only(trainer.strategy) else []
         for kept in self._window:
             mine = _replayed(trainer, pl_module, kept, notes)
-            rank, (origin, bad_loss) = diagnosis.first_bad_rank(mine, distributed=distributed)
+            rank, (origin, bad_loss) = first_bad_rank(mine, distributed=distributed)
             if origin is not None or bad_loss:
-                return Blame(rank, origin, bad_loss, kept.batch_idx)
+                return Diagnosis(rank, origin, bad_loss, kept.batch_idx)
         return _without_replay(pl_module, loss, self._window, notes, distributed=distributed)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Replayer:
 # ---------------------------------------------------------------------- one replay
 
 
-def _replayed(trainer: Trainer, module: LightningModule, kept: Kept, notes: list[str]) -> diagnosis.Found:
+def _replayed(trainer: Trainer, module: LightningModule, kept: KeptBatch, notes: list[str]) -> Found:
     backward = not _forward_only(trainer.strategy)
     losses: list[Tensor] = []
 
@@ -164,7 +164,7 @@ def _replayed(trainer: Trainer, module: LightningModule, kept: Kept, notes: list
     return (None if origin is None else _plainly_named(origin)), bad_loss
 
 
-def _step(trainer: Trainer, module: LightningModule, kept: Kept, losses: list[Tensor], *, backward: bool) -> None:
+def _step(trainer: Trainer, module: LightningModule, kept: KeptBatch, losses: list[Tensor], *, backward: bool) -> None:
     """``training_step`` and the backward pass of its loss; every loss goes to ``losses``."""
     strategy, whole = trainer.strategy, _holds_whole_weights(trainer.strategy)
 
@@ -190,7 +190,7 @@ def _step(trainer: Trainer, module: LightningModule, kept: Kept, losses: list[Te
         else:
             output = strategy.training_step(*inputs)
     if module.automatic_optimization:
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        loss = loss_of(output)
         if loss is not None:
             run_backward(loss / trainer.accumulate_grad_batches)
 
@@ -224,17 +224,15 @@ def _hold_steps(trainer: Trainer, stack: ExitStack, backward: Any) -> None:
         _shadow(stack, config.scheduler, "step", lambda *_args, **_kwargs: None)
 
 
-# ---------------------------------------------------------------------- leaving no trace
+# ---------------------------------------------------------------------- restoring everything
 
 
 @contextmanager
-def _aside(trainer: Trainer, module: LightningModule, kept: Kept) -> Generator[None, None, None]:
-    """Within, ``module`` may be run with what decided ``kept``; afterwards nobody can tell that it was."""
+def _aside(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Generator[None, None, None]:
+    """Within, ``module`` is in the state in which it ran ``kept``; afterwards everything is as before."""
     device = trainer.strategy.root_device
-    before = rng_state(device)
     with ExitStack() as stack:
-        stack.callback(set_rng_state, before, device)
-        stack.enter_context(untouched(module))
+        stack.enter_context(untouched(module, device))
         stack.enter_context(_own_gradients(module))
         for name in ("log", "log_dict"):
             _shadow(stack, module, name, lambda *_args, **_kwargs: None)
@@ -291,7 +289,7 @@ def _shadow(stack: ExitStack, owner: Any, name: str, stand_in: Any) -> None:
     values[name] = stand_in
 
 
-# ---------------------------------------------------------------------- what is kept, and what is left to say
+# ---------------------------------------------------------------------- what is kept, and a diagnosis without a replay
 
 
 def _steps_done(trainer: Trainer) -> Any:
@@ -326,13 +324,13 @@ def _plainly_named(origin: Origin) -> Origin:
 
 
 def _without_replay(
-    module: nn.Module, loss: Tensor | None, window: list[Kept], notes: list[str], *, distributed: bool
-) -> Blame:
+    module: nn.Module, loss: Tensor | None, window: list[KeptBatch], notes: list[str], *, distributed: bool
+) -> Diagnosis:
     """What weights and gradients say; those may have come from any rank, so that only a bad loss names one."""
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
     origin = nonfinite.from_parameters(module) or nonfinite.from_gradients(module)
     origin = None if origin is None else _plainly_named(origin)
-    rank, (found, any_bad_loss) = diagnosis.first_bad_rank((origin, bad_loss), distributed=distributed)
+    rank, (found, any_bad_loss) = first_bad_rank((origin, bad_loss), distributed=distributed)
     note = "; ".join(notes) or "run again, no batch of the window was non-finite by itself"
     known = window[0].batch_idx if len(window) == 1 else None
-    return Blame(rank if any_bad_loss or not distributed else None, found, any_bad_loss, known, note)
+    return Diagnosis(rank if any_bad_loss or not distributed else None, found, any_bad_loss, known, note)

@@ -1,6 +1,6 @@
-"""Norms of a step: of gradients, of parameters, and of what the step changed, wherever their parts lie.
+"""Norms of a step: of gradients, of parameters, and of what the step changed, whole or sharded.
 
-Everything stays on the device. Sums of squares of local parts are collected first and added over ranks together.
+Everything stays on the device. Squares of local shards are summed first, and then over ranks together.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 from lightning_mp.errors import Faults
 from lightning_mp.modules.patterns import matches, no_match, plain_name
-from lightning_mp.monitor.shards import Part
+from lightning_mp.monitor.health.shards import Shard
 from lightning_mp.numerics.grad_norm import Groups, squares
 
-#: of a parameter's local part with more elements than the product, so many evenly spaced pieces of so many elements are
-#: kept for the update ratio
+#: of a larger local shard, so many evenly spaced pieces of so many elements are copied for the update ratio
 PIECES, PIECE = 16, 1024
 
 
-class Sums:
-    """Sums of squares by name, to be added over ranks in one all-reduce for each set of process groups."""
+class SquareSums:
+    """SquareSums of squares by name, to be added over ranks in one all-reduce for each set of process groups."""
 
     def __init__(self, device: torch.device, order: Iterable[Groups]) -> None:
         """``order`` is that of the all-reduces, which has to be the same on every rank."""
@@ -30,26 +29,29 @@ class Sums:
         self._sums: dict[Groups, dict[str, Tensor]] = {groups: {} for groups in order}
 
     def add(
-        self, parts: Sequence[Part], names: Mapping[str, Collection[int] | None], divisor: Tensor | float | None = None
+        self,
+        shards: Sequence[Shard],
+        names: Mapping[str, Collection[int] | None],
+        divisor: Tensor | float | None = None,
     ) -> None:
-        """Add the squares of ``parts`` (over ``divisor``) under each name, or of those at the name's places alone.
+        """Add the squares of ``shards`` (over ``divisor``) under each name, or of those at the name's places alone.
 
-        Every rank has to add parts with the same process groups under the same names.
+        Every rank has to add shards with the same process groups under the same names.
         """
-        values = squares([part.tensor for part in parts], self._device)
+        values = squares([shard.tensor for shard in shards], self._device)
         if divisor is not None:
             values = (values.sqrt() / divisor).square()  # a scale's square may be past fp32
-        for groups in dict.fromkeys(part.groups for part in parts):
-            places = {place for place, part in enumerate(parts) if part.groups == groups}
+        for groups in dict.fromkeys(shard.groups for shard in shards):
+            places = {place for place, shard in enumerate(shards) if shard.groups == groups}
             sums = self._sums.setdefault(groups, {})
             for name, wanted in names.items():
                 value = _sum_at(values, places if wanted is None else places.intersection(wanted))
                 sums[name] = sums[name] + value if name in sums else value
 
-    def add_size(self, parts: Sequence[Part], name: str) -> None:
-        """Add as much under ``name`` as there are elements: 0 where no rank has any."""
-        for groups in dict.fromkeys(part.groups for part in parts):
-            size = sum(part.tensor.numel() for part in parts if part.groups == groups)
+    def add_size(self, shards: Sequence[Shard], name: str) -> None:
+        """Add the number of elements under ``name``: 0 where no rank has any."""
+        for groups in dict.fromkeys(shard.groups for shard in shards):
+            size = sum(shard.tensor.numel() for shard in shards if shard.groups == groups)
             value = torch.full((), float(size), dtype=torch.float32, device=self._device)
             sums = self._sums.setdefault(groups, {})
             sums[name] = sums[name] + value if name in sums else value
@@ -77,28 +79,28 @@ def _sum_at(values: Tensor, places: Collection[int]) -> Tensor:
 class Snapshot:
     """The parameters before a step: all of a small one, evenly spaced pieces of a large one."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._before = _copied(parts)
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._before = _copied(shards)
 
-    def add_before(self, sums: Sums, name: str) -> None:
+    def add_before(self, sums: SquareSums, name: str) -> None:
         """Add the squares of the parameters as they were."""
         sums.add(list(self._before.values()), {name: None})
 
-    def add_change(self, parts: Sequence[Part], sums: Sums, name: str) -> None:
-        """Add the squares of what has changed in ``parts`` since."""
-        now = _copied(parts)
-        for kind, part in now.items():
-            part.tensor.sub_(self._before[kind].tensor)
+    def add_change(self, shards: Sequence[Shard], sums: SquareSums, name: str) -> None:
+        """Add the squares of what has changed in ``shards`` since."""
+        now = _copied(shards)
+        for kind, shard in now.items():
+            shard.tensor.sub_(self._before[kind].tensor)
         sums.add(list(now.values()), {name: None})
 
 
-def _copied(parts: Sequence[Part]) -> dict[object, Part]:
+def _copied(shards: Sequence[Shard]) -> dict[object, Shard]:
     """Copies of the parameters, those of a kind behind each other in one tensor."""
     found: dict[tuple[Groups, torch.dtype, torch.device, int], list[Tensor]] = {}
-    for tensor, groups in parts:
+    for tensor, groups in shards:
         some = _some(tensor)
         found.setdefault((groups, tensor.dtype, tensor.device, some.dim()), []).append(some)
-    return {kind: Part(torch.cat(members), kind[0]) for kind, members in found.items()}
+    return {kind: Shard(torch.cat(members), kind[0]) for kind, members in found.items()}
 
 
 def _some(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How much memory a run holds, as its device or, on a CPU, the operating system counts it; never waits for a device."""
+"""The memory a run uses, from its device or, on a CPU, the operating system; never synchronises with a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class Memory(NamedTuple):
-    """GiB in use, held by the caching allocator, and in use at most so far; ``None`` where nobody counts it."""
+    """GiB in use, reserved by the caching allocator, and the peak in use so far; ``None`` where it is not counted."""
 
     allocated: float | None
     reserved: float | None
@@ -21,7 +21,7 @@ class Memory(NamedTuple):
 
 
 def memory(device: torch.device) -> Memory:
-    """What ``device`` holds for this process; on a CPU the process's resident memory, which also counts its code."""
+    """The memory of this process on ``device``; on a CPU its resident memory, which includes code."""
     if device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         return Memory(allocated / GIB, reserved / GIB, torch.cuda.max_memory_allocated(device) / GIB)

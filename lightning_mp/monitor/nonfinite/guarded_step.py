@@ -21,7 +21,7 @@ FLOOR = 1.0
 
 
 class GuardedStep(Protocol):
-    """What the guard asks in the course of a step; every rank asks, and all get the same answers."""
+    """What the guard calls in the course of a step; every rank calls it, and all get the same answers."""
 
     #: an engine decides and steps; it is known afterwards what it did
     steps_by_itself: bool
@@ -55,18 +55,18 @@ def guarded_step(trainer: Trainer, faults: Faults) -> GuardedStep:
     """What fits the Trainer's optimizers, which exist only once training starts.
 
     Raises:
-        PlanError: an optimizer whose step nobody can leave out.
+        PlanError: an optimizer whose step cannot be skipped from outside.
     """
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, Optimizer) and optimizer_facts.calls_closure_again(optimizer):
             faults.add(
                 f"{type(optimizer).__name__}, which moves weights between two evaluations of its closure",
-                "an optimizer whose step can be left out as a whole",
+                "an optimizer that evaluates its closure once a step",
                 "use AdamW or SGD, or MixedPrecisionPlan(nonfinite='skip'), which undoes such a step from a copy",
             )
         elif not isinstance(optimizer, Optimizer) and not hasattr(optimizer, "averaged_gradients"):
             faults.add(
-                f"DeepSpeed's {type(optimizer).__name__}, whose gradients nobody else sees",
+                f"DeepSpeed's {type(optimizer).__name__}, whose gradients only DeepSpeed sees",
                 "ZeRO stage 1, 2 or 3, or stage 0 in fp32",
                 "use stage 1, or MixedPrecisionPlan with strategy='mp_deepspeed_zero1'",
             )
@@ -76,7 +76,7 @@ def guarded_step(trainer: Trainer, faults: Faults) -> GuardedStep:
 
 
 class _Losses:
-    """The losses of the open window, and one flag on the device for all of them."""
+    """The losses of the open accumulation window, and one flag on the device for all of them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._distributed = trainer.world_size > 1

@@ -1,4 +1,4 @@
-"""All rules together, in the order in which their events are told."""
+"""All rules together, in the order in which their events are reported."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Alerts:
     def look(self, reading: Reading, *, only: Collection[Kind] | None = None) -> list[Event]:
         """The events that begin in ``reading``; rank, module and action are for the caller to fill in.
 
-        ``only`` asks some rules. A rule judges a step once: asked again in the same step it says nothing, so that some
-        can be asked before the optimizer's step and the rest after it.
+        ``only`` restricts it to rules of those kinds. A rule judges a step once, so that some rules can be asked before
+        the optimizer's step and the rest after it.
         """
         asked = [rule for rule in self.rules if only is None or rule.kind in only]
         events = [rule.look(reading) for rule in asked]
@@ -52,6 +52,6 @@ class Alerts:
         return {rule.kind: rule.state_dict() for rule in self.rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; a rule that the state does not know begins anew."""
+        """Continue from ``state``; a rule that is not in it starts afresh."""
         for rule in self.rules:
             rule.load_state_dict(state.get(rule.kind, {}))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.monitor.preserve import untouched
+from lightning_mp.monitor.side_run import untouched
 
 
 class Keeps(nn.Module):
@@ -71,7 +71,7 @@ def test_all_is_as_before(change: str, gradient: float | None, fails: bool) -> N
         module.weight.grad = torch.full((2,), gradient)
     items, total, (tensors, others) = module.items, module.total, _all(module)
     try:
-        with untouched(module):
+        with untouched(module, torch.device("cpu")):
             CHANGES[change](module)
             if fails:
                 raise KeyError("planned")
@@ -86,6 +86,6 @@ def test_all_is_as_before(change: str, gradient: float | None, fails: bool) -> N
 def test_a_backward_pass_within_begins_without_gradients() -> None:
     module = Keeps()
     module.weight.grad = torch.full((2,), 7.0)
-    with untouched(module):
+    with untouched(module, torch.device("cpu")):
         (module.weight * 3).sum().backward()
         assert torch.equal(module.weight.grad, torch.full((2,), 3.0))

@@ -1,4 +1,4 @@
-"""A bad batch on disk: what ``training_step`` got, where the generators stood before it, and how to run it again."""
+"""A bad batch on disk: what ``training_step`` got, the generators' state before it, and how to run it again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_mp.compat.lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.replay import Blame, Kept
+from lightning_mp.monitor.nonfinite.replay import Diagnosis, KeptBatch
+from lightning_mp.monitor.side_run import loss_of, step_output
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nested import map_tensors
 from lightning_mp.numerics.nonfinite import Origin
@@ -37,13 +38,13 @@ class SavedBatches:
         place, self._left = trainer.strategy.broadcast((str(run_folder), left))
         self._folder, self._rank = Path(place, FOLDER), trainer.global_rank
 
-    def next_name(self, blame: Blame, step: int) -> str | None:
+    def next_name(self, diagnosis: Diagnosis, step: int) -> str | None:
         """What will be written, seen from the run folder, the same on every rank; ``None`` if nothing will."""
         if self._left <= 0:
             return None
-        return f"{FOLDER}/{_name(step, '*' if blame.rank is None else blame.rank)}"
+        return f"{FOLDER}/{_name(step, '*' if diagnosis.rank is None else diagnosis.rank)}"
 
-    def save(self, kept: Kept | None, event: Event) -> None:
+    def save(self, kept: KeptBatch | None, event: Event) -> None:
         """Write one on the rank that had it, on every rank if that is not known: a dict of tensors and plain values.
 
         ``batch`` (inputs and targets as ``training_step`` got them, on the CPU), ``batch_idx``, ``step``, ``rank``,
@@ -78,11 +79,11 @@ def replay_saved(
     *,
     weights_only: bool = True,
 ) -> tuple[Tensor | None, Origin | None]:
-    """Run a saved batch through ``module`` again: its loss, and where a non-finite value was born.
+    """Run a saved batch through ``module`` again: its loss, and where a non-finite value first appeared.
 
     ``module`` holds the weights to run with (the file has none), on the device to run on; ``context`` is what the run's
-    precision computed in, ``torch.autocast("cuda", torch.bfloat16)`` for ``bf16-mixed``, ``nullcontext()`` for
-    ``32-true``. Gradients are left in the parameters, the generators where the step left them.
+    precision computed in: ``torch.autocast("cuda", torch.bfloat16)`` for ``bf16-mixed``, ``nullcontext()`` for
+    ``32-true``. Gradients stay in the parameters, and the generators advance as in the step.
     """
     saved = torch.load(path, map_location="cpu", weights_only=weights_only)
     device = next(module.parameters()).device
@@ -92,8 +93,7 @@ def replay_saved(
 
     def run() -> Tensor | None:
         with context:
-            output: Any = module.training_step(batch, saved["batch_idx"])
-        loss = output["loss"] if isinstance(output, dict) else output
+            loss: Tensor | None = loss_of(step_output(module, batch, saved["batch_idx"]))
         if loss is not None:
             losses.append(loss.detach())
             (loss.float() * (saved["loss_scale"] or 1.0)).backward()

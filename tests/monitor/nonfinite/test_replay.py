@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaling
-from lightning_mp.monitor.replay import Blame, Replayer
+from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 from support.manual import Pair
 from support.models import Regression, same_weights, weights
 from support.nonfinite import BAD, FAULTS, STOCK, Breaks, Remembers
@@ -31,7 +31,7 @@ class Asks(Callback):
 
     def __init__(self, *at: int, when: str = "step") -> None:
         self.replayer, self.at, self.when = Replayer(), at, when
-        self.blames: list[Blame] = []
+        self.diagnoses: list[Diagnosis] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.replayer.remember(trainer, batch, batch_idx)
@@ -45,13 +45,13 @@ class Asks(Callback):
 
     def _ask(self, when: str, trainer: Trainer, pl_module: LightningModule) -> None:
         if when == self.when and self.batch_idx in self.at:
-            self.blames.append(self.replayer.locate(trainer, pl_module))
+            self.diagnoses.append(self.replayer.locate(trainer, pl_module))
 
 
-def _asked(module: LightningModule, *at: int, when: str = "step", **options: Any) -> Blame:
+def _asked(module: LightningModule, *at: int, when: str = "step", **options: Any) -> Diagnosis:
     asks = Asks(*(at or (BAD,)), when=when)
     fit(module, callbacks=[asks], **options)
-    return asks.blames[0]
+    return asks.diagnoses[0]
 
 
 # ---------------------------------------------------------------------- what is named
@@ -61,11 +61,11 @@ def _asked(module: LightningModule, *at: int, when: str = "step", **options: Any
 @pytest.mark.parametrize("mode", STOCK)
 def test_the_birthplace_is_named_before_the_step(how: str, mode: str) -> None:
     module, phase, bad_loss = FAULTS[how]
-    blame = _asked(Breaks(how), **stock_for(mode))
-    assert blame.origin is not None
-    assert (blame.rank, blame.batch_idx, blame.bad_loss) == (0, BAD, bad_loss)
-    assert (blame.origin.module, blame.origin.phase) == (module, phase)
-    assert blame.origin.input_bad == (how == "batch")
+    diagnosis = _asked(Breaks(how), **stock_for(mode))
+    assert diagnosis.origin is not None
+    assert (diagnosis.rank, diagnosis.batch_idx, diagnosis.bad_loss) == (0, BAD, bad_loss)
+    assert (diagnosis.origin.module, diagnosis.origin.phase) == (module, phase)
+    assert diagnosis.origin.input_bad == (how == "batch")
 
 
 @every_fault
@@ -73,9 +73,9 @@ def test_the_birthplace_is_named_before_the_step(how: str, mode: str) -> None:
 def test_beside_a_plan_it_is_named_after_the_step(how: str, mode: str) -> None:
     """The plan has skipped the step: weights are as they were, the scale has moved on."""
     module, phase, bad_loss = FAULTS[how]
-    blame = _asked(Breaks(how), when="end", plugins=[plan_for(mode)])
-    assert blame.origin is not None
-    assert (blame.origin.module, blame.origin.phase, blame.bad_loss) == (module, phase, bad_loss)
+    diagnosis = _asked(Breaks(how), when="end", plugins=[plan_for(mode)])
+    assert diagnosis.origin is not None
+    assert (diagnosis.origin.module, diagnosis.origin.phase, diagnosis.bad_loss) == (module, phase, bad_loss)
 
 
 def test_an_overflow_is_replayed_with_the_scale_of_its_own_backward_pass() -> None:
@@ -86,10 +86,10 @@ def test_an_overflow_is_replayed_with_the_scale_of_its_own_backward_pass() -> No
             return self.net[0].weight[0, 0].half().float() * 1.5  # 1.5 * 2**16 is infinite in fp16, half of it is not
 
     plan = plan_for("16-mixed", LossScaling(init_scale=2.0**16))
-    blame = _asked(Edge(), 0, when="end", plugins=[plan])
+    diagnosis = _asked(Edge(), 0, when="end", plugins=[plan])
     assert plan.skipped_steps == 1
-    assert blame.origin is not None
-    assert blame.note is None  # seen in the replay, not in the gradients at hand
+    assert diagnosis.origin is not None
+    assert diagnosis.note is None  # seen in the replay, not in the gradients at hand
 
 
 class Decides(Breaks):
@@ -125,26 +125,26 @@ def test_what_a_step_rests_on_is_as_it_was(decide: Callable[[Any, int], bool], w
     fit(module, callbacks=[asks], plugins=[plan_for("32-true")])
     assert len(module.broke) == 8
     assert {True, False} == set(module.broke)
-    assert [blame.note is None and blame.origin is not None for blame in asks.blames] == module.broke
+    assert [diagnosis.note is None and diagnosis.origin is not None for diagnosis in asks.diagnoses] == module.broke
 
 
 @pytest.mark.parametrize("batch", range(4))
 def test_of_an_accumulation_window_the_bad_batch_is_named(batch: int) -> None:
-    blame = _asked(Breaks("gradient", (4 + batch,)), 7, accumulate_grad_batches=4)
-    assert (blame.batch_idx, blame.origin and blame.origin.module) == (4 + batch, "net.2")
+    diagnosis = _asked(Breaks("gradient", (4 + batch,)), 7, accumulate_grad_batches=4)
+    assert (diagnosis.batch_idx, diagnosis.origin and diagnosis.origin.module) == (4 + batch, "net.2")
 
 
 def test_a_healthy_window_is_healthy() -> None:
-    blame = _asked(Breaks("gradient", ()), 7, accumulate_grad_batches=4)
-    assert (blame.origin, blame.bad_loss, blame.batch_idx) == (None, False, None)
-    assert "no batch of the window was non-finite" in str(blame.note)
+    diagnosis = _asked(Breaks("gradient", ()), 7, accumulate_grad_batches=4)
+    assert (diagnosis.origin, diagnosis.bad_loss, diagnosis.batch_idx) == (None, False, None)
+    assert "no batch of the window was non-finite" in str(diagnosis.note)
 
 
 def test_weights_that_a_bad_step_has_spoilt_are_named_in_forward_order() -> None:
     """Stock bf16 applies the step; afterwards the first module with a bad weight is what can be said."""
-    blame = _asked(Breaks("loss"), BAD + 1, precision="bf16-mixed")
-    assert blame.origin is not None
-    assert (blame.origin.module, blame.origin.parameter) == ("net.0", "net.0.weight")
+    diagnosis = _asked(Breaks("loss"), BAD + 1, precision="bf16-mixed")
+    assert diagnosis.origin is not None
+    assert (diagnosis.origin.module, diagnosis.origin.parameter) == ("net.0", "net.0.weight")
 
 
 @pytest.mark.parametrize("which", ["net", "other"])
@@ -167,8 +167,8 @@ def test_manual_optimization_is_replayed_without_stepping(which: str) -> None:
     asks = Asks(BAD, when="end")
     runner = fit(asked, callbacks=[asks], max_steps=9)
     fit(plain, max_steps=9)
-    assert asks.blames[0].origin is not None
-    assert asks.blames[0].origin.module.startswith(which)
+    assert asks.diagnoses[0].origin is not None
+    assert asks.diagnoses[0].origin.module.startswith(which)
     assert same_weights(*({n: w.nan_to_num() for n, w in weights(m).items()} for m in (asked, plain)))
     assert runner.lr_scheduler_configs[0].scheduler.last_epoch == len(asked.losses)
 
@@ -195,10 +195,10 @@ def test_a_replay_that_fails_says_so_and_looks_at_the_gradients() -> None:
         """A kind of batch that is not copied, and is used up."""
 
     data = [Drawn([torch.ones(4, 16), torch.ones(4, 1), 1]) for _ in range(5)]
-    blame = _asked(Fails("gradient"), data=DataLoader(data, batch_size=None))
-    assert "the replay of batch 3 failed" in str(blame.note)
-    assert blame.origin is not None
-    assert blame.origin.phase == "backward"
+    diagnosis = _asked(Fails("gradient"), data=DataLoader(data, batch_size=None))
+    assert "the replay of batch 3 failed" in str(diagnosis.note)
+    assert diagnosis.origin is not None
+    assert diagnosis.origin.phase == "backward"
 
 
 # ---------------------------------------------------------------------- what is left behind: nothing
@@ -243,7 +243,7 @@ def test_a_replay_leaves_no_trace(mode: str, when: str, accumulate: int) -> None
     first = fit(asked, callbacks=[asks, traces[0]], **options)
     seed_everything(1, verbose=False)
     second = fit(plain, callbacks=[traces[1]], **options)
-    assert len(asks.blames) >= 8
+    assert len(asks.diagnoses) >= 8
     assert first.logged_metrics.keys() == second.logged_metrics.keys()
     torch.testing.assert_close(traces[0].seen, traces[1].seen, rtol=0, atol=0, equal_nan=True)
 

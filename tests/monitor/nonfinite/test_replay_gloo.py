@@ -36,14 +36,14 @@ def test_the_guilty_rank_is_named_everywhere_and_only_for_the_bad_batch(ranks: A
     one, other = (rank[key] for rank in ranks)
     assert not isinstance(one, str), one
     assert not isinstance(other, str), other
-    assert one["blames"] == other["blames"]
+    assert one["diagnoses"] == other["diagnoses"]
     module, _, bad_loss = FAULTS[how]
     bad: tuple[Any, ...] = (guarded.GUILTY, module, bad_loss, BAD)
     if strategy == "deepspeed_zero3" and not bad_loss:  # backward is the engine's alone
         bad = (None, None, False, BAD)
-    assert one["blames"][BAD] == bad
-    healthy = [blame for batch, blame in enumerate(one["blames"]) if batch != BAD]
-    assert {blame[1:3] for blame in healthy} == {(None, False)}
+    assert one["diagnoses"][BAD] == bad
+    healthy = [diagnosis for batch, diagnosis in enumerate(one["diagnoses"]) if batch != BAD]
+    assert {diagnosis[1:3] for diagnosis in healthy} == {(None, False)}
 
 
 @pytest.mark.parametrize("key", CASES)

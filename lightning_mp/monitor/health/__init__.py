@@ -1,0 +1,1 @@
+"""The measurements of one training step, and the run that makes them: loss, norms, loss scale, speed, memory."""

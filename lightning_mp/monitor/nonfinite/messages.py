@@ -1,0 +1,129 @@
+"""What is written about a non-finite step: the event, the error, a likely cause and what to do."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from lightning_mp.errors import Fault, NonFiniteError
+from lightning_mp.monitor.events import Event
+from lightning_mp.monitor.nonfinite.replay import Diagnosis
+from lightning_mp.numerics.nonfinite import Origin
+
+
+def bad_step_event(
+    diagnosis: Diagnosis,
+    *,
+    step: int,
+    bad_loss: bool,
+    action: str,
+    in_a_row: int,
+    allowed: int,
+    scale: float | None,
+    saved: str | None,
+) -> Event:
+    """The event of a step that was skipped and counts against the budget."""
+    numbers: dict[str, float | None] = {
+        "batch_idx": diagnosis.batch_idx,
+        "skips_in_a_row": in_a_row,
+        "allowed": allowed,
+        "loss_scale": scale,
+    }
+    replay = "" if saved is None else f"; its batch is in {saved}"
+    return Event(
+        step=step,
+        kind="nonfinite_loss" if bad_loss else "nonfinite_grad",
+        severity="error" if action == "raise" else "warning",
+        rank=diagnosis.rank,
+        module=diagnosis.module,
+        parameter=diagnosis.parameter,
+        evidence={name: number for name, number in numbers.items() if number is not None},
+        cause=_cause(diagnosis),
+        advice=_advice(diagnosis.origin, bad_loss) + replay,
+        action=action,
+    )
+
+
+def overflow_event(diagnosis: Diagnosis, *, step: int, scale: float) -> Event:
+    """The event of an ordinary overflow under loss scaling: the scaler skips the step and lowers the scale."""
+    return Event(
+        step=step,
+        kind="nonfinite_grad",
+        severity="info",
+        rank=diagnosis.rank,
+        module=diagnosis.module,
+        parameter=diagnosis.parameter,
+        evidence={"loss_scale": scale},
+        cause="the loss scale has become too large; the scaler lowers it",
+        action="skip",
+    )
+
+
+def nonfinite_error(event: Event) -> NonFiniteError:
+    """What the run ends with once ``event`` has used up the budget of skips."""
+    what = "a non-finite loss" if event.kind == "nonfinite_loss" else "a non-finite gradient, from a finite loss,"
+    rank = "" if event.rank is None else f" on rank {event.rank}"
+    many, allowed = event.evidence["skips_in_a_row"], event.evidence["allowed"]
+    fault = Fault(
+        f"{what} at step {event.step}{rank}, {many} in a row{_place(event)}: {event.cause}",
+        f"{allowed} in a row, as NonFiniteGuard(on_trip=..., max_consecutive=...) says",
+        event.advice,
+    )
+    return _error(str(fault), event)
+
+
+def nothing_to_rewind_to(event: Event) -> NonFiniteError:
+    """``on_trip="rewind"`` before there is a checkpoint."""
+    fault = Fault(
+        f"a non-finite step {event.step} under on_trip='rewind' before any checkpoint with finite weights was written"
+        f"{_place(event)}: {event.cause}",
+        "a checkpoint of the Trainer's ModelCheckpoint to go back to",
+        "save earlier with ModelCheckpoint(every_n_train_steps=...), or use on_trip='skip'",
+    )
+    return _error(str(fault), event)
+
+
+def moved_already(optimizer: Optimizer, step: int) -> NonFiniteError:
+    """An optimizer that evaluates its closure again found the value after it had moved the weights."""
+    fault = Fault(
+        f"a non-finite value at step {step} when {type(optimizer).__name__} evaluated its closure again",
+        "non-finite values in the first evaluation, before weights are moved",
+        "use an optimizer that evaluates once, such as AdamW, or lower its step size",
+    )
+    return NonFiniteError(str(fault), step=step)
+
+
+def _place(event: Event) -> str:
+    """Where the value first appeared, as the middle of a sentence."""
+    parameter = "" if event.parameter is None else f", parameter {event.parameter!r}"
+    return "" if event.module is None else f", first in module {event.module!r}{parameter}"
+
+
+def _error(message: str, event: Event) -> NonFiniteError:
+    return NonFiniteError(message, rank=event.rank, step=event.step, module=event.module, parameter=event.parameter)
+
+
+def _cause(diagnosis: Diagnosis) -> str:
+    origin = diagnosis.origin
+    if origin is None:
+        return diagnosis.note or "the value did not appear again when the batch was run again"
+    if diagnosis.note is not None:
+        return f"seen in weights and gradients only ({diagnosis.note})"
+    if origin.input_bad:
+        return "the batch: the input of that module was non-finite already"
+    return {
+        "forward": "the output of that module, from finite inputs: a non-finite weight, or an overflow",
+        "loss": "the loss, from finite outputs: a logarithm or a division in it",
+        "backward": "the backward pass of that module, from finite gradients: an overflow, or a division",
+    }[origin.phase]
+
+
+def _advice(origin: Origin | None, bad_loss: bool) -> str:
+    if origin is None:
+        return "lower the learning rate, or clip gradients"
+    if origin.input_bad:
+        return "check the data of the batch"
+    if origin.phase == "loss":
+        return "check the loss function and the targets"
+    pinned = f"{{{origin.module!r}: 'fp32'}}"
+    pin = f"under half precision run it in fp32: the plan's pins={pinned}, or DtypePinning({pinned})"
+    return f"check its weights and lower the learning rate; {pin}" if bad_loss else f"clip gradients; {pin}"
