@@ -292,7 +292,7 @@ def _composed(root: Primary, arguments: _Arguments, swept: tuple[str, ...], faul
         if changes:
             config = _run(root, name, [*lines, *changes], faults)
     for override in (*arguments.changes, *arguments.others):
-        places.say(override.key_or_group, "on the command line")
+        places.add_key(override.key_or_group, "on the command line")
     with open_dict(config):
         del config["hydra"]
     return Composed(config, places, (*lines, *changes), swept)

@@ -140,7 +140,7 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, str]] = {
     ("--trainer.max_steps", "many"): ("trainer.max_steps (on the command line): Expected", "help"),
     ("--trainer.precision=16-mixed",): ("trainer.precision (on the command line)", "the plan says it"),
     ("--trainer.plugins=16-mixed",): ("trainer.plugins: 16-mixed (on the command line)", "the plan says it"),
-    ("--model.widht", "1"): ("unknown key model.init_args.widht (on the command line)", "'width'"),
+    ("--model.widht", "1"): ("unknown key model.widht (on the command line)", "'width'"),
     ("--model", "support.lightning_cli.Nett"): ("has no 'Nett'", "'Net'"),
     ("--modl.width", "3"): ("unknown key modl (on the command line)", "'model'"),
     ("--ckpt_path", "gone.ckpt"): ("ckpt_path=gone.ckpt", "check the path"),
