@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from lightning_mp.cli.app import app
+from lightning_mp.cli import app
 
 HEALTHY = """
 plan: {precision: 16-mixed, pins: {LayerNorm: fp32}}
@@ -137,7 +137,7 @@ def test_patterns_that_match_nothing_are_refused_as_the_run_would(config: Path) 
         ("a: [", "while parsing"),
         ("- 1", "a YAML mapping"),
         ("", "no model"),
-        ("plam: {}\nmodel: {_target_: support.hf.gpt2}", "call it plan: 'plam'"),
+        ("plam: {}\nmodel: {_target_: support.hf.gpt2}", "Call it plan: 'plam'"),
         ("plan: bf16-mixed", "no model"),
         ("plan:\n  precision: ???\nmodel: {_target_: support.hf.gpt2}", "precision"),
         ("plan: bf18\nmodel: {_target_: support.hf.gpt2}", "precision='bf18'"),
