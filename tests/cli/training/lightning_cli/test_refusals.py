@@ -186,7 +186,7 @@ def test_a_missing_command_or_model_is_named(arguments: list[str], given: str, f
 
 
 def test_a_model_whose_own_code_refuses_is_told_as_a_fault(tmp_path: Path) -> None:
-    model = "lightning_mp.cli.training.language_model.CausalLM\n  init_args:\n    architecture: lama\n    config: {}"
+    model = "lightning_mp.demo.language_model.CausalLM\n  init_args:\n    architecture: lama\n    config: {}"
     text = PLAIN.replace("support.lightning_cli.Net\n  init_args:\n    width: 4", model)
     (fault,) = refusal("fit", "--config", write(tmp_path, text))
     assert "lama" in fault.given
