@@ -197,12 +197,12 @@ def _known(path: str, value: Mapping[str, Any]) -> list[str] | None:
         return [item.name for item in fields(_PLAN_PIECES[piece])]
     if path == "plan.pins":
         return None
-    return _taken(target) if isinstance(target, str) else []
+    return _argument_names(target) if isinstance(target, str) else []
 
 
-def _taken(target: str) -> list[str] | None:
+def _argument_names(target: str) -> list[str] | None:
     try:
         taken = parameters(locate(target))
     except UnknownTargetError:
-        return None  # which is told by itself
+        return None  # a fault by itself
     return None if taken is None else [parameter.name for parameter in taken]

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 import lightning_mp
-from lightning_mp.cli.training.application import RUN_DIR, check_checkpoint, told
+from lightning_mp.cli.training.application import RUN_DIR, check_checkpoint, run_folder
 from lightning_mp.cli.training.lightning_cli import plan_section
 from lightning_mp.cli.training.lightning_cli.arguments import Arguments, command_of, config_files, flow, read
 from lightning_mp.cli.training.lightning_cli.explain import REFUSALS, check_plugins, explain, tell
@@ -285,7 +285,7 @@ class PlanCLI(LightningCLI):
         self._section(self.config)["trainer"]["default_root_dir"] = str(self._home)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        with told(self._home) if self._home else nullcontext():
+        with run_folder(self._home) if self._home else nullcontext():
             super()._run_subcommand(subcommand)
 
     # ------------------------------------------------------------------ refusals
