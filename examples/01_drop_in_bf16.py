@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_mp import MixedPrecisionPlan, audit
 from lightning_mp.callbacks import PrecisionAudit
-from lightning_mp.cli.training.text import TextWindows
+from lightning_mp.demo.text_windows import TextWindows
 
 PLAN = MixedPrecisionPlan("bf16-mixed", pins={"*norm*": "fp32", "lm_head": "fp32"})
 

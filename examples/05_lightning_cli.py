@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_mp.cli.training.lightning_cli import PlanCLI
-from lightning_mp.cli.training.text import TextWindows
+from lightning_mp.demo.text_windows import TextWindows
 
 
 class Language(LightningModule):

@@ -1,5 +1,5 @@
 """``python -m lightning_mp``: the ``lightning-mp`` command."""
 
-from lightning_mp.cli.app import main
+from lightning_mp.cli import main
 
 main()

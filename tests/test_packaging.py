@@ -156,11 +156,11 @@ def test_torch_is_pinned_without_a_local_tag_so_that_any_build_of_it_will_do() -
 
 def test_the_command_exists_and_explains_itself() -> None:
     (script,) = entry_points(group="console_scripts", name=PACKAGE)
-    assert script.value == "lightning_mp.cli.app:main"
+    assert script.value == "lightning_mp.cli:main"
     command = [
         sys.executable,
         "-c",
-        f"import sys; sys.argv[0] = {PACKAGE!r}; from lightning_mp.cli.app import main; main()",
+        f"import sys; sys.argv[0] = {PACKAGE!r}; from lightning_mp.cli import main; main()",
     ]
     done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -1,1 +1,43 @@
-"""The command line."""
+"""The command line, one file a command. Nothing heavier than typer is imported before a command runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import lightning_mp
+from lightning_mp.cli.consolidate import consolidate
+from lightning_mp.cli.demo import demo
+from lightning_mp.cli.doctor import doctor
+from lightning_mp.cli.lightning_cli import CONTEXT, lightning_cli
+from lightning_mp.cli.report import report
+from lightning_mp.cli.train import train
+
+app = typer.Typer(name="lightning-mp", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lightning-mp {lightning_mp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Mixed precision for PyTorch Lightning: say once which numbers live in which format, and that is what runs."""
+
+
+for _command in (demo, consolidate, report, doctor, train):
+    app.command()(_command)
+app.command("cli", context_settings=CONTEXT)(lightning_cli)
+
+
+def main() -> None:
+    """The ``lightning-mp`` command."""
+    sys.exit(app())

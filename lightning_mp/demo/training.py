@@ -8,18 +8,20 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.utils.data import DataLoader
 
 from lightning_mp.compat.lightning import Callback, LightningEnvironment, LightningModule, Trainer
+from lightning_mp.demo.language_model import CausalLM
 from lightning_mp.demo.memory import PeakMemory
 from lightning_mp.demo.modes import MODES
 from lightning_mp.demo.quiet import quiet
 from lightning_mp.demo.records import WARM_UP_STEPS, Job, Reading, Result
+from lightning_mp.demo.text_windows import windows
+from lightning_mp.monitor.run_files import open_folder, write_run
 from lightning_mp.monitor.run_log import open_folder, write_run
 
 if TYPE_CHECKING:
@@ -33,85 +35,42 @@ if TYPE_CHECKING:
     from lightning_mp.monitor.run_folder import RunFolder
 
 
-class Windows(Dataset[Tensor]):
-    """``context + 1`` tokens (int64) from each of ``starts``; the order is fixed here, not by a sampler."""
-
-    def __init__(self, tokens: NDArray[np.uint16], starts: list[int], context: int) -> None:
-        self._tokens = torch.from_numpy(tokens.astype("int64"))
-        self._starts = starts
-        self._width = context + 1
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> Tensor:
-        start = self._starts[index]
-        return self._tokens[start : start + self._width]
-
-    def crc(self) -> int:
-        """A checksum of every window in order."""
-        value = 0
-        for index in range(len(self)):
-            value = zlib.crc32(self[index].numpy().tobytes(), value)
-        return value
-
-
-def train_windows(tokens: NDArray[np.uint16], shape: Shape, steps: int, seed: int) -> Windows:
-    """``steps * batch`` windows at random places, the same for the same seed."""
+def train_windows(tokens: NDArray[np.uint16], shape: Shape, steps: int, seed: int) -> Tensor:
+    """``steps * batch`` windows (int64) at random places, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     last = tokens.size - shape.context - 1
-    starts = torch.randint(0, last + 1, (steps * shape.batch,), generator=generator).tolist()
-    return Windows(tokens, cast("list[int]", starts), shape.context)
+    starts = torch.randint(0, last + 1, (steps * shape.batch,), generator=generator)
+    return windows(tokens, shape.context, step=1)[starts]
 
 
-def val_windows(tokens: NDArray[np.uint16], shape: Shape) -> Windows:
+def val_windows(tokens: NDArray[np.uint16], shape: Shape) -> Tensor:
     """Windows side by side from the start of the held-out tokens, at most ``val_batches`` batches of them."""
-    starts = list(range(0, tokens.size - shape.context, shape.context))[: shape.val_batches * shape.batch]
-    return Windows(tokens, starts, shape.context)
+    return windows(tokens, shape.context)[: shape.val_batches * shape.batch]
 
 
-class GPT2(LightningModule):
-    """A GPT-2 of ``shape`` with random weights from ``seed``. A batch is int64 of (batch, context + 1)."""
+class GPT2(CausalLM):
+    """A GPT-2 of ``shape`` with random weights from ``seed``."""
 
     def __init__(self, shape: Shape, steps: int, seed: int) -> None:
-        super().__init__()
         # No dropout: its random numbers would differ between devices and hide what the format alone changes.
-        config = GPT2Config(
-            vocab_size=shape.rows,
-            n_positions=shape.context,
-            n_layer=shape.layers,
-            n_embd=shape.width,
-            n_head=shape.heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-            use_cache=False,
-        )
+        config = {
+            "vocab_size": shape.rows,
+            "n_positions": shape.context,
+            "n_layer": shape.layers,
+            "n_embd": shape.width,
+            "n_head": shape.heads,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model: nn.Module = GPT2LMHeadModel(config)
+            # Shorter, and the loss jumps when the rate peaks; what a mode is then left with is chance, not its format.
+            super().__init__("gpt2", config, lr=shape.lr, warmup_steps=max(1, steps // 5))
         self._steps = steps
-        self._lr = shape.lr
 
-    def _loss(self, batch: Tensor) -> Tensor:
-        logits = self.model(input_ids=batch[:, :-1]).logits
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Mean next-token loss in nats."""
-        return self._loss(batch)
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Log the mean next-token loss over the held-out windows."""
-        self.log("val/loss", self._loss(batch), batch_size=batch.shape[0])
-
-    def configure_optimizers(self) -> Any:
-        """Fused AdamW; the rate rises over the first fifth of the steps, then falls to a tenth along a cosine."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self._lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        # Shorter, and the loss jumps when the rate peaks; what a mode is then left with is chance, not its format.
-        warm_up = max(1, self._steps // 5)
+    def make_schedule(self, optimizer: torch.optim.Optimizer, warm_up: int) -> Any:
+        """As every CausalLM's, but the first step has a rate already."""
 
         def factor(step: int) -> float:
             if step < warm_up:
@@ -119,8 +78,7 @@ class GPT2(LightningModule):
             share = min(1.0, (step - warm_up) / max(1, self._steps - warm_up))
             return 0.1 + 0.45 * (1 + math.cos(math.pi * share))
 
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 class Recorder(Callback):
@@ -256,7 +214,7 @@ def _fit(job: Job, corpus: Corpus, report: Callable[[Reading], None], memory: Pe
         val_loss=recorder.val_loss,
         skipped=int(plan.skipped_steps),
         final_scale=None if plan.scaler is None else float(plan.scaler.get_scale()),
-        data_crc=train.crc(),
+        data_crc=zlib.crc32(train.numpy().tobytes()),
         init_crc=init_crc,
     )
 
@@ -268,8 +226,8 @@ def _crc(module: nn.Module) -> int:
     return value
 
 
-def _loader(windows: Windows, batch: int) -> DataLoader[Tensor]:
-    return DataLoader(windows, batch_size=batch, shuffle=False, num_workers=0)
+def _loader(rows: Tensor, batch: int) -> DataLoader[Tensor]:
+    return DataLoader(rows, batch_size=batch)  # pyright: ignore[reportArgumentType]  it has what a dataset needs
 
 
 def _trainer(plan: Any, device: str, steps: int, callbacks: list[Callback]) -> Trainer:

@@ -36,7 +36,7 @@ def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict
     if not isinstance(plain, Mapping):
         fix = "write the plan's arguments as 'precision: bf16-mixed'"
         raise PlanError([Fault(f"a config of type {type(loaded).__name__}", "a mapping", fix)])
-    built = _built(plain, faults)
+    built = _built(plain, "", faults)
     faults.raise_if_any()
     return cast("dict[str, Any]", built)
 
@@ -73,25 +73,25 @@ def _resolved(config: Any, name: str) -> Any:
         ) from error
 
 
-def _built(value: Any, faults: Faults) -> Any:
+def _built(value: Any, path: str, faults: Faults) -> Any:
     if isinstance(value, list):
-        return [_built(item, faults) for item in cast("list[Any]", value)]
+        return [_built(item, path, faults) for item in cast("list[Any]", value)]
     if not isinstance(value, Mapping):
         return value
     given = cast("Mapping[str, Any]", value)
-    fields = {key: _built(item, faults) for key, item in given.items() if key not in HYDRA_KEYS}
+    fields = {key: _built(item, f"{path}{key}.", faults) for key, item in given.items() if key not in HYDRA_KEYS}
     target = given.get("_target_")
     if target is None or str(target).rpartition(".")[2] in _CLASSES:
         return fields
     build = _CONSTRUCTORS.get(".".join(str(target).split(".")[-2:]))
     if build is None:
         allowed = ", ".join([*_CLASSES, *_CONSTRUCTORS])
-        faults.add(f"_target_: {target}", f"lightning_mp's {allowed}", "name one of these")
+        faults.add(f"{path}_target_: {target}", f"lightning_mp's {allowed}", "name one of these")
         return fields
     try:
         return build(**fields)
     except PlanError as error:
         faults.extend(error.faults)
     except TypeError as error:
-        faults.add(f"_target_: {target} with {sorted(fields)}", "the arguments of that constructor", str(error))
+        faults.add(f"{path}_target_: {target} with {sorted(fields)}", "the arguments of that constructor", str(error))
     return fields

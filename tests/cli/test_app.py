@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import lightning_mp
-from lightning_mp.cli.app import app
+from lightning_mp.cli import app
 
 HEAVY = ("torch", "lightning", "transformers", "tokenizers", "numpy", "matplotlib")
 
@@ -26,9 +26,8 @@ def _refusal(tmp_path: Path, *arguments: str) -> str:
     assert result.exit_code == 2
     lines = result.stderr.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("lightning-mp demo: given ")
-    assert "; allowed: " in lines[0]
-    assert "; do: " in lines[0]
+    assert lines[0].startswith("lightning-mp demo: Got ") or " needs " in lines[0]
+    assert ". Allowed: " in lines[0] or ". Install it: " in lines[0]
     assert not out.exists()
     return lines[0]
 
@@ -55,7 +54,7 @@ def test_the_version_is_printed() -> None:
 )
 def test_nothing_heavy_is_imported_before_a_command_needs_it(arguments: list[str]) -> None:
     code = (
-        "import sys\nfrom lightning_mp.cli.app import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom lightning_mp.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
         f"sys.stderr.write(' '.join(name for name in {HEAVY!r} if name in sys.modules) + '|')"
     )
     done = subprocess.run(
@@ -74,7 +73,7 @@ def test_an_unknown_mode_lists_the_known_and_the_nearest(tmp_path: Path) -> None
     line = _refusal(tmp_path, "--modes", "fp32,BF16,fb16-ckpt")
     assert "'BF16', 'fb16-ckpt'" in line
     assert "fp32, tf32, fp16, bf16, bf16-ckpt" in line
-    assert "did you mean 'bf16', 'bf16-ckpt'?" in line
+    assert "Did you mean 'bf16', 'bf16-ckpt'?" in line
 
 
 def test_no_mode_at_all_is_refused(tmp_path: Path) -> None:
@@ -83,7 +82,7 @@ def test_no_mode_at_all_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", ["0", "-3"])
 def test_fewer_than_one_step_is_refused(tmp_path: Path, steps: str) -> None:
-    assert f"--steps {steps}; allowed: an integer >= 1" in _refusal(tmp_path, "--steps", steps)
+    assert f"--steps {steps}. Allowed: an integer >= 1" in _refusal(tmp_path, "--steps", steps)
 
 
 def test_steps_that_are_no_number_are_refused() -> None:
@@ -126,7 +125,7 @@ def test_a_missing_package_names_the_extra_that_brings_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # Python's own way to say: not importable
     line = _refusal(tmp_path, "--steps", "1")
-    assert f"'{package}'" in line
+    assert f"needs {package}. " in line
     assert f"lightning-mp[{extra}]" in line
 
 
@@ -169,8 +168,8 @@ def test_consolidate_says_what_it_left_out(checkpoint: Path, tmp_path: Path) -> 
     ("arguments", "says"),
     [
         (["{missing}", "{out}"], "which does not exist"),
-        (["{checkpoint}", "{out}", "--dtype", "fp9"], "given dtype 'fp9'; allowed: fp32, bf16, fp16"),
-        (["{checkpoint}", "{out}", "--prefix", "model."], "given the prefix 'model.'"),
+        (["{checkpoint}", "{out}", "--dtype", "fp9"], "Got dtype 'fp9'. Allowed: fp32, bf16, fp16"),
+        (["{checkpoint}", "{out}", "--prefix", "model."], "Got the prefix 'model.'"),
         (["{checkpoint}", "{out}x"], "a name ending in .pt, .pth, .bin, .ckpt, .safetensors"),
         (["{checkpoint}", "{checkpoint}/w.pt"], "exists"),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-COMMAND = [sys.executable, "-c", "from lightning_mp.cli.app import main; main()", "demo"]
+COMMAND = [sys.executable, "-c", "from lightning_mp.cli import main; main()", "demo"]
 RAN = ("fp32", "fp16", "bf16", "bf16-ckpt")
 
 

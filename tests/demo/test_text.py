@@ -32,7 +32,7 @@ def test_the_standard_library_comes_in_sorted_order_without_tests_and_installed_
 
 
 def test_a_python_without_sources_is_told_to_use_text(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"given a Python without library sources.*do: point --text"):
+    with pytest.raises(InputError, match=r"Got a Python without library sources.*Point --text"):
         standard_library(tmp_path)
 
 

@@ -83,7 +83,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
 
 
 def test_a_text_too_short_is_refused_with_the_length_it_needs(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"given text of \d+ tokens \(a note\); allowed: at least 516 tokens"):
+    with pytest.raises(InputError, match=r"Got text of \d+ tokens \(a note\). Allowed: at least 516 tokens"):
         make_corpus(Text(("hello world",), "a note"), 400, 128, tmp_path)
 
 

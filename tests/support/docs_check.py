@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from lightning_mp import MixedPrecisionPlan
-from lightning_mp.cli.app import app
+from lightning_mp.cli import app
 from lightning_mp.cli.training.application import train
 from support.docs import ROOT, Block
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from lightning_mp.cli.app import app
+from lightning_mp.cli import app
 from support import docs_check
 from support.docs import Block, commands, sides
 from support.docs_setup import Setup

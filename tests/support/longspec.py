@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp.callbacks import PrecisionAudit
 from lightning_mp.cli.training.application import train
-from lightning_mp.cli.training.language_model import CausalLM
+from lightning_mp.demo.language_model import CausalLM
 from lightning_mp.errors import LossScaleError
 from lightning_mp.monitor.health.memory import memory
 from support import hf

@@ -49,7 +49,7 @@ def train(
         sweep = bool(jobs[0].swept)
         root = _run_dir(jobs[0], name, faults)
         for job in jobs:
-            _place(job, root / _job_name(job.swept) if sweep else root)
+            _set_run_dir(job, root / _job_name(job.swept) if sweep else root)
         checked = _check_all(jobs, faults)
         if only_show:
             say("---\n".join(_as_yaml(config) for config, _ in checked).rstrip())
@@ -68,7 +68,7 @@ def _check_all(jobs: Sequence[Composed], faults: Faults) -> list[tuple[dict[str,
         mine = Faults(SUBJECT)
         config = check.check(job, mine)
         _check_settings(config, mine)
-        regime = None if mine.found else build.regime(config, mine)
+        regime = build.regime(config, job.places, mine)
         faults.extend(fault for fault in mine.found if fault not in faults.found)
         found.append((config, regime))
     faults.raise_if_any()
@@ -83,7 +83,7 @@ def _check_settings(config: dict[str, Any], faults: Faults) -> None:
 
 
 def check_checkpoint(checkpoint: object, faults: Faults) -> None:
-    """A checkpoint to go on from that is named, and not there."""
+    """Note a checkpoint to resume from that is not there."""
     # with a colon it is an address (s3://…) or a model of a registry
     if checkpoint is None or checkpoint in _KEYWORDS or ":" in str(checkpoint):
         return
@@ -114,7 +114,7 @@ def _run_dir(job: Composed, name: str, faults: Faults) -> Path:
     return Path(inherited) if inherited else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _place(job: Composed, folder: Path) -> None:
+def _set_run_dir(job: Composed, folder: Path) -> None:
     from omegaconf import open_dict
 
     with open_dict(job.config):
@@ -146,7 +146,7 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
     faults, folder = Faults(SUBJECT), Path(config["run_dir"])
     if config.get("seed") is not None:
         seed_everything(config["seed"], workers=True, verbose=False)
-    with told(folder):
+    with run_folder(folder):
         trainer = build.trainer(regime.trainer, faults)
         faults.raise_if_any()
         assert trainer is not None
@@ -171,7 +171,7 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
 
 
 @contextmanager
-def told(folder: Path) -> Generator[None]:
+def run_folder(folder: Path) -> Generator[None]:
     """Processes that Lightning starts for the other ranks write to the same folder."""
     with environment_kept(RUN_DIR):
         os.environ[RUN_DIR] = str(folder)

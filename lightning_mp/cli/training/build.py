@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_mp.cli.training.check import is_built
+from lightning_mp.cli.training.places import Places, plan_fault
 from lightning_mp.cli.training.targets import HYDRA_KEYS, locate, parameters
 from lightning_mp.compat.lightning import Callback, Checkpoint, LightningDataModule, LightningModule, Trainer
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
@@ -25,10 +25,12 @@ class Regime:
     trainer: Mapping[str, Any]
 
 
-def regime(config: Mapping[str, Any], faults: Faults) -> Regime | None:
-    """Plan, strategy, callbacks and Trainer arguments; ``None`` with faults."""
+def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime | None:
+    """Plan, strategy, callbacks and Trainer arguments; ``None`` with faults, and with earlier ones only a plan is built."""
     before = len(faults.found)
-    plan = plan_of(config["plan"], faults)
+    plan = plan_of(config["plan"], places, faults) if config.get("plan") else None
+    if before:
+        return None
     trainer = dict(cast("Mapping[str, Any]", config.get("trainer") or {}))
     callbacks = _callbacks(config.get("callbacks"), str(config["run_dir"]), faults)
     if trainer.get("enable_checkpointing") is False:
@@ -82,22 +84,26 @@ def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer | None:
     return None
 
 
-def plan_of(given: Any, faults: Faults) -> MixedPrecisionPlan | None:
-    """The plan of a plan section: a precision, the plan's fields, or something to call."""
-    built: Any = None
+def plan_of(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | None:
+    """The plan of a plan section: a precision, the plan's fields, or a call, which is made where there is no fault."""
+    if isinstance(given, Mapping) and _class_of(given) not in (None, "MixedPrecisionPlan", "PrecisionPolicy"):
+        built = None if faults.found else instantiated(given, "plan", faults)
+        if built is not None and not isinstance(built, MixedPrecisionPlan):
+            faults.add(f"plan: a {type(built).__name__}", "a MixedPrecisionPlan", "give the _target_ of one")
+            return None
+        return built
     try:
-        if isinstance(given, str):
-            return MixedPrecisionPlan(cast("Any", given))
-        if not is_built(given):
-            return MixedPrecisionPlan.from_config(given)
+        return (
+            MixedPrecisionPlan(cast("Any", given)) if isinstance(given, str) else MixedPrecisionPlan.from_config(given)
+        )
     except PlanError as error:
-        faults.extend(error.faults)
-        return None
-    built = instantiated(given, "plan", faults)
-    if built is not None and not isinstance(built, MixedPrecisionPlan):
-        faults.add(f"plan: a {type(built).__name__}", "a MixedPrecisionPlan", "give the _target_ of one")
-        return None
-    return built
+        faults.extend(plan_fault(fault, places) for fault in error.faults)
+    return None
+
+
+def _class_of(section: Mapping[str, Any]) -> str | None:
+    target = section.get("_target_")
+    return None if target is None else str(target).rpartition(".")[2]
 
 
 def strategy_of(given: Any, plan: MixedPrecisionPlan, faults: Faults) -> Any:
@@ -122,8 +128,7 @@ def is_ours(strategy: Any) -> bool:
     """Whether a strategy section is one of make_strategy's, by name or by its keywords."""
     if not isinstance(strategy, Mapping):
         return True
-    target = cast("Mapping[str, Any]", strategy).get("_target_", _FACTORY)
-    return str(target).rpartition(".")[2] == _FACTORY
+    return _class_of(cast("Mapping[str, Any]", strategy)) in (None, _FACTORY)
 
 
 def _callbacks(given: Any, run_dir: str, faults: Faults) -> list[Callback]:

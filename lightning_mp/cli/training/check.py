@@ -12,21 +12,18 @@ from lightning_mp.cli.training import targets
 from lightning_mp.cli.training.compose import Composed
 from lightning_mp.cli.training.places import Places
 from lightning_mp.cli.training.primary import SECTIONS, SETTINGS
-from lightning_mp.cli.training.targets import HYDRA_KEYS, UnknownTargetError
-from lightning_mp.errors import Fault, Faults, PlanError, nearest
-from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.policy.load import plain_mapping
+from lightning_mp.cli.training.targets import HYDRA_KEYS
+from lightning_mp.errors import Faults, did_you_mean, nearest
 
 _NEEDED = {
     "model": "write 'model:' and below it '_target_: package.Class', or choose one of the group: model=llama_tiny",
     "plan": "write 'plan:' and below it 'precision: bf16-mixed', or choose one of the group: plan=bf16",
 }
-_KEY = re.compile(r"^(?:unknown key )?([\w.]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """What a fault of a value is told with: every key there is, sections that are known to be missing, and places."""
+    """What a fault of a value needs: every key there is, sections that are known to be missing, and places."""
 
     keys: list[str]
     missing: list[str]
@@ -39,8 +36,9 @@ def check(
     """The config as plain, resolved values; with faults what of it could be read, and every fault noted.
 
     Looked for: values that are missing or do not resolve, sections that are missing, ``_target_`` that name nothing,
-    keys that what they name does not take, arguments it needs, Trainer arguments, and all of the plan. ``needed`` are
-    the sections that have to be there; with ``only``, the others are neither looked at nor given back.
+    keys that what they name does not take, arguments it needs, and Trainer arguments; the plan is looked at where it is
+    built. ``needed`` are the sections that have to be there; with ``only``, the others are neither looked at nor given
+    back.
     """
     config, places = composed.config, composed.places
     written = targets.plain(config)
@@ -57,11 +55,8 @@ def check(
     _check_targets(written, "", places, faults)
     _check_trainer(written.get("trainer"), places, faults, under_plan=bool(written.get("plan")))
     if len(faults.found) == before:
-        resolved = {name: _resolved(config, name) for name in kept}
-        _check_plan(resolved.get("plan"), places, faults)
-        return resolved
-    _check_plan(_settled(written.get("plan")), places, faults)
-    return written
+        return {name: _resolved(config, name) for name in kept}
+    return {name: _settled(value) if name == "plan" else value for name, value in written.items()}
 
 
 def _resolved(config: Any, name: str) -> Any:
@@ -87,25 +82,24 @@ def _check_values(config: Any, keys: Iterable[Any], prefix: str, words: _Words, 
         try:
             value = config[key]
         except InterpolationToMissingValueError:
-            continue  # the missing value is told where it stands
+            continue  # a fault where the missing value stands
         except OmegaConfBaseException as error:
-            _tell(error, path, words, faults)
+            _unresolved(error, path, words, faults)
             continue
         if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(config, key):
             below = range(len(value)) if OmegaConf.is_list(value) else list(value.keys())
             _check_values(value, below, path, words, faults)
 
 
-def _tell(error: Exception, path: str, words: _Words, faults: Faults) -> None:
+def _unresolved(error: Exception, path: str, words: _Words, faults: Faults) -> None:
     said, where = str(error).partition("\n")[0], words.places.of(path)
     if "Recursive" in said:
         faults.add(f"{path}{where}, which leads back to itself", "a value", "break the loop of ${...}")
         return
     wanted = re.search(r"Interpolation key '(.*)' not found", said)
     if wanted and wanted.group(1) in words.missing:
-        return  # which is told already
-    near = nearest(wanted.group(1), words.keys) if wanted else ""
-    fix = f"did you mean {near}?" if near else "give every ${...} a target"
+        return  # which is a fault already
+    fix = did_you_mean(wanted.group(1) if wanted else "", words.keys, "give every ${...} a target")
     faults.add(f"{path}{where}: {said}", "a value that resolves", fix)
 
 
@@ -142,21 +136,10 @@ def _check_targets(value: Any, path: str, places: Places, faults: Faults) -> Non
 
 
 def _check_target(target: str, given: Mapping[str, Any], path: str, places: Places, faults: Faults) -> None:
-    try:
-        found = targets.locate(target)
-    except UnknownTargetError as error:
-        where = places.of(f"{path}._target_")
-        fix = f"did you mean {error.near}?" if error.near else "write package.module.Name, and check that it imports"
-        faults.add(f"{path}._target_: {target}{where}: {error}", "a class or function that can be imported", fix)
-        return
-    taken = targets.parameters(found)
-    if taken is None or path.partition(".")[0] in ("plan", "trainer"):
+    taken = targets.taken(target, f"{path}._target_", places, faults)
+    if taken is None or taken is targets.UNKNOWN or path.partition(".")[0] in ("plan", "trainer"):
         return  # it takes anything; or what it takes is checked in full elsewhere
-    names = [parameter.name for parameter in taken]
-    for key in (key for key in given if key not in HYDRA_KEYS and key not in names):
-        near = nearest(key, names)
-        fix = f"did you mean {near}?" if near else "remove it"
-        faults.add(f"unknown key {path}.{key}{places.of(f'{path}.{key}')}", ", ".join(names) or "no keys", fix)
+    targets.unknown_arguments((key for key in given if key not in HYDRA_KEYS), taken, path, places, faults)
     if given.get("_partial_") or given.get("_args_"):
         return
     for name in (one.name for one in taken if one.default is Parameter.empty and one.name not in given):
@@ -171,43 +154,13 @@ def _check_trainer(given: Any, places: Places, faults: Faults, *, under_plan: bo
         return
     known = [*targets.trainer_arguments(), *(() if under_plan else targets.ELSEWHERE)]
     for key in (key for key in cast("Mapping[str, Any]", given) if key not in known and key not in HYDRA_KEYS):
-        near = nearest(key, known)
-        fix = targets.ELSEWHERE.get(key) or (f"did you mean {near}?" if near else "remove it")
+        fix = targets.ELSEWHERE.get(key) or did_you_mean(key, known, "remove it")
         faults.add(f"trainer.{key}{places.of(f'trainer.{key}')}", "an argument of Lightning's Trainer", fix)
 
 
-# ---------------------------------------------------------------------- the plan
-
-
-def _check_plan(given: Any, places: Places, faults: Faults) -> None:
-    if not isinstance(given, Mapping) or is_built(cast("Mapping[str, Any]", given)):
-        return
-    try:
-        PrecisionPolicy.from_dict(plain_mapping(cast("Mapping[str, Any]", given)))
-    except PlanError as error:
-        for fault in error.faults:
-            faults.extend([Fault(f"plan: {fault.given}{_place(fault.given, places)}", fault.allowed, fault.fix)])
-
-
-def is_built(plan: Mapping[str, Any]) -> bool:
-    """Whether the plan's ``_target_`` is something to call (``MixedPrecisionPlan.preset``), and not the plan itself."""
-    return str(plan.get("_target_", "MixedPrecisionPlan")).rpartition(".")[2] not in (
-        "MixedPrecisionPlan",
-        "PrecisionPolicy",
-    )
-
-
-def _place(given: str, places: Places) -> str:
-    found = _KEY.match(given)
-    return places.of(f"plan.{found.group(1)}" if found else "plan")
-
-
 def _settled(plan: Any) -> Any:
-    """A plan as written, without what does not resolve, which is told already."""
+    """A plan as written, without what does not resolve, which is a fault already."""
     if not isinstance(plan, Mapping):
         return plan
-    return {
-        key: value
-        for key, value in cast("Mapping[str, Any]", plan).items()
-        if not isinstance(value, (str, Mapping, list)) or not re.search(r"\$\{|\?\?\?", str(cast("Any", value)))
-    }
+    fields = cast("Mapping[str, Any]", plan)
+    return {key: value for key, value in fields.items() if not re.search(r"\$\{|\?\?\?", str(value))}

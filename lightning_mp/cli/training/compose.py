@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.cli.training import primary, targets
 from lightning_mp.cli.training.places import Places
-from lightning_mp.errors import Faults, MissingExtraError, nearest, one_line
+from lightning_mp.errors import Faults, MissingExtraError, did_you_mean, one_line
 from lightning_mp.policy import PRECISIONS
 
 if TYPE_CHECKING:
@@ -235,9 +235,9 @@ def _check_option(root: Primary, group: str, option: object, where: str, faults:
         if not isinstance(one, str) or (one not in options and one.removesuffix(".yaml") not in options)
     ]
     for one in unknown:
-        near = nearest(str(one), options)
-        fix = f"did you mean {near}?" if near else "write one of these"
-        faults.add(f"{group}={one}{where}, which is no file of that group", ", ".join(options), fix)
+        faults.add(
+            f"{group}={one}{where}, which is no file of that group", ", ".join(options), did_you_mean(str(one), options)
+        )
     return not unknown
 
 
@@ -263,10 +263,8 @@ def _check_defaults(root: Primary, arguments: _Arguments, faults: Faults) -> Non
             continue
         if not _is_group(root, plain):
             if option is not None:
-                groups = _group_names(root)
-                near = nearest(plain, groups)
-                fix = f"did you mean {near}?" if near else "write one of these"
-                faults.add(f"defaults: {group}: {option}{where}, which is no group", ", ".join(groups), fix)
+                groups, given = _group_names(root), f"defaults: {group}: {option}{where}, which is no group"
+                faults.add(given, ", ".join(groups), did_you_mean(plain, groups))
         elif option is None:
             continue
         elif option == "???":
@@ -292,7 +290,7 @@ def _composed(root: Primary, arguments: _Arguments, swept: tuple[str, ...], faul
         if changes:
             config = _run(root, name, [*lines, *changes], faults)
     for override in (*arguments.changes, *arguments.others):
-        places.say(override.key_or_group, "on the command line")
+        places.add_key(override.key_or_group, "on the command line")
     with open_dict(config):
         del config["hydra"]
     return Composed(config, places, (*lines, *changes), swept)
@@ -322,8 +320,9 @@ def _change(base: DictConfig, override: Override, faults: Faults) -> list[str]:
         return [f"++{text}" if isinstance(value, dict) else text]
     if known is None or last in known or last in targets.HYDRA_KEYS:
         return [f"++{text}"]
-    near = repr(f"trainer.{last}") if not parent and last in targets.trainer_arguments() else nearest(last, known)
-    fix = f"did you mean {near}?" if near else f"write +{text} to add it all the same"
+    fix = did_you_mean(last, known, f"write +{text} to add it all the same")
+    if not parent and last in targets.trainer_arguments():
+        fix = f"did you mean 'trainer.{last}'?"
     if parent == "trainer":
         fix = targets.ELSEWHERE.get(last, fix)
     faults.add(f"argument {text!r}: no key {last!r} in {parent or 'the config'}", ", ".join(sorted(known)), fix)

@@ -14,6 +14,7 @@ from lightning_mp.modules import checkpointing, pins
 from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.precision import MixedPrecisionPlan
 
 SUBJECT = "doctor"
 #: the sections that a run is examined by; the others are left alone
@@ -45,12 +46,12 @@ def examine(arguments: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> li
             if build.is_ours(job.config.get("strategy")):
                 sections.remove("strategy")  # the package's choice, for a plan
         config = check.check(job, faults, needed=needed, only=sections)
+        plan = build.plan_of(config["plan"], job.places, faults) if config.get("plan") else None
         faults.raise_if_any()
-        return _examined(config, faults)
+        return _examined(config, plan, faults)
 
 
-def _examined(config: dict[str, Any], faults: Faults) -> list[Finding]:
-    plan = build.plan_of(config["plan"], faults) if config.get("plan") else None
+def _examined(config: dict[str, Any], plan: MixedPrecisionPlan | None, faults: Faults) -> list[Finding]:
     model = build.instantiated(config["model"], "model", faults)
     trainer = build.instantiated(config.get("trainer") or {}, "trainer", faults)
     strategy = config.get("strategy")

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from lightning_mp.errors import Fault
+
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 
 
 class Places:
     """Dotted keys and where each was written; of several places the one added last."""
 
-    def __init__(self) -> None:
+    def __init__(self, section: str | None = None) -> None:
         self._found: dict[str, str] = {}
+        #: keys may also stand in this section
+        self._section = section
 
     def add(self, path: Path, prefix: str = "") -> None:
         """Note every key of a YAML file, which stands at ``prefix`` in the config."""
@@ -35,17 +39,18 @@ class Places:
             package = header.group(1) if header else group.partition("@")[0].replace("/", ".")
             self.add(path, "" if package == "_global_" else package)
 
-    def say(self, key: str, where: str) -> None:
+    def add_key(self, key: str, where: str) -> None:
         """Note that ``key`` was written somewhere else."""
         self._found[key] = where
 
     def of(self, key: str) -> str:
         """`` (file:line)`` of the key, or of what it stands in; empty where that is not known."""
-        parts = key.split(".")
-        for length in range(len(parts), 0, -1):
-            found = self._found.get(".".join(parts[:length]))
-            if found is not None:
-                return f" ({found})"
+        for full in (key, f"{self._section}.{key}"):
+            parts = full.split(".")
+            for length in range(len(parts), 0, -1):
+                found = self._found.get(".".join(parts[:length]))
+                if found is not None and parts[:length] != [self._section]:
+                    return f" ({found})"
         return ""
 
     def of_text(self, path: Path, word: str) -> str:
@@ -54,6 +59,13 @@ class Places:
         lines = path.read_text(encoding="utf-8").splitlines()
         number = next((number for number, line in enumerate(lines, 1) if pattern.search(line)), None)
         return "" if number is None else f" ({path.name}:{number})"
+
+
+def plan_fault(fault: Fault, places: Places) -> Fault:
+    """A fault of a plan, with the place of the key that it is about."""
+    key = re.match(r"pin '([^']*)'|(?:unknown key )?([\w.]+)", fault.given)
+    path = "plan" if key is None else f"plan.{key.group(2)}" if key.group(2) else f"plan.pins.{key.group(1)}"
+    return Fault(f"plan: {fault.given}{places.of(path)}", fault.allowed, fault.fix)
 
 
 def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_mp.cli.training.places import Places
 from lightning_mp.cli.training.primary import SECTIONS, SETTINGS
-from lightning_mp.errors import nearest, one_line
+from lightning_mp.errors import Faults, did_you_mean, nearest, one_line
 from lightning_mp.policy import Checkpointing, NonFinite, PrecisionPolicy, load
 from lightning_mp.policy.loss_scaling import LossScaling
 
@@ -114,6 +115,34 @@ def parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
     return [parameter for parameter in found if parameter.kind in kinds]
 
 
+#: for ``taken``: there is no such target
+UNKNOWN: list[inspect.Parameter] = []
+
+
+def taken(target: str, path: str, places: Places, faults: Faults) -> list[inspect.Parameter] | None:
+    """The :func:`parameters` of a target, written at ``path``; ``UNKNOWN`` with a fault where it names nothing."""
+    try:
+        return parameters(locate(target))
+    except UnknownTargetError as error:
+        fix = f"did you mean {error.near}?" if error.near else "write package.module.Name, and check that it imports"
+        faults.add(f"{path}: {target}{places.of(path)}: {error}", "a class or function that can be imported", fix)
+    return UNKNOWN
+
+
+def unknown_arguments(
+    given: Iterable[str], known: list[inspect.Parameter] | None, path: str, places: Places, faults: Faults
+) -> list[str]:
+    """Those of the keys at ``path`` that are none of ``known``, with a fault each."""
+    names = [parameter.name for parameter in known or ()]
+    unknown = [] if known is None else [key for key in given if key not in names]
+    for key in unknown:
+        where = places.of(f"{path}.{key}")
+        faults.add(
+            f"unknown key {path}.{key}{where}", ", ".join(names) or "no keys", did_you_mean(key, names, "remove it")
+        )
+    return unknown
+
+
 def trainer_arguments() -> list[str]:
     """What may stand in the trainer section."""
     from lightning_mp.compat.lightning import Trainer
@@ -168,12 +197,12 @@ def _known(path: str, value: Mapping[str, Any]) -> list[str] | None:
         return [item.name for item in fields(_PLAN_PIECES[piece])]
     if path == "plan.pins":
         return None
-    return _taken(target) if isinstance(target, str) else []
+    return _argument_names(target) if isinstance(target, str) else []
 
 
-def _taken(target: str) -> list[str] | None:
+def _argument_names(target: str) -> list[str] | None:
     try:
         taken = parameters(locate(target))
     except UnknownTargetError:
-        return None  # which is told by itself
+        return None  # a fault by itself
     return None if taken is None else [parameter.name for parameter in taken]

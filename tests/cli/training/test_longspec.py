@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import LossScaling, MixedPrecisionPlan
 from lightning_mp.cli.training.application import train
-from lightning_mp.cli.training.language_model import CausalLM
+from lightning_mp.demo.language_model import CausalLM
 from lightning_mp.errors import MissingExtraError, PlanError
 from lightning_mp.numerics.loss_scale import adjust, init
 from support import longspec

@@ -213,7 +213,7 @@ def test_a_model_whose_own_code_refuses_is_told_as_a_fault(tmp_path: Path) -> No
     (fault,) = refusal(
         write(
             tmp_path,
-            PLAIN.replace("support.training.Net", "lightning_mp.cli.training.language_model.CausalLM").replace(
+            PLAIN.replace("support.training.Net", "lightning_mp.demo.language_model.CausalLM").replace(
                 "width: 4", "architecture: lama\n  config: {}"
             ),
         )

@@ -16,7 +16,7 @@ from lightning.pytorch import seed_everything
 from typer.testing import CliRunner
 
 from lightning_mp import MixedPrecisionPlan
-from lightning_mp.cli.app import app
+from lightning_mp.cli import app
 from lightning_mp.policy.presets import PRESETS
 from support.running import trainer
 from support.training import PLAIN, QUICK, losses, readings, refusal, run, write
@@ -172,7 +172,7 @@ def test_what_the_process_had_is_put_back(tmp_path: Path) -> None:
 
 
 def command(*arguments: str, cwd: Path, code: str = "") -> subprocess.CompletedProcess[str]:
-    start = ["-c", f"{code}\nfrom lightning_mp.cli.app import main\nmain()"] if code else ["-m", "lightning_mp"]
+    start = ["-c", f"{code}\nfrom lightning_mp.cli import main\nmain()"] if code else ["-m", "lightning_mp"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return subprocess.run(
         [sys.executable, *start, "train", *arguments],
@@ -224,7 +224,7 @@ def test_bad_input_is_one_error_without_a_traceback(tmp_path: Path) -> None:
     assert done.stdout == ""
     head, *lines = done.stderr.splitlines()
     assert head == "lightning-mp train: 3 faults"
-    assert all(line.startswith("  given ") for line in lines)
+    assert all(line.startswith("  Got ") for line in lines)
     assert len(lines) == 3
 
 
@@ -232,7 +232,7 @@ def test_without_hydra_the_extra_is_named(tmp_path: Path) -> None:
     done = command(write(tmp_path, PLAIN), cwd=tmp_path, code="import sys\nsys.modules['hydra'] = None")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.endswith("do: pip install 'lightning-mp[hydra]'")
+    assert line.endswith("Install it: pip install 'lightning-mp[hydra]'")
 
 
 def test_the_config_can_be_shown_without_a_run(tmp_path: Path) -> None:

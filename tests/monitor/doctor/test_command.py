@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from lightning_mp.cli.app import app
+from lightning_mp.cli import app
 
 HEALTHY = """
 plan: {precision: 16-mixed, pins: {LayerNorm: fp32}}

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from lightning_mp.cli.app import app
+from lightning_mp.cli import app
 from lightning_mp.monitor.report.serve import ReportServer
 from monitor.report.runs import reading, write_run
 
@@ -122,7 +122,7 @@ def test_only_this_machine_is_served_and_only_the_report(tmp_path: Path) -> None
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_an_interrupt_ends_the_serving_without_a_word(tmp_path: Path) -> None:
-    code = "from lightning_mp.cli.app import main; main()"
+    code = "from lightning_mp.cli import main; main()"
     command = [sys.executable, "-c", code, "report", str(write_run(tmp_path)), "--serve", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdout is not None

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_mp.cli.training.application import environment_kept
-from lightning_mp.cli.training.lightning_cli import checks
-from lightning_mp.cli.training.lightning_cli.given import config_files
-from lightning_mp.cli.training.lightning_cli.plan_cli import PlanCLI
+from lightning_mp.cli.training.lightning_cli.arguments import config_files
+from lightning_mp.cli.training.lightning_cli.plan_cli import SUBJECT, PlanCLI
 from lightning_mp.cli.training.targets import importable
 from lightning_mp.compat.lightning import MisconfigurationException
 from lightning_mp.demo.inputs import InputError
@@ -29,7 +28,7 @@ class _Command(PlanCLI):
         except Exception as error:  # whatever the code that is built raises
             cause = error.__cause__ or error
             said = f"{type(cause).__name__}: {one_line(cause)}"
-            raise PlanError([Fault(said, "parts that can be built", "mend what it names")], checks.SUBJECT) from error
+            raise PlanError([Fault(said, "parts that can be built", "mend what it names")], SUBJECT) from error
 
 
 def run(arguments: Sequence[str], say: Callable[[str], None]) -> int:
@@ -50,7 +49,7 @@ def run(arguments: Sequence[str], say: Callable[[str], None]) -> int:
         except (InputError, MisconfigurationException) as error:
             given = f"what Lightning cannot run: {one_line(error)}"
             fault = Fault(given, "parts that fit together", "mend what it names")
-            raise PlanError([fault], checks.SUBJECT) from error
+            raise PlanError([fault], SUBJECT) from error
     folder = cli.trainer.log_dir  # every rank asks: rank 0 tells the others
     if cli.trainer.is_global_zero and cli.subcommand == "fit":
         say(f"{folder}: {cli.trainer.global_step} steps")

@@ -2,53 +2,92 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from jsonargparse import ArgumentError, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 import lightning_mp
-from lightning_mp.cli.training.application import RUN_DIR, told
-from lightning_mp.cli.training.lightning_cli import checks
-from lightning_mp.cli.training.lightning_cli.forms import settle
-from lightning_mp.cli.training.lightning_cli.given import (
-    Given,
-    asks_for_help,
-    command_of,
-    config_files,
-    gather,
-    prints_config,
-    settled,
-)
-from lightning_mp.cli.training.lightning_cli.parser import PlanParsing, plan_parser
+from lightning_mp.cli.training.application import RUN_DIR, check_checkpoint, run_folder
+from lightning_mp.cli.training.lightning_cli import plan_section
+from lightning_mp.cli.training.lightning_cli.arguments import Arguments, command_of, config_files, flow, read
+from lightning_mp.cli.training.lightning_cli.explain import REFUSALS, check_plugins, explain, tell
+from lightning_mp.cli.training.lightning_cli.plan_section import PIECES
 from lightning_mp.cli.training.targets import ELSEWHERE
 from lightning_mp.compat.lightning import (
     LightningArgumentParser,
     LightningCLI,
     LightningModule,
     SaveConfigCallback,
+    Strategy,
     Trainer,
     get_filesystem,
 )
-from lightning_mp.errors import Fault, Faults, PlanError, one_line
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.load import HYDRA_KEYS
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
+from lightning_mp.strategies import registry
+from lightning_mp.strategies.factory import trainer_kwargs
 
+SUBJECT = "cli"
 _HEADER = "lightning-mp=="
 #: the sections that a Trainer is built from
-_REGIME = ("plan", "strategy", "trainer")
+_REGIME = ("strategy", "trainer")
+_ASKS_FOR_HELP = re.compile(r"(-h|--help|--[\w.]+\.help)(=|$)")
+_PLAN_HELP = "A precision, a preset's name, a YAML file, or a mapping of the fields below."
+_STRATEGY_HELP = (
+    f"A name of make_strategy ({', '.join(registry.STRATEGIES)}), or a mapping of 'name' and the strategy's keywords, "
+    "'{name: fsdp2, wrap: Block}', or a class_path."
+)
 _USAGE_ERROR = 2
 _CONFIG = "config.yaml"
 
 
-_Parse = Callable[[Given, Sequence[str]], Namespace]
+class _PlanParsing:
+    """LightningCLI's parser with the sections plan and strategy, and a help that has every field of a plan."""
+
+    #: whether an object is built from another one, so that all have to be built together
+    linked = False
+    _has_plan = False
+
+    def add_plan_arguments(self) -> None:
+        parser = cast("LightningArgumentParser", self)
+        parser.add_argument("--plan", type=Any, default="bf16-mixed", help=_PLAN_HELP)
+        kind: Any = str | Strategy | dict[str, Any]
+        parser.add_argument("--strategy", type=kind, default="auto", help=_STRATEGY_HELP)
+        self._has_plan = True
+
+    def add_class_arguments(self, theclass: type, nested_key: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        if nested_key == "trainer":
+            kwargs["skip"] = {*(kwargs.get("skip") or ()), "precision", "strategy"}
+        return super().add_class_arguments(theclass, nested_key, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def link_arguments(self, source: Any, target: str, *args: Any, **kwargs: Any) -> None:
+        self.linked = self.linked or "instantiate" in (*args, kwargs.get("apply_on"))
+        super().link_arguments(source, target, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        text: str = super().format_help(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        pieces = [_help_of(f"plan.{name}", piece) for name, piece in PIECES.items()]
+        return "\n".join([text, _help_of("plan", MixedPrecisionPlan), *pieces]) if self._has_plan else text
+
+
+def _help_of(key: str, kind: type) -> str:
+    """The options of a plan or of a piece of it, without the markup of their docstrings."""
+    parser = ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    parser.add_class_arguments(kind, key)
+    text = re.sub(rf"\n  --{key} CONFIG\s+Path to a configuration file\.", "", parser.format_help())
+    return re.sub(r":\w+:`~?([^`]*)`", r"\1", text).replace("``", "")
 
 
 class PlanCLI(LightningCLI):
@@ -66,6 +105,8 @@ class PlanCLI(LightningCLI):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._exits = True
+        self._policy: PrecisionPolicy | None = None
+        self._strategy: Any = None
         self._home: Path | None = None
         self._stem = "cli"
         try:
@@ -80,17 +121,17 @@ class PlanCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         if self.save_config_callback is SaveConfigCallback:
             self.save_config_callback = SavePlanConfig
-        self.parser_class = plan_parser(self.parser_class)
+        if not issubclass(self.parser_class, _PlanParsing):
+            self.parser_class = type("PlanArgumentParser", (_PlanParsing, self.parser_class), {})
         self._exits = self._exits and bool(kwargs.get("exit_on_error", True))
         header = f"{_HEADER}{lightning_mp.__version__}"
         return super().init_parser(**{"dump_header": [header], **kwargs, "exit_on_error": False})
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        faults = Faults(checks.SUBJECT)
-        for key in self.trainer_defaults.keys() & ELSEWHERE.keys() - {"callbacks"}:
-            faults.add(f"trainer_defaults with {key!r}", "what the plan leaves open", ELSEWHERE[key])
-        faults.raise_if_any()
-        cast("PlanParsing", parser).add_plan_arguments()
+        with Faults(SUBJECT) as faults:
+            for key in self.trainer_defaults.keys() & ELSEWHERE.keys() - {"callbacks"}:
+                faults.add(f"trainer_defaults with {key!r}", "what the plan leaves open", ELSEWHERE[key])
+        cast("_PlanParsing", parser).add_plan_arguments()
         super().add_core_arguments_to_parser(parser)
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
@@ -102,50 +143,73 @@ class PlanCLI(LightningCLI):
             super()._add_instantiators()
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        given: Any = args.as_dict() if isinstance(args, Namespace) else sys.argv[1:] if args is None else args
         with _quiet():
-            if isinstance(args, (Mapping, Namespace)):
-                values = args.as_dict() if isinstance(args, Namespace) else dict(cast("Mapping[str, Any]", args))
-                self.config = self._checked(parser, lambda _, bad: parser.parse_object(settle(values, bad)), values)
+            if isinstance(given, Mapping):
+                self.config = self._parsed(parser, cast("Mapping[str, Any]", given))
                 return
-            words = list(cast("Sequence[str]", sys.argv[1:] if args is None else args))
-            if asks_for_help(words):
-                with _told_as_faults():
-                    self.config = parser.parse_args(words)
-                return
+            words = list(cast("Sequence[str]", given))
+            for key, piece in PIECES.items():
+                if f"--plan.{key}.help" in words:
+                    sys.stdout.write(_help_of(f"plan.{key}", piece))
+                    raise SystemExit(0)
+            if any(_ASKS_FOR_HELP.match(word) for word in words):
+                with _as_faults():
+                    parser.parse_args(words)
             self._stem = next((path.stem for path in config_files(words)), "cli")
-            self.config = self._checked(parser, lambda found, bad: parser.parse_args(settled(words, found, bad)), words)
+            self.config = self._parsed(parser, words)
 
-    def _checked(self, parser: LightningArgumentParser, parse: _Parse, given: Any) -> Any:
-        """What ``parse`` makes of what is given: each time without the keys that are known to be wrong."""
-        faults = Faults(checks.SUBJECT)
-        commands = list(self._subcommand_parsers) if hasattr(self, "_subcommand_parsers") else []
-        command = command_of(given, commands, faults) if commands else None
-        faults.raise_if_any()
+    def _parsed(self, parser: LightningArgumentParser, arguments: Sequence[str] | Mapping[str, Any]) -> Namespace:
+        """What the parser makes of the arguments, and policy and strategy of that; every fault in one error."""
+        with Faults(SUBJECT) as faults:
+            commands = list(getattr(self, "_subcommand_parsers", ()))
+            command = command_of(arguments, commands, faults) if commands else None
         own = self._parser(command)
-        with _told_as_faults():  # of default_config_files
-            known = list(own.get_defaults(skip_validation=True).keys())
-        found = gather(given, command, own.parser_mode, faults)
-        last = prints_config(given) or len(faults.found) > 0  # what is left cannot be parsed, or would be printed
-        bad = checks.check(found, known, faults)
-        if last:
-            faults.raise_if_any()
-        while True:
-            for one in (parser, own):
-                cast("PlanParsing", one).dropped = bad
-            try:
-                parsed = parse(found, bad)
-                break
-            except (ArgumentError, TypeError, ValueError, OSError) as error:  # all of these come from its actions
-                key = checks.tell(error, found, bad, faults)
-                if key is None or key in bad:
-                    faults.raise_if_any()
-                    raise
-                bad.append(key)
+        with _as_faults():  # of default_config_files
+            defaults = own.get_defaults(skip_validation=True)
+        given = read(arguments, command, list(defaults.keys()), own.parser_mode, faults)
+        readable = not faults.found
+        if not readable:
+            explain(own, given, None, faults)
+        self._policy = plan_section.policy([("", defaults.get("plan")), *given.plan], given.places, faults)
+        if given.prints or not readable:
+            faults.raise_if_any()  # what is left would be printed, or cannot be parsed
+        plan = "bf16-mixed" if self._policy is None else self._policy.to_dict()
+        try:
+            if isinstance(arguments, Mapping):
+                found = dict(arguments)
+                at = {**found[command], "plan": plan} if command in found else None
+                parsed = parser.parse_object({**found, "plan": plan} if at is None else {**found, str(command): at})
+            else:
+                parsed = parser.parse_args([*given.words, "--plan", flow(plan)])
+            regime = parsed[command] if command else parsed
+        except REFUSALS as error:
+            good = explain(own, given, error, faults)
+            words = [word for one in good if one.key.partition(".")[0] in _REGIME for word in one.words]
+            parsed = regime = self._regime_parser().parse_args(words)
+        self._check(regime, given, faults)
         faults.raise_if_any()
         return parsed
 
+    def _check(self, regime: Namespace, given: Arguments, faults: Faults) -> None:
+        """What neither parser nor plan can refuse by itself."""
+        strategy: Any = regime.get("strategy")
+        if isinstance(strategy, (str, dict)):
+            keywords = _keywords(strategy)
+            try:
+                self._strategy = registry.build(keywords.pop("name", "auto"), self._policy, keywords)
+            except PlanError as error:
+                where = given.places.of("strategy")
+                faults.extend(
+                    Fault(f"strategy: {fault.given}{where}", fault.allowed, fault.fix) for fault in error.faults
+                )
+            except MissingExtraError as error:
+                faults.add(f"strategy: {error}", "an installed strategy", "install it, or choose another")
+        check_plugins(regime.get("trainer.plugins"), given.places, faults)
+        check_checkpoint(regime.get("ckpt_path"), faults)
+
     def _parse_ckpt_path(self) -> None:
-        with _quiet(), _told_as_faults("the checkpoint's hyperparameters: "):
+        with _quiet(), _as_faults("the checkpoint's hyperparameters: "):
             super()._parse_ckpt_path()
 
     # ------------------------------------------------------------------ the parts
@@ -161,7 +225,7 @@ class PlanCLI(LightningCLI):
     def _instantiate_classes(self) -> None:
         parser = self._parser(self.subcommand)
         with _quiet():
-            if cast("PlanParsing", parser).linked or parser.callback_keys:
+            if cast("_PlanParsing", parser).linked or parser.callback_keys:
                 super().instantiate_classes()  # the Trainer needs what is built together with the model
                 return
             # what a Trainer refuses is refused before there is a model
@@ -183,48 +247,34 @@ class PlanCLI(LightningCLI):
         return Namespace({"subcommand": self.subcommand, self.subcommand: section}) if self.subcommand else section
 
     def _regime_parser(self) -> LightningArgumentParser:
-        parser = self.parser_class()
-        cast("PlanParsing", parser).add_plan_arguments()
+        parser = self.init_parser()
+        cast("_PlanParsing", parser).add_plan_arguments()
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         return parser
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        faults = Faults(checks.SUBJECT)
         arguments: dict[str, Any] = {**self._get(self.config_init, "trainer", default={}), **kwargs}
-        self.plan = self._get(self.config_init, "plan")
-        strategy = self._strategy(faults)
-        self._settle_home(arguments)
+        assert self._policy is not None
+        self.plan = MixedPrecisionPlan.from_policy(self._policy)
+        strategy = self._get(self.config_init, "strategy") if self._strategy is None else self._strategy
+        self._set_home(arguments)
         for callback in _listed(arguments.get("callbacks")):
             if self._home is not None and getattr(callback, "run_dir", "") is None:
                 callback.run_dir = self._home
         known = signature(Trainer).parameters
         ours = {key: value for key, value in arguments.items() if key in known}
         try:
-            regime = trainer_kwargs(self.plan, **{"strategy": strategy, **ours})
-            return super().instantiate_trainer(**{**kwargs, **regime})
-        except PlanError as error:
-            faults.extend(error.faults)
+            return super().instantiate_trainer(**{**kwargs, **trainer_kwargs(self.plan, strategy=strategy, **ours)})
+        except PlanError:
+            raise
         except Exception as error:  # Lightning's own, of several kinds
             given = f"trainer: {type(error).__name__}: {one_line(error)}"
-            faults.add(given, "what Lightning's Trainer takes", "mend the trainer or strategy section")
-        faults.raise_if_any()
-        raise AssertionError
-
-    def _strategy(self, faults: Faults) -> Any:
-        given = self._get(self.config_init, "strategy")
-        if not isinstance(given, (str, Mapping)):
-            return given
-        keywords = dict(cast("Mapping[str, Any]", given)) if isinstance(given, Mapping) else {"name": given}
-        try:
-            return make_strategy(keywords.pop("name", "auto"), self.plan, **keywords)
-        except PlanError as error:
-            faults.extend(error.faults)
-        faults.raise_if_any()
-        raise AssertionError
+            fault = Fault(given, "what Lightning's Trainer takes", "mend the trainer or strategy section")
+            raise PlanError([fault], SUBJECT) from error
 
     # ------------------------------------------------------------------ where a run writes
 
-    def _settle_home(self, arguments: dict[str, Any]) -> None:
+    def _set_home(self, arguments: dict[str, Any]) -> None:
         """Without a logger: the root folder, which is a new one where none is named."""
         logs = arguments.get("logger") not in (False, []) and not arguments.get("barebones")
         if logs or arguments.get("fast_dev_run"):
@@ -235,7 +285,7 @@ class PlanCLI(LightningCLI):
         self._section(self.config)["trainer"]["default_root_dir"] = str(self._home)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        with told(self._home) if self._home else nullcontext():
+        with run_folder(self._home) if self._home else nullcontext():
             super()._run_subcommand(subcommand)
 
     # ------------------------------------------------------------------ refusals
@@ -245,6 +295,13 @@ class PlanCLI(LightningCLI):
         name = parser.prog if parser is not None else Path(sys.argv[0]).name
         sys.stderr.write(f"{name}: {error.listed()}\n")
         raise SystemExit(_USAGE_ERROR) from None
+
+
+def _keywords(strategy: str | dict[str, Any]) -> dict[str, Any]:
+    """A strategy's name and keywords, also of Hydra's form (the package's own groups)."""
+    if isinstance(strategy, str):
+        return {"name": strategy}
+    return {key: value for key, value in strategy.items() if key not in (*HYDRA_KEYS, "plan")}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -260,15 +317,15 @@ def _quiet() -> Generator[None]:
 
 
 @contextmanager
-def _told_as_faults(before: str = "") -> Generator[None]:
+def _as_faults(before: str = "") -> Generator[None]:
     """What jsonargparse refuses is a PlanError."""
     try:
         yield
     except ArgumentError as error:
-        faults = Faults(checks.SUBJECT)
-        checks.tell(error, Given(), (), faults)
-        told_so = [Fault(f"{before}{fault.given}", fault.allowed, fault.fix) for fault in faults.found]
-        raise PlanError(told_so, checks.SUBJECT) from error
+        faults = Faults(SUBJECT)
+        tell(error, Arguments(), (), faults)
+        found = [Fault(f"{before}{fault.given}", fault.allowed, fault.fix) for fault in faults.found]
+        raise PlanError(found, SUBJECT) from error
 
 
 class SavePlanConfig(SaveConfigCallback):
@@ -289,7 +346,7 @@ class SavePlanConfig(SaveConfigCallback):
             assert folder is not None
             path = f"{folder}/{self.config_filename}"
             if not self.overwrite and trainer.strategy.broadcast(trainer.is_global_zero and _is_foreign(path)):
-                faults = Faults(checks.SUBJECT)
+                faults = Faults(SUBJECT)
                 fix = "give the run a folder of its own, --trainer.default_root_dir runs/x, or move the file away"
                 faults.add(f"a run in {folder}, where {self.config_filename} is another's", "a folder without one", fix)
                 faults.raise_if_any()

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lightning_mp import MixedPrecisionPlan
-from lightning_mp.cli.app import app
+from lightning_mp.cli import app
 from lightning_mp.policy import Checkpointing, NonFinite, Pin, PrecisionPolicy
 from lightning_mp.policy.loss_scaling import LossScaling
 from lightning_mp.strategies.registry import STRATEGIES

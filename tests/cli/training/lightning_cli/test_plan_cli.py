@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from typer.testing import CliRunner
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError
-from lightning_mp.cli.app import app
+from lightning_mp.cli import app
 from lightning_mp.cli.training.lightning_cli import PlanCLI
 from lightning_mp.strategies.fsdp2.strategy import PlanFSDP2Strategy
 from support import launching, training

@@ -140,7 +140,7 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, str]] = {
     ("--trainer.max_steps", "many"): ("trainer.max_steps (on the command line): Expected", "help"),
     ("--trainer.precision=16-mixed",): ("trainer.precision (on the command line)", "the plan says it"),
     ("--trainer.plugins=16-mixed",): ("trainer.plugins: 16-mixed (on the command line)", "the plan says it"),
-    ("--model.widht", "1"): ("unknown key model.init_args.widht (on the command line)", "'width'"),
+    ("--model.widht", "1"): ("unknown key model.widht (on the command line)", "'width'"),
     ("--model", "support.lightning_cli.Nett"): ("has no 'Nett'", "'Net'"),
     ("--modl.width", "3"): ("unknown key modl (on the command line)", "'model'"),
     ("--ckpt_path", "gone.ckpt"): ("ckpt_path=gone.ckpt", "check the path"),
@@ -186,7 +186,7 @@ def test_a_missing_command_or_model_is_named(arguments: list[str], given: str, f
 
 
 def test_a_model_whose_own_code_refuses_is_told_as_a_fault(tmp_path: Path) -> None:
-    model = "lightning_mp.cli.training.language_model.CausalLM\n  init_args:\n    architecture: lama\n    config: {}"
+    model = "lightning_mp.demo.language_model.CausalLM\n  init_args:\n    architecture: lama\n    config: {}"
     text = PLAIN.replace("support.lightning_cli.Net\n  init_args:\n    width: 4", model)
     (fault,) = refusal("fit", "--config", write(tmp_path, text))
     assert "lama" in fault.given

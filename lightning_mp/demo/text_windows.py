@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,15 @@ from torch.utils.data import DataLoader
 from lightning_mp.compat.lightning import LightningDataModule
 from lightning_mp.demo import text as texts
 from lightning_mp.demo.tokens import cache_folder, make_corpus
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def windows(tokens: NDArray[np.uint16], context: int, step: int | None = None) -> Tensor:
+    """All windows of ``context + 1`` tokens (int64), one every ``step``; by default each takes up where one ends."""
+    return torch.from_numpy(tokens.astype("int64")).unfold(0, context + 1, step or context)
 
 
 class TextWindows(LightningDataModule):
@@ -50,10 +60,7 @@ class TextWindows(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Cut the windows."""
         corpus = make_corpus(self._text, self._vocab, self._context, cache_folder())
-        self._train, self._val = (
-            torch.from_numpy(tokens.astype("int64")).unfold(0, self._context + 1, self._context)
-            for tokens in (corpus.train, corpus.val)
-        )
+        self._train, self._val = (windows(tokens, self._context) for tokens in (corpus.train, corpus.val))
         if self._val_batches is not None:
             self._val = self._val[: self._val_batches * self._batch_size]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import Faults, MissingExtraError, nearest, one_line
 
-_HERE = "lightning_mp.cli.training.language_model.CausalLM"
+_HERE = "lightning_mp.demo.language_model.CausalLM"
 
 
 class CausalLM(LightningModule):
@@ -73,14 +73,17 @@ class CausalLM(LightningModule):
         options: dict[str, Any] = {"lr": self._lr, "betas": self._betas, "weight_decay": self._weight_decay}
         # fused: the others divide by an eps that fp16 rounds to 0
         optimizer = torch.optim.AdamW(parameters, **options, fused=True)
-        warm_up = max(1, self._warmup_steps)
+        schedule = self.make_schedule(optimizer, max(1, self._warmup_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def make_schedule(self, optimizer: torch.optim.Optimizer, warm_up: int) -> Any:
+        """The rate of ``warm_up`` steps and of the rest."""
         rest = max(1, int(self.trainer.estimated_stepping_batches) - warm_up)
         schedulers: list[Any] = [
             torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm_up, total_iters=warm_up),
             torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, rest, eta_min=self._lr / 10),
         ]
-        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[warm_up])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[warm_up])
 
     def _loss(self, batch: Tensor) -> Tensor:
         logits = self.model(input_ids=batch[:, :-1]).logits

@@ -1,0 +1,41 @@
+"""``lightning-mp consolidate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from lightning_mp.cli.output import refusals
+
+
+def consolidate(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A .ckpt file, a folder of shards, or a DeepSpeed folder.", show_default=False)
+    ],
+    output: Annotated[
+        Path, typer.Argument(help="What to write: .pt, .pth, .bin, .ckpt or .safetensors.", show_default=False)
+    ],
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Cast floating tensors to fp32, bf16 or fp16.", show_default="as stored"),
+    ] = None,
+    prefix: Annotated[
+        str, typer.Option(help="Write what is under this name only, and without it: 'model.' for transformers.")
+    ] = "",
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Unpickle objects too, from a .ckpt file whose origin you trust.")
+    ] = False,
+) -> None:
+    """Write the weights of any checkpoint, sharded or DeepSpeed's too, as one plain state dict."""
+    from lightning_mp.checkpoints.consolidate_file import write_consolidated
+    from lightning_mp.checkpoints.formats import CheckpointFormatError
+
+    with refusals("consolidate", CheckpointFormatError):
+        written = write_consolidated(checkpoint, output, dtype, prefix=prefix, weights_only=False if trust else None)
+    if written.left_out:
+        typer.echo(f"left out, since they are no tensors: {', '.join(written.left_out)}", err=True)
+    unit, name = (2**20, "MiB") if written.size >= 2**20 else (2**10, "KiB")
+    size = f"{written.size / unit:.1f} {name}"
+    typer.echo(f"{written.path}: {written.tensors} tensors, {size}, {', '.join(written.dtypes)}")

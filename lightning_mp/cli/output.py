@@ -1,0 +1,50 @@
+"""What every command does alike: refuse in one message, and print tables."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# What a line of a table needs; a pipe or a file has no width of its own.
+_PLAIN_WIDTH = 110
+_FROM_FILES = ("train", "cli")
+_USAGE_ERROR = 2
+_INTERRUPTED = 130
+
+
+@contextmanager
+def refusals(command: str, *also: type[Exception], stopped: str = "") -> Generator[None]:
+    """Leave with status 2 and a message for the package's own errors and ``also``; with 130 on Ctrl-C."""
+    from lightning_mp.errors import MissingExtraError, NonFiniteError, PlanError
+
+    try:
+        yield
+    except PlanError as error:
+        # a config may have many faults, one a line
+        refuse(command, error.listed() if command in _FROM_FILES else " ".join(map(str, error.faults)))
+    except (MissingExtraError, NonFiniteError, OSError, *also) as error:
+        refuse(command, str(error))
+    except KeyboardInterrupt:
+        if stopped:
+            typer.echo(f"\nlightning-mp {command}: {stopped}", err=True)
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def refuse(command: str, message: str) -> NoReturn:
+    """Leave with status 2 and a message."""
+    typer.echo(f"lightning-mp {command}: {message}", err=True)
+    raise typer.Exit(_USAGE_ERROR) from None
+
+
+def console() -> Console:
+    """Where tables are printed."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=max(found.width, _PLAIN_WIDTH))
