@@ -13,21 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat.lightning import (
-    FSDPPrecision,
-    LightningModule,
-    ParallelStrategy,
-    Trainer,
-    TrainerFn,
-    rank_zero_warn,
-)
+from lightning_mp.compat import lightning
+from lightning_mp.compat.both_copies import check_copy, meet_other_copy
+from lightning_mp.compat.lightning import FSDPPrecision, LightningModule, ParallelStrategy, Trainer, rank_zero_warn
 from lightning_mp.deepspeed_config.mixin import DeepSpeedJson
 from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import Holding
 from lightning_mp.errors import Faults
-from lightning_mp.monitor.doctor import warn_at_fit
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.scaler import LossScaler
@@ -81,6 +75,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         reduce_dtype: str | None = None,
         buffer_dtype: str | None = None,
     ) -> None:
+        meet_other_copy(MixedPrecisionPlan, "FSDPPrecision")
         given: dict[str, Any] = {
             "precision": precision,
             "loss_scaling": loss_scaling,
@@ -194,6 +189,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             PlanError: the policy cannot be carried out on this model, device or strategy; nothing was changed.
         """
         trainer = cast("Trainer | None", getattr(module, "_trainer", None))
+        check_copy(module, type(self).__name__)
         self._attach(trainer, module)
         faults = Faults()
         device = describe(self._device)
@@ -216,7 +212,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if trainer is not None and trainer.state.fn == lightning.TrainerFn.FITTING:
+            from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
+
             warn_at_fit(module, self.policy)
         self._engine = engine
         engine.prepare(module)

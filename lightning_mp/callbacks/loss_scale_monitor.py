@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
@@ -45,6 +46,7 @@ class LossScaleMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find who keeps the scale."""
+        check_copy(trainer, "LossScaleMonitor")
         self._let_go()
         if is_fresh(trainer):
             self.rows.clear()

@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks.health_run import HealthRun
+from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.monitor import actions as acts
@@ -114,6 +115,7 @@ class TrainingHealth(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask the doctor, while the model is as the user made it."""
+        check_copy(trainer, "TrainingHealth")
         begins = stage == "fit" and trainer.is_global_zero and not any(map(_is_split, pl_module.parameters()))
         self._findings = _examined(trainer, pl_module) if begins else None
 

@@ -8,13 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_mp.deepspeed_config.notes import DeepSpeedNotes
-from lightning_mp.deepspeed_config.read import read_policy
-from lightning_mp.deepspeed_config.write import write_policy
 from lightning_mp.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from lightning_mp.deepspeed_config.notes import DeepSpeedNotes
 
 
 class DeepSpeedJson:
@@ -34,6 +33,8 @@ class DeepSpeedJson:
         Raises:
             PlanError: no JSON, or one that asks for formats a plan cannot carry out; every fault is named at once.
         """
+        from lightning_mp.deepspeed_config.read import read_policy
+
         policy, notes = read_policy(config)
         plan: Self = cast("Any", cls).from_policy(policy)
         plan.deepspeed_notes = notes
@@ -59,6 +60,8 @@ class DeepSpeedJson:
             PlanError: what DeepSpeed would carry out with other numbers (growth and backoff factors, true modes, …);
                 every fault is named at once, and no file is written.
         """
+        from lightning_mp.deepspeed_config.write import write_policy
+
         config = write_policy(
             self.policy,
             stage=stage,
