@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_mp.registering import register_with_lightning
+from lightning_mp.compat.deferred import fetch
 
 if TYPE_CHECKING:
     from lightning_mp.checkpoints import consolidate
@@ -66,15 +66,19 @@ __all__ = [
     "unpin",
 ]
 
-register_with_lightning()
+#: those that are made of Lightning's classes, or ask for them
+_OF_LIGHTNING = ("AuditReport", "MixedPrecisionPlan", "audit", "doctor", "make_strategy", "trainer_kwargs")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use: ``import lightning_mp`` alone imports neither torch nor Lightning."""
-    home = _HOMES.get(name)
-    if home is None:
+    """Import a public name on first use: ``import lightning_mp`` alone imports neither torch nor Lightning.
+
+    The first use of a name that needs Lightning also registers the ``mp_*`` strategies with it.
+    """
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    home = f"{__name__}.{_HOMES[name]}"
+    return fetch(home, name) if name in _OF_LIGHTNING else getattr(import_module(home), name)
 
 
 def __dir__() -> list[str]:

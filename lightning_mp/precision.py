@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.compat import lightning
 from lightning_mp.compat import torch as compat
+from lightning_mp.compat.both_copies import check_copy, meet_other_copy
 from lightning_mp.compat.lightning import (
     PLAN,
     FSDPPrecision,
@@ -21,7 +23,6 @@ from lightning_mp.compat.lightning import (
     ParallelStrategy,
     Strategy,
     Trainer,
-    TrainerFn,
     rank_zero_warn,
     trainer_of,
 )
@@ -30,7 +31,6 @@ from lightning_mp.engines import closures, device_rules, for_strategy, optimizer
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults
-from lightning_mp.monitor.doctor import warn_at_fit
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.scaler import LossScaler
@@ -83,6 +83,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         reduce_dtype: str | None = None,
         buffer_dtype: str | None = None,
     ) -> None:
+        meet_other_copy(MixedPrecisionPlan, "FSDPPrecision")
         given: dict[str, Any] = {
             "precision": precision,
             "loss_scaling": loss_scaling,
@@ -171,6 +172,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         Raises:
             PlanError: the policy cannot be carried out on this model, device or strategy; nothing was changed.
         """
+        check_copy(module, type(self).__name__)
         trainer = trainer_of(module)
         _check_hosts(None if trainer is None else trainer.strategy)
         self._attach(trainer, module)
@@ -194,7 +196,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if trainer is not None and trainer.state.fn == lightning.TrainerFn.FITTING:
+            from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
+
             warn_at_fit(module, self.policy)
         self._engine = engine
         engine.prepare(module)

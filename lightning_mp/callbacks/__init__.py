@@ -1,14 +1,33 @@
 """Callbacks for existing projects on Lightning's own precision plugins and strategies; each works alone."""
 
-from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
-from lightning_mp.callbacks.dtype_pinning import DtypePinning
-from lightning_mp.callbacks.enable_tf32 import EnableTF32
-from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
-from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
-from lightning_mp.callbacks.precision_audit import PrecisionAudit
-from lightning_mp.callbacks.training_health import TrainingHealth
-from lightning_mp.monitor.actions import ReduceLR
-from lightning_mp.monitor.nonfinite.saved_batch import replay_saved
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_mp.compat.deferred import fetch
+
+if TYPE_CHECKING:
+    from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
+    from lightning_mp.callbacks.dtype_pinning import DtypePinning
+    from lightning_mp.callbacks.enable_tf32 import EnableTF32
+    from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
+    from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
+    from lightning_mp.callbacks.precision_audit import PrecisionAudit
+    from lightning_mp.callbacks.training_health import TrainingHealth
+    from lightning_mp.monitor.actions import ReduceLR
+    from lightning_mp.monitor.nonfinite.saved_batch import replay_saved
+
+_HOMES = {
+    "ActivationCheckpointing": "callbacks.activation_checkpointing",
+    "DtypePinning": "callbacks.dtype_pinning",
+    "EnableTF32": "callbacks.enable_tf32",
+    "LossScaleMonitor": "callbacks.loss_scale_monitor",
+    "NonFiniteGuard": "callbacks.nonfinite_guard",
+    "PrecisionAudit": "callbacks.precision_audit",
+    "ReduceLR": "monitor.actions",
+    "TrainingHealth": "callbacks.training_health",
+    "replay_saved": "monitor.nonfinite.saved_batch",
+}
 
 __all__ = [
     "ActivationCheckpointing",
@@ -21,3 +40,14 @@ __all__ = [
     "TrainingHealth",
     "replay_saved",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a callback on first use, made for the copy of Lightning that the program imports."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return fetch(f"lightning_mp.{_HOMES[name]}", name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
 from lightning_mp.errors import Faults
 from lightning_mp.precision import MixedPrecisionPlan
@@ -30,6 +31,7 @@ class ActingCallback(Callback):
             PlanError: a MixedPrecisionPlan is present, or what was given does not fit the model.
         """
         name = type(self).__name__
+        check_copy(trainer, name)
         faults = Faults(name)
         if isinstance(trainer.precision_plugin, MixedPrecisionPlan):
             faults.add(

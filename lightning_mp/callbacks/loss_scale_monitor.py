@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
@@ -43,6 +44,7 @@ class LossScaleMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the loss scale of the run."""
+        check_copy(trainer, "LossScaleMonitor")
         self._reset()
         if is_fresh(trainer):
             self.rows.clear()

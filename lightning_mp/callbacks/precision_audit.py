@@ -6,6 +6,7 @@ import math
 from shutil import get_terminal_size
 from typing import Any, Literal
 
+from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import AuditReport, AuditRow, declared
@@ -79,6 +80,7 @@ class PrecisionAudit(Callback):
         Raises:
             PlanError: another run or PrecisionAudit writes there already.
         """
+        check_copy(trainer, "PrecisionAudit")
         self._end()
         if stage == "fit":
             self.report = self.record = None

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
+from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.compat.deepspeed import is_partitioned
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
@@ -115,6 +116,7 @@ class TrainingHealth(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run the doctor, while the model is as the user made it."""
+        check_copy(trainer, "TrainingHealth")
         begins = stage == "fit" and trainer.is_global_zero and not any(map(_is_split, pl_module.parameters()))
         self._findings = _examined(trainer, pl_module) if begins else None
 

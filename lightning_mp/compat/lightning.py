@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.compat.checks import PrivateNames
+from lightning_mp.compat.host import COPIES, host
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as default_pg_timeout
@@ -57,9 +57,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
     from lightning.pytorch.utilities.exceptions import MisconfigurationException as MisconfigurationException
     from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
-
-#: each copy's Trainer package, and its Fabric package
-_COPIES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 #: where a name is, below the Trainer package
 _PLACES = {
@@ -119,13 +116,6 @@ _FABRIC_PLACES = {
 }
 
 
-def _host() -> str:
-    imported = [name for name in sys.modules if name in _COPIES]  # in the order in which they were imported
-    if imported:
-        return imported[0]
-    return "pytorch_lightning" if find_spec("lightning") is None else "lightning.pytorch"
-
-
 #: names that are private there
 _PRIVATE = frozenset(
     {
@@ -141,19 +131,18 @@ _PRIVATE = frozenset(
     }
 )
 
-#: the copy that this process uses
-HOST = _host()
+
+def of_copy(copy: str, name: str) -> Any:
+    """``name`` of one of the two copies."""
+    package, below = (copy, _PLACES[name]) if name in _PLACES else (COPIES[copy], _FABRIC_PLACES[name])
+    module = import_module(f"{package}.{below}" if below else package)
+    return getattr(module, f"_{name}" if name in _PRIVATE else name)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        package, below = HOST, _PLACES[name]
-    elif name in _FABRIC_PLACES:
-        package, below = _COPIES[HOST], _FABRIC_PLACES[name]
-    else:
+    if name not in _PLACES and name not in _FABRIC_PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{package}.{below}" if below else package)
-    return getattr(module, f"_{name}" if name in _PRIVATE else name)
+    return of_copy(host(), name)
 
 
 # ------------------------------------------------------------------ private names

@@ -6,11 +6,14 @@ import logging
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from itertools import chain
+
+from lightning_mp.compat.host import COPIES
 
 # Tips, "GPU available: False", "max_steps reached" and the like come as INFO, and a model built from a config makes
 # transformers warn of ids that this tokenizer does not have; matplotlib tells that it looks for fonts the first time.
 # Errors still come through.
-_LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "transformers", "matplotlib")
+_LOGGERS = ("lightning", *chain.from_iterable(COPIES.items()), "transformers", "matplotlib")
 # The data lives in memory: worker processes would only slow it down.
 _WARNINGS = (
     ".*does not have many workers.*",

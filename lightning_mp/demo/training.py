@@ -21,7 +21,6 @@ from lightning_mp.demo.modes import MODES
 from lightning_mp.demo.quiet import quiet
 from lightning_mp.demo.records import WARM_UP_STEPS, Job, Reading, Result
 from lightning_mp.demo.text_windows import windows
-from lightning_mp.monitor.run_files import open_folder, write_run
 from lightning_mp.monitor.run_log import open_folder, write_run
 
 if TYPE_CHECKING:

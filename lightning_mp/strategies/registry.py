@@ -12,6 +12,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_mp.compat import lightning
+from lightning_mp.compat.both_copies import meet_other_copy
 from lightning_mp.errors import Faults, nearest
 from lightning_mp.policy import PrecisionPolicy
 
@@ -109,6 +111,7 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
         names.check(faults)
     faults.raise_if_any()
     checked = {"policy": policy} if "policy" in own else {}
+    meet_other_copy(cls, "Strategy")
     return cls(**entry.fixed, **checked, **overrides)
 
 
@@ -136,9 +139,7 @@ def _keywords(callables: Iterable[Callable[..., Any]]) -> list[str]:
 
 
 def register() -> None:
-    """Make every name known to Lightning as ``mp_<name>``."""
-    from lightning_mp.compat.lightning import StrategyRegistry
-
+    """Make every name known to Lightning, as ``mp_<name>``."""
     for name, entry in STRATEGIES.items():
         builder: Any = partial(build, name, None, {})
-        StrategyRegistry.register(PREFIX + name, builder, description=entry.description, override=True)
+        lightning.StrategyRegistry.register(PREFIX + name, builder, description=entry.description, override=True)

@@ -54,9 +54,8 @@ def run_cell(strategy: str, policy_name: str, folder: str) -> Cell:
 
 def _is_refusal(error: Exception) -> bool:
     """A message somebody wrote for a user; any other exception before the first step is a failure too."""
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
     from lightning_mp import MissingExtraError, PlanError
+    from lightning_mp.compat.lightning import MisconfigurationException
 
     return isinstance(error, (PlanError, MissingExtraError, MisconfigurationException, NotImplementedError))
 

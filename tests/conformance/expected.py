@@ -9,7 +9,7 @@ from torch import nn
 from conformance.cells import GROWTH_INTERVAL, INIT_SCALE
 from conformance.model import LEARNING_RATE, learning_rate, llama
 from conformance.policies import CHECKPOINTED, Policy
-from conformance.strategies import world
+from conformance.strategies import plain, world
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: gradients are summed in this dtype unless a plan says otherwise
@@ -81,7 +81,7 @@ def bytes_per_rank(strategy: str, policy: Policy) -> dict[str, float]:
     as_stored = float(sum(count * SIZES[stored(policy)[name]] for name, count in whole().items()))
     ranks = SHARDS.get(strategy, world(strategy))
     parts = {"parameters": as_stored, "gradients": as_stored, "optimizer": 2 * as_stored}
-    if strategy in REPLICATED:
+    if plain(strategy) in REPLICATED:
         return parts
     if not strategy.startswith("deepspeed"):
         return {key: value / ranks for key, value in parts.items()}
@@ -103,6 +103,7 @@ SHARDS = {"hsdp": 1}
 FORMULAS = {
     "single": "S, S, 2S",
     "ddp": "S, S, 2S",
+    "ddp@pytorch_lightning": "S, S, 2S",
     "fsdp2": "S/N, S/N, 2S/N",
     "hsdp": "S, S, 2S (one shard)",
     "fsdp1": "S/N, S/N, 2S/N",

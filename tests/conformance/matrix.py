@@ -16,7 +16,7 @@ from conformance.judge import Verdict
 from conformance.observe import Run
 from conformance.policies import POLICIES
 from conformance.pool import Pool, PoolError
-from conformance.strategies import world
+from conformance.strategies import host, world
 
 Progress = Callable[[str, str, Verdict, float], None]
 Key = tuple[str, str]
@@ -53,7 +53,7 @@ def column(
     folder = Path(tempfile.mkdtemp(prefix=f"conformance-{strategy}-"))
     verdicts: dict[str, Verdict] = {}
     try:
-        with Pool(world(strategy), folder) as pool:
+        with Pool(world(strategy), folder, host(strategy)) as pool:
             for name in names:
                 start = time.monotonic()
                 verdicts[name] = _cell(pool, strategy, name, references, folder / name)

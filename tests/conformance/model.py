@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_mp.compat.lightning import LightningModule
 from support.models import InfiniteGradient
 
 VOCABULARY, LENGTH, ROWS = 128, 12, 8

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance import local, zero
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter", "reduce_")

@@ -10,9 +10,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.multiprocessing as mp
 
+from conformance import HOST
+from lightning_mp.compat.host import COPIES
 from support.gloo import free_port
 
 #: a cell that takes longer hangs; the first one may have to wait for an extension to be built
@@ -32,7 +35,8 @@ def _quietly(log: str) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in COPIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _serve(rank: int, world: int, port: int, log: str, tasks: Any, results: Any) -> None:
@@ -61,10 +65,13 @@ def _serve(rank: int, world: int, port: int, log: str, tasks: Any, results: Any)
 
 
 class Pool:
-    """``world`` processes; ``call`` runs a function on all of them. They are started when first needed."""
+    """``world`` processes under the copy ``host`` of Lightning; ``call`` runs a function on all of them.
 
-    def __init__(self, world: int, folder: Path) -> None:
-        self.world, self.folder = world, folder
+    They are started when first needed.
+    """
+
+    def __init__(self, world: int, folder: Path, host: str) -> None:
+        self.world, self.folder, self.host = world, folder, host
         self._children: list[Any] = []
         self._tasks: list[Any] = []
         self._results: Any = None
@@ -92,7 +99,8 @@ class Pool:
             log = str(self.folder / f"rank{rank}.log")
             args = (rank, self.world, port, log, self._tasks[rank], self._results)
             self._children.append(context.Process(target=_serve, args=args, daemon=True))
-            self._children[-1].start()
+            with mock.patch.dict(os.environ, {HOST: self.host}):  # it imports this package before it is asked anything
+                self._children[-1].start()
 
     def _collect(self, deadline: float) -> list[Any]:
         values: dict[int, Any] = {}

@@ -27,8 +27,9 @@ the policy declares. Nothing here is written by hand.
 
 **What ran.** A two-layer Llama of {numbers} parameters from its configuration, {steps} steps of fused AdamW on global
 batches of {rows} rows, clipped to a norm of {clip}. `single` is one process; every other strategy is two processes on
-CPU joined by gloo, each with its half of every global batch. `+pins` keeps the norms in fp32 (`{{"*norm*": "fp32"}}`),
-`+ckpt` recomputes the decoder layers' activations.
+CPU joined by gloo, each with its half of every global batch. They import `lightning.pytorch`, or the copy of Lightning
+named after the `@`. `+pins` keeps the norms in fp32 (`{{"*norm*": "fp32"}}`), `+ckpt` recomputes the decoder layers'
+activations.
 
 **`same`** means that in that cell
 

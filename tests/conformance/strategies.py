@@ -1,4 +1,7 @@
-"""The columns of the matrix, and how each becomes Trainer arguments."""
+"""The columns of the matrix, and how each becomes Trainer arguments.
+
+``ddp@pytorch_lightning`` is the strategy ``ddp`` in processes that import Lightning under that name.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_mp import make_strategy
+from lightning_mp.compat.host import host as used
 
 STRATEGIES = (
     "single",
     "ddp",
+    "ddp@pytorch_lightning",
     "fsdp2",
     "hsdp",
     "fsdp1",
@@ -24,6 +29,16 @@ STRATEGIES = (
 TIMEOUT = timedelta(seconds=60)
 
 
+def plain(strategy: str) -> str:
+    """A column's strategy: what is before the ``@``."""
+    return strategy.partition("@")[0]
+
+
+def host(strategy: str) -> str:
+    """The copy of Lightning that it runs under: what is after the ``@``."""
+    return strategy.partition("@")[2] or "lightning.pytorch"
+
+
 def world(strategy: str) -> int:
     """How many processes it runs in."""
     return 1 if strategy == "single" else 2
@@ -31,9 +46,10 @@ def world(strategy: str) -> int:
 
 def trainer_arguments(strategy: str, plan: Any) -> dict[str, Any]:
     """What a Trainer needs to run ``plan`` under ``strategy``."""
+    assert used() == host(strategy), "the process imported the other copy of Lightning"
     shared = {"plugins": [plan], "devices": world(strategy), "use_distributed_sampler": False}
     if strategy == "single":
         return shared
     # one node has one replica by default: with two, gradients are summed over both mesh dimensions
     own = {"device_mesh": (2, 1)} if strategy == "hsdp" else {}
-    return {**shared, "strategy": make_strategy(strategy, plan, timeout=TIMEOUT, **own)}
+    return {**shared, "strategy": make_strategy(plain(strategy), plan, timeout=TIMEOUT, **own)}

@@ -14,6 +14,7 @@ POLICIES = ("16-mixed+pins",)
 #: strategy → policy → the word of its cell, where that is not "same"
 EXPECTED: dict[str, dict[str, str]] = {
     "ddp": {},
+    "ddp@pytorch_lightning": {},
     "fsdp2": {},
     "hsdp": {},
     "fsdp1": {},

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Trainer
 from torch import Tensor
+
+from lightning_mp.compat.lightning import Trainer
 
 
 def optimizer_of(trainer: Trainer) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mp.compat.lightning import LightningModule
 
 FEATURES, HIDDEN = 16, 32
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-
+from lightning_mp.compat.lightning import LightningModule, Trainer
 from support.models import batches
 
 

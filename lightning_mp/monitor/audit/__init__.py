@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.compat.lightning import LightningModule, Precision, Trainer, trainer_of
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import declared
@@ -55,6 +56,7 @@ def audit(
     Raises:
         PlanError: a Trainer that has no module yet, or one beside ``plan``, ``batch`` or ``optimizer``.
     """
+    check_copy(model_or_trainer, "audit")
     alone = plan is None and batch is None and not isinstance(optimizer, Optimizer) and not tuple(optimizer)
     trainer = model_or_trainer if isinstance(model_or_trainer, Trainer) else None
     if trainer is None and alone and isinstance(model_or_trainer, LightningModule):

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.engines import device_rules
 from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
 from lightning_mp.modules import pins
@@ -124,6 +125,7 @@ def case_of(
         PlanError: a model that is no module; a plan that cannot be carried out; an unknown precision.
     """
     _check_model(model)
+    check_copy(model, "doctor")
     trainer = dict(trainer_args or {})
     plan = _plan_in(trainer) if plan is None else plan
     target = target or device_of(trainer)
