@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class RootUnit:
-    """Keeps the root's weights whole where the step uses them.
+    """Keeps the root's weights gathered where the step uses them.
 
     ``fully_shard`` gathers the root for its forward, which here is the whole step, and shards it again in the backward
     pass that starts from the forward's output. Manual optimization runs backward *inside* the step: that pass is
@@ -43,7 +43,7 @@ class RootUnit:
             loss.register_hook(self._state()._pre_backward)
 
     def reshard(self) -> None:
-        """Give up what is gathered: weights written to then are those that last."""
+        """Reshard what is gathered: weights that are written to afterwards are the sharded ones, which last."""
         if self._root is not None:
             self._root.reshard()
 
