@@ -26,7 +26,7 @@ class ShardedEngine(StepEngine):
     """Carries a policy out on sharded parameters."""
 
     #: the groups that plain gradients are split over
-    _whole: grad_norm.Groups = ()
+    _flat_groups: grad_norm.Groups = ()
 
     def may_be_reverted(self) -> bool:
         """No: what is sharded by then cannot be brought back, and keeping the originals would keep it whole."""
@@ -47,7 +47,7 @@ class ShardedEngine(StepEngine):
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, and find out how FSDP1 split its flat parameters."""
         super().connect(model, optimizers)
-        self._whole = flat_groups(model)
+        self._flat_groups = flat_groups(model)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the local shards; the flag is reduced over every rank of every mesh dimension."""
@@ -55,7 +55,7 @@ class ShardedEngine(StepEngine):
         super().unscale(optimizer)
 
     def after_backward(self, *, manual: bool) -> None:
-        """Bring gradients into the state in which users may look at them: whole, and in true units."""
+        """Reduce partial gradients, and bring them into true units, before users look at them."""
         if manual:
             for optimizer in self.optimizers:
                 grad_norm.sum_partial_(grads.parameters_of(optimizer))
@@ -64,7 +64,7 @@ class ShardedEngine(StepEngine):
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all shards, in fp32."""
         parameters = grads.parameters_of(optimizer)
-        self.last_norm = grad_norm.global_norm(parameters, self.device, self._whole)
+        self.last_norm = grad_norm.global_norm(parameters, self.device, self._flat_groups)
         grad_norm.clip_to_(parameters, max_norm, self.last_norm)
 
     def _error(self, replay: Replay, what: str, *, at_min: bool = False) -> NonFiniteError:

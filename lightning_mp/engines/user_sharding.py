@@ -31,7 +31,7 @@ def check_users_sharding(
         faults.add(
             f"{len(whole)} trained parameters that configure_model leaves whole, such as {whole[0]!r}, on {replicas} "
             "data-parallel ranks",
-            "fully_shard around every trained parameter: nothing else sums gradients under this strategy",
+            "fully_shard around every trained parameter: nothing else reduces gradients under this strategy",
             f"shard the module they are in too, or {_INSTEAD}",
         )
     reduce_dtype = to_torch(policy.reduce_dtype)
@@ -70,7 +70,7 @@ def _check_storage(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, 
         faults.add(
             f"{len(wrong)} parameters sharded already, such as {name!r} in {dtype}, where the plan stores {wanted}",
             "parameters that are stored as the plan says before configure_model, or a run before, shards them",
-            f"{_INSTEAD}; after a run under another plan, make the module anew",
+            f"{_INSTEAD}; after a run under another plan, make a new module",
         )
 
 

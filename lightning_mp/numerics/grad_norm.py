@@ -1,4 +1,4 @@
-"""The global norm of gradients of which every rank holds a part, and clipping by it."""
+"""The global norm of sharded gradients, and clipping by it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from lightning_mp.compat import torch as compat
 from lightning_mp.numerics.grads import gradients, local
 
-#: process groups over which a gradient's parts add up to the whole
+#: process groups over which a gradient's shards add up to all of it
 Groups = tuple[dist.ProcessGroup, ...]
 
 
-def shard_groups(gradient: Tensor, whole: Groups) -> Groups:
-    """The process groups ``gradient`` is split over; ``whole`` for a plain tensor, whose placement it does not tell."""
+def shard_groups(gradient: Tensor, plain: Groups) -> Groups:
+    """The process groups ``gradient`` is split over; ``plain`` for a plain tensor, which has no placements."""
     if not hasattr(gradient, "to_local"):
-        return whole
+        return plain
     sharded = cast("Any", gradient)
     dimensions = enumerate(sharded.placements)
     # a split may also be a strided one (FSDP over tensor parallel), which does not call itself a Shard
@@ -27,7 +27,7 @@ def shard_groups(gradient: Tensor, whole: Groups) -> Groups:
 
 
 def sum_partial_(parameters: Iterable[Tensor]) -> None:
-    """Bring gradients that are still to be summed over ranks (tensor parallel leaves such) into one whole."""
+    """Sum gradients over ranks that are still partial, as tensor parallelism leaves some."""
     for parameter in parameters:
         gradient = cast("Any", parameter.grad)
         if gradient is None or not hasattr(gradient, "to_local"):
@@ -36,14 +36,14 @@ def sum_partial_(parameters: Iterable[Tensor]) -> None:
             parameter.grad = gradient.redistribute(gradient.device_mesh, cast("Any", parameter).placements)
 
 
-def global_norm(parameters: Iterable[Tensor], device: torch.device, whole: Groups = ()) -> Tensor:
-    """The 2-norm over every parameter's gradient, wherever its parts lie: an fp32 scalar on ``device``.
+def global_norm(parameters: Iterable[Tensor], device: torch.device, plain: Groups = ()) -> Tensor:
+    """The 2-norm over every parameter's gradient, wherever its shards are: an fp32 scalar on ``device``.
 
-    One pass over the local parts and one all-reduce for each set of process groups (one, without tensor parallel).
-    ``whole`` are the groups over which *plain* gradients are split, as FSDP1's are.
+    One pass over the local shards and one all-reduce for each set of process groups (one, without tensor parallel).
+    ``plain`` are the groups over which gradients that are no DTensors are split, as FSDP1's are.
     """
     squares: dict[Groups, Tensor] = {}
-    for groups, members in _by_groups(parameters, whole).items():
+    for groups, members in _by_groups(parameters, plain).items():
         squares[groups] = _sum_of_squares(members, device)
         for group in groups:
             dist.all_reduce(squares[groups], group=group)
@@ -51,17 +51,17 @@ def global_norm(parameters: Iterable[Tensor], device: torch.device, whole: Group
     return total.sqrt()
 
 
-def _by_groups(parameters: Iterable[Tensor], whole: Groups) -> dict[Groups, list[Tensor]]:
+def _by_groups(parameters: Iterable[Tensor], plain: Groups) -> dict[Groups, list[Tensor]]:
     """Parameters with a gradient by the process groups it is split over, in an order that is the same on all ranks.
 
-    A rank without a part (a parameter smaller than the world) takes part in the sum all the same.
+    A rank without a shard (of a parameter smaller than the world) takes part in the sum all the same.
     """
     found: dict[Groups, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            found.setdefault(shard_groups(parameter.grad, whole), []).append(parameter)
-        elif whole:
-            found.setdefault(whole, [])
+            found.setdefault(shard_groups(parameter.grad, plain), []).append(parameter)
+        elif plain:
+            found.setdefault(plain, [])
     return found
 
 
@@ -102,5 +102,5 @@ def clip_to_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> No
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            part = local(parameter.grad)
-            part.mul_(factor.to(part.device))
+            shard = local(parameter.grad)
+            shard.mul_(factor.to(shard.device))

@@ -20,7 +20,7 @@ def rng_state(device: torch.device) -> RngState:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     numpy = sys.modules.get("numpy")
-    if numpy is not None:  # else nobody has drawn from it
+    if numpy is not None:  # else nothing has drawn from it
         name, keys, *rest = numpy.random.get_state(legacy=True)
         state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     return state

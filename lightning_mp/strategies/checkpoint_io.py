@@ -1,4 +1,4 @@
-"""Checkpoints that another strategy goes on from: what is written beside the weights, and how foreign ones are read."""
+"""Checkpoints that every strategy can resume from: what is written beside the weights, and how others' are read."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from lightning_mp.checkpoints.sharded import entries
 from lightning_mp.compat.lightning import Strategy, rank_zero_info
 from lightning_mp.compat.torch import last_rates
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
+from lightning_mp.numerics.grads import parameters_of
 
-#: the checkpoint's key for what this package notes beside Lightning's own
+#: the checkpoint's key for what this package adds to Lightning's own
 NOTES = "lightning_mp"
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _Base = Strategy if TYPE_CHECKING else object
 
 
-class CarriesCheckpoints(_Base):
-    """Writes the dtypes beside the weights, and takes up checkpoints of other strategies."""
+class PortableCheckpoints(_Base):
+    """Writes the dtypes beside the weights, and loads checkpoints of other strategies."""
 
     #: the formats that the host strategy reads itself
     own_formats: frozenset[Kind] = frozenset({"file"})
@@ -48,7 +49,7 @@ class CarriesCheckpoints(_Base):
         return {name: _NAMES[tensor.dtype] for name, tensor in named if tensor.dtype in _NAMES}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load as the host does; a checkpoint of another strategy is read whole, by every rank for itself.
+        """Load as the host does; every rank reads all of a checkpoint of another strategy.
 
         Raises:
             CheckpointFormatError: nothing at the path is a checkpoint.
@@ -59,8 +60,8 @@ class CarriesCheckpoints(_Base):
         checkpoint = read_full(path, weights_only=weights_only)
         left_out = checkpoint.pop("optimizer_left_out", None)
         if left_out:
-            rank_zero_info(f"{left_out} The learning rate goes on from the scheduler.")
-        self.load_foreign(checkpoint)
+            rank_zero_info(f"{left_out} The learning rate is the scheduler's.")
+        self.load_full(checkpoint)
         return checkpoint
 
     def reads(self, path: Any) -> bool:
@@ -71,20 +72,20 @@ class CarriesCheckpoints(_Base):
         """
         return kind_of(path) in self.own_formats
 
-    def load_foreign(self, checkpoint: dict[str, Any]) -> None:
-        """Load a whole checkpoint where Lightning leaves that to the strategy."""
+    def load_full(self, checkpoint: dict[str, Any]) -> None:
+        """Load a full checkpoint where Lightning leaves that to the strategy."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load as the host does; without any state the learning rates are those the schedulers had come to."""
+        """Load as the host does; without any state the learning rates are those of the schedulers."""
         super().load_optimizer_state_dict(checkpoint)
         if not checkpoint.get("optimizer_states"):
             set_learning_rates(self.optimizers, checkpoint)
 
 
-class CarriesDTensors(CarriesCheckpoints):
-    """The same where parameters are DTensors: whole tensors are cut as the parameters are.
+class PortableDTensorCheckpoints(PortableCheckpoints):
+    """The same where parameters are DTensors: full tensors are sharded as the parameters are.
 
-    Lightning's own reading of a file takes the numbers in an optimizer's state for places in the *model*, which they
+    Lightning's own loading of a file takes the numbers in an optimizer's state for positions in the *model*, which they
     are not where an optimizer has several groups or leaves parameters out.
     """
 
@@ -101,54 +102,50 @@ class CarriesDTensors(CarriesCheckpoints):
         wanted = {
             f"optimizer_{index}.state.{names[id(parameter)]}"
             for index, optimizer in enumerate(self.optimizers)
-            for parameter in _parameters(optimizer)
+            for parameter in parameters_of(optimizer)
         }
         return "state_dict" in {entry.partition(".")[0] for entry in held} and wanted <= {
             entry.rpartition(".")[0] for entry in held
         }
 
-    def load_foreign(self, checkpoint: dict[str, Any]) -> None:
-        """Cut whole weights, and while fitting whole optimizer states, into what this rank holds."""
+    def load_full(self, checkpoint: dict[str, Any]) -> None:
+        """Shard full weights, and while fitting full optimizer states."""
         module = self.lightning_module
         assert module is not None
         here: dict[str, Any] = module.state_dict()
-        whole: dict[str, Any] = checkpoint.pop("state_dict")
-        parts = {name: _like(here.get(name), value) for name, value in whole.items()}
-        module.load_state_dict(parts, strict=module.strict_loading)
+        full: dict[str, Any] = checkpoint.pop("state_dict")
+        shards = {name: _like(here.get(name), value) for name, value in full.items()}
+        module.load_state_dict(shards, strict=module.strict_loading)
         if not self.optimizers:
             return
         states: list[Any] = checkpoint.get("optimizer_states") or []
         if not states:
             set_learning_rates(self.optimizers, checkpoint)
         for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
-            optimizer.load_state_dict(_cut(state, optimizer))
+            optimizer.load_state_dict(_sharded(state, optimizer))
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _cut(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """A plain optimizer's state with each whole tensor cut as its parameter is."""
+def _sharded(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """A plain optimizer's state with each full tensor sharded as its parameter is."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     # Groups of other sizes are refused by the optimizer itself.
-    parameters = dict(zip(numbers, _parameters(optimizer), strict=False))
-    cut = {
+    parameters = dict(zip(numbers, parameters_of(optimizer), strict=False))
+    sharded = {
         number: {key: _like(parameters.get(number), value) for key, value in values.items()}
         for number, values in state["state"].items()
     }
-    return {**state, "state": cut}
+    return {**state, "state": sharded}
 
 
-def _like(target: Any, whole: Any) -> Any:
-    """``whole``, cut as ``target`` is if that is a part of something of its shape."""
-    if not isinstance(target, DTensor) or not isinstance(whole, Tensor) or whole.shape != target.shape:
-        return whole
-    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+def _like(target: Any, full: Any) -> Any:
+    """``full``, sharded as ``target`` is if that is a DTensor of its shape."""
+    if not isinstance(target, DTensor) or not isinstance(full, Tensor) or full.shape != target.shape:
+        return full
+    return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def set_learning_rates(optimizers: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Give each optimizer's groups the learning rates that the checkpoint's schedulers had come to."""
+    """Give each optimizer's groups the learning rates of the checkpoint's schedulers."""
     for optimizer, state in zip(optimizers, checkpoint.get("lr_schedulers") or (), strict=False):
         for group, rate in zip(optimizer.param_groups, last_rates(state), strict=False):
             group["lr"] = rate if not isinstance(group["lr"], torch.Tensor) else group["lr"].fill_(rate)

@@ -1,15 +1,15 @@
-"""What the strategies share: the plan they need, and steps that run through the sharded module's own hooks."""
+"""What the strategies share: the plan they need, and steps that run as the sharded module's forward."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_mp.compat.lightning import Strategy
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Fault, PlanError
 from lightning_mp.precision import MixedPrecisionPlan
 
 _Base = Strategy if TYPE_CHECKING else object
@@ -22,44 +22,39 @@ def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
         PlanError: the Trainer has another precision plugin, or none.
     """
     plugin = strategy.precision_plugin
-    if not isinstance(plugin, MixedPrecisionPlan):
-        faults = Faults("strategy")
-        faults.add(
-            f"{type(strategy).__name__} with {type(plugin).__name__}",
-            "a MixedPrecisionPlan, which says what to run",
-            "write Trainer(plugins=[MixedPrecisionPlan(...)], strategy=...), or use trainer_kwargs(plan, strategy=...)",
-        )
-        faults.raise_if_any()
-    return cast("MixedPrecisionPlan", plugin)
+    if isinstance(plugin, MixedPrecisionPlan):
+        return plugin
+    fault = Fault(
+        f"{type(strategy).__name__} with {type(plugin).__name__}",
+        "a MixedPrecisionPlan, which says what to run",
+        "write Trainer(plugins=[MixedPrecisionPlan(...)], strategy=...), or use trainer_kwargs(plan, strategy=...)",
+    )
+    raise PlanError([fault], "strategy")
 
 
-class StepsThroughModule(_Base):
-    """Runs ``training_step`` and its kind as the module's forward, so that the root unit is gathered around it.
+class StepAsForward(_Base):
+    """Runs ``training_step`` and its kind as the forward of the root unit, which is gathered meanwhile.
 
     A parameter that belongs to no inner unit can then be used anywhere in the step, as under DDP.
     """
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The training step, within the root's forward."""
         with self.precision_plugin.train_step_context():
-            return self._through("training_step", args, kwargs)
+            return self._as_forward("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The validation step, within the root's forward."""
         with self.precision_plugin.val_step_context():
-            return self._through("validation_step", args, kwargs)
+            return self._as_forward("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The test step, within the root's forward."""
         with self.precision_plugin.test_step_context():
-            return self._through("test_step", args, kwargs)
+            return self._as_forward("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The prediction step, within the root's forward."""
         with self.precision_plugin.predict_step_context():
-            return self._through("predict_step", args, kwargs)
+            return self._as_forward("predict_step", args, kwargs)
 
-    def _through(self, method: str, args: Any, kwargs: Any) -> Any:
+    def _as_forward(self, method: str, args: Any, kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
         patched = "forward" in module.__dict__
@@ -67,7 +62,7 @@ class StepsThroughModule(_Base):
             with _children_called():
                 return self._forward_redirection(module, module, method, *args, **kwargs)
         finally:
-            if not patched:  # Lightning leaves a bound forward on the instance, which a copy would carry along
+            if not patched:  # Lightning leaves a bound forward on the instance, which a copy would take along
                 module.__dict__.pop("forward", None)
 
 

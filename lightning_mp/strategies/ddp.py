@@ -6,12 +6,12 @@ from torch import nn
 
 from lightning_mp.compat.lightning import DDP, DDPStrategy, Trainer, keep_sampler
 from lightning_mp.engines.eager import EagerEngine
-from lightning_mp.strategies.checkpoint_io import CarriesCheckpoints
-from lightning_mp.strategies.fail_together import EndsTogether
+from lightning_mp.strategies.checkpoint_io import PortableCheckpoints
+from lightning_mp.strategies.fail_together import FailTogether
 
 
-class PlanDDPStrategy(EndsTogether, CarriesCheckpoints, DDPStrategy):
-    """Lightning's ``DDPStrategy``, which also goes on from sharded and DeepSpeed checkpoints.
+class PlanDDPStrategy(FailTogether, PortableCheckpoints, DDPStrategy):
+    """Lightning's ``DDPStrategy``, which also resumes from sharded and DeepSpeed checkpoints.
 
     One process runs as Lightning's single device: no launcher, no process group, no wrapper, the user's own sampler.
     Takes the keywords of ``DDPStrategy``.

@@ -1,4 +1,4 @@
-"""The factory: a strategy by name, and the whole regime as Trainer arguments."""
+"""The factory: a strategy by name, and everything that a plan needs as Trainer arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from lightning_mp.compat.lightning import Precision, Strategy, Trainer
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.errors import Faults
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies import registry
 
@@ -25,9 +25,8 @@ def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Stra
         PlanError: an unknown name or keyword, with near ones; a contradiction between plan and overrides.
         MissingExtraError: DeepSpeed is needed and not installed.
     """
-    faults = Faults("make_strategy")
-    _check_plan(plan, faults)
-    faults.raise_if_any()
+    with Faults("make_strategy") as faults:
+        _check_plan(plan, faults)
     return registry.build(name, plan.policy, overrides)
 
 
@@ -77,7 +76,4 @@ def _check_trainer_args(given: dict[str, Any], faults: Faults) -> None:
         if key == "precision":
             faults.add(f"precision={given[key]!r} beside the plan", "the plan's precision", "remove it")
         elif key not in known:
-            near = nearest(key, known)
-            faults.add(
-                f"unknown Trainer argument {key!r}", ", ".join(known), f"did you mean {near}?" if near else "remove it"
-            )
+            faults.unknown("Trainer argument", key, known)

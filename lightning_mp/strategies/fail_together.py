@@ -1,4 +1,4 @@
-"""When a rank fails, the others do not outlast it."""
+"""When a rank fails, the others end too."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mp.compat.lightning import Strategy, SubprocessScriptLauncher
 
-#: how long ranks have to end by themselves, and to say why, once the one that started them is gone
+#: seconds that ranks have to end by themselves, and to say why, once the one that started them has failed
 PATIENCE = 10.0
 
 _Base = Strategy if TYPE_CHECKING else object
 
 
-class EndsTogether(_Base):
+class FailTogether(_Base):
     """Ends the processes that Lightning's own launcher started when the one that started them fails.
 
     Lightning watches in one direction only: rank 0 is ended when one of its children fails. The other way round they

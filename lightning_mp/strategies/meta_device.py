@@ -1,4 +1,4 @@
-"""Models made on the meta device: their tensors are made unit by unit, initialised, and given to every rank."""
+"""Models made on the meta device: their tensors are made unit by unit, initialised, and broadcast."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cannot_initialise(model: nn.Module) -> list[str]:
 
 
 def materialize(unit: nn.Module, root: nn.Module, place: torch.device, device: torch.device) -> None:
-    """Make what ``unit`` has on the meta device at ``place``, initialise it, and give every rank the first one's.
+    """Make what ``unit`` has on the meta device at ``place``, initialise it, and broadcast rank 0's values.
 
     Ties hold; the first owner of a tied weight decides its values. ``device`` is what the ranks communicate over.
 
@@ -116,16 +116,15 @@ def _takes_one(method: Callable[..., Any]) -> bool:
 
 
 def _refuse_untouched(made: Iterable[Tensor], root: nn.Module) -> None:
-    faults = Faults("strategy")
     untouched = {id(tensor) for tensor in made if _still_marked(tensor)}
-    for name, tensor in (*root.named_parameters(), *root.named_buffers()) if untouched else ():
-        if id(tensor) in untouched:
-            faults.add(
-                f"{name!r} on the meta device, which its module's initialisation leaves as it is",
-                "modules whose reset_parameters() (or the model's _init_weights) sets all they hold",
-                "set it in reset_parameters(), or build the module outside init_module(empty_init=True)",
-            )
-    faults.raise_if_any()
+    with Faults("strategy") as faults:
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()) if untouched else ():
+            if id(tensor) in untouched:
+                faults.add(
+                    f"{name!r} on the meta device, which its module's initialisation leaves as it is",
+                    "modules whose reset_parameters() (or the model's _init_weights) sets all they hold",
+                    "set it in reset_parameters(), or build the module outside init_module(empty_init=True)",
+                )
 
 
 def _still_marked(tensor: Tensor) -> bool:

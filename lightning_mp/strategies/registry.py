@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mp.compat import lightning
 from lightning_mp.compat.both_copies import meet_other_copy
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
 from lightning_mp.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ PREFIX = "mp_"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A class of this package, what a name fixes of its keywords, and whose keywords it hands on."""
+    """A class of this package, which of its keywords a name fixes, and to whom it passes on other keywords."""
 
     home: str
     description: str
@@ -39,8 +39,6 @@ _FSDP1 = ("lightning_mp.compat.lightning:FSDPStrategy", "torch.distributed.fsdp:
 _FSDP2_HOME = "lightning_mp.strategies.fsdp2.strategy:PlanFSDP2Strategy"
 _FSDP1_HOME = "lightning_mp.strategies.fsdp1.strategy:PlanFSDP1Strategy"
 _DEEPSPEED = ("lightning_mp.compat.lightning:DeepSpeedStrategy",)
-
-
 _OFFLOAD = {"cpu_offload": True}
 
 
@@ -73,9 +71,9 @@ STRATEGIES: dict[str, Entry] = {
 
 #: keywords of the hosts that the plan or the Trainer answers
 _THE_PLANS = {
-    "precision_plugin": "the plan is the precision plugin",
-    "mixed_precision": "the plan says which dtypes are gathered and reduced",
-    "mp_policy": "the plan says which dtypes are gathered and reduced",
+    "precision_plugin": "remove it: the plan is the precision plugin",
+    "mixed_precision": "remove it: the plan says which dtypes are gathered and reduced",
+    "mp_policy": "remove it: the plan says which dtypes are gathered and reduced",
     "activation_checkpointing": "use MixedPrecisionPlan(checkpointing=...)",
     "activation_checkpointing_policy": "use MixedPrecisionPlan(checkpointing=...)",
     "device_id": "use Trainer(accelerator=..., devices=...)",
@@ -95,21 +93,21 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
     """
     entry = _entry(name)
     cls = _load(entry.home)
-    faults = Faults("make_strategy")
     own = _keywords([cls])
-    allowed = dict.fromkeys((*own, *_keywords(map(_load, entry.hosts))))
-    for key in overrides:
-        if key in entry.fixed:
-            faults.add(f"{key}={overrides[key]!r} with {name!r}", "the strategy whose name says it", "choose by name")
-        elif key in _THE_PLANS:
-            faults.add(f"{key}=... with {name!r}", "what plan and Trainer leave open", _THE_PLANS[key])
-        elif key not in allowed:
-            near = nearest(key, allowed)
-            fix = f"did you mean {near}?" if near else "remove it"
-            faults.add(f"unknown keyword {key!r} with {name!r}", ", ".join(sorted(allowed)), fix)
-    for names in cls.private_names:
-        names.check(faults)
-    faults.raise_if_any()
+    allowed = sorted({*own, *_keywords(map(_load, entry.hosts))})
+    with Faults("make_strategy") as faults:
+        for key in overrides:
+            if key in entry.fixed:
+                given = f"{key}={overrides[key]!r} with {name!r}"
+                faults.add(given, "the strategy whose name says so", "choose the strategy by name")
+            elif key in _THE_PLANS:
+                given = f"{key}=... with {name!r}"
+                faults.add(given, "keywords that neither the plan nor the Trainer decides", _THE_PLANS[key])
+            elif key not in allowed:
+                given = f"unknown keyword {key!r} with {name!r}"
+                faults.add(given, ", ".join(allowed), did_you_mean(key, allowed, "remove it"))
+        for names in cls.private_names:
+            names.check(faults)
     checked = {"policy": policy} if "policy" in own else {}
     meet_other_copy(cls, "Strategy")
     return cls(**entry.fixed, **checked, **overrides)
@@ -119,12 +117,8 @@ def _entry(name: object) -> Entry:
     plain = name.removeprefix(PREFIX) if isinstance(name, str) else name
     if isinstance(plain, str) and plain in STRATEGIES:
         return STRATEGIES[plain]
-    faults = Faults("make_strategy")
-    near = nearest(str(plain), STRATEGIES)
-    fix = f"did you mean {near}?" if near else "write one of these"
-    faults.add(f"strategy {name!r}", ", ".join(STRATEGIES), fix)
-    faults.raise_if_any()
-    raise AssertionError
+    fault = Fault(f"strategy {name!r}", ", ".join(STRATEGIES), did_you_mean(str(plain), STRATEGIES))
+    raise PlanError([fault], "make_strategy")
 
 
 def _load(home: str) -> Any:

@@ -114,7 +114,7 @@ def _matching(root: nn.Module, item: str | type[nn.Module]) -> list[nn.Module]:
 
 
 def _in_order(root: nn.Module, chosen: Iterable[Iterable[nn.Module]]) -> list[nn.Module]:
-    """The modules of every list once, in definition order, which is the order they run in as far as anyone knows."""
+    """The modules of every list once, in definition order, which usually is the order they run in."""
     ids = {id(module) for modules in chosen for module in modules}
     return [module for module in root.modules() if id(module) in ids]
 
@@ -174,17 +174,17 @@ def _keep_ties_together(
 ) -> list[nn.Module]:
     """Candidates less the pinned modules that hold a weight some other unit holds as well.
 
-    A tied weight is one tensor and lives in one unit: the pinned module gives its own up, and its weights fall to the
+    A tied weight is one tensor and lives in one unit: the pinned module is then no unit, and its weights fall to the
     unit around it (in which their dtype is checked).
     """
     chosen = list({id(module): module for module in (*blocks, *pinned)}.values())
     fixed = {id(block) for block in blocks}
     for _ in range(len(chosen) + 1):
         split = _split_ties(root, chosen)
-        giving_up = [module for module in split if id(module) not in fixed]
-        if not giving_up:
+        split_pins = [module for module in split if id(module) not in fixed]
+        if not split_pins:
             break
-        dropped = {id(module) for module in giving_up}
+        dropped = {id(module) for module in split_pins}
         chosen = [module for module in chosen if id(module) not in dropped]
     else:
         split = {}
@@ -228,7 +228,7 @@ def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, f
             where = repr(names[unit]) if unit in names else "of the whole model"
             given = " and ".join(f"{place} in {_short(dtype)}" for dtype, place in dtypes.items())
             faults.add(
-                f"a pin inside the shard unit {where} that cannot be split: {given}",
+                f"a pin inside the shard unit {where}, which cannot be split: {given}",
                 "one dtype among the trainable parameters of a shard unit",
                 "pin a module that is called and shares no weight with others, or untie the weights "
                 "(transformers: tie_word_embeddings=False)",

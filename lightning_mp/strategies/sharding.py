@@ -43,19 +43,21 @@ def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
         if tensor.device.type == "meta" or id(tensor) in seen or hasattr(tensor, "to_local"):
             continue
         seen.add(id(tensor))
-        there = tensor.detach().to(device).contiguous()
-        dist.broadcast(there, src=0)
-        tensor.data.copy_(there)
+        _broadcast_(tensor, device)
+
+
+def _broadcast_(tensor: Tensor, device: torch.device) -> None:
+    there = tensor.detach().to(device).contiguous()
+    dist.broadcast(there, src=0)
+    tensor.data.copy_(there)
 
 
 def share_buffers(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the first one's saved buffers (a batch norm's statistics), which each goes on with by itself."""
+    """Broadcast rank 0's saved buffers (a batch norm's statistics), which each rank updates by itself."""
     kept = {id(tensor) for tensor in _saved_buffers(model)}
     for tensor in model.buffers():
         if id(tensor) in kept and not isinstance(tensor, DTensor):
-            there = tensor.detach().to(device).contiguous()
-            dist.broadcast(there, src=0)
-            tensor.data.copy_(there)
+            _broadcast_(tensor, device)
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
@@ -109,18 +111,18 @@ def _prefetch(blocks: Sequence[nn.Module], depth: int) -> None:
         block.set_modules_to_backward_prefetch(list(reversed(members[max(0, index - depth) : index])))
 
 
-def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with whole tensors on the CPU; every rank calls it, those that ``keep`` get it."""
+def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with full tensors on the CPU; every rank calls it, those that ``keep`` get it."""
     content = optimizer.state_dict()
     state = {
-        number: {key: _whole(value, keep=keep) for key, value in values.items()}
+        number: {key: _full(value, keep=keep) for key, value in values.items()}
         for number, values in content["state"].items()
     }
     return {**content, "state": state} if keep else {}
 
 
-def _whole(value: Any, *, keep: bool) -> Any:
+def _full(value: Any, *, keep: bool) -> Any:
     if not isinstance(value, DTensor):
         return value.cpu() if isinstance(value, Tensor) else value
-    whole = value.full_tensor()
-    return whole.cpu() if keep else None
+    full = value.full_tensor()
+    return full.cpu() if keep else None

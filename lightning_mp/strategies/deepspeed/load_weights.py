@@ -1,4 +1,4 @@
-"""Whole weights into ZeRO-3's partitions."""
+"""Full weights into ZeRO-3's partitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from lightning_mp.compat.torch import load_own_tensors
 
 
-def load_whole(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     """``module.load_state_dict(state)``, one submodule gathered at a time; every rank has all of ``state``.
 
     Lightning's own way loads buffers on rank 0 alone, and says nothing of names that are missing or do not fit.

@@ -16,7 +16,7 @@ _PER_GROUP = ("lr", "lrs", "lambdas", "momentums")
 
 
 def by_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Trained parameters in lists of one dtype, fp32 first; frozen ones, which nobody flattens, end the first list.
+    """Trained parameters in lists of one dtype, fp32 first; frozen ones, which are not flattened, end the first list.
 
     DeepSpeed takes the first parameter's dtype for that of the engine.
     """

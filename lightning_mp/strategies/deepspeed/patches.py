@@ -1,4 +1,4 @@
-"""What has to be kept from DeepSpeed, or undone after it: casts, autocast, torch's own functions, old hooks."""
+"""What of DeepSpeed is prevented, or undone after it: casts, autocast, patched torch functions, old hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_mp.errors import MissingExtraError
 
 #: where the function comes from that stage 3 puts in place of torch's
 _ZERO_LINEAR = "deepspeed.runtime.zero.linear"
-#: what a module was given to last, which its hooks keep alive
+#: the ZeRO optimizer that put its hooks into a module last, and which they keep alive
 _former: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
@@ -30,7 +30,7 @@ def require_deepspeed() -> None:
     ZERO.require("strategy")
 
 
-def let_go(module: nn.Module) -> None:
+def remove_old_hooks(module: nn.Module) -> None:
     """Take the hooks of the ZeRO optimizer of an earlier run off ``module``; they would reduce its gradients too."""
     before = _former.pop(module, None)
     optimizer = None if before is None else before()
@@ -38,14 +38,14 @@ def let_go(module: nn.Module) -> None:
         optimizer.destroy()
 
 
-def remember(module: nn.Module, optimizer: Any) -> None:
+def note_hooks(module: nn.Module, optimizer: Any) -> None:
     """Note which ZeRO optimizer put its hooks into ``module``."""
     if hasattr(optimizer, "destroy"):
         _former[module] = weakref.ref(optimizer)
 
 
-class Linear:
-    """Brings ``torch.nn.functional.linear`` back, which stage 3 replaces for the process and leaves replaced."""
+class FunctionalLinear:
+    """Restores ``torch.nn.functional.linear``, which stage 3 replaces for the process and leaves replaced."""
 
     def __init__(self) -> None:
         self._own: Callable[..., torch.Tensor] | None = None
@@ -55,7 +55,7 @@ class Linear:
         if functional.linear.__module__ != _ZERO_LINEAR:
             self._own = functional.linear
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """After the run."""
         if self._own is not None and functional.linear.__module__ == _ZERO_LINEAR:
             functional.linear = self._own

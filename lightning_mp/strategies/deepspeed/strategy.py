@@ -33,20 +33,20 @@ from lightning_mp.deepspeed_config import merge
 from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.zero import ZeroEngine
-from lightning_mp.errors import Faults, PlanError
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.strategies.checkpoint_io import CarriesCheckpoints, set_learning_rates
+from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import plan_of
 from lightning_mp.strategies.deepspeed import patches
-from lightning_mp.strategies.deepspeed.load_weights import load_whole
+from lightning_mp.strategies.deepspeed.load_weights import load_full_state
 from lightning_mp.strategies.deepspeed.param_groups import by_dtype, regroup, split_by_dtype
-from lightning_mp.strategies.fail_together import EndsTogether
+from lightning_mp.strategies.fail_together import FailTogether
 
 Json = Mapping[str, Any] | str | PathLike[str]
 
 
-class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy):
+class PlanDeepSpeedStrategy(FailTogether, PortableCheckpoints, DeepSpeedStrategy):
     """ZeRO stage 1, 2 or 3 under a plan, on CUDA, and on the CPU with gloo.
 
     Args:
@@ -80,9 +80,8 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
         if config is None:
             config = os.environ.get(self.DEEPSPEED_ENV_VAR)  # Lightning's own place for it
         if host.get("zero_optimization") is False:
-            faults = Faults("strategy")
-            faults.add(f"zero_optimization=False with stage={stage}", "ZeRO", "use strategy='mp_ddp'")
-            faults.raise_if_any()
+            fault = Fault(f"zero_optimization=False with stage={stage}", "ZeRO", "use strategy='mp_ddp' for none")
+            raise PlanError([fault], "strategy")
         super().__init__(
             stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters, **host
         )
@@ -91,7 +90,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
         self._stage, self._offloads = stage, (offload_optimizer, offload_parameters)
         self._came_from: list[int] = []
         self._groups_before = 0
-        self._linear = patches.Linear()
+        self._linear = patches.FunctionalLinear()
         if policy is not None and policy.precision != "auto":
             self.config = self._composed(policy)
 
@@ -144,7 +143,9 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
         trainer = lightning_module.trainer
         by_norm = trainer.gradient_clip_algorithm != "value"
         if not by_norm and trainer.gradient_clip_val:
-            faults.add("gradient_clip_algorithm='value' with ZeRO", "'norm'", "clip by norm, or use 'mp_fsdp2'")
+            faults.add(
+                "gradient_clip_algorithm='value' with ZeRO", "'norm'", "clip by norm, or use strategy='mp_fsdp2'"
+            )
         if is_overridden("backward", lightning_module, LightningModule):
             faults.add(
                 "LightningModule.backward overridden with ZeRO",
@@ -208,18 +209,17 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
         return engine, zero
 
     def _check_optimizer(self, step: ZeroEngine, optimizer: Optimizer, scheduler: Any) -> None:
-        faults = Faults("strategy")
-        step.check_optimizers([optimizer], faults)
-        if scheduler is not None and "scheduler" in (self.config or {}):
-            faults.add(
-                f"scheduler={cast('Any', self.config)['scheduler']!r} in the JSON and {type(scheduler).__name__} in "
-                "configure_optimizers",
-                "one of the two",
-                "remove one",
-            )
-        if faults.found:
-            step.revert()
-        faults.raise_if_any()
+        with Faults("strategy") as faults:
+            step.check_optimizers([optimizer], faults)
+            if scheduler is not None and "scheduler" in (self.config or {}):
+                faults.add(
+                    f"scheduler={cast('Any', self.config)['scheduler']!r} in the JSON and {type(scheduler).__name__} "
+                    "in configure_optimizers",
+                    "one of the two",
+                    "remove one",
+                )
+            if faults.found:
+                step.revert()
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         """An engine without an optimizer; stage 3 gathers, the others have whole parameters."""
@@ -234,7 +234,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
         import deepspeed
 
         self._linear.remember()
-        patches.let_go(model)
+        patches.remove_old_hooks(model)
         with casts_left_out():
             engine, zero, _, _ = deepspeed.initialize(
                 args=Namespace(device_rank=self.local_rank),  # as Lightning, but a CPU has no index
@@ -245,7 +245,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
                 lr_scheduler=scheduler,
                 dist_init_required=False,
             )
-        patches.remember(model, engine.optimizer)
+        patches.note_hooks(model, engine.optimizer)
         return engine, zero
 
     @contextmanager
@@ -258,13 +258,12 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
 
         policy = plan_of(self).policy
         if policy.precision == "auto":
-            faults = Faults("strategy")
-            faults.add(
+            fault = Fault(
                 "precision='auto' with configure_model() under ZeRO-3, which partitions weights as they are made",
                 "a precision that says what is stored",
                 "write precision='bf16-mixed', or make the model in __init__",
             )
-            faults.raise_if_any()
+            raise PlanError([fault], "strategy")
         batch = ("train_batch_size", "gradient_accumulation_steps")  # the Trainer's; zero.Init only looks for any
         config = {key: value for key, value in self._composed(policy).items() if key not in batch}
         self._linear.remember()
@@ -277,7 +276,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
 
     def teardown(self) -> None:
         """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
-        self._linear.put_back()
+        self._linear.restore()
         super().teardown()
 
     # ------------------------------------------------------------------ the step
@@ -304,7 +303,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
         """Load a folder that ranks of the same stage wrote with everything, all else without optimizer state.
 
         Raises:
-            CheckpointFormatError: no checkpoint; a ZeRO run that another number of processes is to go on with.
+            CheckpointFormatError: no checkpoint; a ZeRO run that another number of processes is to resume.
         """
         path = self.broadcast(checkpoint_path)
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -323,30 +322,30 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
     def reads(self, path: Any) -> bool:
         return super().reads(path) and resumable(Path(path), self._stage, self.world_size)
 
-    def load_foreign(self, checkpoint: dict[str, Any]) -> None:
+    def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Load whole weights into the partitions."""
         module = self.lightning_module
         assert module is not None
         if checkpoint.pop("optimizer_states", None):
-            rank_zero_info("optimizer state of another strategy does not fit ZeRO's partitions: it starts anew")
+            rank_zero_info("Optimizer state of another strategy does not fit ZeRO's partitions: it starts at zero.")
         if self._stage < 3:
             module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
         else:
-            load_whole(module, checkpoint["state_dict"], strict=module.strict_loading)
+            load_full_state(module, checkpoint["state_dict"], strict=module.strict_loading)
         for zero in self.optimizers:
             cast("Any", zero).refresh_fp32_params()
 
 
 def _check_world_size(path: Path, processes: int) -> None:
-    """Each rank takes up its own piece; weights alone, to evaluate or consolidate, can be read by any number."""
+    """Each rank resumes from its own piece; weights alone, to evaluate or consolidate, can be read by any number."""
     if kind_of(path) != "deepspeed":
         return
     wrote = len(list(deepspeed_folder(path).glob("*_optim_states.pt")))
     if wrote != processes:
         raise CheckpointFormatError(
-            f"{str(path)!r}, a ZeRO run of {wrote} processes, to go on with {processes}",
+            f"{str(path)!r}, a ZeRO run of {wrote} processes, to be resumed with {processes}",
             "the number of processes that wrote it: optimizer state is in pieces, one a process",
-            f"start {wrote} processes, or use strategy='mp_fsdp2' or 'mp_ddp', which take up its weights and scale",
+            f"start {wrote} processes, or use strategy='mp_fsdp2' or 'mp_ddp', which resume from its weights and scale",
         )
 
 

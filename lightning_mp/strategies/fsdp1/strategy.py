@@ -40,19 +40,19 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.patterns import named_submodules
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.strategies.checkpoint_io import CarriesCheckpoints, set_learning_rates
+from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import plan_of
-from lightning_mp.strategies.fail_together import EndsTogether
+from lightning_mp.strategies.fail_together import FailTogether
 from lightning_mp.strategies.fsdp1 import wrapping as flat
 from lightning_mp.strategies.meta_device import cannot_initialise
 from lightning_mp.strategies.shard_units import Units, Wrap, units
 from lightning_mp.strategies.sharding import broadcast_from_first
 
 
-class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
+class PlanFSDP1Strategy(FailTogether, PortableCheckpoints, FSDPStrategy):
     """``FullyShardedDataParallel`` under a plan, on CUDA and on the CPU (gloo).
 
     Args:
@@ -61,10 +61,10 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
         auto_wrap_policy: the same decided by a set of classes or a policy of ``torch.distributed.fsdp.wrap``.
         sharding_strategy: as in Lightning.
         device_mesh: ``(replicas, shards)`` or a ``DeviceMesh``, for ``HYBRID_SHARD``.
-        state_dict_type: ``"full"`` is one file that any strategy goes on from, ``"sharded"`` a folder.
-        mixed_precision: not with a plan.
-        activation_checkpointing: not with a plan.
-        activation_checkpointing_policy: not with a plan.
+        state_dict_type: ``"full"`` is one file that any strategy resumes from, ``"sharded"`` a folder.
+        mixed_precision: refused: the plan decides.
+        activation_checkpointing: refused: the plan decides.
+        activation_checkpointing_policy: refused: the plan decides.
         use_orig_params: must stay ``True``.
         **host: ``FSDPStrategy``'s other keywords, and ``FullyShardedDataParallel``'s.
 
@@ -92,13 +92,12 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
         use_orig_params: bool = True,
         **host: Any,
     ) -> None:
-        faults = Faults("strategy")
-        _refuse_precision(mixed_precision, faults)
-        _refuse_checkpointing(activation_checkpointing or activation_checkpointing_policy, faults)
-        _refuse_wrapping(wrap, auto_wrap_policy, use_orig_params, faults)
-        if state_dict_type not in ("full", "sharded"):
-            faults.add(f"state_dict_type={state_dict_type!r}", "'full' or 'sharded'", "write one of the two")
-        faults.raise_if_any()
+        with Faults("strategy") as faults:
+            _refuse_precision(mixed_precision, faults)
+            _refuse_checkpointing(activation_checkpointing or activation_checkpointing_policy, faults)
+            _refuse_wrapping(wrap, auto_wrap_policy, use_orig_params, faults)
+            if state_dict_type not in ("full", "sharded"):
+                faults.add(f"state_dict_type={state_dict_type!r}", "'full' or 'sharded'", "write one of the two")
         super().__init__(
             # HYBRID_SHARD is refused by Lightning without one; what is wrapped is decided in check_plan
             auto_wrap_policy=ModuleWrapPolicy(()) if auto_wrap_policy is None else auto_wrap_policy,
@@ -203,7 +202,7 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
         self.model = root
         self.barrier()
         if fitting:
-            with flat.whole_shapes(root) as fit_state, flat.unwrapped(module):
+            with flat.full_shapes(root) as fit_state, flat.unwrapped(module):
                 self.setup_optimizers(trainer)
                 fit_state(self.optimizers)
         self.setup_precision_plugin()
@@ -236,19 +235,19 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """``wrap()`` in ``configure_model`` does nothing: what it would flatten could no longer be cast or pinned."""
+        """``wrap()`` in ``configure_model`` does nothing: flat parameters could no longer be cast or pinned."""
         yield
 
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save as Lightning does; a checkpoint of the other format that is in the way goes, by rank 0's hand alone."""
+        """Save as Lightning does; rank 0 first removes a checkpoint of the other format from the path."""
         path = Path(self.broadcast(filepath))
         if self.is_global_zero and self._state_dict_type == "sharded" and path.is_file():
             path.unlink()
         elif self.is_global_zero and self._state_dict_type == "full" and (path / SHARDED_EXTRA).is_file():
             shutil.rmtree(path)
-        self.barrier()  # Lightning has every rank remove it, of which the slower ones fail
+        self.barrier()  # Lightning has every rank remove it, and the slower ones fail
         super().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def stored_dtypes(self) -> dict[str, str]:
@@ -290,10 +289,10 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
         )
 
     def reads(self, path: Any) -> bool:
-        """Whether it is a folder of FSDP1's shards that can be read part by part."""
-        return super().reads(path) and flat.loads_in_parts(Path(path), len(self.optimizers))
+        """Whether it is a folder of FSDP1's shards that can be read shard by shard."""
+        return super().reads(path) and flat.loads_by_shard(Path(path), len(self.optimizers))
 
-    def load_foreign(self, checkpoint: dict[str, Any]) -> None:
+    def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Shard whole weights, and while fitting whole optimizer states, into what this rank holds."""
         module = self.lightning_module
         assert module is not None
@@ -320,7 +319,7 @@ def _refuse_precision(given: MixedPrecision | None, faults: Faults) -> None:
     if given is not None:
         faults.add(
             f"mixed_precision={given}",
-            "none: the plan says what is stored, computed and reduced in which dtype",
+            "mixed_precision=None, since the plan says what is stored, computed and reduced in which dtype",
             f"write MixedPrecisionPlan(..., reduce_dtype={flat.short(given.reduce_dtype)!r}) and pins={{...}} instead",
         )
 
@@ -346,41 +345,38 @@ def _refuse_wrapping(wrap: Wrap, policy: Any, use_orig_params: bool, faults: Fau
 
 
 def _check_mesh(shape: tuple[int, ...], world: int) -> None:
-    faults = Faults("strategy")
     if len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] != world:
-        faults.add(
+        fault = Fault(
             f"device_mesh={shape} with {world} processes",
             "(replicas, shards) whose product is the number of processes (devices x num_nodes)",
             f"use sizes whose product is {world}",
         )
-    elif shape[1] == 1 < world:
-        _refuse_one_shard(f"device_mesh={shape}", faults)
-    faults.raise_if_any()
+        raise PlanError([fault], "strategy")
+    if shape[1] == 1 < world:
+        raise _one_shard(f"device_mesh={shape}")
 
 
 def _check_synchronised(root: FullyShardedDataParallel, wanted: Any) -> None:
-    """With one process a shard group torch makes HYBRID_SHARD into NO_SHARD, within that group: nobody averages."""
+    """With one process a shard group torch makes HYBRID_SHARD into NO_SHARD: replicas are not reduced."""
     if root.sharding_strategy is not wanted and dist.get_world_size() > 1:
-        faults = Faults("strategy")
-        _refuse_one_shard(f"sharding_strategy={wanted.name} over groups of one process", faults)
-        faults.raise_if_any()
+        raise _one_shard(f"sharding_strategy={wanted.name} over groups of one process")
 
 
-def _refuse_one_shard(given: str, faults: Faults) -> None:
-    faults.add(
+def _one_shard(given: str) -> PlanError:
+    fault = Fault(
         given,
         "two processes or more in each shard group: with one, torch's FSDP leaves the replicas' gradients unsummed",
         "write sharding_strategy='NO_SHARD' without a mesh, or use strategy='mp_ddp'",
     )
+    return PlanError([fault], "strategy")
 
 
 def _check_count(states: Iterable[Any], optimizers: Iterable[Any]) -> None:
     saved, here = len(list(states)), len(list(optimizers))
     if saved != here:
-        faults = Faults("checkpoint")
-        faults.add(
+        fault = Fault(
             f"a checkpoint with {saved} optimizer states for {here} optimizers",
             "as many optimizers as were saved",
             "configure the optimizers of the saved run, or take 'optimizer_states' out of the checkpoint",
         )
-        faults.raise_if_any()
+        raise PlanError([fault], "checkpoint")

@@ -15,14 +15,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
 from lightning_mp.compat.torch import flat_members, run_wrap_policy
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.meta_device import initialise
-from lightning_mp.strategies.shard_units import Units
-
-Stored = Callable[[Tensor], torch.dtype]
+from lightning_mp.strategies.shard_units import Stored, Units
 
 #: where the wrapper of a module is kept for its next run: beside its submodules, not among them
 _ROOT = "_lmp_fsdp1_root"
@@ -58,22 +56,22 @@ def unwrapped(module: nn.Module) -> Generator[None, None, None]:
 
 
 @contextmanager
-def whole_shapes(root: FullyShardedDataParallel) -> Generator[Callable[[Iterable[Optimizer]], None], None, None]:
-    """Show every parameter in its whole shape meanwhile, without memory for it, to whoever groups by ``dim()``.
+def full_shapes(root: FullyShardedDataParallel) -> Generator[Callable[[Iterable[Optimizer]], None], None, None]:
+    """Give every parameter its full shape meanwhile, without memory for it, for users who group by ``dim()``.
 
-    It yields what has to be called with the optimizers made meanwhile: state that they made at once is cut to size.
+    Call what it yields with the optimizers made meanwhile: state that they made at once is cut to the shards' shapes.
     """
-    parts: dict[int, Tensor] = {}
+    shards: dict[int, Tensor] = {}
     shown: list[tuple[Tensor, Tensor]] = []
     for parameter, shape in _flat_members(root):
-        parts[id(parameter)] = parameter.data
+        shards[id(parameter)] = parameter.data
         shown.append((parameter, parameter.data))
         parameter.data = parameter.data.new_zeros(()).expand(shape)
     try:
-        yield lambda optimizers: _cut_state(optimizers, parts)
+        yield lambda optimizers: _shard_state(optimizers, shards)
     finally:
-        for parameter, part in shown:
-            parameter.data = part
+        for parameter, shard in shown:
+            parameter.data = shard
 
 
 def _flat_members(root: FullyShardedDataParallel) -> Iterator[tuple[Tensor, torch.Size]]:
@@ -81,23 +79,23 @@ def _flat_members(root: FullyShardedDataParallel) -> Iterator[tuple[Tensor, torc
         yield from flat_members(unit)
 
 
-def _cut_state(optimizers: Iterable[Optimizer], parts: Mapping[int, Tensor]) -> None:
+def _shard_state(optimizers: Iterable[Optimizer], shards: Mapping[int, Tensor]) -> None:
     faults = Faults("strategy")
     for optimizer in optimizers:
         for parameter, state in list(optimizer.state.items()):
-            part = parts.get(id(parameter))
-            for key, value in list(state.items()) if part is not None else ():
+            shard = shards.get(id(parameter))
+            for key, value in list(state.items()) if shard is not None else ():
                 if not isinstance(value, Tensor) or value.shape != parameter.shape or value.dim() == 0:
                     continue
-                assert part is not None
+                assert shard is not None
                 first = value.flatten()[:1]
                 if not bool((value == first).all()):
                     faults.add(
                         f"{type(optimizer).__name__}, which makes {key!r} of different numbers when it is built",
-                        "optimizers whose first state is one number everywhere, since each rank holds a part",
+                        "optimizers whose first state is one number everywhere, since each rank holds a shard",
                         "use AdamW or SGD, or strategy='mp_fsdp2'",
                     )
-                state[key] = first.new_empty(part.shape).copy_(first.expand(part.shape))
+                state[key] = first.new_empty(shard.shape).copy_(first.expand(shard.shape))
     faults.raise_if_any()
 
 
@@ -137,7 +135,7 @@ def _chosen_by_size(policy: Callable[..., bool], root: nn.Module) -> list[nn.Mod
 
 
 def ignored(root: nn.Module, options: Mapping[str, Any], faults: Faults) -> set[int]:
-    """``id`` of the parameters that FSDP's keywords leave out; trainable ones would go apart on every rank."""
+    """``id`` of the parameters that FSDP's keywords leave out; trainable ones would differ between ranks."""
     given = [item for key, value in options.items() if key.startswith("ignored_") for item in value or ()]
     left_out = [item for item in given if isinstance(item, Tensor)]
     left_out += [p for item in given if isinstance(item, nn.Module) for p in item.parameters()]
@@ -146,7 +144,7 @@ def ignored(root: nn.Module, options: Mapping[str, Any], faults: Faults) -> set[
         if id(parameter) in ids and parameter.requires_grad:
             faults.add(
                 f"ignored_states= with {name!r}, which is trained",
-                "frozen parameters there: nobody would sum the gradients of others over ranks",
+                "frozen parameters there: the gradients of others would not be reduced over ranks",
                 "freeze it, or take it out of ignored_states",
             )
     return ids
@@ -194,28 +192,28 @@ def check_again(
     stored: Stored,
     faults: Faults,
 ) -> None:
-    """A module that an earlier run wrapped stays as it was cut and stored: another plan has to want the same."""
+    """A module that an earlier run wrapped stays as it was sharded and stored: another plan has to ask for the same."""
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != stored(parameter):
             faults.add(
                 f"a module that an earlier run sharded with {name!r} in {short(parameter.dtype)}, where this plan "
                 f"stores {short(stored(parameter))}",
                 "the storage of the earlier run",
-                "build the module anew, or keep the plan",
+                "make a new module, or keep the plan",
             )
             break
     if dist.get_world_size() > 1 and root.sharding_strategy is not sharding:
         faults.add(
             f"sharding_strategy={sharding.name} for a module that an earlier run wrapped with {root.sharding_strategy}",
             "the sharding of the earlier run",
-            "build the module anew, or keep the strategy",
+            "make a new module, or keep the strategy",
         )
     before = cast("Any", root).mixed_precision.reduce_dtype
     if before != to_torch(policy.reduce_dtype):
         faults.add(
             f"reduce_dtype={policy.reduce_dtype!r} for a module that an earlier run wrapped with {short(before)!r}",
             "the reduce_dtype of the earlier run",
-            "build the module anew, or keep the plan",
+            "make a new module, or keep the plan",
         )
 
 
@@ -271,16 +269,15 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, root: FullyShardedDa
 def _check_sizes(saved: list[int], here: list[int]) -> None:
     if saved == here:
         return
-    faults = Faults("checkpoint")
-    faults.add(
+    fault = Fault(
         f"an optimizer whose groups hold {here} parameters, for a state saved with {saved}",
         "the groups of the saved run",
         "configure the optimizer as it was, or take 'optimizer_states' out of the checkpoint",
     )
-    faults.raise_if_any()
+    raise PlanError([fault], "checkpoint")
 
 
-def loads_in_parts(path: Path, optimizers: int) -> bool:
+def loads_by_shard(path: Path, optimizers: int) -> bool:
     """Whether a folder of shards has FSDP1's layout (FSDP2 calls the weights otherwise), and a state an optimizer.
 
     Lightning cannot load an optimizer that keeps no state, or kept none yet.

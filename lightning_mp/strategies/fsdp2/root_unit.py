@@ -13,7 +13,7 @@ from lightning_mp.compat.torch import before_backward_from
 
 
 class RootUnit:
-    """Keeps the root's weights whole where the step uses them.
+    """Keeps the root's weights gathered where the step uses them.
 
     ``fully_shard`` gathers the root for its forward, which here is the whole step, and shards it again in the backward
     pass that starts from the forward's output. Manual optimization runs backward *inside* the step: that pass is
@@ -46,7 +46,7 @@ class RootUnit:
             before_backward_from(loss, self._root)
 
     def reshard(self) -> None:
-        """Give up what is gathered: weights written to then are those that last."""
+        """Reshard what is gathered: weights that are written to afterwards are the sharded ones, which last."""
         if self._root is not None:
             self._root.reshard()
 

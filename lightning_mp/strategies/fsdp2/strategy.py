@@ -30,12 +30,12 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import meta_device
-from lightning_mp.strategies.checkpoint_io import CarriesDTensors
-from lightning_mp.strategies.common import StepsThroughModule, plan_of
-from lightning_mp.strategies.fail_together import EndsTogether
+from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
+from lightning_mp.strategies.common import StepAsForward, plan_of
+from lightning_mp.strategies.fail_together import FailTogether
 from lightning_mp.strategies.fsdp2 import tensor_parallel
 from lightning_mp.strategies.fsdp2.root_unit import RootUnit
 from lightning_mp.strategies.shard_units import Units, Wrap, for_compiling, inside, units
@@ -43,22 +43,22 @@ from lightning_mp.strategies.sharding import (
     Sharding,
     broadcast_from_first,
     device_of,
+    full_optimizer_state,
     is_sharded,
     shard,
     share_buffers,
-    whole_optimizer_state,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a model is cut: into units to shard, and within them by tensor parallelism, a style a module's name."""
+    """How a model will be sharded: its units, and the tensor-parallel style of each module by name."""
 
     units: Units
     split: Mapping[str, ParallelStyle]
 
 
-class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, ModelParallelStrategy):
+class PlanFSDP2Strategy(FailTogether, StepAsForward, PortableDTensorCheckpoints, ModelParallelStrategy):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 
     Args:
@@ -153,16 +153,15 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
         shards = max(world // max(size, 1), 1) if self._shards == "auto" else int(self._shards)
         replicas, shards = self._replicas_and_shards or (1, shards)
         if min(replicas, shards, size) < 1 or replicas * shards * size != world:
-            faults = Faults("strategy")
-            mesh = (
+            given = (
                 f"device_mesh=({replicas}, {shards})" if self._replicas_and_shards else f"{shards} data-parallel ranks"
             )
-            faults.add(
-                f"{mesh} and tensor_parallel={size} with {world} processes",
+            fault = Fault(
+                f"{given} and tensor_parallel={size} with {world} processes",
                 "replicas x shards x tensor_parallel = the number of processes (devices x num_nodes)",
                 f"use sizes whose product is {world}, or start {max(replicas * shards * size, 1)} processes",
             )
-            faults.raise_if_any()
+            raise PlanError([fault], "strategy")
         shape, names = ((replicas, shards), ("replicate", "shard"))
         if self._replicas_and_shards is None:
             shape, names = (shards,), ("data_parallel",)
@@ -176,7 +175,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
     # ------------------------------------------------------------------ the model
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
-        """Decide how the model is cut; ``None`` where it is sharded already. Notes what cannot be, changes nothing."""
+        """Decide how to shard; ``None`` where the model is sharded already. Notes what cannot be, changes nothing."""
         if is_sharded(module):  # by the user's configure_model, or by a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
@@ -220,8 +219,8 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
         if self._tensor_parallel > 1:
             mesh = self.device_mesh["tensor_parallel"]
             place = device_of(mesh)
-            tensor_parallel.draw_alike(mesh)
-            tensor_parallel.parallelize(model, layout.split, mesh, partial(_whole_on, place, model))
+            tensor_parallel.share_seed(mesh)
+            tensor_parallel.parallelize(model, layout.split, mesh, partial(_materialize_on, place, model))
         shard(model, layout.units, self._shard_mesh, policy, self.sharding)
         self._sharded = True
 
@@ -235,12 +234,12 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
 
     # ------------------------------------------------------------------ steps
 
-    def _through(self, method: str, args: Any, kwargs: Any) -> Any:
+    def _as_forward(self, method: str, args: Any, kwargs: Any) -> Any:
         assert self._root is not None
         assert self.lightning_module is not None
         manual = method == "training_step" and not self.lightning_module.automatic_optimization
         with self._root.step(backward_inside=manual):
-            output = super()._through(method, args, kwargs)
+            output = super()._as_forward(method, args, kwargs)
         if method != "training_step" or manual or output is None:  # else backward follows, and shards again
             self._root.reshard()
         return output
@@ -250,7 +249,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
         self._root.before_backward(closure_loss)
 
     def _share_buffers(self) -> None:
-        """As under DDP, the first rank's: what it is evaluated with is what it is saved with."""
+        """Rank 0's, as under DDP: the model is evaluated with what is saved."""
         assert self.model is not None
         share_buffers(self.model, self.root_device)
 
@@ -279,7 +278,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
             return super().optimizer_state(optimizer)
         assert self.model is not None
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return whole_optimizer_state(plain, keep=self.global_rank == 0)
+        return full_optimizer_state(plain, keep=self.global_rank == 0)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -287,7 +286,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
 
 
 def _check_compiles(cut: Units, policy: PrecisionPolicy, model: nn.Module, faults: Faults) -> None:
-    """A unit's hooks interrupt a graph; in a region that is recomputed torch then compiles nothing, without a word."""
+    """A unit's hooks interrupt a graph; in a region that is recomputed torch silently compiles nothing."""
     within = [unit for block in cut.blocks for unit in inside(block, cut)]
     if policy.checkpointing is None or not within:
         return
@@ -300,8 +299,8 @@ def _check_compiles(cut: Units, policy: PrecisionPolicy, model: nn.Module, fault
     )
 
 
-def _whole_on(place: torch.device, model: nn.Module, module: nn.Module) -> None:
-    """Make ``module`` and move it before it is split, so that only one is whole on a device at a time."""
+def _materialize_on(place: torch.device, model: nn.Module, module: nn.Module) -> None:
+    """Make ``module`` and move it before it is split, so that a device holds one module in full at a time."""
     meta_device.materialize(module, model, place, place)
     if place.type != "cpu":
         module.to(place)

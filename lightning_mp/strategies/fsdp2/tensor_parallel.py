@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
 
@@ -31,7 +31,7 @@ _STYLES: dict[str, Any] = {
 
 
 class Replicated(ParallelStyle):
-    """A module that every rank of the tensor-parallel group computes whole.
+    """A module that every rank of the tensor-parallel group computes in full.
 
     Its parameters become DTensors as the split ones are: torch's fused and multi-tensor optimizers take parameters
     of one mesh only.
@@ -86,7 +86,7 @@ def parallelize(
     mesh: DeviceMesh,
     before: Callable[[nn.Module], None],
 ) -> None:
-    """Split ``model`` over ``mesh`` in place; what ``split`` does not name is computed whole by every rank.
+    """Split ``model`` over ``mesh`` in place; what ``split`` does not name is computed in full by every rank.
 
     ``before`` is called with each module that is about to be split. Ties hold.
     """
@@ -105,8 +105,8 @@ def parallelize(
             setattr(named[name], key, getattr(named[first[0]], first[1]))
 
 
-def draw_alike(mesh: DeviceMesh) -> None:
-    """Let the ranks of a group draw the same random numbers: what they compute whole must be the same on all."""
+def share_seed(mesh: DeviceMesh) -> None:
+    """Give the ranks of a group one random seed: what each computes in full must be the same on all."""
     group = mesh.get_group()
     first = dist.get_process_group_ranks(group)[0]
     seed = [torch.random.initial_seed()]
@@ -127,7 +127,7 @@ def _is_for(module: nn.Module, style: str | ParallelStyle, name: str, faults: Fa
         faults.add(
             f"tensor-parallel style {style!r} for {name!r}, a {original_class(module).__name__}",
             "nn.Linear and nn.Embedding under the styles that have names",
-            "pass a torch.distributed.tensor.parallel.ParallelStyle for it, or leave it out: it is then computed whole",
+            "pass a torch.distributed.tensor.parallel.ParallelStyle for it, or leave it out, so that it is not split",
         )
         return False
     return _owns(module)
@@ -153,7 +153,7 @@ def _check_ties(named: Iterable[tuple[str, nn.Module]], found: Mapping[str, Para
             given = " and ".join(f"{place} {way}" for place, way in ways.items())
             faults.add(
                 f"a tied weight that tensor parallelism splits in two ways: {given}",
-                "one way for all owners of a weight",
+                "the same split for all owners of a weight",
                 "give tp_plan= with matching styles, or untie them (transformers: tie_word_embeddings=False)",
             )
 
@@ -190,11 +190,10 @@ def _style(pattern: str, style: Any, faults: Faults) -> ParallelStyle | None:
     if style in _STYLES:
         make = _STYLES[style]
         return None if make is None else make()
-    near = nearest(str(style), _STYLES)
     faults.add(
         f"tensor-parallel style {style!r} for {pattern!r}",
         ", ".join(_STYLES) + ", or a torch.distributed.tensor.parallel.ParallelStyle",
-        f"did you mean {near}?" if near else "pass tp_plan= with styles of this list",
+        did_you_mean(str(style), _STYLES, "pass tp_plan= with styles of this list"),
     )
     return None
 

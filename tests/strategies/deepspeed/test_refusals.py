@@ -99,9 +99,8 @@ def test_the_file_that_lightnings_variable_names_is_checked_too(
 def test_the_users_mapping_is_left_as_it_was() -> None:
     config = {"gradient_clipping": 1.0, "zero_optimization": {"overlap_comm": False}}
     module = _attach(Regression(), plan := _plan(), config=config, accumulate_grad_batches=2)
-    plan.convert_module(module)
+    merged = plan.apply(module)
     assert config == {"gradient_clipping": 1.0, "zero_optimization": {"overlap_comm": False}}
-    merged: Any = module.trainer.strategy.config  # type: ignore[attr-defined]
     assert (merged["gradient_clipping"], merged["gradient_accumulation_steps"]) == (1.0, 2)
     assert merged["zero_optimization"]["overlap_comm"] is False
     assert merged["communication_data_type"] == "fp32"
@@ -160,8 +159,9 @@ def test_optimizers_that_evaluate_the_closure_are_refused_and_the_module_is_brou
 def test_a_schedule_in_the_json_beside_one_in_the_module_is_refused() -> None:
     module, plan = Regression(), _plan()
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
-    plan.convert_module(_attach(module, plan, config={"scheduler": scheduler}))
+    composed = plan.apply(_attach(module, plan, config={"scheduler": scheduler}))
     strategy: Any = module.trainer.strategy
+    strategy.config = composed  # as its setup does
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(PlanError, match=r"WarmupLR.* in the JSON and StepLR in configure_optimizers"):
