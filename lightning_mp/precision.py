@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat import torch as compat
 from lightning_mp.compat.lightning import (
-    PLAN,
     FSDPPrecision,
     LightningModule,
     ParallelStrategy,
-    Strategy,
     Trainer,
     TrainerFn,
     rank_zero_warn,
@@ -198,7 +195,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             PlanError: the policy cannot be carried out on this model, device or strategy; nothing was changed.
         """
         trainer = trainer_of(module)
-        _check_hosts(None if trainer is None else trainer.strategy)
+        for_strategy.check_hosts(None if trainer is None else trainer.strategy)
         self._attach(trainer, module)
         faults = Faults()
         device = describe(self._device)
@@ -400,9 +397,3 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if self._restore_tf32 is not None:
             self._restore_tf32()
             self._restore_tf32 = None
-
-
-def _check_hosts(strategy: Strategy | None) -> None:
-    with Faults() as faults:
-        for names in (compat.STEP, PLAN, *getattr(strategy, "private_names", ())):
-            names.check(faults)

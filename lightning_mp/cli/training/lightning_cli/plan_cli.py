@@ -36,6 +36,7 @@ from lightning_mp.compat.lightning import (
     SaveConfigCallback,
     Trainer,
     get_filesystem,
+    subcommands_of,
 )
 from lightning_mp.errors import Fault, Faults, PlanError, one_line
 from lightning_mp.precision import MixedPrecisionPlan
@@ -118,7 +119,7 @@ class PlanCLI(LightningCLI):
     def _checked(self, parser: LightningArgumentParser, parse: _Parse, given: Any) -> Any:
         """What ``parse`` makes of what is given: each time without the keys that are known to be wrong."""
         faults = Faults(checks.SUBJECT)
-        commands = list(self._subcommand_parsers) if hasattr(self, "_subcommand_parsers") else []
+        commands = subcommands_of(self)
         command = command_of(given, commands, faults) if commands else None
         faults.raise_if_any()
         own = self._parser(command)
