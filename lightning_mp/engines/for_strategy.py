@@ -26,11 +26,11 @@ from lightning_mp.errors import Faults
 from lightning_mp.policy import PrecisionPolicy
 
 
-def engine_of(strategy: Strategy | None) -> type[EagerEngine]:
+def engine_of(strategy: Strategy | None) -> type[StepEngine]:
     """The engine for ``strategy``; this package's own strategies name theirs in ``plan_engine``."""
     own = getattr(strategy, "plan_engine", None)
     if own is not None:
-        return cast("type[EagerEngine]", own)
+        return cast("type[StepEngine]", own)
     return ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
 
 
@@ -45,14 +45,17 @@ def check_hosts(strategy: Strategy | None) -> None:
             names.check(faults)
 
 
-def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
-    """Note why the plan cannot run on ``strategy``, and which ``mp_*`` strategy can."""
+def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> Any:
+    """Note why the plan cannot run on ``strategy``, and which ``mp_*`` strategy can.
+
+    Returns what the strategy's own ``check_plan`` does; ``None`` where it has none.
+    """
     policy = engine.policy
     own = getattr(strategy, "check_plan", None)
     if own is not None:
-        own(engine, module, faults)
+        return own(engine, module, faults)
     # before DDP: DeepSpeedStrategy is a DDPStrategy by inheritance only
-    elif isinstance(strategy, DeepSpeedStrategy):
+    if isinstance(strategy, DeepSpeedStrategy):
         _refuse_stock(strategy, _zero_name(strategy), "its engine casts, scales and skips by rules of its own", faults)
     elif isinstance(strategy, FSDPStrategy):
         _refuse_stock(strategy, "mp_fsdp1", "it would put pinned and unpinned weights into one flat parameter", faults)
@@ -63,7 +66,8 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     elif isinstance(strategy, DDPStrategy):
         _check_hook(strategy, policy, faults)
     elif not isinstance(strategy, SingleDeviceStrategy):
-        _refuse_stock(strategy, "mp_ddp", "nobody has tried what it makes of a plan", faults)
+        _refuse_stock(strategy, "mp_ddp", "what it makes of a plan is not tested", faults)
+    return None
 
 
 def _refuse_stock(strategy: Strategy, instead: str, why: str, faults: Faults) -> None:

@@ -13,16 +13,16 @@ from lightning_mp.numerics.scaler import LossScaler
 
 
 class PlanScale(host.DynamicLossScaler):
-    """Tells a ZeRO optimizer the scale that the backward pass used, and leaves moving it to the plan.
+    """Gives a ZeRO optimizer the scale that the backward pass used, and leaves moving it to the plan.
 
     DeepSpeed's own scaler is updated before gradients are divided, so that a step on which the scale grows is made
     with half of its gradients. A checkpoint holds it as the scaler DeepSpeed would have, from which DeepSpeed alone can
-    go on.
+    resume.
     """
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler
-        self._held: float | None = None
+        self._read: float | None = None
         rule = scaler.config
         super().__init__(
             init_scale=rule.init_scale,
@@ -35,18 +35,18 @@ class PlanScale(host.DynamicLossScaler):
         self.dynamic = rule.dynamic
 
     @contextmanager
-    def held(self) -> Generator[None, None, None]:
+    def read_once(self) -> Generator[None, None, None]:
         """One host read for a whole step, in which ZeRO asks for the scale several times a param group."""
-        self._held = self._scaler.get_scale()
+        self._read = self._scaler.get_scale()
         try:
             yield
         finally:
-            self._held = None
+            self._read = None
 
     @property
     def cur_scale(self) -> float:
         """The scale of the step at hand."""
-        return self._scaler.get_scale() if self._held is None else self._held
+        return self._scaler.get_scale() if self._read is None else self._read
 
     @cur_scale.setter
     def cur_scale(self, value: float) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_mp.compat import torch as compat
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.modules import class_swap
 from lightning_mp.modules.patterns import called_in, matches, named_submodules, no_match
 from lightning_mp.policy import Checkpointing
@@ -168,5 +168,6 @@ def _op_names(names: Iterable[str]) -> Iterable[str]:
 def _check_ops(names: Iterable[str], faults: Faults) -> None:
     for name in names:
         if not _overloads(name):
-            near = nearest(name.removeprefix("aten."), dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS))
-            faults.add(f"save_ops {name!r}", "names of aten operators", f"did you mean {near}?" if near else "use 'mm'")
+            known = dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS)
+            fix = did_you_mean(name.removeprefix("aten."), known, "write 'mm', for instance")
+            faults.add(f"save_ops {name!r}", "names of aten operators", fix)

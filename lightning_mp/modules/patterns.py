@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lightning_mp.compat.torch import WRAPPERS
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.modules.class_swap import original_class
 
 
@@ -45,8 +45,8 @@ def called_in(module: nn.Module) -> Iterator[nn.Module]:
 def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
     """Note that ``pattern`` matches nothing in ``root``, with the names most like it."""
     words = dict.fromkeys(word for name, module in named_submodules(root) for word in _words(name, module))
-    near = nearest(pattern.strip("*."), words)
-    fix = f"nearest: {near}" if near else f"modules here include {', '.join(list(words)[:5])}"
+    here = f"choose among the modules here: {', '.join(list(words)[:5])}"
+    fix = did_you_mean(pattern.strip("*."), words, here)
     faults.add(f"{what} {pattern!r}, which matches no module", "a module's name, a suffix of it, or its class", fix)
 
 

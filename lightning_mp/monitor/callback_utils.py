@@ -59,7 +59,7 @@ def scale_source(trainer: Trainer) -> ScaleSource | None:
     """Whoever scales the loss of this run or skips its steps; ``None`` where nobody does either."""
     plugin = trainer.precision_plugin
     if isinstance(plugin, PlanBase):
-        return PlanSource(plugin.scaler, plugin.ledger)
+        return PlanSource(plugin.scaler, plugin.step_counter)
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         return DeepSpeedSource(trainer.strategy.deepspeed_engine)
     scaler = cast("Any", getattr(plugin, "scaler", None))

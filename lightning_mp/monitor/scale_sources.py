@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from lightning_mp.compat.torch import GROWTH_TRACKER, scale_of
 from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepLedger
+from lightning_mp.numerics.step_counter import StepCounter
 
 Number = Tensor | float
 
@@ -53,8 +53,8 @@ class ScaleSource(Protocol):
 class PlanSource:
     """The scaler and the counts of a MixedPrecisionPlan; ``scaler`` is ``None`` in a mode without scaling."""
 
-    def __init__(self, scaler: LossScaler | None, ledger: StepLedger) -> None:
-        self._scaler, self._ledger = scaler, ledger
+    def __init__(self, scaler: LossScaler | None, step_counter: StepCounter) -> None:
+        self._scaler, self._step_counter = scaler, step_counter
 
     def scale(self) -> Scale | None:
         if self._scaler is None:
@@ -70,7 +70,7 @@ class PlanSource:
         """The plan counts by itself."""
 
     def skipped(self) -> Number:
-        return self._ledger.skipped
+        return self._step_counter.skipped
 
 
 class StockSource:

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from conformance import matrix, report
+from conformance import matrix, report, sample
 from conformance.judge import Verdict
 from conformance.policies import POLICIES
 from conformance.strategies import STRATEGIES
@@ -30,11 +30,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES, metavar="NAME")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="NAME")
     parser.add_argument("--out", type=Path, help="by default docs/conformance.md, if nothing is filtered")
+    parser.add_argument("--sample", metavar="SEED", help="cells that cover each two of strategy, mode and flags")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".venv" / "torch_extensions"))
-    result = matrix.run(options.strategies, options.policies, _progress)
-    whole = set(options.strategies) == set(STRATEGIES) and set(options.policies) == set(POLICIES)
+    cells = [(strategy, policy) for strategy in options.strategies for policy in options.policies]
+    whole = set(cells) == {(strategy, policy) for strategy in STRATEGIES for policy in POLICIES}
+    if options.sample is not None:
+        whole, cells = False, sample.choose(options.strategies, options.policies, options.sample)
+        print(f"{len(cells)} cells chosen by the seed {options.sample!r}")
+    result = matrix.run(cells, _progress)
     out = options.out or (ROOT / "docs" / "conformance.md" if whole else None)
     if out is not None:
         out.write_text(report.text(result))

@@ -31,11 +31,15 @@ class Matrix:
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
 
-def run(strategies: Sequence[str], policies: Iterable[str], progress: Progress) -> Matrix:
-    """Every cell; those of ``single`` always, as what the others are compared with."""
-    start, names = time.monotonic(), list(policies)
+def run(cells: Iterable[Key], progress: Progress) -> Matrix:
+    """Every cell; what they need of ``single`` always, as what the others are compared with."""
+    start = time.monotonic()
+    columns: dict[str, list[str]] = {"single": []}
+    for strategy, policy in cells:
+        columns.setdefault(strategy, []).append(policy)
+    columns["single"] = [name for name in POLICIES if any(name in names for names in columns.values())]
     matrix, references = Matrix(), {}
-    for strategy in ["single", *(name for name in strategies if name != "single")]:
+    for strategy, names in columns.items():
         verdicts = column(strategy, names, references, progress)
         matrix.verdicts |= {(strategy, name): verdict for name, verdict in verdicts.items()}
     matrix.seconds = time.monotonic() - start
