@@ -18,6 +18,11 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -
 INSTALL := $(PIP) --no-build-isolation --editable
 # DeepSpeed compiles small extensions on first use. Kept with the environment they belong to.
 EXTENSIONS := $(CURDIR)/$(VENV)/torch_extensions
+# The second environment, of test-oldest.
+OLDEST := .venv-oldest
+OLDEST_PIP := $(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check --no-input \
+    --constraint constraints-oldest.txt
+OLDEST_EXTENSIONS := $(CURDIR)/$(OLDEST)/torch_extensions
 # A build that was killed leaves a lock on which every later one would wait.
 PYTEST = mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete && \
     OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" \
@@ -26,7 +31,7 @@ LINTED := $(wildcard lightning_mp tests benchmarks examples docs/_build)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow conformance faults docs lint format bench clean
+.PHONY: help demo test test-slow test-oldest conformance faults docs lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
@@ -40,6 +45,11 @@ test: $(DONE)/test ## run the tests (those that need a GPU skip themselves where
 
 test-slow: $(DONE)/test ## run the rest: launches, checkpoints across strategies, monitors on every distributed host
 	@$(PYTEST) -m slow $(ARGS)
+
+test-oldest: $(OLDEST)/.done ## fit, save and resume under every strategy, on the oldest releases that pyproject.toml allows
+	@mkdir -p "$(OLDEST_EXTENSIONS)" && find "$(OLDEST_EXTENSIONS)" -name lock -delete
+	@OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(OLDEST_EXTENSIONS)" \
+	    $(OLDEST)/bin/python -m pytest tests/oldest tests/compat $(ARGS)
 
 conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.md (about 20 minutes)
 	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
@@ -67,7 +77,7 @@ bench: $(DONE)/test ## measure step times and host reads: of a plan, of the moni
 	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m benchmarks.sharded $(ARGS)
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- installing ------------------------------------------------------------------------------------------------------
@@ -107,3 +117,13 @@ $(DONE)/dev: pyproject.toml $(DONE)/torch
 	@echo 'installing the development tools (first time only, about 2 minutes)'
 	@DS_ACCELERATOR=cpu $(INSTALL) '.[dev]'
 	@touch $(DONE)/demo $(DONE)/test $@
+
+# The interpreter of .venv. No build isolation, as above: DeepSpeed is built from source with the torch that is there.
+$(OLDEST)/.done: pyproject.toml constraints-oldest.txt $(DONE)/venv
+	@echo 'making $(OLDEST) (first time only, about 2 minutes)'
+	@$(BIN)/python -m venv --clear $(OLDEST)
+	@$(OLDEST_PIP) pip setuptools wheel
+	@$(OLDEST_PIP) torch numpy
+	@DS_ACCELERATOR=cpu $(OLDEST_PIP) --no-build-isolation --editable '.[hf,deepspeed,hydra,cli]' \
+	    packaging pytest pytest-timeout
+	@touch $@

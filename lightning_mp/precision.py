@@ -14,14 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.compat import lightning
-from lightning_mp.compat import torch as compat
 from lightning_mp.compat.both_copies import check_copy, meet_other_copy
 from lightning_mp.compat.lightning import (
-    PLAN,
     FSDPPrecision,
     LightningModule,
     ParallelStrategy,
-    Strategy,
     Trainer,
     rank_zero_warn,
     trainer_of,
@@ -174,7 +171,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """
         check_copy(module, type(self).__name__)
         trainer = trainer_of(module)
-        _check_hosts(None if trainer is None else trainer.strategy)
+        for_strategy.check_hosts(None if trainer is None else trainer.strategy)
         self._attach(trainer, module)
         faults = Faults()
         device = describe(self._device)
@@ -377,9 +374,3 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if self._restore_tf32 is not None:
             self._restore_tf32()
             self._restore_tf32 = None
-
-
-def _check_hosts(strategy: Strategy | None) -> None:
-    with Faults() as faults:
-        for names in (compat.STEP, PLAN, *getattr(strategy, "private_names", ())):
-            names.check(faults)

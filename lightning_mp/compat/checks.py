@@ -16,7 +16,7 @@ VERSIONS = {
     "deepspeed": ">=0.19.8,<0.20",
     "lightning": ">=2.6,<2.7",
     "torch": ">=2.11,<2.14",
-    "transformers": ">=4.48,<6",
+    "transformers": ">=4.53,<6",
 }
 
 

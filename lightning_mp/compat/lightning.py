@@ -298,3 +298,8 @@ def mesh_of(strategy: ModelParallelStrategy) -> Any:
 def set_mesh(module: LightningModule, mesh: Any) -> None:
     """Make ``mesh`` the module's ``device_mesh``."""
     cast("Any", module)._device_mesh = mesh
+
+
+def subcommands_of(cli: LightningCLI) -> list[str]:
+    """The subcommands that a ``LightningCLI`` has, none where it runs nothing."""
+    return list(getattr(cli, "_subcommand_parsers", ()))

@@ -7,6 +7,7 @@ from typing import Any, cast
 from torch import nn
 
 from lightning_mp.compat.lightning import (
+    PLAN,
     DDPStrategy,
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -16,6 +17,7 @@ from lightning_mp.compat.lightning import (
     ddp_hooks,
     mesh_of,
 )
+from lightning_mp.compat.torch import STEP
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.engines.sharded import ShardedEngine
@@ -30,6 +32,17 @@ def engine_of(strategy: Strategy | None) -> type[StepEngine]:
     if own is not None:
         return cast("type[StepEngine]", own)
     return ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
+
+
+def check_hosts(strategy: Strategy | None) -> None:
+    """Raise where torch, Lightning or DeepSpeed lacks what a plan, or ``strategy``, uses of it beyond its public names.
+
+    Raises:
+        PlanError: the names that are missing, and the releases that have them.
+    """
+    with Faults() as faults:
+        for names in (STEP, PLAN, *getattr(strategy, "private_names", ())):
+            names.check(faults)
 
 
 def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> Any:

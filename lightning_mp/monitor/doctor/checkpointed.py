@@ -110,7 +110,7 @@ def _by_transformers(module: nn.Module) -> bool:
 
 
 def _members(name: str, module: nn.Module, flagged: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The module itself; for a model whose flag speaks for its layers (transformers before 4.53), these."""
+    """The module itself; for a model whose flag speaks for its layers, these."""
     if any(other != name and below(other, name) for other in flagged):
         return  # its layers are flagged themselves
     lists = [(key, child) for key, child in module.named_children() if isinstance(child, nn.ModuleList)]

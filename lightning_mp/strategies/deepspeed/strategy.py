@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
 from lightning_mp.checkpoints.zero import resumable
-from lightning_mp.compat.deepspeed import ZERO, casts_left_out, halve_masters
+from lightning_mp.compat.deepspeed import casts_left_out, halve_masters
 from lightning_mp.compat.lightning import (
     DEEPSPEED,
     DeepSpeedStrategy,
@@ -63,7 +63,7 @@ class PlanDeepSpeedStrategy(FailTogether, PortableCheckpoints, DeepSpeedStrategy
     """
 
     plan_engine = ZeroEngine
-    private_names = (DEEPSPEED, ZERO)
+    private_names = (DEEPSPEED,)
     own_formats = frozenset({"deepspeed"})
 
     def __init__(

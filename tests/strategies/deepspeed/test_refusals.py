@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError, make_strategy
+from lightning_mp.compat.deepspeed import casts_left_out
 from support.models import Regression, same_weights, weights
 from support.running import trainer
 
@@ -192,12 +193,10 @@ def test_stock_deepspeed_is_refused_with_the_name_of_ours(stage: int, name: str)
 def test_the_casts_of_deepspeed_are_back_after_a_failure() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from lightning_mp.strategies.deepspeed import patches
-
     own = DeepSpeedEngine._cast_module_mixed_precision
 
     def fails() -> None:
-        with patches.casts_left_to_the_plan():
+        with casts_left_out():
             assert DeepSpeedEngine._cast_module_mixed_precision is not own
             raise KeyError
 

@@ -31,6 +31,7 @@ from lightning_mp.compat.lightning import (
     Strategy,
     Trainer,
     get_filesystem,
+    subcommands_of,
 )
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
 from lightning_mp.policy import PrecisionPolicy
@@ -162,7 +163,7 @@ class PlanCLI(LightningCLI):
     def _parsed(self, parser: LightningArgumentParser, arguments: Sequence[str] | Mapping[str, Any]) -> Namespace:
         """What the parser makes of the arguments, and policy and strategy of that; every fault in one error."""
         with Faults(SUBJECT) as faults:
-            commands = list(getattr(self, "_subcommand_parsers", ()))
+            commands = subcommands_of(self)
             command = command_of(arguments, commands, faults) if commands else None
         own = self._parser(command)
         with _as_faults():  # of default_config_files
