@@ -62,9 +62,9 @@ format: $(DONE)/dev ## write the style that `make lint` asks for
 	@$(BIN)/ruff format $(LINTED)
 
 bench: $(DONE)/test ## measure step times and host reads: of a plan, of the monitors, and of every strategy
-	@$(BIN)/python benchmarks/run.py $(ARGS)
-	@$(BIN)/python benchmarks/monitors.py $(ARGS)
-	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python benchmarks/sharded.py $(ARGS)
+	@$(BIN)/python -m benchmarks.run $(ARGS)
+	@$(BIN)/python -m benchmarks.monitors $(ARGS)
+	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m benchmarks.sharded $(ARGS)
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from shapes import SHAPES, Tiny
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.shapes import SHAPES, Tiny
 
 STEPS, WARM_UP = 20, 2
 

@@ -2,7 +2,7 @@
 
 Both sides are interleaved step by step in one run, watched and not watched in turn, so that a busy machine is equally
 busy for both; what is printed are medians, their ratio, and host reads counted.
-``python benchmarks/monitors.py [--quick]``
+``python -m benchmarks.monitors [--quick]``
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
-from run import MODES, WARM_UP, StepTimes, processor, quiet_plan, stock
-from shapes import SHAPES, Shape
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.run import MODES, WARM_UP, StepTimes, processor, quiet_plan, stock
+from benchmarks.shapes import SHAPES, Shape
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
 
 #: how a tensor's value comes to the host

@@ -1,7 +1,7 @@
 """The figures of the README: step time against stock Lightning, host reads, import time.
 
 Both sides of every ratio are interleaved in this one process (or, for imports, in alternating processes); what is
-printed are medians and their ratio. ``python benchmarks/run.py [--quick]``
+printed are medians and their ratio. ``python -m benchmarks.run [--quick]``
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 import lightning
 import torch
-from exact import READS, same_as_stock
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES, Shape
 
+from benchmarks.exact import READS, same_as_stock
+from benchmarks.shapes import SHAPES, Shape
 from lightning_mp import LossScaling, MixedPrecisionPlan
 
 WARM_UP = 5

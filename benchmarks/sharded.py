@@ -1,7 +1,7 @@
 """Step time of the ``mp_*`` strategies against Lightning's own under the same dtypes, in two processes.
 
 Both sides take turns in the same two processes; printed are medians and their ratio, of rank 0.
-``python benchmarks/sharded.py [--quick]``
+``python -m benchmarks.sharded [--quick]``
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from rich.table import Table
-from run import StepTimes, processor
-from shapes import LanguageModel, tokens
 
+from benchmarks.run import StepTimes, processor
+from benchmarks.shapes import LanguageModel, tokens
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -119,6 +119,11 @@ class Faults:
         if not is_whole(value) or value < least:
             self.add(f"{name}={value!r}", f"a whole number >= {least}", fix)
 
+    def one_of(self, name: str, value: object, allowed: Sequence[object], fix: str) -> None:
+        """Note ``value`` unless it is one of ``allowed``, which are of one type; 1 is not True."""
+        if not isinstance(value, type(allowed[0])) or value not in allowed:
+            self.add(f"{name}={value!r}", ", ".join(map(repr, allowed)), fix)
+
     def extend(self, faults: Iterable[Fault]) -> None:
         """Note faults found elsewhere."""
         self._found.extend(faults)
@@ -155,7 +160,8 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "write one of
 
 def is_number(value: Any) -> TypeIs[int | float]:
     """Whether ``value`` is a finite int or float; True and False are neither."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # math.isfinite raises for an integer beyond the range of a float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def is_whole(value: Any) -> TypeIs[int]:

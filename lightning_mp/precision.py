@@ -13,19 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat import lightning
+from lightning_mp.compat import torch as compat
 from lightning_mp.compat.both_copies import check_copy, meet_other_copy
-from lightning_mp.compat.lightning import FSDPPrecision, LightningModule, ParallelStrategy, Trainer, rank_zero_warn
-from lightning_mp.deepspeed_config.mixin import DeepSpeedJson
+from lightning_mp.compat.lightning import (
+    PLAN,
+    FSDPPrecision,
+    LightningModule,
+    ParallelStrategy,
+    Strategy,
+    Trainer,
+    TrainerFn,
+    rank_zero_warn,
+    trainer_of,
+)
+from lightning_mp.deepspeed_config import DeepSpeedJson
 from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts
-from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.engines.skip_aware import Holding
+from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepLedger
+from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.policy import (
     CheckpointingLike,
     LossScalingLike,
@@ -37,7 +46,6 @@ from lightning_mp.policy import (
     load,
     presets,
 )
-from lightning_mp.policy.loss_scaling import LossScaling
 
 #: the keys under which stock Lightning's plugins keep a GradScaler's state
 _STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
@@ -86,24 +94,25 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             "reduce_dtype": reduce_dtype or "fp32",
             "buffer_dtype": buffer_dtype,
         }
-        self.policy = PrecisionPolicy(**given)
-        self._declared = self.policy
+        self._declare(PrecisionPolicy(**given))
+
+    def _declare(self, policy: PrecisionPolicy) -> None:
+        self.policy = self._declared = policy
         self._device = torch.device("cpu")
         self._trainer: weakref.ref[Trainer] | None = None
         self._ran = False
         #: the present call of optimizer_step came to a step: not so where training_step returned None
         self._stepped = False
-        self._engine: StepEngine | None = None
-        self._holding = Holding()
+        self._engine = None
+        self._hooks = SkipAwareHooks()
         self._restore_tf32: Callable[[], None] | None = None
         self._start_over()
 
     @classmethod
     def from_policy(cls, policy: PrecisionPolicy) -> MixedPrecisionPlan:
         """The plan that carries ``policy`` out."""
-        plan = cls("32-true")
-        plan.policy = plan._declared = policy
-        plan._start_over()
+        plan = cls.__new__(cls)
+        plan._declare(policy)
         return plan
 
     @classmethod
@@ -122,74 +131,50 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def _start_over(self) -> None:
         self.precision = cast("Any", self.policy.precision)
-        self.ledger = StepLedger()
-        config = self.policy.loss_scaling if self.policy.precision != "auto" else None
-        self.scaler = cast("Any", None if config is None else self._make_scaler(config))
+        self.step_counter = StepCounter()
+        rule = self.policy.loss_scaling if self.policy.precision != "auto" else None
+        found_inf = self.step_counter.found_inf
+        self.scaler = cast("Any", None if rule is None else LossScaler(rule, found_inf, on_step=self._on_users_step))
         self._desired_input_dtype = to_torch(self.policy.storage_dtype)
         self._autocast_dtype = to_torch(self.policy.compute_dtype) if self.policy.mixed else None
         self._half_storage = self._desired_input_dtype != torch.float32
 
-    def _make_scaler(self, config: LossScaling) -> LossScaler:
-        return LossScaler(config, read=self._read_flag, on_step=self._on_users_step)
-
-    def _on_users_step(self, found_inf: Tensor) -> None:
+    def _on_users_step(self) -> None:
         if self._engine is not None:
-            self.ledger.open(found_inf)
-            self._engine.record(found_inf)
+            self._engine.count()
             self._engine.look(None)
 
     def _global_step(self) -> int:
         trainer = None if self._trainer is None else self._trainer()
-        return self.ledger.attempts if trainer is None else trainer.global_step
-
-    def _read_flag(self, found_inf: Tensor) -> bool:
-        return self.ledger.read(found_inf)
+        return self.step_counter.attempts if trainer is None else trainer.global_step
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run: neither what it runs on nor what would have to be put back.
-        detached = {"_trainer": None, "_engine": None, "_holding": Holding(), "_restore_tf32": None}
+        detached = {"_trainer": None, "_engine": None, "_hooks": SkipAwareHooks(), "_restore_tf32": None}
         return {**self.__dict__, **detached}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.precision!r})"
 
-    # ------------------------------------------------------------------ readings
-
-    @property
-    def step_skipped(self) -> bool:
-        """Whether the last optimizer step was skipped; the first question after a step waits for the device."""
-        return self.ledger.step_skipped
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many optimizer steps were skipped since the run began."""
-        return self.ledger.skipped_steps
-
-    @property
-    def applied_steps(self) -> int:
-        """How many optimizer steps were applied since the run began."""
-        return self.ledger.applied_steps
-
-    @property
-    def engine(self) -> StepEngine | None:
-        """What carries the plan out on the strategy at hand, while a run lasts."""
-        return self._engine
-
-    @property
-    def last_grad_norm(self) -> Tensor | None:
-        """The global gradient norm of the last clipping by norm, before it: an fp32 scalar on the device."""
-        return None if self._engine is None else self._engine.last_norm
-
     # ------------------------------------------------------------------ the module
 
     def convert_module(self, module: nn.Module) -> nn.Module:
+        """:meth:`apply`, as Lightning's own strategies call it; returns ``module``."""
+        self.apply(module)
+        return module
+
+    def apply(self, module: nn.Module) -> Any:
         """Check everything, then change ``module`` in place to what the policy declares.
+
+        Returns what the strategy's ``check_plan`` returned, such as the units that it is going to shard; ``None`` where
+        the strategy has none.
 
         Raises:
             PlanError: the policy cannot be carried out on this model, device or strategy; nothing was changed.
         """
-        trainer = cast("Trainer | None", getattr(module, "_trainer", None))
         check_copy(module, type(self).__name__)
+        trainer = trainer_of(module)
+        _check_hosts(None if trainer is None else trainer.strategy)
         self._attach(trainer, module)
         faults = Faults()
         device = describe(self._device)
@@ -201,25 +186,24 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         engine = for_strategy.engine_of(strategy)(
             self.policy,
             device=self._device,
-            ledger=self.ledger,
+            step_counter=self.step_counter,
             scaler=self.scaler,
             distributed=isinstance(strategy, ParallelStrategy) and strategy.world_size > 1,
             global_step=self._global_step,
         )
         engine.check(module, faults)
-        if strategy is not None:
-            for_strategy.check(strategy, engine, module, faults)
+        layout = None if strategy is None else for_strategy.check(strategy, engine, module, faults)
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
-        if trainer is not None and trainer.state.fn == lightning.TrainerFn.FITTING:
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
 
             warn_at_fit(module, self.policy)
         self._engine = engine
         engine.prepare(module)
         self._restore_tf32 = device_rules.switch_tf32(self.policy, device)
-        return module
+        return layout
 
     def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:
         self._release()
@@ -322,8 +306,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         engine = self._engine
         if engine is None:
             raise RuntimeError("MixedPrecisionPlan.optimizer_step() was called before the plan was attached to a model")
-        if not self._holding.active:
-            self._holding.hold(model.trainer, model, lambda: self._stepped and self.step_skipped)
+        if not self._hooks.active:
+            self._hooks.install(model.trainer, model, lambda: self._stepped and self.step_skipped)
         self._stepped = False
         replay = partial(self._replay, optimizer, model, closure) if model.automatic_optimization else None
         if engine.steps_with_closure(optimizer):
@@ -365,11 +349,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     def state_dict(self) -> dict[str, Any]:
         """The policy, the counts, and the loss scale; plain values only."""
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
-        return {"policy": self._declared.to_dict(), "steps": self.ledger.state_dict(), **scaler}
+        return {"policy": self._declared.to_dict(), "steps": self.step_counter.state_dict(), **scaler}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up counts and loss scale; the policy stays the one declared now."""
-        self.ledger.load_state_dict(state_dict["steps"])
+        """Resume from counts and loss scale; the policy stays the one declared now."""
+        self.step_counter.load_state_dict(state_dict["steps"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict.get("scaler", {}))
 
@@ -386,10 +370,16 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         self._release()
 
     def _release(self) -> None:
-        self._holding.release()
+        self._hooks.remove()
         if self._engine is not None:
             self._engine.release()
             self._engine = None
         if self._restore_tf32 is not None:
             self._restore_tf32()
             self._restore_tf32 = None
+
+
+def _check_hosts(strategy: Strategy | None) -> None:
+    with Faults() as faults:
+        for names in (compat.STEP, PLAN, *getattr(strategy, "private_names", ())):
+            names.check(faults)

@@ -13,7 +13,7 @@ from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
 from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.engines import optimizer_facts
-from lightning_mp.engines.skip_aware import Holding
+from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.actions import withhold
@@ -64,7 +64,7 @@ class HealthRun:
         self._count = None if counted is None else SkipCount(counted)
         self._automatic = module.automatic_optimization
         self._early = bool(skips) or (self._automatic and not _keeps_bad_steps_back(trainer, self._source, guards))
-        self._steps, self._replayer, self._holding = Steps(), Replayer(), Holding()
+        self._steps, self._replayer, self._hooks = Steps(), Replayer(), SkipAwareHooks()
         self._nonfinite = NonFiniteWatch()
         self._until_reading = self._batch_idx = self._steps_done = 0
         self._reading = self._in_window = False
@@ -120,8 +120,8 @@ class HealthRun:
             kept_back = partial(replace, severity="warning")  # what is not applied has done no harm
             self._early_events = [kept_back(event) if event.is_alert else event for event in self._early_events]
             withhold(optimizer, scaled=unscales_in_step(optimizer, self._source))
-            if not self._holding.active:
-                self._holding.hold(trainer, self._module, lambda: self.withheld)
+            if not self._hooks.active:
+                self._hooks.install(trainer, self._module, lambda: self.withheld)
         self._early_events += found
 
     def batch_ends(self, trainer: Trainer, every_n_steps: int) -> tuple[Values, Reading, list[Event]] | None:
@@ -229,7 +229,7 @@ class HealthRun:
     def give_back(self) -> None:
         """Let schedulers and weight averages move again."""
         self.work.stop_counting()
-        self._holding.release()
+        self._hooks.remove()
         self._replayer.forget()
 
 

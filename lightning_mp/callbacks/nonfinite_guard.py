@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks.acting import ActingCallback
 from lightning_mp.compat.lightning import LightningModule, Trainer, TrainerFn, rank_zero_info
-from lightning_mp.engines.skip_aware import Holding
+from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import nonfinite_messages as words
 from lightning_mp.monitor import rewind
@@ -111,7 +111,7 @@ class NonFiniteGuard(ActingCallback):
         run = self._run
         assert run is not None, "setup() comes first"
         run.guard = guarded_step(trainer, Faults(_NAME))
-        run.holding.hold(trainer, pl_module, run.is_skipped)
+        run.hooks.install(trainer, pl_module, run.is_skipped)
 
     # ------------------------------------------------------------------ the step
 
@@ -236,7 +236,7 @@ class _Run:
     def __init__(self, trainer: Trainer, run_dir: RunDir, on_step: Callable[[bool], None]) -> None:
         self.folder: RunFolder | None = open_folder(trainer, run_dir, _NAME)
         self.saved = SavedBatches(trainer, None if self.folder is None else self.folder.path, fresh=is_fresh(trainer))
-        self.replayer, self.holding, self.steps = Replayer(), Holding(), Steps()
+        self.replayer, self.hooks, self.steps = Replayer(), SkipAwareHooks(), Steps()
         self.checkpoints = rewind.Checkpoints()
         self.guard: GuardedStep | None = None
         self._on_step = on_step
@@ -288,7 +288,7 @@ class _Run:
 
     def end(self) -> None:
         """Give everything back."""
-        self.holding.release()
+        self.hooks.remove()
         self.replayer.forget()
         if self.guard is not None:
             self.guard.release()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks.health_run import HealthRun
 from lightning_mp.compat.both_copies import check_copy
+from lightning_mp.compat.deepspeed import is_partitioned
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.monitor import actions as acts
@@ -276,4 +277,4 @@ def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None
 
 def _is_split(parameter: object) -> bool:
     """Whether an earlier run left a part of it on this rank: one rank alone cannot look at it."""
-    return hasattr(parameter, "to_local") or hasattr(parameter, "ds_id")
+    return hasattr(parameter, "to_local") or is_partitioned(parameter)

@@ -17,7 +17,7 @@ from lightning_mp.checkpoints.files import STORAGE
 from lightning_mp.checkpoints.formats import CheckpointFormatError
 from lightning_mp.checkpoints.load import read_weights
 from lightning_mp.errors import Fault, MissingExtraError, PlanError, nearest
-from lightning_mp.policy import STORAGE_DTYPES, dtype_name
+from lightning_mp.policy import STORAGE_DTYPES, parse_dtype
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _SHORT = {dtype: name for name, dtype in STORAGE.items()}
@@ -98,7 +98,7 @@ def write_consolidated(
 
 def _storage_name(dtype: object) -> str:
     try:
-        name = dtype_name(dtype)
+        name = parse_dtype(dtype)
     except PlanError:
         name = ""
     if name not in STORAGE_DTYPES:

@@ -6,9 +6,14 @@ package uses of Lightning is therefore imported from here, from the copy that th
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from lightning_mp.compat.checks import PrivateNames
 from lightning_mp.compat.host import COPIES, host
 
 if TYPE_CHECKING:
@@ -69,6 +74,8 @@ _PLACES = {
     "SaveConfigCallback": "cli",
     "LightningOptimizer": "core.optimizer",
     "DummyLogger": "loggers.logger",
+    "FitLoop": "loops",
+    "TrainingEpochLoop": "loops",
     "DataLoaderIterDataFetcher": "loops.fetchers",
     "Precision": "plugins",
     "LightningEnvironment": "plugins.environments",
@@ -88,6 +95,8 @@ _PLACES = {
     "remove_module_hooks": "strategies.deepspeed",
     "SubprocessScriptLauncher": "strategies.launchers",
     "ForwardRedirection": "strategies.strategy",
+    "AcceleratorConnector": "trainer.connectors.accelerator_connector",
+    "CheckpointConnector": "trainer.connectors.checkpoint_connector",
     "TrainerFn": "trainer.states",
     "rank_zero_info": "utilities",
     "rank_zero_only": "utilities",
@@ -110,9 +119,13 @@ _FABRIC_PLACES = {
 #: names that are private there
 _PRIVATE = frozenset(
     {
+        "AcceleratorConnector",
+        "CheckpointConnector",
         "DataLoaderIterDataFetcher",
+        "FitLoop",
         "ForwardRedirection",
         "SubprocessScriptLauncher",
+        "TrainingEpochLoop",
         "move_torchmetrics_to_device",
         "optimizers_to_device",
     }
@@ -130,3 +143,158 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES and name not in _FABRIC_PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return of_copy(host(), name)
+
+
+# ------------------------------------------------------------------ private names
+# What a class of this package overrides, or calls on itself, stands here too: the host may rename either.
+
+
+class _Names(PrivateNames):
+    """Private names of the copy of Lightning that this process uses, by the classes that this module hands out."""
+
+    def _owner(self, place: str) -> Any:
+        try:
+            return getattr(sys.modules[__name__], place)
+        except (AttributeError, ImportError):
+            return None
+
+
+PLAN = _Names(
+    "lightning",
+    {
+        "DDPStrategy()": ("_ddp_comm_hook", "_ddp_comm_wrapper"),
+        "FSDPPrecision()": ("_desired_input_dtype",),
+        "LightningModule()": ("_compiler_ctx", "_trainer"),
+        "ModelParallelStrategy()": ("_device_mesh",),
+        "Precision": ("_after_closure", "_wrap_closure"),
+    },
+)
+MONITORS = _Names(
+    "lightning",
+    {
+        "CheckpointConnector()": ("_ckpt_path",),
+        "FitLoop": ("_should_accumulate",),
+        "FitLoop()": ("_data_fetcher",),
+        "ModelCheckpoint()": ("_last_checkpoint_saved",),
+        "Trainer()": ("_checkpoint_connector",),
+        "TrainingEpochLoop": ("_build_kwargs",),
+        "TrainingEpochLoop()": ("_batches_that_stepped",),
+    },
+)
+DDP = _Names(
+    "lightning",
+    {
+        "DDPStrategy": ("_configure_launcher", "_setup_model"),
+        "Trainer()": ("_accelerator_connector",),
+    },
+)
+FSDP1 = _Names(
+    "lightning",
+    {
+        "FSDPStrategy": ("_setup_model",),
+        "FSDPStrategy()": ("_layer_sync", "_state_dict_type"),
+    },
+)
+FSDP2 = _Names(
+    "lightning",
+    {
+        "LightningModule()": ("_device_mesh",),
+        "ModelParallelStrategy": ("_setup_distributed",),
+        "ModelParallelStrategy()": ("_device_mesh", "_forward_redirection", "_save_distributed_checkpoint"),
+    },
+)
+DEEPSPEED = _Names(
+    "lightning",
+    {
+        "DeepSpeedStrategy": (
+            "_init_deepspeed_distributed",
+            "_initialize_deepspeed_inference",
+            "_initialize_deepspeed_train",
+            "_load_config",
+            "_setup_model_and_optimizer",
+        ),
+        "DeepSpeedStrategy()": ("_config_initialized", "_forward_redirection"),
+        "FitLoop": ("_should_accumulate",),
+    },
+)
+CLI = _Names(
+    "lightning",
+    {
+        "LightningCLI": (
+            "_add_configure_optimizers_method_to_model",
+            "_add_instantiators",
+            "_get",
+            "_parse_ckpt_path",
+            "_parser",
+            "_run_subcommand",
+        ),
+        "LightningCLI()": ("_subcommand_parsers",),
+    },
+)
+
+
+def trainer_of(module: Any) -> Trainer | None:
+    """The Trainer that the module is attached to, if any; ``module`` may be any ``nn.Module``."""
+    return getattr(module, "_trainer", None)
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether Lightning was given ``torch.compile(module)``, which it takes apart again."""
+    return vars(module).get("_compiler_ctx") is not None
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Whether the batch at hand is not the last one before an optimizer step."""
+    return cast("Any", trainer.fit_loop)._should_accumulate()
+
+
+def step_inputs(trainer: Trainer, batch: Any, batch_idx: int) -> list[Any]:
+    """The arguments that ``training_step`` takes for a batch."""
+    return list(cast("Any", trainer.fit_loop.epoch_loop)._build_kwargs(OrderedDict(), batch, batch_idx).values())
+
+
+def draws_batches_itself(trainer: Trainer) -> bool:
+    """Whether ``training_step`` takes the data loader's iterator."""
+    fetcher_class: Any = __getattr__("DataLoaderIterDataFetcher")
+    return isinstance(cast("Any", trainer.fit_loop)._data_fetcher, fetcher_class)
+
+
+def logged_step(trainer: Trainer) -> int:
+    """The step at which Lightning logs the batch at hand."""
+    return cast("Any", trainer.fit_loop.epoch_loop)._batches_that_stepped
+
+
+def last_saved(callback: ModelCheckpoint) -> str:
+    """The path of the checkpoint that the callback saved last; empty before the first."""
+    return cast("Any", callback)._last_checkpoint_saved
+
+
+@contextmanager
+def checkpoint_connector(trainer: Trainer) -> Generator[Any, None, None]:
+    """What restores a run from a checkpoint; afterwards the Trainer's own ``ckpt_path`` is as before."""
+    connector: Any = cast("Any", trainer)._checkpoint_connector
+    before = connector._ckpt_path
+    try:
+        yield connector
+    finally:
+        connector._ckpt_path = before
+
+
+def keep_sampler(trainer: Trainer) -> None:
+    """Have the Trainer leave the user's own sampler in place of a ``DistributedSampler``."""
+    cast("Any", trainer)._accelerator_connector.use_distributed_sampler = False
+
+
+def ddp_hooks(strategy: Any) -> tuple[Any, Any]:
+    """The communication hook that ``DDPStrategy`` was given, and the wrapper around it; ``None`` for each not given."""
+    return getattr(strategy, "_ddp_comm_hook", None), getattr(strategy, "_ddp_comm_wrapper", None)
+
+
+def mesh_of(strategy: ModelParallelStrategy) -> Any:
+    """The device mesh of the strategy; ``None`` before it has laid one."""
+    return cast("Any", strategy)._device_mesh
+
+
+def set_mesh(module: LightningModule, mesh: Any) -> None:
+    """Make ``mesh`` the module's ``device_mesh``."""
+    cast("Any", module)._device_mesh = mesh

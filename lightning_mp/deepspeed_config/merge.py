@@ -6,21 +6,17 @@ precision engines (``bf16``, ``torch_autocast``) stay off, and ``fp16`` states t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from lightning_mp.deepspeed_config.schema import REFUSED, dtype_of, known, written
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.deepspeed_config.read import load_json
+from lightning_mp.deepspeed_config.schema import REFUSED, RULE, SUBJECT, check, dtype_of, is_off, without_unset
+from lightning_mp.errors import Faults
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.policy.load import plain_mapping
 from lightning_mp.policy.loss_scaling import LossScaling
 
-SUBJECT = "DeepSpeed config"
 _CLIP, _STEPS = "gradient_clipping", "gradient_accumulation_steps"
 _BATCH, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 _FLAGS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
@@ -32,53 +28,6 @@ class Composed:
 
     config: dict[str, Any]
     notes: tuple[str, ...]
-
-
-def read(source: Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]:
-    """A DeepSpeed config as a plain dict, from a mapping, an OmegaConf ``DictConfig`` or the path of a JSON file.
-
-    Raises:
-        PlanError: no such file, broken JSON (with its line and column), a key written twice, no object.
-    """
-    loaded: Any = _parsed(Path(source)) if isinstance(source, (str, PathLike)) else source
-    if not isinstance(loaded, Mapping):
-        name = f"{str(source)!r} holding a {type(loaded).__name__}" if loaded is not source else repr(loaded)
-        raise _refused(name, "an object, {...}, or the path of a JSON file that holds one", "write {'fp16': {...}}")
-    if loaded is not source:
-        return cast("dict[str, Any]", loaded)
-    try:
-        return plain_mapping(cast("Mapping[str, Any]", loaded))
-    except PlanError as error:
-        raise PlanError(error.faults, SUBJECT) from error
-
-
-def _refused(given: str, allowed: str, fix: str) -> PlanError:
-    return PlanError([Fault(given, allowed, fix)], SUBJECT)
-
-
-def _parsed(path: Path) -> Any:
-    if not path.is_file():
-        raise _refused(f"{str(path)!r}, which is no file", "the path of a JSON file", "check the path")
-    twice: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice.extend(dict.fromkeys(key for key in keys if keys.count(key) > 1))
-        return dict(pairs)
-
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        comment = error.doc.startswith(("//", "/*", "#"), error.pos)
-        fix = "remove the comment there: JSON has none" if comment else "mend it there (no comments, no last comma)"
-        raise _refused(f"{str(path)!r}: {error.msg} at {place}", "JSON", fix) from error
-    except (OSError, ValueError) as error:
-        raise _refused(f"{str(path)!r}: {error}", "JSON in UTF-8", "mend the file") from error
-    if twice:
-        faults = [Fault(f"{key!r} twice in {str(path)!r}", "each key once in its object", "keep one") for key in twice]
-        raise PlanError(faults, SUBJECT)
-    return loaded
 
 
 def compose(
@@ -101,7 +50,7 @@ def compose(
     """
     if policy.precision == "auto":
         raise ValueError("a DeepSpeed config needs a resolved precision, not 'auto'")
-    merge = _Merge(policy, written(read(user)) if user is not None else {})
+    merge = _Merge(policy, without_unset(load_json(user)) if user is not None else {})
     merge.engines()
     merge.fp16(fp16_supported)
     merge.dtypes()
@@ -117,61 +66,53 @@ class _Merge:
         self.policy = policy
         self.faults = Faults(SUBJECT)
         self.notes: list[str] = []
-        self.config = known("", self._without_refused(user), self.faults)
+        self.config, wrong = check("", self._without_refused(user))
+        self.faults.extend(wrong.values())
+        for path, reason in _REFUSED_ENTRIES.items():
+            where, key = path.split(".")
+            value = self.config.get(where, {}).pop(key, False)
+            if value is not False:
+                self.faults.add(f"{path}={value!r}", f"{where} without it: {reason}", f"remove {path}")
         self.config.setdefault("zero_allow_untested_optimizer", True)  # the step is the plan's, whatever the optimizer
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # offloading must not swap the user's optimizer
 
     def _without_refused(self, user: dict[str, Any]) -> dict[str, Any]:
         for key in [key for key in user if key in REFUSED]:
             value = user.pop(key)
-            if value and not (isinstance(value, Mapping) and cast("Any", value).get("enabled") is False):
-                self.faults.add(f"{key}={value!r}", f"no {key}: {REFUSED[key]}", f"remove {key} from the JSON")
-            else:
+            if is_off(value):
                 self.notes.append(f"{key}={value!r}: taken out, it is off")
+            else:
+                self.faults.add(f"{key}={value!r}", f"no {key}: {REFUSED[key]}", f"remove {key} from the JSON")
         return user
 
     def contradiction(self, said: str, planned: str, fix: str) -> None:
         """Note that the JSON says one thing and the plan another."""
         self.faults.add(f"{said} in the JSON and {planned} in the plan", "the same in both", fix)
 
-    def block(self, name: str) -> dict[str, Any]:
-        """A top-level block's well-formed entries, taken out of the config."""
-        return known(name, self.config.pop(name, {}), self.faults)
-
     @property
     def _precision(self) -> str:
         return f"precision={self.policy.precision!r}"
-
-    def _refuse(self, where: str, block: dict[str, Any], reasons: Mapping[str, str]) -> None:
-        for key, reason in reasons.items():
-            value = block.pop(key, False)
-            if value is not False:
-                self.faults.add(f"{where}.{key}={value!r}", f"{where} without it: {reason}", f"remove {where}.{key}")
 
     # --- who computes in half precision ---------------------------------------------------------------------------
 
     def engines(self) -> None:
         """``bf16`` and ``torch_autocast``: off, since the plan does both; what the user wrote must agree with it."""
         for name in ("bf16", "bfloat16"):
-            self._bf16(name, self.block(name))
-        self._autocast(self.block("torch_autocast"))
+            self._bf16(name, self.config.pop(name, {}))
+        self._autocast(self.config.pop("torch_autocast", {}))
         self.config["bf16"] = {"enabled": False}
         self.config["torch_autocast"] = {"enabled": False}
 
     def _bf16(self, name: str, block: dict[str, Any]) -> None:
-        masters = "the plan's precision says what is stored: fp32 under 'bf16-mixed', bf16 under 'bf16-true'"
-        self._refuse(name, block, dict.fromkeys(("bf16_master_weights_and_grads", "bf16_optimizer_states"), masters))
         enabled = block.pop("enabled", False)
         if enabled and not self.policy.precision.startswith("bf16"):
             fix = f"set {name}.enabled to false, or precision to 'bf16-mixed'"
             self.contradiction(f"{name}.enabled=True", self._precision, fix)
         elif enabled:
-            self.notes.append(f"{name}.enabled=True: taken out, the plan's {self._precision} computes in bf16 itself")
+            self._taken_out(name, {"enabled": True}, f"the plan's {self._precision} computes in bf16 itself")
         self._taken_out(name, block, "the bf16 engine is off")
 
     def _autocast(self, block: dict[str, Any]) -> None:
-        reason = "the plan enters PyTorch's own autocast; pins={pattern: dtype} chooses the format of a module"
-        self._refuse("torch_autocast", block, {"lower_precision_safe_modules": reason})
         enabled, dtype = block.pop("enabled", False), block.pop("dtype", None)
         said = f"torch_autocast.enabled={enabled} with dtype={dtype!r}"
         if enabled and not (self.policy.mixed and dtype_of(dtype) == self.policy.compute_dtype):
@@ -189,9 +130,7 @@ class _Merge:
 
     def fp16(self, supported: bool) -> None:
         """The whole ``fp16`` block as the plan says it; what the user wrote must agree with it."""
-        block = self.block("fp16")
-        masters = "the plan's precision says what is stored: fp32 under '16-mixed', fp16 under '16-true'"
-        self._refuse("fp16", block, {"fp16_master_weights_and_grads": masters})
+        block = self.config.pop("fp16", {})
         rule, enabled = self.policy.loss_scaling, block.pop("enabled", None)
         half = self.policy.compute_dtype == "fp16"
         if enabled is not None and enabled != half:
@@ -220,7 +159,7 @@ class _Merge:
         if not rule.dynamic:
             self._taken_out("fp16", block, "the plan's loss scale is static and DeepSpeed reads none of them")
             return
-        for key, field in _RULE_KEYS.items():
+        for key, (field, _) in RULE.items():
             if key in block and block[key] != _json_value(key, getattr(rule, field)):
                 said, value = _user_value(key, block[key])
                 fix = f"remove fp16.{key} from the JSON, or set LossScaling({field}={value})"
@@ -228,21 +167,21 @@ class _Merge:
 
     def _scaling_block(self, rule: LossScaling) -> dict[str, Any]:
         block: dict[str, Any] = {"loss_scale": 0 if rule.dynamic else rule.init_scale}
-        for key, field in _RULE_KEYS.items():
+        for key, (field, _) in RULE.items():
             value = _json_value(key, getattr(rule, field))
             if _fits(key, value, rule.dynamic):
                 block[key] = int(value) if key == "min_loss_scale" else value
             else:
                 needs = "a power of 2 >= 1" if key == "initial_scale_power" else "a whole number >= 1"
-                own = f"the plan's loss_scaling.{field}={getattr(rule, field)!r} is none and holds all the same"
+                own = f"the plan's loss_scaling.{field}={getattr(rule, field)!r} is none, and applies all the same"
                 self.notes.append(f"fp16.{key}: left out, DeepSpeed takes {needs}; {own}")
-        unsaid = [
+        without_key = [
             f"{field}={getattr(rule, field)!r}"
-            for field, value in _UNSPOKEN.items()
+            for field, value in _NO_KEY.items()
             if rule.dynamic and getattr(rule, field) != value
         ]
-        if unsaid:
-            said = ", ".join(unsaid)
+        if without_key:
+            said = ", ".join(without_key)
             self.notes.append(f"loss_scaling: DeepSpeed's JSON has no key for {said}; the plan's rule carries them out")
         return block
 
@@ -256,31 +195,26 @@ class _Merge:
             fix = "remove communication_data_type from the JSON, or set the plan's reduce_dtype"
             self.contradiction(f"communication_data_type={sent!r}", f"reduce_dtype={reduce!r}", fix)
         self.config["communication_data_type"] = reduce
-        types = self.block("data_types")
-        summed = types.get("grad_accum_dtype", "fp32")
-        if dtype_of(summed) != "fp32":
-            fix = "remove data_types.grad_accum_dtype from the JSON"
-            self.contradiction(f"data_types.grad_accum_dtype={summed!r}", "gradients accumulated in 'fp32'", fix)
-        stored = self.policy.storage_dtype
-        self._stored(types, "param_dtype", stored, f"{self._precision}, stored as {stored!r},")
-        buffers = self.policy.buffer_dtype
-        self._stored(types, "buffer_dtype", buffers, f"buffer_dtype={buffers!r}")
+        types = self.config.pop("data_types", {})
+        stored, buffers = self.policy.storage_dtype, self.policy.buffer_dtype
+        planned: dict[str, tuple[str | None, str]] = {
+            "grad_accum_dtype": ("fp32", "gradients accumulated in 'fp32'"),
+            "param_dtype": (stored, f"{self._precision}, stored as {stored!r},"),
+            "buffer_dtype": (buffers, f"buffer_dtype={buffers!r}"),
+        }
+        for key in [key for key in planned if key in types]:
+            # Taken out even where it agrees: the engine would cast, pins included, or refuse what is not its own mode.
+            dtype, (wanted, words) = types.pop(key), planned[key]
+            if dtype_of(dtype) != wanted:
+                fix = f"remove data_types.{key} from the JSON, or change the plan"
+                self.contradiction(f"data_types.{key}={dtype!r}", words, fix)
+            elif key != "grad_accum_dtype":
+                self._taken_out("data_types", {key: dtype}, "the plan stores in it itself")
         self.config["data_types"] = {**types, "grad_accum_dtype": "fp32"}
-
-    def _stored(self, types: dict[str, Any], key: str, planned: str | None, said: str) -> None:
-        # Taken out even where it agrees: the engine would cast, pins included, or refuse what is not its own mode.
-        dtype = types.pop(key, None)
-        if dtype is None:
-            return
-        if dtype_of(dtype) != planned:
-            fix = f"remove data_types.{key} from the JSON, or change the plan"
-            self.contradiction(f"data_types.{key}={dtype!r}", said, fix)
-        else:
-            self.notes.append(f"data_types.{key}={dtype!r}: taken out, the plan stores in it itself")
 
     def zero(self, stage: int, offload: Mapping[str, bool]) -> None:
         """``zero_optimization``: the strategy's stage and offloading, with the user's other keys."""
-        zero = self.block("zero_optimization")
+        zero = self.config.pop("zero_optimization", {})
         if stage not in (1, 2, 3):
             self.faults.add(f"stage={stage!r}", "1, 2, 3", "choose 'ddp' for training without shards")
         if "stage" in zero and zero["stage"] != stage:
@@ -303,7 +237,7 @@ class _Merge:
 
     def _offload(self, zero: dict[str, Any], name: str, wanted: bool, stage: int) -> None:
         where, given = f"zero_optimization.{name}", name in zero
-        block = known(where, zero.pop(name, {}), self.faults)
+        block: dict[str, Any] = zero.pop(name, {})
         if wanted and block.get("device") == "none":
             self._against_strategy(f"{where}.device='none'", f"{_FLAGS[name]}=True")
         if wanted:
@@ -315,16 +249,18 @@ class _Merge:
             self.faults.add(f"{given_as} with stage={stage}", "offloaded parameters at stage 3", "choose stage 3")
 
 
-#: keys of the fp16 block, and the fields of LossScaling that say the same
-_RULE_KEYS: Mapping[str, str] = {
-    "initial_scale_power": "init_scale",
-    "loss_scale_window": "growth_interval",
-    "hysteresis": "hysteresis",
-    "consecutive_hysteresis": "consecutive_hysteresis",
-    "min_loss_scale": "min_scale",
+_MASTERS = "the plan's precision says what is stored: fp32 under the '-mixed' modes, the half format under '-true'"
+#: entries that would choose formats instead of the plan
+_REFUSED_ENTRIES: Mapping[str, str] = {
+    "fp16.fp16_master_weights_and_grads": _MASTERS,
+    **{f"{name}.bf16_master_weights_and_grads": _MASTERS for name in ("bf16", "bfloat16")},
+    **{f"{name}.bf16_optimizer_states": _MASTERS for name in ("bf16", "bfloat16")},
+    "torch_autocast.lower_precision_safe_modules": (
+        "the plan enters PyTorch's own autocast; pins={pattern: dtype} chooses the format of a module"
+    ),
 }
 #: fields no key says, and what DeepSpeed does (deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler)
-_UNSPOKEN: Mapping[str, Any] = {
+_NO_KEY: Mapping[str, Any] = {
     "growth_factor": 2.0,
     "backoff_factor": 0.5,
     "growth_delay": 1,
@@ -369,9 +305,10 @@ def add_trainer(
     Raises:
         PlanError: every value that JSON and Trainer give differently, with both.
     """
+    merged = without_unset(config)
+    own, wrong = check("", {key: merged[key] for key in (_CLIP, _STEPS, _BATCH, _MICRO) if key in merged})
     faults = Faults(SUBJECT)
-    merged = written(config)
-    own = known("", {key: merged[key] for key in (_CLIP, _STEPS, _BATCH, _MICRO) if key in merged}, faults)
+    faults.extend(wrong.values())
     trainer = (
         (_CLIP, clip_norm, "Trainer(gradient_clip_val={})"),
         (_STEPS, accumulate, "Trainer(accumulate_grad_batches={})"),

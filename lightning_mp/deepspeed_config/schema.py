@@ -1,18 +1,25 @@
-"""The keys of a DeepSpeed JSON that DeepSpeed 0.19.8 reads, what each may hold, and how a wrong one is reported.
+"""The keys of a DeepSpeed JSON: what each may hold, and how a wrong one is reported.
 
-Sources: ``deepspeed/runtime/{config,constants,precision_config}.py``, ``deepspeed/runtime/zero/{config,
-offload_config}.py``, ``deepspeed/compile/config.py``; tests compare these tables with the installed ones.
+The keys of the file, and of the blocks that decide formats and the loss scale, are listed here; below
+``zero_optimization`` and ``compile`` DeepSpeed's own models are asked where it is installed. The lists are those of
+DeepSpeed 0.19.8, ``deepspeed/runtime/{config,constants,precision_config}.py``; tests compare them with the installed.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from typing import Any, cast
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any, cast, get_args
 
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.errors import Fault, is_number, nearest
 from lightning_mp.policy import DTYPES, STORAGE_DTYPES
+
+SUBJECT = "DeepSpeed config"
 
 
 def dtype_of(value: object) -> str | None:
@@ -21,33 +28,37 @@ def dtype_of(value: object) -> str | None:
     return name if name in STORAGE_DTYPES else None
 
 
-def _number(value: Any) -> bool:
-    # math.isfinite raises for an integer beyond the range of a float.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
+def is_unset(value: object) -> bool:
+    """Whether a value counts as not given: ``null``, or Hugging Face's ``"auto"``."""
+    return value is None or (isinstance(value, str) and value == "auto")
 
 
-def _whole(value: Any, least: float = -math.inf) -> bool:
-    return _number(value) and value == int(value) and value >= least
+def is_off(value: Any) -> bool:
+    """Whether a block or a flag switches nothing on."""
+    return not value or (isinstance(value, Mapping) and cast("Any", value).get("enabled") is False)
 
 
-#: what may stand in a key: how a message says it, and the test of it
+def _is_integer(value: Any, least: float = -math.inf) -> bool:
+    return is_number(value) and value == int(value) and value >= least  # 5e8 is one, as in DeepSpeed
+
+
+#: what a key may hold: how a message says it, and the test of it
 _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "any": ("any value", lambda _: True),
     "bool": ("true, false", lambda value: isinstance(value, bool)),
-    "whole": ("a whole number", _whole),
-    "count": ("a whole number >= 0", lambda value: _whole(value, 0)),
-    "positive": ("a whole number >= 1", lambda value: _whole(value, 1)),
-    "number": ("a finite number >= 0", lambda value: _number(value) and value >= 0),
-    "share": ("a number from 0 to 1", lambda value: _number(value) and 0 <= value <= 1),
+    "integer": ("a whole number", _is_integer),
+    "count": ("a whole number >= 0", lambda value: _is_integer(value, 0)),
+    "positive": ("a whole number >= 1", lambda value: _is_integer(value, 1)),
+    "number": ("a finite number >= 0", lambda value: is_number(value) and value >= 0),
     "text": ("a string", lambda value: isinstance(value, str)),
     "list": ("a list", lambda value: isinstance(value, (list, tuple))),
     "object": ("an object, {...}", lambda value: isinstance(value, Mapping)),
-    "stage": ("0, 1, 2, 3", lambda value: _whole(value, 0) and value <= 3),
-    "device": ("'none', 'cpu', 'nvme'", lambda value: value in ("none", "cpu", "nvme")),
+    "stage": ("0, 1, 2, 3", lambda value: _is_integer(value, 0) and value <= 3),
     "dtype": ("fp32, bf16, fp16", lambda value: dtype_of(value) is not None),
     # get_communication_data_type knows the short names only.
     "sent dtype": ("fp32, bf16, fp16", lambda value: isinstance(value, str) and value.lower() in STORAGE_DTYPES),
 }
+_NEVER_QUOTED = ("bool", "integer", "count", "positive", "number", "stage")
 
 
 def _keys(**names: str) -> dict[str, str]:
@@ -76,7 +87,7 @@ TOP = _keys(
 FP16 = _keys(
     bool="enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads",
     number="loss_scale min_loss_scale",
-    whole="initial_scale_power",
+    integer="initial_scale_power",
     positive="loss_scale_window hysteresis",
 )
 
@@ -88,59 +99,70 @@ TORCH_AUTOCAST = _keys(bool="enabled", dtype="dtype", list="lower_precision_safe
 
 DATA_TYPES = _keys(dtype="grad_accum_dtype param_dtype buffer_dtype", list="keep_in_fp32_modules")
 
-ZERO = _keys(
-    stage="stage",
-    object="offload_param offload_optimizer zenflow leaf_module",
-    bool="""
-        contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm
-        compute_grad_norm load_from_fp32_weights elastic_checkpoint cpu_offload cpu_offload_param
-        cpu_offload_use_pin_memory gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save
-        stage3_gather_fp16_weights_on_model_save use_all_reduce_for_fetch_params
-        stage3_use_all_reduce_for_fetch_params allgather_sequential stage3_allgather_sequential
-        ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment zero_quantized_weights
-        zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear
-        pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks
-        save_muon_momentum_buffer_in_memory""",
-    positive="reduce_bucket_size",
-    count="""
-        allgather_bucket_size sub_group_size prefetch_bucket_size stage3_prefetch_bucket_size
-        param_persistence_threshold stage3_param_persistence_threshold model_persistence_threshold
-        stage3_model_persistence_threshold max_live_parameters stage3_max_live_parameters max_reuse_distance
-        stage3_max_reuse_distance zero_hpz_partition_size""",
-    whole="module_granularity_threshold stage3_module_granularity_threshold",
-)
+#: keys of the fp16 block, the field of LossScaling that each says, and DeepSpeed's default
+RULE: Mapping[str, tuple[str, Any]] = {
+    "initial_scale_power": ("init_scale", 16),
+    "loss_scale_window": ("growth_interval", 1000),
+    "hysteresis": ("hysteresis", 2),
+    "consecutive_hysteresis": ("consecutive_hysteresis", False),
+    "min_loss_scale": ("min_scale", 1),
+}
 
-OFFLOAD_OPTIMIZER = _keys(
-    device="device",
-    text="nvme_path",
-    count="buffer_count",
-    bool="pin_memory pipeline_read pipeline_write fast_init super_offload",
-    share="ratio cpuadam_cores_perc",
-)
+#: the keys of ZeRO's block that a strategy decides; the others are DeepSpeed's
+_ZERO = _keys(stage="stage", bool="cpu_offload cpu_offload_param", object="offload_optimizer offload_param")
+_MODELS = {
+    "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
+    "compile": ("deepspeed.compile.config", "CompileConfig"),
+}
 
-OFFLOAD_PARAM = _keys(device="device", text="nvme_path", count="buffer_count buffer_size max_in_cpu", bool="pin_memory")
 
-COMPILE = _keys(
-    bool="""
-        deepcompile autoep_non_moe free_activation offload_activation offload_activation_pin_memory offload_opt_states
-        double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce
-        sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors""",
-    whole="free_activation_threshold",
-    list="passes",
-)
-
-#: the blocks that are looked into, by where they stand
-BLOCKS: Mapping[str, Mapping[str, str]] = {
+#: the blocks whose keys are listed here, by where they stand (``""`` is the file)
+_LISTED: Mapping[str, Mapping[str, Any]] = {
+    "": TOP,
     "fp16": FP16,
     "bf16": BF16,
     "bfloat16": BF16,
     "torch_autocast": TORCH_AUTOCAST,
     "data_types": DATA_TYPES,
-    "compile": COMPILE,
-    "zero_optimization": ZERO,
-    "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER,
-    "zero_optimization.offload_param": OFFLOAD_PARAM,
 }
+
+
+def blocks() -> dict[str, Mapping[str, Any]]:
+    """Every block whose keys are known, by where it stands; with what each key may hold."""
+    return {**_LISTED, **_engine_blocks()}
+
+
+def _keys_of(where: str) -> Mapping[str, Any] | None:
+    return (_engine_blocks() if where.partition(".")[0] in _MODELS else _LISTED).get(where)
+
+
+@cache
+def _engine_blocks() -> dict[str, Mapping[str, Any]]:
+    """The blocks that DeepSpeed's models know; none where it is not installed."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # on import DeepSpeed logs which device it found
+    try:
+        models = {name: getattr(import_module(module), model) for name, (module, model) in _MODELS.items()}
+    except Exception:  # not installed, or not importable, as without a CUDA toolkit
+        return {}
+    finally:
+        logging.disable(before)
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, model in models.items():
+        found |= _fields_of(name, model)
+    return found | {"zero_optimization": {**found["zero_optimization"], "stage": "stage"}}
+
+
+def _fields_of(where: str, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The keys of one of DeepSpeed's pydantic models, and those of the models below it."""
+    table: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        table |= {name: field, field.alias or name: field}
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if hasattr(kind, "model_fields"):
+                yield from _fields_of(f"{where}.{name}", kind)
+    yield where, table
+
 
 _GONE = "DeepSpeed 0.19 removed it and refuses the key"
 #: top-level keys that change numbers behind the plan or that DeepSpeed removed (``_REMOVED_TOP_LEVEL_CONFIG_KEYS``)
@@ -158,55 +180,92 @@ REFUSED: Mapping[str, str] = {
     "curriculum_learning": f"{_GONE}; data_efficiency.data_sampling.curriculum_learning took its place",
     "progressive_layer_drop": _GONE,
 }
+#: those of them that choose formats
+FORMATS = ("amp", "fp8", "quantize_training", "compression_training")
 #: ``_REMOVED_ZERO_CONFIG_KEYS``
 REMOVED_ZERO = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
 
 
-def known(where: str, given: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
-    """The entries of a block (``""``: of the whole file) that are known and well typed; the rest is faults."""
-    table = BLOCKS[where] if where else TOP
-    prefix = f"{where}." if where else ""
+def check(where: str, given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Fault]]:
+    """The well-formed entries of a block (``""``: of the file), and what is wrong with the others, by their path.
+
+    Comments (``_...``) are neither; an unset value is well formed.
+    """
+    known = _keys_of(where)
+    table = (_ZERO if where == "zero_optimization" else {}) if known is None else known
     good: dict[str, Any] = {}
+    wrong: dict[str, Fault] = {}
     for key, value in given.items():
-        if key not in table:
-            _unknown(prefix, str(key), table, faults)
+        path = f"{where}.{key}" if where else str(key)
+        if str(key).startswith("_"):
             continue
-        allowed, test = _KINDS[table[key]]
-        if test(value):
-            good[key] = known(key, value, faults) if key == "compile" else value
+        if known is not None and key not in known:
+            wrong[path] = _unknown(where, str(key), table)
+        elif is_unset(value):
+            good[key] = value
+        elif isinstance(value, Mapping) and (path in _MODELS or _keys_of(path) is not None):
+            good[key], below = check(path, cast("Mapping[Any, Any]", value))
+            wrong |= below
+        elif fault := _misfit(path, "object" if _keys_of(path) else table.get(key, "any"), value):
+            wrong[path] = fault
         else:
-            fix = "write it without quotes" if isinstance(value, str) and table[key] not in _WORDS else "correct it"
-            faults.add(f"{prefix}{key}={value!r}", allowed, fix)
-    return good
+            good[key] = value
+    return good, wrong
 
 
-_WORDS = ("text", "device", "dtype", "sent dtype", "object", "list")
+def _misfit(path: str, kind: Any, value: Any) -> Fault | None:
+    """What is wrong with a value, if anything; ``kind`` is one of ``_KINDS`` or a field of DeepSpeed's model."""
+    if isinstance(kind, str):
+        allowed, fits = _KINDS[kind]
+        quoted = kind in _NEVER_QUOTED
+        if fits(value):
+            return None
+    else:
+        from pydantic import TypeAdapter, ValidationError
+
+        expected: Any = kind.annotation
+        for constraint in kind.metadata:
+            expected = Annotated[expected, constraint]
+        adapter = TypeAdapter[Any](expected)
+        try:
+            if isinstance(value, (str, bool)):  # else pydantic would take "true" and "1" for true and 1
+                adapter.validate_json(json.dumps(value), strict=True)
+            else:
+                adapter.validate_python(value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            allowed, quoted = first["msg"].removeprefix("Input should be "), first["type"] != "enum"
+        else:
+            return None
+    return Fault(
+        f"{path}={value!r}", allowed, "write it without quotes" if quoted and isinstance(value, str) else "correct it"
+    )
 
 
-def _unknown(prefix: str, key: str, table: Mapping[str, str], faults: Faults) -> None:
+def _unknown(where: str, key: str, table: Mapping[str, Any]) -> Fault:
+    given = f"unknown key {where}.{key}" if where else f"unknown key {key}"
+    allowed = ", ".join(table) if where else "DeepSpeed's own, https://www.deepspeed.ai/docs/config-json/"
     if key in REMOVED_ZERO:
-        faults.add(f"unknown key {prefix}{key}", ", ".join(table), f"remove it: {_GONE}")
-        return
-    near = nearest(key, table, count=1 if prefix else 3)
-    homes = [name for name, block in BLOCKS.items() if key in block and f"{name}." != prefix and name != "bfloat16"]
+        return Fault(given, allowed, f"remove it: {_GONE}")
+    near = nearest(key, table, count=1 if where else 3)
+    homes = [name for name, block in blocks().items() if key in block and name not in ("", where, "bfloat16")]
     hints = [f"did you mean {near}?"] if near else []
     hints += [f"move it into {' or '.join(homes)}"] if homes and key != "enabled" else []
-    allowed = ", ".join(table) if prefix else "DeepSpeed's own, https://www.deepspeed.ai/docs/config-json/"
-    faults.add(f"unknown key {prefix}{key}", allowed, " or ".join(hints if prefix and hints else [*hints, "remove it"]))
+    return Fault(given, allowed, " or ".join(hints if where and hints else [*hints, "remove it"]))
 
 
-def written(value: Any, top: bool = True) -> Any:
-    """A deep copy without what counts as not given: ``"auto"`` (Hugging Face's word), ``null``, comments (``_…``).
+def without_unset(value: Any, top: bool = True) -> Any:
+    """A deep copy without comments (``_...``) and without what is unset.
 
     ``optimizer`` and ``scheduler`` are copied as they are.
     """
     if isinstance(value, (list, tuple)):
-        return [written(item, False) for item in cast("list[Any]", value)]
+        return [without_unset(item, False) for item in cast("list[Any]", value)]
     if not isinstance(value, Mapping):
         return value
     entries = cast("Mapping[Any, Any]", value).items()
     return {
-        key: deepcopy(item) if top and key in ("optimizer", "scheduler") else written(item, False)
+        key: deepcopy(item) if top and key in ("optimizer", "scheduler") else without_unset(item, False)
         for key, item in entries
-        if item is not None and not (isinstance(item, str) and item == "auto") and not str(key).startswith("_")
+        if not is_unset(item) and not str(key).startswith("_")
     }

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_mp.deepspeed_config import schema as keys
-from lightning_mp.deepspeed_config.merge import SUBJECT, add_trainer, compose
+from lightning_mp.deepspeed_config.merge import add_trainer, compose
 from lightning_mp.deepspeed_config.read import read_policy
+from lightning_mp.deepspeed_config.schema import SUBJECT, check
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.loss_scaling import LossScaling
@@ -47,7 +47,7 @@ def write_policy(
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": clip_norm,
     }
-    keys.known("", trainer, faults)
+    faults.extend(check("", trainer)[1].values())
     mode = policy if policy.precision != "auto" else replace(policy, precision="32-true", loss_scaling=None)
     try:
         composed = compose(

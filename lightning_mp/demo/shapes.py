@@ -107,4 +107,6 @@ def _half_is_slow() -> bool:
     """
     import torch
 
-    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    from lightning_mp.compat import torch as compat
+
+    return not compat.cpu_has(torch.float16)

@@ -1,11 +1,24 @@
-"""Closures handed to optimizers that may evaluate one of their own accord (SAM and its kind)."""
+"""Optimizers that evaluate a closure themselves: always (LBFGS), or of their own accord (SAM and its kind)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning_mp.errors import Fault, PlanError
+from torch.optim import Optimizer
+
+from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.policy import PrecisionPolicy
+
+
+def refuse_under_scaling(optimizers: Iterable[Optimizer], policy: PrecisionPolicy, faults: Faults) -> None:
+    """Note each of ``optimizers``, which evaluate the closure themselves, beside a loss scale."""
+    for optimizer in optimizers:
+        faults.add(
+            f"{type(optimizer).__name__} with precision={policy.precision!r}",
+            "an optimizer that does not evaluate the closure itself, since the loss scale may change in between",
+            "use AdamW or SGD, or a precision without loss scaling ('bf16-mixed', '32-true')",
+        )
 
 
 class Evaluated:
@@ -22,7 +35,7 @@ class Evaluated:
 
 
 def refuse() -> Any:
-    """What a second evaluation under loss scaling comes to.
+    """A second evaluation of the closure under loss scaling.
 
     Raises:
         PlanError: always.

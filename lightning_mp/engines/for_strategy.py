@@ -13,6 +13,8 @@ from lightning_mp.compat.lightning import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
+    ddp_hooks,
+    mesh_of,
 )
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.eager import EagerEngine
@@ -22,33 +24,37 @@ from lightning_mp.errors import Faults
 from lightning_mp.policy import PrecisionPolicy
 
 
-def engine_of(strategy: Strategy | None) -> type[EagerEngine]:
+def engine_of(strategy: Strategy | None) -> type[StepEngine]:
     """The engine for ``strategy``; this package's own strategies name theirs in ``plan_engine``."""
     own = getattr(strategy, "plan_engine", None)
     if own is not None:
-        return cast("type[EagerEngine]", own)
+        return cast("type[StepEngine]", own)
     return ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
 
 
-def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
-    """Note why the plan cannot run on ``strategy``, and which ``mp_*`` strategy can."""
+def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> Any:
+    """Note why the plan cannot run on ``strategy``, and which ``mp_*`` strategy can.
+
+    Returns what the strategy's own ``check_plan`` does; ``None`` where it has none.
+    """
     policy = engine.policy
     own = getattr(strategy, "check_plan", None)
     if own is not None:
-        own(engine, module, faults)
+        return own(engine, module, faults)
     # before DDP: DeepSpeedStrategy is a DDPStrategy by inheritance only
-    elif isinstance(strategy, DeepSpeedStrategy):
+    if isinstance(strategy, DeepSpeedStrategy):
         _refuse_stock(strategy, _zero_name(strategy), "its engine casts, scales and skips by rules of its own", faults)
     elif isinstance(strategy, FSDPStrategy):
         _refuse_stock(strategy, "mp_fsdp1", "it would put pinned and unpinned weights into one flat parameter", faults)
     elif isinstance(strategy, ModelParallelStrategy):
-        mesh = cast("Any", strategy)._device_mesh
+        mesh = mesh_of(strategy)
         replicas = 1 if mesh is None else mesh["data_parallel"].size()
         check_users_sharding(module, policy, engine.pin_map, faults, replicas=replicas)
     elif isinstance(strategy, DDPStrategy):
         _check_hook(strategy, policy, faults)
     elif not isinstance(strategy, SingleDeviceStrategy):
-        _refuse_stock(strategy, "mp_ddp", "nobody has tried what it makes of a plan", faults)
+        _refuse_stock(strategy, "mp_ddp", "what it makes of a plan is not tested", faults)
+    return None
 
 
 def _refuse_stock(strategy: Strategy, instead: str, why: str, faults: Faults) -> None:
@@ -68,11 +74,11 @@ def _zero_name(strategy: DeepSpeedStrategy) -> str:
 
 def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) -> None:
     """A communication hook of the user's own decides what is summed; so does ``reduce_dtype``."""
-    hook: Any = getattr(strategy, "_ddp_comm_hook", None)
+    hook, wrapper = ddp_hooks(strategy)
     if hook is None:
         return
     given = f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)})"
-    if _decides_dtype(hook, strategy):
+    if any("compress" in getattr(item, "__name__", "") for item in (hook, wrapper)):
         faults.add(
             f"{given} beside reduce_dtype={policy.reduce_dtype!r}",
             "one of the two to decide the dtype gradients are summed in",
@@ -84,8 +90,3 @@ def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) 
             "no communication hook where parameters or pins are not stored in reduce_dtype",
             "remove the hook",
         )
-
-
-def _decides_dtype(hook: Any, strategy: Any) -> bool:
-    names = {getattr(item, "__name__", "") for item in (hook, getattr(strategy, "_ddp_comm_wrapper", None))}
-    return any("compress" in name for name in names)

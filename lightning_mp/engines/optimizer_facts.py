@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch.optim import Optimizer
@@ -11,19 +12,20 @@ from torch.optim import Optimizer
 from lightning_mp.numerics.dtypes import HALF
 
 
-def _closure_parameter(optimizer: Optimizer) -> inspect.Parameter | None:
-    return inspect.signature(type(optimizer).step).parameters.get("closure")
+@cache
+def _closure_parameter(kind: type[Optimizer]) -> inspect.Parameter | None:
+    return inspect.signature(kind.step).parameters.get("closure")
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Whether the optimizer cannot step without a closure (LBFGS and its kind)."""
-    closure = _closure_parameter(optimizer)
+    closure = _closure_parameter(type(optimizer))
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer may evaluate a closure of its own accord (SAM and its kind); of torch's only LBFGS does."""
-    return not type(optimizer).__module__.startswith("torch.optim.") and _closure_parameter(optimizer) is not None
+    return not type(optimizer).__module__.startswith("torch.optim.") and _closure_parameter(type(optimizer)) is not None
 
 
 def warnings(optimizer: Optimizer) -> Iterator[str]:

@@ -1,52 +1,56 @@
-"""The step where each rank holds a part of every parameter: a DTensor (FSDP2, tensor parallel) or a flat view (FSDP1).
+"""The step where each rank holds a shard of every parameter: a DTensor (FSDP2, tensor parallel) or a flat view (FSDP1).
 
-Everything of the eager step holds on the local parts; what has to know about the others is the norm and who may step.
+A shard is unscaled, checked and stepped as a whole parameter is; the norm and the replay have to know of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
-from lightning_mp.engines.base import Replay
-from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.engines import closures
+from lightning_mp.engines.base import Replay, StepEngine
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.numerics import grad_norm, grads
+from lightning_mp.numerics.scaler import LossScaler
 
 #: what FSDP1's wrappers add to the names of modules
 _WRAPPER = "._fsdp_wrapped_module"
 
 
-class ShardedEngine(EagerEngine):
+class ShardedEngine(StepEngine):
     """Carries a policy out on sharded parameters."""
 
     #: the groups that plain gradients are split over
     _whole: grad_norm.Groups = ()
 
-    def prepare(self, module: nn.Module) -> None:
-        """Cast, pin and checkpoint, before the strategy shards: storage is of one dtype within a shard unit then."""
-        super().prepare(module)
-        self._before = []  # what is sharded since cannot be brought back, and would be kept whole by it
+    def may_be_reverted(self) -> bool:
+        """No: what is sharded by then cannot be brought back, and keeping the originals would keep it whole."""
+        return False
 
-    def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers, and find out how FSDP1 split its flat parameters."""
-        super().connect(model, optimizers)
-        faults = Faults()
-        for optimizer in filter(self.steps_with_closure, optimizers):
+    def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
+        """Refuse optimizers that evaluate the closure themselves: they update all parameters as one vector."""
+        refused = list(filter(self.steps_with_closure, optimizers))
+        if isinstance(self.scaler, LossScaler):
+            closures.refuse_under_scaling(refused, self.policy, faults)
+        for optimizer in refused:
             faults.add(
                 f"{type(optimizer).__name__} on sharded parameters",
                 "an optimizer that updates each parameter by itself",
                 "use AdamW or SGD, or strategy='mp_ddp'",
             )
-        faults.raise_if_any()
+
+    def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take the optimizers, and find out how FSDP1 split its flat parameters."""
+        super().connect(model, optimizers)
         self._whole = flat_groups(model)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """One pass over the local parts; the flag is reduced over every rank of every mesh dimension."""
+        """One pass over the local shards; the flag is reduced over every rank of every mesh dimension."""
         grad_norm.sum_partial_(grads.parameters_of(optimizer))
         super().unscale(optimizer)
 
@@ -58,7 +62,7 @@ class ShardedEngine(EagerEngine):
         super().after_backward(manual=manual)
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
-        """Clip by the norm over all parts, in fp32."""
+        """Clip by the norm over all shards, in fp32."""
         parameters = grads.parameters_of(optimizer)
         self.last_norm = grad_norm.global_norm(parameters, self.device, self._whole)
         grad_norm.clip_to_(parameters, max_norm, self.last_norm)

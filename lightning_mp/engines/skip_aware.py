@@ -1,4 +1,4 @@
-"""What must stand still on a skipped step although Lightning moves it: step-interval schedulers, weight averages."""
+"""What must not move on a skipped step although Lightning moves it: step-interval schedulers, weight averages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning_mp.compat.lightning import LightningModule, Trainer
 Skipped = Callable[[], bool]
 
 
-class _StandIn:
-    """Stands in for a method on one instance. Another may be put before it, and taken out in any order."""
+class _Override:
+    """Overrides a method on one instance. Overrides may be stacked, and removed in any order."""
 
     def __init__(self, owner: Any, name: str, skipped: Skipped) -> None:
         self.owner, self.name = owner, name
@@ -24,25 +24,25 @@ class _StandIn:
     def skipped(self) -> bool:
         return self._skipped is not None and self._skipped()
 
-    def shadowed(self, *args: Any, **kwargs: Any) -> Any:
+    def original(self, *args: Any, **kwargs: Any) -> Any:
         """What would run without it."""
         method = self.before or partial(getattr(type(self.owner), self.name), self.owner)
         return method(*args, **kwargs)
 
-    def release(self) -> None:
-        """Hold nothing any more, and give the name back unless another stands before this one."""
+    def remove(self) -> None:
+        """Skip nothing any more, and restore the attribute unless another override was put over this one."""
         self._skipped = None
-        standing = self.owner.__dict__.get(self.name)
-        while isinstance(standing, _StandIn) and standing._skipped is None:
-            standing = standing.before
-        if standing is None:
+        top = self.owner.__dict__.get(self.name)
+        while isinstance(top, _Override) and top._skipped is None:
+            top = top.before
+        if top is None:
             self.owner.__dict__.pop(self.name, None)
         else:
-            self.owner.__dict__[self.name] = standing
+            self.owner.__dict__[self.name] = top
 
 
-class _HeldSchedulerStep(_StandIn):
-    """Stands in for ``lr_scheduler_step`` on one LightningModule instance; copies of the module get the plain one."""
+class _SchedulerStep(_Override):
+    """``lr_scheduler_step`` of one LightningModule instance, left out on a skip; copies of the module get their own."""
 
     def __init__(self, module: LightningModule, skipped: Skipped) -> None:
         super().__init__(module, "lr_scheduler_step", skipped)
@@ -52,7 +52,7 @@ class _HeldSchedulerStep(_StandIn):
         interval = next((c.interval for c in configs if c.scheduler is scheduler), None)
         if interval == "step" and self.skipped():
             return
-        self.shadowed(scheduler, metric)
+        self.original(scheduler, metric)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self.owner))
@@ -62,42 +62,43 @@ class _HeldSchedulerStep(_StandIn):
         return getattr, (self.owner, "lr_scheduler_step")  # of the copy: by then it has its class's own
 
 
-class _HeldUpdate(_StandIn):
-    """Stands in for ``should_update`` of a callback that averages weights."""
+class _ShouldUpdate(_Override):
+    """``should_update`` of a callback that averages weights, false on a skipped step."""
 
     def __call__(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        wanted = self.shadowed(step_idx=step_idx, epoch_idx=epoch_idx)
+        wanted = self.original(step_idx=step_idx, epoch_idx=epoch_idx)
         return wanted and not (step_idx is not None and self.skipped())
 
 
-class Holding:
-    """Holds schedulers and weight averages for one run; ``release`` takes everything out again.
+class SkipAwareHooks:
+    """Keeps schedulers and weight averages from moving on skipped steps of one run.
 
-    Shadowing the LightningModule's hook, rather than the scheduler's ``step``, keeps schedulers saveable and lets
-    ``LearningRateMonitor`` see them as they are. Several may hold in one run, and release in any order.
+    Overriding the LightningModule's hook, rather than the scheduler's ``step``, keeps schedulers saveable and lets
+    ``LearningRateMonitor`` see them as they are. Several instances may be installed in one run, and removed in any
+    order.
     """
 
     def __init__(self) -> None:
-        self._held: list[_StandIn] = []
-        #: whether ``hold`` was called since the last ``release``
+        self._overrides: list[_Override] = []
+        #: whether ``install`` was called since the last ``remove``
         self.active = False
 
-    def hold(self, trainer: Trainer, module: LightningModule, skipped: Skipped) -> None:
-        """Hold every step-interval scheduler and every weight average of the trainer while ``skipped()`` is true."""
+    def install(self, trainer: Trainer, module: LightningModule, skipped: Skipped) -> None:
+        """Leave step-interval schedulers and weight averages of the trainer as they are while ``skipped()`` is true."""
         self.active = True
         if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
-            self._held.append(_HeldSchedulerStep(module, skipped))
+            self._overrides.append(_SchedulerStep(module, skipped))
         for callback in cast("list[Any]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
             if _averages_weights(callback):
-                self._held.append(_HeldUpdate(callback, "should_update", skipped))
-        for stand_in in self._held:
-            stand_in.owner.__dict__[stand_in.name] = stand_in
+                self._overrides.append(_ShouldUpdate(callback, "should_update", skipped))
+        for override in self._overrides:
+            override.owner.__dict__[override.name] = override
 
-    def release(self) -> None:
-        """Undo every shadow."""
+    def remove(self) -> None:
+        """Restore what was overridden."""
         self.active = False
-        while self._held:
-            self._held.pop().release()
+        while self._overrides:
+            self._overrides.pop().remove()
 
 
 def _averages_weights(callback: Any) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.errors import Faults
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import to_torch
@@ -78,13 +79,7 @@ def _policies(module: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
     for name, submodule in module.named_modules():
         if not isinstance(submodule, FSDPModule):
             continue
-        state = cast("Any", submodule)._get_fsdp_state()
-        held = (item.sharded_param for group in _groups(state) for item in group.fsdp_params)
+        held = (item.sharded_param for item in compat.fsdp2_parameters(submodule))
         stored = next((parameter.dtype for parameter in held if parameter.requires_grad), None)
         if stored is not None:
-            yield name, state._mp_policy, stored
-
-
-def _groups(state: Any) -> list[Any]:
-    several = getattr(state, "_fsdp_param_groups", None)  # one, before torch 2.12 or so
-    return [group for group in (several or [state._fsdp_param_group]) if group is not None]
+            yield name, compat.fsdp2_policy(submodule), stored

@@ -7,7 +7,7 @@ ZeRO optimizer asks the plan's scaler what to divide by.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -15,19 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.compat.deepspeed import cast_partition
+from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.engines import optimizer_facts
-from lightning_mp.engines.eager import EagerEngine
-from lightning_mp.errors import Faults
-from lightning_mp.numerics.dtypes import HALF
+from lightning_mp.engines.base import StepEngine
+from lightning_mp.errors import Fault, Faults
+from lightning_mp.numerics.scaler import LossScaler
 
 
-class ZeroEngine(EagerEngine):
+class ZeroEngine(StepEngine):
     """Carries a policy out through a ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3."""
 
-    #: the DeepSpeedEngine and its ZeRO optimizer, typed by nobody
+    #: the DeepSpeedEngine and its ZeRO optimizer, which have no types
     _deepspeed: Any = None
     _zero: Any = None
-    #: what tells the ZeRO optimizer the plan's scale
+    #: the ``PlanScale`` in which the ZeRO optimizer finds the plan's scale
     _scale: Any = None
     #: ``gradient_clipping`` of the JSON, where the Trainer says nothing
     _default_clip = 0.0
@@ -42,32 +44,25 @@ class ZeroEngine(EagerEngine):
                 "use nonfinite='skip', or strategy='mp_fsdp2'",
             )
 
-    def prepare(self, module: nn.Module) -> None:
-        """Cast, pin and checkpoint, before DeepSpeed flattens and partitions."""
-        before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
-        super().prepare(module)
-        self._before = before
+    def may_be_reverted(self) -> bool:
+        """Until ``hand_over``: the optimizer is checked before DeepSpeed flattens and partitions."""
+        return True
 
-    def check_optimizer(self, optimizer: Optimizer, faults: Faults) -> None:
-        """Note why a ZeRO optimizer cannot stand in for ``optimizer``, which is known only after ``prepare``."""
-        if optimizer_facts.calls_closure_again(optimizer) or optimizer_facts.takes_closure(optimizer):
-            faults.add(
-                f"{type(optimizer).__name__} with ZeRO, whose step takes no closure",
-                "an optimizer that does not evaluate the closure itself",
-                "use AdamW or SGD, or strategy='mp_ddp'",
-            )
+    def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
+        """Refuse optimizers that evaluate a closure; the strategy asks before a ZeRO optimizer takes their place."""
+        for optimizer in optimizers:
+            if optimizer_facts.calls_closure_again(optimizer) or optimizer_facts.takes_closure(optimizer):
+                faults.add(
+                    f"{type(optimizer).__name__} with ZeRO, whose step takes no closure",
+                    "an optimizer that does not evaluate the closure itself",
+                    "use AdamW or SGD, or strategy='mp_ddp'",
+                )
 
-    def take_back(self) -> None:
-        """Bring the module back to what ``prepare`` found."""
-        self._revert()
-
-    def give_away(self) -> None:
+    def hand_over(self) -> None:
         """DeepSpeed takes the module now: it cannot be brought back any more."""
         self._before = []
         for parameter in () if self._module is None else self._module.parameters():
-            part = getattr(parameter, "ds_tensor", None)
-            if part is not None and part.dtype != parameter.dtype:  # made partitioned, and a pin cast the empty shell
-                part.data = part.data.to(parameter.dtype)
+            cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the DeepSpeedEngine and its optimizer, and put the plan's scale in place of DeepSpeed's."""
@@ -76,17 +71,17 @@ class ZeroEngine(EagerEngine):
         if not optimizers:  # validation
             return
         self._deepspeed, self._zero = cast("Any", model), cast("Any", optimizers[0])
-        trainer = getattr(self._module, "_trainer", None)
+        trainer = trainer_of(self._module)
         if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
             self._default_clip = float(self._zero.clip_grad)
         self._zero.clip_grad = self._default_clip
-        self.take_over()
+        self.override_zero_settings()
 
-    def take_over(self) -> None:
+    def override_zero_settings(self) -> None:
         """Put the plan's scale in place of DeepSpeed's, again after it loaded a checkpoint with its own."""
         if self._zero is None:
             return
-        if self.scaler is not None:
+        if isinstance(self.scaler, LossScaler):
             from lightning_mp.engines.zero_scale import PlanScale  # needs deepspeed
 
             self._scale = self._zero.loss_scaler = PlanScale(self.scaler)
@@ -103,12 +98,13 @@ class ZeroEngine(EagerEngine):
             RuntimeError: under manual optimization, a second backward pass before a step: ZeRO would lose the first.
         """
         if manual and self.pending:
-            raise RuntimeError(
-                "given two manual_backward() before a step with ZeRO; allowed: one, since each reduces and partitions "
-                "the gradients anew; do: add the losses up, or use strategy='mp_fsdp2'"
+            fault = Fault(
+                "two manual_backward() before a step with ZeRO",
+                "one, since each reduces and partitions the gradients anew",
+                "add the losses up, or use strategy='mp_fsdp2'",
             )
-        self.pending, self._loss = True, loss.detach()
-        return loss if self.scaler is None else self.scaler.scale(loss)
+            raise RuntimeError(str(fault))
+        return super().before_backward(loss, manual=manual)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's backward, which reduces; Lightning has divided by the accumulation already."""
@@ -129,7 +125,7 @@ class ZeroEngine(EagerEngine):
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Left to the step, which divides by the plan's scale and asks every rank."""
-        if self.scaler is not None and self.scaler.stepped(optimizer):
+        if self.scaler.stepped(optimizer):
             self.scaler.update()
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
@@ -142,9 +138,8 @@ class ZeroEngine(EagerEngine):
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(
-            "given clip_gradients(gradient_clip_algorithm='value') with ZeRO; allowed: 'norm'; do: clip by norm"
-        )
+        fault = Fault("clip_gradients(gradient_clip_algorithm='value') with ZeRO", "'norm'", "clip by norm")
+        raise RuntimeError(str(fault))
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Let DeepSpeed step or skip, and count what it did.
@@ -153,38 +148,24 @@ class ZeroEngine(EagerEngine):
             RuntimeError: ``training_step`` returned None where a window of accumulation ends: no gradient was reduced.
         """
         if not self._deepspeed.is_gradient_accumulation_boundary():
-            raise RuntimeError(
-                "given a training_step that returned None on the last batch of a window of accumulation with ZeRO, "
-                "which reduces in that batch's backward pass; allowed: None where accumulate_grad_batches=1, or on "
-                "other batches; do: return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'"
+            fault = Fault(
+                "a training_step that returned None on the last batch of a window of accumulation with ZeRO, which "
+                "reduces in that batch's backward pass",
+                "None where accumulate_grad_batches=1, or on other batches",
+                "return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'",
             )
+            raise RuntimeError(str(fault))
         self.pending = False
-        with nullcontext() if self._scale is None else self._scale.held():
+        with nullcontext() if self._scale is None else self._scale.read_once():
             self._deepspeed.step()
         self._zero.clip_grad = self._default_clip
-        overflow = bool(self._zero.overflow)
-        found = self._one.new_full((), float(overflow))
-        self.ledger.open(found)
-        if self.scaler is None:
-            self.ledger.record(found)
-        else:
-            self.scaler.note_step(optimizer, found)
-            self.record(found)
-        norm = self._zero._global_grad_norm
+        skipped = float(not self._deepspeed.was_step_applied())
+        self.scaler.note_step(optimizer, torch.full((), skipped, dtype=torch.float32, device=self.device))
+        self.count()
+        norm = self._deepspeed.get_global_grad_norm()
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     def release(self) -> None:
-        """Let go of the DeepSpeedEngine too."""
+        """Drop the DeepSpeedEngine too."""
         super().release()
         self._deepspeed = self._zero = self._scale = None
-
-
-def store_masters_as_parameters(zero: Any) -> None:
-    """Let ZeRO-1/2 keep no fp32 copy of half-precision weights: the policy's optimizer state is half precision too."""
-    changed = False
-    for flat, master in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True):
-        if flat.dtype in HALF:
-            master.data = master.data.to(flat.dtype)
-            changed = True
-    if changed:
-        zero._link_all_hp_params()  # parameters hold views of their masters

@@ -8,20 +8,21 @@ from typing import Any, cast
 
 from deepspeed.runtime.fp16 import loss_scaler as host
 
+from lightning_mp.compat.torch import GROWTH_TRACKER
 from lightning_mp.numerics.scaler import LossScaler
 
 
 class PlanScale(host.DynamicLossScaler):
-    """Tells a ZeRO optimizer the scale that the backward pass used, and leaves moving it to the plan.
+    """Gives a ZeRO optimizer the scale that the backward pass used, and leaves moving it to the plan.
 
     DeepSpeed's own scaler is updated before gradients are divided, so that a step on which the scale grows is made
     with half of its gradients. A checkpoint holds it as the scaler DeepSpeed would have, from which DeepSpeed alone can
-    go on.
+    resume.
     """
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler
-        self._held: float | None = None
+        self._read: float | None = None
         rule = scaler.config
         super().__init__(
             init_scale=rule.init_scale,
@@ -34,18 +35,18 @@ class PlanScale(host.DynamicLossScaler):
         self.dynamic = rule.dynamic
 
     @contextmanager
-    def held(self) -> Generator[None, None, None]:
+    def read_once(self) -> Generator[None, None, None]:
         """One host read for a whole step, in which ZeRO asks for the scale several times a param group."""
-        self._held = self._scaler.get_scale()
+        self._read = self._scaler.get_scale()
         try:
             yield
         finally:
-            self._held = None
+            self._read = None
 
     @property
     def cur_scale(self) -> float:
         """The scale of the step at hand."""
-        return self._scaler.get_scale() if self._held is None else self._held
+        return self._scaler.get_scale() if self._read is None else self._read
 
     @cur_scale.setter
     def cur_scale(self, value: float) -> None:
@@ -77,6 +78,6 @@ class PlanScale(host.DynamicLossScaler):
         state = self._scaler.state_dict()
         plain.cur_iter = self.cur_iter
         # At its next step DeepSpeed counts (cur_iter - last_overflow_iter) - 1 clean ones, which is one more than now.
-        plain.last_overflow_iter = self.cur_iter - state["_growth_tracker"] - 2
+        plain.last_overflow_iter = self.cur_iter - state[GROWTH_TRACKER] - 2
         plain.cur_hysteresis = state["hysteresis_left"]
         return plain

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.compat import torch as compat
+from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.modules import class_swap
 from lightning_mp.modules.patterns import called_in, matches, named_submodules, no_match
 from lightning_mp.policy import Checkpointing
@@ -24,10 +25,7 @@ DEFAULT_SAVE_OPS = (
     "bmm",
     "baddbmm",
     "convolution",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
+    *compat.FUSED_ATTENTION,
 )
 
 
@@ -156,7 +154,7 @@ def _overloads(name: str) -> dict[str, Any]:
     """``"mm"``, ``"aten.mm"`` or ``"aten.mm.default"`` → the overloads it means, by their full names."""
     parts = name.replace("::", ".").removeprefix("aten.").split(".")
     packet = getattr(torch.ops.aten, parts[0], None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):  # pyright: ignore[reportPrivateUsage]
+    if not isinstance(packet, compat.OpOverloadPacket):
         return {}
     wanted = parts[1:] or packet.overloads()
     return {str(getattr(packet, overload)): packet for overload in wanted if overload in packet.overloads()}
@@ -170,5 +168,6 @@ def _op_names(names: Iterable[str]) -> Iterable[str]:
 def _check_ops(names: Iterable[str], faults: Faults) -> None:
     for name in names:
         if not _overloads(name):
-            near = nearest(name.removeprefix("aten."), dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS))
-            faults.add(f"save_ops {name!r}", "names of aten operators", f"did you mean {near}?" if near else "use 'mm'")
+            known = dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS)
+            fix = did_you_mean(name.removeprefix("aten."), known, "write 'mm', for instance")
+            faults.add(f"save_ops {name!r}", "names of aten operators", fix)

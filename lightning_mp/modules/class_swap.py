@@ -82,11 +82,6 @@ def swap_in(module: nn.Module, mixin: type[Swapped]) -> None:
         module.__class__ = _swapped_class(mixin, type(module))
 
 
-def swapped_with(module: nn.Module, mixin: type[Swapped]) -> bool:
-    """Whether ``mixin`` was swapped in."""
-    return isinstance(module, mixin)
-
-
 def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:
     """Take ``mixin`` out again, whatever was swapped in around it.
 

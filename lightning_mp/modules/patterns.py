@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.compat.torch import WRAPPERS
+from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.modules.class_swap import original_class
 
 
@@ -44,8 +45,8 @@ def called_in(module: nn.Module) -> Iterator[nn.Module]:
 def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
     """Note that ``pattern`` matches nothing in ``root``, with the names most like it."""
     words = dict.fromkeys(word for name, module in named_submodules(root) for word in _words(name, module))
-    near = nearest(pattern.strip("*."), words)
-    fix = f"nearest: {near}" if near else f"modules here include {', '.join(list(words)[:5])}"
+    here = f"choose among the modules here: {', '.join(list(words)[:5])}"
+    fix = did_you_mean(pattern.strip("*."), words, here)
     faults.add(f"{what} {pattern!r}, which matches no module", "a module's name, a suffix of it, or its class", fix)
 
 
@@ -53,10 +54,6 @@ def _words(name: str, module: nn.Module) -> tuple[str, ...]:
     return name.rpartition(".")[2], original_class(module).__name__, name
 
 
-# Not "module": none of the strategies here leaves that one behind, and a LightningModule may well call its model so.
-_WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
-
-
 def plain_name(name: str) -> str:
     """``name`` without the parts that FSDP, ``torch.compile``, Fabric and checkpoint wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.compat.torch import apply_to_tensors
 from lightning_mp.errors import Faults
 from lightning_mp.modules import class_swap
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
@@ -193,7 +194,7 @@ class PinnedForward(class_swap.Swapped):
 
         if recurse:
             for child in cast("nn.Module", self).children():
-                cast("Any", child)._apply(fn)
+                apply_to_tensors(child, fn)
         return cast("Any", super())._apply(keeping_the_pin, recurse=False)
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from lightning_mp.compat.lightning import Callback, DeepSpeedStrategy, Trainer
+from lightning_mp.compat.lightning import (
+    MONITORS,
+    Callback,
+    DeepSpeedStrategy,
+    Trainer,
+    accumulates,
+    logged_step,
+)
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.scale_sources import DeepSpeedSource, PlanSource, ScaleSource, StockSource
@@ -18,6 +25,7 @@ class Steps:
     """
 
     def __init__(self) -> None:
+        MONITORS.require("callbacks")
         #: of the batch at hand
         self.step = 0
         self._pending = self._tried = False
@@ -32,10 +40,7 @@ class Steps:
 
     def begins(self, trainer: Trainer) -> bool:
         """For ``on_before_optimizer_step``: whether an optimizer is really about to step."""
-        accumulates = (
-            trainer.strategy.handles_gradient_accumulation and cast("Any", trainer.fit_loop)._should_accumulate()
-        )
-        if accumulates or not self._pending:
+        if (trainer.strategy.handles_gradient_accumulation and accumulates(trainer)) or not self._pending:
             return False
         if trainer.lightning_module.automatic_optimization:
             self._pending = False
@@ -54,7 +59,7 @@ def scale_source(trainer: Trainer) -> ScaleSource | None:
     """Whoever scales the loss of this run or skips its steps; ``None`` where nobody does either."""
     plugin = trainer.precision_plugin
     if isinstance(plugin, PlanBase):
-        return PlanSource(plugin.scaler, plugin.ledger)
+        return PlanSource(plugin.scaler, plugin.step_counter)
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         return DeepSpeedSource(trainer.strategy.deepspeed_engine)
     scaler = cast("Any", getattr(plugin, "scaler", None))
@@ -69,9 +74,8 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 def log(trainer: Trainer, values: Mapping[str, float]) -> None:
     """Hand ``values`` to every logger now, at the step at which Lightning logs this batch's own metrics."""
     if values and trainer.is_global_zero:
-        step = cast("Any", trainer.fit_loop.epoch_loop)._batches_that_stepped
         for logger in trainer.loggers:
-            logger.log_metrics(dict(values), step=step)
+            logger.log_metrics(dict(values), step=logged_step(trainer))
 
 
 def check_every(every_n_steps: object, faults: Faults) -> None:

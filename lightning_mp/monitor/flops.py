@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-#: where Python calls into the autograd engine: an operator called from here is a backward formula
-_ENGINE = str(Path("torch", "autograd", "graph.py"))
-#: frames between an operator and whoever called it: this file, and what torch wraps around every dispatch mode
-_BETWEEN = (__file__, *(str(Path("torch", *file)) for file in (("_compile.py",), ("_dynamo", "eval_frame.py"))))
+from lightning_mp.compat import torch as compat
 
 
-class CountFlops(TorchDispatchMode):
+class CountFlops(compat.TorchDispatchMode):
     """``with CountFlops() as flops: ...; flops.total``: floating-point operations of matrix products and convolutions.
 
     A multiplication and an addition count as two, attention as its full products (masked halves included), two ahead
@@ -42,7 +37,7 @@ class CountFlops(TorchDispatchMode):
         if any(kind is not Tensor and hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # a DTensor comes back here with its local parts
         out = func(*args, **(kwargs or {}))
-        count = self.rules.get(getattr(func, "_overloadpacket", None))
+        count = self.rules.get(getattr(func, "overloadpacket", None))
         if count is not None and not _recomputes():
             try:
                 self.total += count(*args, **(kwargs or {}), out_val=out)
@@ -62,12 +57,12 @@ def _recomputes() -> bool:
     It does where Python code calls it, with gradients on, in the midst of a backward pass. A second derivative
     (``create_graph=True``) has gradients on too, but is called by the autograd engine.
     """
-    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():  # pyright: ignore[reportPrivateUsage]
+    if not compat.in_backward() or not torch.is_grad_enabled():
         return False
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+    while frame is not None and frame.f_code.co_filename.endswith((__file__, *compat.AROUND_MODES)):
         frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.endswith(_ENGINE)
+    return frame is not None and not frame.f_code.co_filename.endswith(compat.ENGINE)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
@@ -88,11 +83,11 @@ def _without_scores(rule: Callable[..., int]) -> Callable[..., int]:
 
 
 def _rules() -> dict[Any, Callable[..., int]]:
-    aten = torch.ops.aten
+    forward, backward = compat.cpu_attention()
     rules: dict[Any, Callable[..., int]] = {
         **cast("dict[Any, Callable[..., int]]", flop_registry),
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        forward: _attention,
+        backward: _attention_backward,
     }
     fused = {op for op in rules if "attention" in str(op) and str(op).endswith("backward")}
     return {op: _without_scores(rule) if op in fused else rule for op, rule in rules.items()}

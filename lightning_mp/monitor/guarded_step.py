@@ -7,10 +7,11 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import Trainer
+from lightning_mp.compat.torch import waits_for_unscale
 from lightning_mp.engines import optimizer_facts, reduce
 from lightning_mp.errors import Faults
 from lightning_mp.numerics import grads
@@ -125,7 +126,7 @@ class PlainStep(_Losses):
 
     def _drop(self, optimizer: Optimizer) -> None:
         scaler = self._scaler
-        if scaler is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        if scaler is not None and waits_for_unscale(scaler, optimizer):
             scaler.unscale_(optimizer)  # a fused optimizer leaves that to its step, which would find nothing to judge
         grads.drop(optimizer)
 

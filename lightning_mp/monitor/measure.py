@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer
+from lightning_mp.compat.torch import takes_flag
 from lightning_mp.engines.sharded import flat_groups
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
@@ -176,7 +177,7 @@ def _largest(values: Sequence[float]) -> float | None:
 
 def unscales_in_step(optimizer: Optimizer, source: ScaleSource | None) -> bool:
     """Whether torch's scaler leaves dividing by the scale to the optimizer (a fused one), as stock Lightning has it."""
-    return isinstance(source, StockSource) and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return isinstance(source, StockSource) and takes_flag(optimizer)
 
 
 def _divisor(optimizer: Optimizer, source: ScaleSource | None, layout: Layout) -> Number | None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.compat.torch import buffers_of
+
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -25,7 +27,7 @@ def untouched(root: nn.Module) -> Generator[None, None, None]:
         undo.append(partial(setattr, parameter, "grad", parameter.grad))
         parameter.grad = None
     for module in root.modules():
-        undo.append(_kept(module.__dict__["_buffers"]))
+        undo.append(_kept(buffers_of(module)))
         undo.append(_kept(module.__dict__, leave=_OF_EVERY_MODULE))
     try:
         yield

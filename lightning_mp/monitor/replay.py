@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
-from collections.abc import Generator, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -13,17 +13,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import stateless
 
 from lightning_mp.compat.lightning import (
-    DataLoaderIterDataFetcher,
     DeepSpeedStrategy,
     DummyLogger,
     LightningModule,
     Strategy,
     Trainer,
+    draws_batches_itself,
+    step_inputs,
 )
+from lightning_mp.compat.torch import drop_unsharded_gradients
 from lightning_mp.engines import diagnosis
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.monitor.preserve import untouched
@@ -92,8 +94,8 @@ class Replayer:
         module = trainer.lightning_module
         if not module.automatic_optimization or batch_idx % trainer.accumulate_grad_batches == 0:
             self._window.clear()
-        if isinstance(cast("Any", trainer.fit_loop)._data_fetcher, DataLoaderIterDataFetcher):
-            return  # training_step draws its batch itself, which cannot be drawn twice
+        if draws_batches_itself(trainer):
+            return  # a batch cannot be drawn twice
         device = trainer.strategy.root_device
         attributes = vars(module).items()
         self._window.append(
@@ -152,7 +154,9 @@ def _replayed(trainer: Trainer, module: LightningModule, kept: Kept, notes: list
 
     try:
         with _aside(trainer, module, kept), torch.set_grad_enabled(backward):
-            origin = nonfinite.locate(module, run, backward=backward)
+            locate = partial(nonfinite.locate, module, run, backward=backward)
+            own = not isinstance(trainer.strategy, DeepSpeedStrategy) or not backward
+            origin = locate() if own else _on_fresh_parameters(module, locate)
     except Exception as error:  # a diagnosis must not end a run that would have gone on
         notes.append(f"the replay of batch {kept.batch_idx} failed: {type(error).__name__}: {error}")
         return None, False
@@ -175,7 +179,7 @@ def _step(trainer: Trainer, module: LightningModule, kept: Kept, losses: list[Te
             module.backward(scaled, *args, **kwargs)
         return loss
 
-    inputs = cast("Any", trainer.fit_loop.epoch_loop)._build_kwargs(OrderedDict(), kept.batch, kept.batch_idx).values()
+    inputs = step_inputs(trainer, kept.batch, kept.batch_idx)
     with ExitStack() as stack:
         if not module.automatic_optimization:
             _hold_steps(trainer, stack, run_backward)
@@ -232,8 +236,6 @@ def _aside(trainer: Trainer, module: LightningModule, kept: Kept) -> Generator[N
         stack.callback(set_rng_state, before, device)
         stack.enter_context(untouched(module))
         stack.enter_context(_own_gradients(module))
-        if isinstance(trainer.strategy, DeepSpeedStrategy) and not _forward_only(trainer.strategy):
-            stack.enter_context(_fresh_parameters(module))
         for name in ("log", "log_dict"):
             _shadow(stack, module, name, lambda *_args, **_kwargs: None)
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
@@ -259,27 +261,28 @@ def _own_gradients(module: nn.Module) -> Generator[None, None, None]:
     finally:
         for unit in units:
             unit.set_requires_gradient_sync(True, recurse=False)
-            for parameter in _unsharded(unit):
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+            drop_unsharded_gradients(unit)
 
 
-def _fresh_parameters(module: nn.Module) -> AbstractContextManager[Any]:
-    """Within, the same weights in other parameters: on its own ones DeepSpeed collects gradients."""
+class _Call(nn.Module):
+    """A function of a module as a module's forward."""
+
+    def __init__(self, module: nn.Module, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self) -> Any:
+        """Call the function."""
+        return self.function()
+
+
+def _on_fresh_parameters(module: nn.Module, function: Callable[[], Any]) -> Any:
+    """``function()`` with the same weights in other parameters: on its own ones DeepSpeed collects gradients."""
+    call = _Call(module, function)
     fresh = {
-        name: parameter.detach().requires_grad_(parameter.requires_grad)
-        for name, parameter in module.named_parameters()
+        name: parameter.detach().requires_grad_(parameter.requires_grad) for name, parameter in call.named_parameters()
     }
-    return stateless._reparametrize_module(module, fresh, tie_weights=True)  # pyright: ignore[reportPrivateUsage]
-
-
-def _unsharded(unit: FSDPModule) -> Iterator[Any]:
-    state = cast("Any", unit)._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # one, before torch 2.12 or so
-    for group in several or [state._fsdp_param_group]:
-        if group is not None:
-            yield from group.fsdp_params
+    return functional_call(call, fresh, (), tie_weights=True)
 
 
 def _shadow(stack: ExitStack, owner: Any, name: str, stand_in: Any) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lightning_mp.compat.lightning import ModelCheckpoint, Trainer
+from lightning_mp.compat.lightning import ModelCheckpoint, Trainer, checkpoint_connector, last_saved
 from lightning_mp.engines import reduce
 from lightning_mp.errors import Faults
 from lightning_mp.numerics import nonfinite
@@ -32,7 +31,7 @@ class Checkpoints:
     def note(self, trainer: Trainer) -> None:
         """Take notice of what was written since: a callback without ``monitor`` knows its last one only."""
         for callback in (writer for writer in _writers(trainer) if not writer.save_weights_only):
-            last = callback._last_checkpoint_saved  # pyright: ignore[reportPrivateUsage]
+            last = last_saved(callback)
             self._seen |= {last, callback.best_model_path, callback.last_model_path, *callback.best_k_models}
 
     def rewind(self, trainer: Trainer) -> str | None:
@@ -63,13 +62,9 @@ def _writers(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def _load(trainer: Trainer, path: str) -> None:
-    connector: Any = trainer._checkpoint_connector  # pyright: ignore[reportPrivateUsage]
-    before = connector._ckpt_path
-    try:
+    with checkpoint_connector(trainer) as connector:
         connector.resume_start(path, weights_only=False)  # this run has written it
         connector.restore_model()
         connector.restore_precision_plugin_state()
         connector.restore_optimizers_and_schedulers()
         connector.resume_end()
-    finally:
-        connector._ckpt_path = before

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_mp.compat.lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.replay import Blame, Kept
 from lightning_mp.numerics import nonfinite
+from lightning_mp.numerics.nested import map_tensors
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import set_rng_state
 
@@ -54,7 +54,7 @@ class SavedBatches:
         if self._left < 0 or kept is None or event.rank not in (None, self._rank):
             return
         values = {
-            "batch": apply_to_collection(kept.batch, Tensor, _on_cpu),
+            "batch": map_tensors(kept.batch, _on_cpu),
             "batch_idx": kept.batch_idx,
             "step": event.step,
             "rank": self._rank,
@@ -86,7 +86,7 @@ def replay_saved(
     """
     saved = torch.load(path, map_location="cpu", weights_only=weights_only)
     device = next(module.parameters()).device
-    batch = apply_to_collection(saved["batch"], Tensor, lambda tensor: tensor.to(device))
+    batch = map_tensors(saved["batch"], lambda tensor: tensor.to(device))
     set_rng_state(saved["rng"], device)
     losses: list[Tensor] = []
 

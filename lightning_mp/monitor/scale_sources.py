@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from lightning_mp.compat.torch import GROWTH_TRACKER, scale_of
 from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepLedger
+from lightning_mp.numerics.step_counter import StepCounter
 
 Number = Tensor | float
 
@@ -52,8 +53,8 @@ class ScaleSource(Protocol):
 class PlanSource:
     """The scaler and the counts of a MixedPrecisionPlan; ``scaler`` is ``None`` in a mode without scaling."""
 
-    def __init__(self, scaler: LossScaler | None, ledger: StepLedger) -> None:
-        self._scaler, self._ledger = scaler, ledger
+    def __init__(self, scaler: LossScaler | None, step_counter: StepCounter) -> None:
+        self._scaler, self._step_counter = scaler, step_counter
 
     def scale(self) -> Scale | None:
         if self._scaler is None:
@@ -69,7 +70,7 @@ class PlanSource:
         """The plan counts by itself."""
 
     def skipped(self) -> Number:
-        return self._ledger.skipped
+        return self._step_counter.skipped
 
 
 class StockSource:
@@ -82,11 +83,11 @@ class StockSource:
         self._skipped: Number = 0
 
     def scale(self) -> Scale:
-        kept = getattr(self._scaler, "_scale", None), getattr(self._scaler, "_growth_tracker", None)
-        if all(isinstance(value, Tensor) for value in kept):
-            return Scale(*cast("tuple[Tensor, Tensor]", kept), None, 0.0)
-        state = self._scaler.state_dict()  # not begun yet, or another torch
-        return Scale(float(state["scale"]), float(state["_growth_tracker"]), None, 0.0)
+        kept = scale_of(self._scaler)
+        if kept is not None:
+            return Scale(*kept, None, 0.0)
+        state = self._scaler.state_dict()
+        return Scale(float(state["scale"]), float(state[GROWTH_TRACKER]), None, 0.0)
 
     def before_step(self) -> None:
         self.after_step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mp.compat import deepspeed as compat
 from lightning_mp.numerics.grad_norm import Groups, shard_groups
 from lightning_mp.numerics.grads import gradients, local
 
@@ -35,15 +35,15 @@ class Layout:
 
     def parameter(self, parameter: Tensor) -> Part:
         """What is held of ``parameter``."""
-        if self.zero and hasattr(parameter, "ds_tensor"):
-            return Part(_unpadded(parameter, cast("Any", parameter).ds_tensor), _everyone())
+        if self.zero and compat.is_partitioned(parameter):
+            return Part(compat.local_part(parameter), _everyone())
         part = local(parameter)
         return Part(torch.view_as_real(part) if part.is_complex() else part, shard_groups(parameter, self.whole))
 
     def gradient(self, parameter: Tensor) -> Part:
         """What is held of its gradient, with the same groups on every rank whether or not there is one."""
         if parameter.grad is None:
-            part = _zero_gradient(parameter) if self.zero else None
+            part = compat.local_gradient(parameter) if self.zero else None
             if part is not None:
                 return Part(part, _everyone())
             return Part(parameter.new_empty(0), shard_groups(parameter, self.whole))
@@ -58,26 +58,3 @@ class Layout:
 def _everyone() -> Groups:
     group = dist.group.WORLD if dist.is_initialized() else None
     return () if group is None or group.size() == 1 else (group,)
-
-
-def _unpadded(parameter: Any, part: Tensor) -> Tensor:
-    """Stage 3 splits a parameter into equal parts, of which the last ones hold nothing behind its end."""
-    flat = part.detach().reshape(-1)
-    rank = dist.get_rank(parameter.ds_process_group)
-    return flat[: max(0, parameter.ds_numel - rank * flat.numel())]
-
-
-def _zero_gradient(parameter: Any) -> Tensor | None:
-    """ZeRO's part of a gradient between the backward pass and its step, multiplied by the loss scale as it is."""
-    if hasattr(parameter, "ds_tensor"):
-        get: Callable[[Any], Tensor | None] = parameter._z3_optimizer.get_local_fp32_grad_for_param
-        gradient = get(parameter)
-        return None if gradient is None else _unpadded(parameter, gradient)
-    if not hasattr(parameter, "_hp_mapping"):
-        return None
-    fragment = parameter._hp_mapping
-    if fragment is None:  # all of it lies on other ranks
-        return parameter.new_empty(0)
-    gradient = fragment.get_lp_grad_fragment(parameter._index_in_param_group).detach().reshape(-1)
-    place = fragment.lp_fragment_address
-    return gradient.narrow(0, place.start, place.numel) if gradient.numel() == parameter.numel() else gradient

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from lightning_mp.compat.lightning import Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.monitor.flops import CountFlops
 from lightning_mp.numerics.device import describe
+from lightning_mp.numerics.nested import tensors_in
 from lightning_mp.numerics.tf32 import has_tf32
 from lightning_mp.policy import hardware
 
@@ -129,7 +130,7 @@ def default_tokens(batch: Any) -> int | None:
 
 def samples_in(batch: Any) -> int:
     """The length of the first tensor of the batch; 0 where there is none."""
-    return next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 0)
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0)
 
 
 def _whole(tensor: Tensor) -> bool:
@@ -138,15 +139,6 @@ def _whole(tensor: Tensor) -> bool:
 
 def _is_mapping(batch: Any) -> bool:
     return isinstance(batch, Mapping) or (hasattr(batch, "data") and isinstance(getattr(batch, "data", None), Mapping))
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-        return
-    items: Any = batch if isinstance(batch, (tuple, list)) else batch.values() if _is_mapping(batch) else ()
-    for item in items:
-        yield from _tensors(item)
 
 
 def _compute_dtype(trainer: Trainer) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.policy.hardware import Device
 
 
@@ -18,6 +19,5 @@ def describe(device: torch.device) -> Device:
     if device.type == "mps":
         return Device("mps", "Apple GPU", None, "native" if torch.backends.mps.is_macos_or_newer(14, 0) else "none")
     if device.type == "cpu":
-        native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return Device("cpu", "CPU", None, "native" if native else "emulated")
+        return Device("cpu", "CPU", None, "native" if compat.cpu_has(torch.bfloat16) else "emulated")
     return Device(device.type, device.type, None, "none")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.numerics.grads import gradients, local
 
 #: process groups over which a gradient's parts add up to the whole
@@ -80,11 +81,10 @@ def squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _norms(members: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateUsage]
     # A norm of half-precision numbers taken in half precision would overflow, or stop growing.
     if dtype == torch.float64:
-        return [norm.float() for norm in foreach_norm(members, 2)]
-    return foreach_norm(members, 2, dtype=torch.float32)
+        return [norm.float() for norm in compat.norms(members, 2)]
+    return compat.norms(members, 2, torch.float32)
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[int]]:

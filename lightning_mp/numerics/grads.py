@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.numerics.dtypes import HALF
 
 HostRead = Callable[[Tensor], bool]
@@ -64,9 +65,7 @@ def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Te
         if members[0].dtype is torch.bfloat16 and device.type != "cpu":
             _unscale_and_check_by_norm_(members, inverse, flag)
         else:
-            torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
-                members, flag, inverse
-            )
+            compat.unscale_and_check_(members, inverse, flag)
         if not here:
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
 
@@ -76,8 +75,7 @@ def _unscale_and_check_by_norm_(members: list[Tensor], inv_scale: Tensor, found_
 
     The largest magnitude of a tensor is finite exactly where all of it is.
     """
-    foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateUsage]
-    largest = torch.stack([norm.float() for norm in foreach_norm(members, math.inf)])
+    largest = torch.stack([norm.float() for norm in compat.norms(members, math.inf)])
     found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(largest)).any().to(found_inf.dtype)))
     for member in members:
         member.mul_(inv_scale)
@@ -129,7 +127,7 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
 
 
 def _takes_flag(optimizer: Optimizer) -> bool:
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not compat.takes_flag(optimizer):
         return False
     # torch (2.13 still) allocates fused SGD's momentum uninitialised and returns before writing it when the very first
     # step is held back: the garbage is then used as momentum. So that step is decided on the host.

@@ -1,14 +1,17 @@
-"""The loss-scale update as a pure function of the state and one flag, so that it can be tested as a table."""
+"""Every way in which the loss scale moves; ``adjust`` is the rule as a pure function, tested as a table."""
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.policy.loss_scaling import FP32_MAX, LossScaling
 
 
@@ -74,6 +77,46 @@ def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor)
         hysteresis_left=ops.where(refills, config.hysteresis, left),
         overflowed_at_min=exhausted & (state.scale <= config.min_scale),
     )
+
+
+def adjust_(config: LossScaling, state: LossScaleState, found_inf: Tensor) -> LossScaleState:
+    """The same as :func:`adjust` on a state of tensors, which it may overwrite; ``found_inf`` is a 0/1 fp32 scalar.
+
+    The common rule is torch's fused kernel and a bound: the same sequence in fewer launches.
+    """
+    if not _is_torch_with_floor(config):
+        return adjust(config, state, found_inf)
+    scale, tracker = cast("Tensor", state.scale), cast("Tensor", state.growth_tracker)
+    factors = config.growth_factor, config.backoff_factor, config.growth_interval
+    compat.update_scale_(scale, tracker, found_inf, factors)
+    if config.min_scale > 0:
+        scale.clamp_(min=config.min_scale)
+    return state
+
+
+def _is_torch_with_floor(config: LossScaling) -> bool:
+    plain = config.hysteresis == 1 and not config.growth_delay and config.max_scale is None
+    return plain and config.dynamic and config.at_min == "hold"
+
+
+def resume(config: LossScaling, saved: Mapping[str, Any]) -> LossScaleState:
+    """The state that a checkpoint (this package's, or a ``GradScaler``'s) holds, within the bounds of ``config``."""
+    scale = float(saved["scale"])
+    if config.dynamic:
+        scale = max(scale, config.min_scale)
+        scale = scale if config.max_scale is None else min(scale, config.max_scale)
+    else:
+        scale = config.init_scale
+    left = min(max(int(saved.get("hysteresis_left", config.hysteresis)), 1), config.hysteresis)
+    tracker = min(int(saved.get(compat.GROWTH_TRACKER, 0)), config.growth_interval - 1)
+    return LossScaleState(scale, max(tracker, -config.growth_delay), left)
+
+
+def backoffs_to_floor(config: LossScaling, scale: float) -> int:
+    """How many times the scale can back off before it is at the floor; 0 where there is no floor above 0."""
+    floor = config.min_scale
+    away = math.log(scale / floor, 1 / config.backoff_factor) if floor > 0 and scale > floor else 0
+    return math.ceil(away - 1e-9)
 
 
 class _OnHost:

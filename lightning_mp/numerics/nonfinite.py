@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.compat.torch import in_backward
 from lightning_mp.numerics.grads import local
+from lightning_mp.numerics.nested import floating_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +108,15 @@ class _Watch:
         return None
 
     def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._with_backward and (_in_backward() or not torch.is_grad_enabled()):
+        if self._with_backward and (in_backward() or not torch.is_grad_enabled()):
             return  # what checkpointing runs again in the backward pass, or an evaluation on the side
         name = self._names[id(module)]
-        tensors = list(_floating(output))
+        tensors = floating_in(output)
         if next(module.children(), None) is None:
             self._last = name
         with torch.no_grad():  # looking saves no tensor that checkpointing would miss when it runs the module again
             if self._forward is None and not all(_healthy(tensor, module) for tensor in tensors):
-                self._forward = name, module, not all(map(_finite, _floating((args, kwargs))))
+                self._forward = name, module, not all(map(_finite, floating_in((args, kwargs))))
         for tensor in tensors:
             if tensor.requires_grad and id(tensor) not in self._watched:
                 self._watched[id(tensor)] = tensor
@@ -140,10 +142,6 @@ class _Watch:
         return own[0][0] if own else self._parameter
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-
-
 def _finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(local(tensor)).all())  # local: a rank may look alone
 
@@ -154,15 +152,3 @@ def _healthy(tensor: Tensor, module: nn.Module) -> bool:
         return _finite(tensor)
     tensor = local(tensor)
     return not bool(torch.isnan(tensor).any() | torch.isposinf(tensor).any())
-
-
-def _floating(data: Any) -> Iterator[Tensor]:
-    if isinstance(data, Tensor):
-        if data.is_floating_point():
-            yield data
-    elif isinstance(data, Mapping):
-        for value in cast("Mapping[Any, Any]", data).values():
-            yield from _floating(value)
-    elif isinstance(data, (tuple, list)):
-        for item in cast("list[Any]", data):
-            yield from _floating(item)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from enum import IntEnum
 from typing import Any, cast
 
 import torch
@@ -11,33 +12,31 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.numerics import loss_scale
 from lightning_mp.numerics.dtypes import HALF
-from lightning_mp.numerics.grads import HostRead, gradients, parameters_of, step_unless, unscale_and_check_
+from lightning_mp.numerics.found_inf import FoundInf
+from lightning_mp.numerics.grads import gradients, parameters_of, step_unless, unscale_and_check_
 from lightning_mp.numerics.loss_scale import LossScaleState
 from lightning_mp.policy.loss_scaling import LossScaling
 
 
-@dataclass(slots=True)
-class _Record:
-    """What is known of one optimizer's gradients since its last update."""
+class _Stage(IntEnum):
+    """How far an optimizer's gradients have come since its last backward pass."""
 
-    #: the gradients are in true units (divided by the scale)
-    divided: bool = False
-    #: ``unscale_`` was called, by whomever
-    unscaled: bool = False
-    #: ``step`` was called; the next backward pass begins a new record
-    stepped: bool = False
-    found_inf: Tensor | None = None
-
-
-def _read(found_inf: Tensor) -> bool:
-    return bool(found_inf.item())
+    SCALED = 0
+    #: divided by the scale
+    TRUE_UNITS = 1
+    #: ``unscale_`` was called, by whomever: the flag is that of all ranks
+    CHECKED = 2
+    #: ``step`` was called; the next backward pass begins anew
+    STEPPED = 3
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
     """The optimizer itself, where a trainer's wrapper around it was given."""
-    return cast("Optimizer", getattr(optimizer, "_optimizer", optimizer))
+    wrapped = any(kind.__name__ == "LightningOptimizer" for kind in type(optimizer).__mro__)
+    return cast("Any", optimizer).optimizer if wrapped else optimizer
 
 
 class LossScaler(GradScaler):
@@ -45,31 +44,24 @@ class LossScaler(GradScaler):
 
     Unlike torch's, it takes fp16 gradients (``16-true``), complex and sparse ones, steps fused optimizers whose
     gradients were unscaled and clipped before, and can keep gradients in true units between backward passes.
-    ``read`` is asked for the flag where an optimizer cannot take it on the device; ``on_step`` is told the flag of
-    every step that a user asks for directly.
+    ``on_step`` is called after every step that a user asks for directly.
     """
 
     def __init__(
         self,
         config: LossScaling,
+        found_inf: FoundInf | None = None,
         *,
-        read: HostRead = _read,
-        on_step: Callable[[Tensor], None] | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> None:
         super().__init__("cpu", config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval)
         self.config = config
-        self._sync: Callable[[Tensor], None] | None = None
-        self._host_read, self._on_step = read, on_step
-        self._records: dict[int, _Record] = {}
+        self.flags = FoundInf() if found_inf is None else found_inf
+        self._on_step = on_step
+        self._stages: dict[int, _Stage] = {}
         #: optimizers whose gradients wait in true units, to be multiplied back before a backward pass adds to them
         self._in_true_units: set[int] = set()
-        #: the flags of every step since the last update, by optimizer
-        self._group: dict[int, Tensor] = {}
         self._state = loss_scale.init(config)
-
-    def sync_with(self, sync: Callable[[Tensor], None]) -> None:
-        """Reduce every flag with ``sync`` (in place, maximum over ranks) from now on."""
-        self._sync = sync
 
     # ------------------------------------------------------------------ the state
 
@@ -82,9 +74,7 @@ class LossScaler(GradScaler):
 
     def _set_state(self, state: LossScaleState) -> None:
         self._state = state
-        # The names torch's scaler keeps them under, for code that looks there.
-        self._scale = cast("Tensor", state.scale)
-        self._growth_tracker = cast("Tensor", state.growth_tracker)
+        compat.set_scale(self, cast("Tensor", state.scale), cast("Tensor", state.growth_tracker))
 
     @property
     def state(self) -> LossScaleState:
@@ -107,24 +97,16 @@ class LossScaler(GradScaler):
             "growth_factor": self.config.growth_factor,
             "backoff_factor": self.config.backoff_factor,
             "growth_interval": self.config.growth_interval,
-            "_growth_tracker": int(self._state.growth_tracker),
+            compat.GROWTH_TRACKER: int(self._state.growth_tracker),
             "hysteresis_left": int(self._state.hysteresis_left),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up where a checkpoint (ours or ``GradScaler``'s) stood; the rule itself stays the one declared."""
+        """Resume from a checkpoint (this package's or ``GradScaler``'s); the rule itself stays the one declared."""
         if not state_dict:
             return
-        scale, config = float(state_dict["scale"]), self.config
-        if config.dynamic:
-            scale = max(scale, config.min_scale)
-            scale = scale if config.max_scale is None else min(scale, config.max_scale)
-        else:
-            scale = config.init_scale
-        left = min(max(int(state_dict.get("hysteresis_left", config.hysteresis)), 1), config.hysteresis)
-        tracker = min(int(state_dict.get("_growth_tracker", 0)), config.growth_interval - 1)
         before = self._state.scale
-        self._state = LossScaleState(scale, max(tracker, -config.growth_delay), left)
+        self._state = loss_scale.resume(self.config, state_dict)
         if isinstance(before, Tensor):
             self.place(before.device)
 
@@ -147,23 +129,22 @@ class LossScaler(GradScaler):
             RuntimeError: a second call for the optimizer since the last ``update``, as torch's scaler does.
         """
         optimizer = _plain(optimizer)
-        record = self._record(optimizer)
-        if record.stepped:
+        stage = self._stage(optimizer)
+        if stage is _Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        if record.unscaled:
+        if stage is _Stage.CHECKED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if not record.divided:
-            self._divide(optimizer, record, set())
-        record.unscaled = True
-        if self._sync is not None:
-            self._sync(self._found(record))
+        if stage is _Stage.SCALED:
+            self._divide(optimizer, set())
+        self._stages[id(optimizer)] = _Stage.CHECKED
+        self.flags.reduce_(self._flag(optimizer))
 
     def found_inf(self, optimizer: Optimizer) -> Tensor:
-        """1 where the optimizer's gradients are not finite on some rank, else 0; unscales them if none did yet."""
-        record = self._record(_plain(optimizer))
-        if not record.unscaled:
+        """1 where the optimizer's gradients are not finite on some rank, else 0; unscales them if nothing did yet."""
+        optimizer = _plain(optimizer)
+        if self._stage(optimizer) < _Stage.CHECKED:
             self.unscale_(optimizer)
-        return self._found(record)
+        return self._flag(optimizer)
 
     def multiply_back_(self, optimizers: Iterable[Optimizer]) -> None:
         """Before a backward pass: bring gradients waiting in true units back under the scale, to be added to."""
@@ -172,26 +153,26 @@ class LossScaler(GradScaler):
             if id(optimizer) not in self._in_true_units:
                 continue
             self._in_true_units.remove(id(optimizer))
+            self._begin_anew(optimizer)
             waiting = gradients(_unseen(optimizer, seen))
-            fresh = self._records[id(optimizer)] = _Record()
             if waiting:
-                unscale_and_check_(waiting, cast("Tensor", self._placed().scale), self._found(fresh))
+                unscale_and_check_(waiting, cast("Tensor", self._placed().scale), self._flag(optimizer))
 
     def divide_(self, optimizers: Iterable[Optimizer]) -> None:
         """After a backward pass: bring every optimizer's gradients into true units, for users who clip them."""
         seen: set[int] = set()
         for optimizer in map(_plain, optimizers):
-            record = self._record(optimizer)
-            if record.stepped:
-                record = self._records[id(optimizer)] = _Record()
-            if not record.divided:
-                self._divide(optimizer, record, seen)
+            if self._stage(optimizer) is _Stage.STEPPED:
+                self._begin_anew(optimizer)
+            if self._stage(optimizer) is _Stage.SCALED:
+                self._divide(optimizer, seen)
+                self._stages[id(optimizer)] = _Stage.TRUE_UNITS
             self._in_true_units.add(id(optimizer))
 
     # ------------------------------------------------------------------ the step
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Unscale if nobody did, then step the optimizer, or leave everything as it is if a gradient is not finite.
+        """Unscale if needed, then step the optimizer, or leave everything as it is if a gradient is not finite.
 
         Raises:
             RuntimeError: a second call since the last ``update``, or a closure, as torch's scaler does.
@@ -201,49 +182,49 @@ class LossScaler(GradScaler):
         if _plain(optimizer) is not optimizer:
             cast("Any", optimizer).step(**kwargs)  # a trainer's wrapper counts the step and comes back here
             return
-        found_inf = self.step_checked(optimizer, **kwargs)
+        self.step_checked(optimizer, **kwargs)
         if self._on_step is not None:
-            self._on_step(found_inf)
+            self._on_step()
 
-    def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> Tensor:
-        """``step`` for a trainer's own call: nobody is told, and ``closure`` is handed on; the flag."""
-        record = self._record(optimizer)
-        if record.stepped:
+    def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        """``step`` for the engine's own call: ``on_step`` is not called, and ``closure`` is passed on."""
+        if self._stage(optimizer) is _Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         found_inf = self.found_inf(optimizer)
-        step_unless(optimizer, found_inf, self._host_read, **kwargs)
-        record.stepped = True
-        before = self._group.get(id(optimizer))
-        self._group[id(optimizer)] = found_inf if before is None else torch.maximum(before, found_inf)
-        return found_inf
+        self.flags.begin_step(found_inf)
+        step_unless(optimizer, found_inf, self.flags.read, **kwargs)
+        self._stages[id(optimizer)] = _Stage.STEPPED
+        self.flags.end_step(optimizer, found_inf)
 
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
-        """Take note of a step that an engine of another's unscaled, checked and made, with its flag."""
-        self._group[id(_plain(optimizer))] = found_inf
-
-    @property
-    def group_open(self) -> bool:
-        """Whether an optimizer stepped since the last update."""
-        return bool(self._group)
+        """Take note of a step that DeepSpeed unscaled, checked and made, with its flag."""
+        self.flags.begin_step(found_inf)
+        self.flags.end_step(_plain(optimizer), found_inf)
 
     def stepped(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer stepped since the last update."""
-        return id(_plain(optimizer)) in self._group
+        return self.flags.stepped(_plain(optimizer))
+
+    def counts(self) -> Tensor:
+        """Whether a skip of the last step counts against the budget: an overflow is ordinary, except at the floor."""
+        return torch.as_tensor(self.place(self.flags.last.device).scale <= self.config.floor)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
         if new_scale is not None:
             cast("Tensor", self._placed().scale).copy_(torch.as_tensor(new_scale))
-            self._records, self._group = {}, {}
-        elif self._group:
-            flags = list(self._group.values())
-            self._group = {}
-            self._records = {key: record for key, record in self._records.items() if not record.stepped}
-            self._adjust(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
+            self._stages.clear()
+            self.flags.clear()
+        elif self.flags.group_open:
+            for key in [key for key, stage in self._stages.items() if stage is _Stage.STEPPED]:
+                self.flags.drop(key)
+                del self._stages[key]
+            self._set_state(loss_scale.adjust_(self.config, self._placed(), self.flags.take_group()))
 
     def forget(self) -> None:
         """Drop what is known of gradients and steps since the last update."""
-        self._records, self._group = {}, {}
+        self._stages.clear()
+        self.flags.clear()
         self._in_true_units.clear()
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -270,39 +251,28 @@ class LossScaler(GradScaler):
         """Clean steps before the scale grows."""
         return self.config.growth_interval
 
-    def _adjust(self, found_inf: Tensor) -> None:
-        config, state = self.config, self._placed()
-        if _is_torch_with_floor(config):
-            # The common rule is torch's fused kernel and a bound: the same sequence in fewer launches.
-            scale, tracker = cast("Tensor", state.scale), cast("Tensor", state.growth_tracker)
-            factors = config.growth_factor, config.backoff_factor, config.growth_interval
-            torch._amp_update_scale_(scale, tracker, found_inf, *factors)  # pyright: ignore[reportPrivateUsage]
-            if config.min_scale > 0:
-                scale.clamp_(min=config.min_scale)
-            return
-        self._set_state(loss_scale.adjust(config, state, found_inf))
-
     # ------------------------------------------------------------------ helpers
 
     def _placed(self) -> LossScaleState:
         scale = self._state.scale
         return self._state if isinstance(scale, Tensor) else self.place("cpu")
 
-    def _record(self, optimizer: Optimizer) -> _Record:
-        return self._records.setdefault(id(optimizer), _Record())
+    def _stage(self, optimizer: Optimizer) -> _Stage:
+        return self._stages.get(id(optimizer), _Stage.SCALED)
 
-    def _found(self, record: _Record) -> Tensor:
-        if record.found_inf is None:
-            # dtypes are written out: manual optimization runs where the default dtype may be a half one
-            record.found_inf = torch.zeros((), dtype=torch.float32, device=cast("Tensor", self._placed().scale).device)
-        return record.found_inf
+    def _begin_anew(self, optimizer: Optimizer) -> None:
+        self._stages.pop(id(optimizer), None)
+        self.flags.drop(id(optimizer))
 
-    def _divide(self, optimizer: Optimizer, record: _Record, seen: set[int]) -> None:
+    def _flag(self, optimizer: Optimizer) -> Tensor:
+        return self.flags.of(optimizer, cast("Tensor", self._placed().scale).device)
+
+    def _divide(self, optimizer: Optimizer, seen: set[int]) -> None:
         fresh = _unseen(optimizer, seen)
         grads = gradients(fresh)
         if grads and not isinstance(self._state.scale, Tensor):
             self.place(grads[0].device)
-        found = self._found(record)
+        found = self._flag(optimizer)
         scale = cast("Tensor", self._placed().scale)
         # the reciprocal in fp64, as torch's scaler takes it; mps has none
         inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
@@ -311,12 +281,6 @@ class LossScaler(GradScaler):
             known = {id(parameter) for parameter in fresh}
             shared = gradients(parameter for parameter in parameters_of(optimizer) if id(parameter) not in known)
             unscale_and_check_(shared, torch.ones_like(found), found)
-        record.divided = True
-
-
-def _is_torch_with_floor(config: LossScaling) -> bool:
-    plain = config.hysteresis == 1 and not config.growth_delay and config.max_scale is None
-    return plain and config.dynamic and config.at_min == "hold"
 
 
 def _unseen(optimizer: Optimizer, seen: set[int]) -> list[Tensor]:

@@ -5,59 +5,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_mp.numerics.found_inf import FoundInf
 
-class StepLedger:
+
+class StepCounter:
     """Counts of optimizer steps.
 
     ``skipped`` and ``streak`` (skips in a row that count against the budget) are fp32 scalars on the gradients'
-    device, so that recording a step never waits for it. Every reading is kept until the next step.
+    device, so that recording a step never waits for it. What was read is kept until the next step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, found_inf: FoundInf | None = None) -> None:
+        self.found_inf = FoundInf() if found_inf is None else found_inf
         self.attempts = 0
         self._skipped: Tensor | None = None
         self._streak: Tensor | None = None
-        self._found: Tensor | None = None
-        self._found_read: bool | None = False
         self._counts_read: tuple[int, int] | None = (0, 0)
 
-    def open(self, found_inf: Tensor) -> None:
-        """Begin a step whose flag is ``found_inf`` (0 or 1, fp32 scalar)."""
-        self._found, self._found_read = found_inf, None
-
-    def read(self, found_inf: Tensor) -> bool:
-        """``found_inf`` on the host; the flag of the step at hand is read at most once."""
-        if found_inf is not self._found:
-            return bool(found_inf.item())
-        if self._found_read is None:
-            self._found_read = bool(found_inf.item())
-        return self._found_read
-
-    def record(self, found_inf: Tensor, counts: Tensor | int = 1) -> None:
-        """Count a step as skipped where ``found_inf`` is 1, as applied where it is 0.
+    def record(self, counts: Tensor | int = 1) -> None:
+        """Count the last step as skipped or applied, as its ``found_inf`` says.
 
         ``counts`` (0 or 1) says whether a skip counts against the budget.
         """
         self.attempts += 1
-        if isinstance(counts, int) and self._skipped is None and self._counts_read and self._found_read is not None:
+        was_skipped = self.found_inf.last_read
+        if isinstance(counts, int) and self._skipped is None and self._counts_read and was_skipped is not None:
             # The host asked for every flag so far (an optimizer that cannot take it): no device is needed to count.
             skipped, streak = self._counts_read
-            self._counts_read = (skipped + 1, streak + counts) if self._found_read else (skipped, 0)
+            self._counts_read = (skipped + 1, streak + counts) if was_skipped else (skipped, 0)
             return
-        on_device = self._on(found_inf.device)
-        on_device[0].add_(found_inf)
-        on_device[1].add_(counts).mul_(found_inf)
+        flag = self.found_inf.last
+        skips, in_a_row = self._on(flag.device)
+        skips.add_(flag)
+        in_a_row.add_(counts).mul_(flag)
         self._counts_read = None
-
-    @property
-    def known_clean(self) -> bool:
-        """Whether the host has read the last flag already, and it was 0."""
-        return self._found_read is False
 
     @property
     def step_skipped(self) -> bool:
         """Whether the last step was skipped; a host read, once a step."""
-        return self.read(self._found) if self._found is not None else False
+        return self.found_inf.skipped
 
     @property
     def skipped_steps(self) -> int:
@@ -66,7 +52,7 @@ class StepLedger:
 
     @property
     def skipped(self) -> Tensor | int:
-        """The same without a read: a number where the host knows it, else the device scalar that goes on counting."""
+        """The same without a read: a number where the host knows it, else the device scalar that is counted in."""
         return self._skipped if self._counts_read is None and self._skipped is not None else self._counts()[0]
 
     @property
@@ -89,14 +75,12 @@ class StepLedger:
         }
 
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        """Take up the counts of a checkpoint."""
+        """Resume from the counts of a checkpoint."""
         skipped, streak = int(state["skipped_steps"]), int(state["streak"])
         self.attempts = int(state["applied_steps"]) + skipped
         self._skipped = self._streak = None  # placed again, with these values, by the next step
         self._counts_read = (skipped, streak)
-        self._found, self._found_read = None, None
-        if state.get("step_skipped"):
-            self._found, self._found_read = torch.ones((), dtype=torch.float32), True
+        self.found_inf.restore(bool(state.get("step_skipped")))
 
     def _counts(self) -> tuple[int, int]:
         if self._counts_read is None:

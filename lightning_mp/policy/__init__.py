@@ -15,7 +15,7 @@ from lightning_mp.policy.precision_policy import (
     PinsLike,
     Precision,
     PrecisionPolicy,
-    dtype_name,
+    parse_dtype,
 )
 
 __all__ = [
@@ -33,5 +33,5 @@ __all__ = [
     "PinsLike",
     "Precision",
     "PrecisionPolicy",
-    "dtype_name",
+    "parse_dtype",
 ]

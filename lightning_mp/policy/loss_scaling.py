@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, is_number
 
 # torch.amp.GradScaler's defaults, https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 TORCH_INIT_SCALE = 2.0**16
 TORCH_GROWTH_INTERVAL = 2000
 FP32_MAX = 3.4028234663852886e38
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +33,7 @@ class LossScaling:
         consecutive_hysteresis: whether any clean step refills the hysteresis, or only a growth does.
         min_scale: the scale never falls below it.
         max_scale: ``None``: growth that would overflow fp32 is left out, as torch does; ``inf``: no ceiling.
-        at_min: on an overflow at ``min_scale``: go on skipping, or raise LossScaleError.
+        at_min: what an overflow at ``min_scale`` does: ``"hold"`` skips the step, ``"raise"`` raises LossScaleError.
         dynamic: ``False``: the scale never moves.
 
     Raises:
@@ -57,38 +53,36 @@ class LossScaling:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
-        faults = Faults("LossScaling")
-        self._check_numbers(faults)
-        self._check_bounds(faults)
-        for name in ("dynamic", "consecutive_hysteresis"):
-            if not isinstance(getattr(self, name), bool):
-                faults.add(f"{name}={getattr(self, name)!r}", "True, False", "write a boolean, without quotes")
-        if self.at_min not in ("hold", "raise"):
-            faults.add(f"at_min={self.at_min!r}", "'hold', 'raise'", "choose what an overflow at min_scale does")
-        faults.raise_if_any()
+        with Faults("LossScaling") as faults:
+            self._check_numbers(faults)
+            self._check_bounds(faults)
+            for name in ("dynamic", "consecutive_hysteresis"):
+                faults.one_of(name, getattr(self, name), (True, False), "write a boolean, without quotes")
+            faults.one_of(
+                "at_min", self.at_min, ("hold", "raise"), "write 'hold' to skip the step at min_scale, or 'raise'"
+            )
 
     def _check_numbers(self, faults: Faults) -> None:
-        checks: tuple[tuple[str, Any, bool, str], ...] = (
-            ("init_scale", self.init_scale, True, "a finite number > 0"),
-            ("growth_factor", self.growth_factor, True, "a finite number > 1"),
-            ("backoff_factor", self.backoff_factor, True, "a number between 0 and 1, both left out"),
-            ("min_scale", self.min_scale, False, "a finite number >= 0"),
+        checks: tuple[tuple[str, bool, str], ...] = (
+            ("init_scale", True, "a finite number > 0"),
+            ("growth_factor", True, "a finite number > 1"),
+            ("backoff_factor", True, "a number between 0 and 1, both left out"),
+            ("min_scale", False, "a finite number >= 0"),
         )
-        for name, value, positive, allowed in checks:
-            if not _is_number(value) or not math.isfinite(value) or value < 0 or (positive and value == 0):
+        for name, positive, allowed in checks:
+            value = getattr(self, name)
+            if not is_number(value) or value < 0 or (positive and value == 0):
                 faults.add(f"{name}={value!r}", allowed, f"leave it out for the default, {_default(name)}")
             elif name == "init_scale" and not 2.0**-149 <= value <= FP32_MAX:
-                faults.add(f"init_scale={value!r}", "a number that fp32 can hold", "65536 is the default")
+                faults.add(f"init_scale={value!r}", "a number that fp32 can hold", "write 65536, the default")
             elif name == "growth_factor" and value <= 1:
                 faults.add(f"growth_factor={value!r}", allowed, "use 2.0, or dynamic=False for a scale that stays")
             elif name == "backoff_factor" and value >= 1:
                 faults.add(f"backoff_factor={value!r}", allowed, "use 0.5, or dynamic=False for a scale that stays")
         for name, least in (("growth_interval", 1), ("growth_delay", 0), ("hysteresis", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                faults.add(f"{name}={value!r}", f"an integer >= {least}", f"write a number of steps, at least {least}")
-        ceiling: Any = self.max_scale
-        if ceiling is not None and (not _is_number(ceiling) or math.isnan(ceiling) or ceiling <= 0):
+            faults.whole(name, getattr(self, name), least, f"write a number of steps, at least {least}")
+        ceiling = self.max_scale
+        if ceiling is not None and ceiling != math.inf and (not is_number(ceiling) or ceiling <= 0):
             faults.add(f"max_scale={ceiling!r}", "None or a number > 0", "leave it out for torch's own ceiling")
 
     def _check_bounds(self, faults: Faults) -> None:
@@ -148,16 +142,18 @@ class LossScaling:
         ``loss_scale > 0`` is a static scale, as in DeepSpeed. It grows first after ``loss_scale_window + 1`` clean
         steps, at the start and after an overflow, then every ``loss_scale_window``.
         """
-        if _is_number(loss_scale) and loss_scale > 0:
+        if is_number(loss_scale) and loss_scale > 0:
             return cls.static(loss_scale)
-        faults = Faults("LossScaling.deepspeed")
-        if loss_scale != 0 or isinstance(loss_scale, bool):
-            faults.add(f"loss_scale={loss_scale!r}", "0 (dynamic) or a number > 0 (static)", "write 0")
-        power: object = initial_scale_power
-        if not _is_number(power) or not -126 <= initial_scale_power <= 127:
-            faults.add(f"initial_scale_power={power!r}", "a number from -126 to 127", "16 gives 65536")
-        _check_deepspeed(loss_scale_window, hysteresis, min_loss_scale, faults)
-        faults.raise_if_any()
+        power, least = initial_scale_power, min_loss_scale
+        with Faults("LossScaling.deepspeed") as faults:
+            if loss_scale != 0 or isinstance(loss_scale, bool):
+                faults.add(f"loss_scale={loss_scale!r}", "0 (dynamic) or a number > 0 (static)", "write 0")
+            if not is_number(power) or not -126 <= power <= 127:
+                faults.add(f"initial_scale_power={power!r}", "a number from -126 to 127", "write 16 for 65536")
+            for name, value, default in (("loss_scale_window", loss_scale_window, 1000), ("hysteresis", hysteresis, 2)):
+                faults.whole(name, value, 1, f"write {default}, DeepSpeed's default")
+            if not is_number(least) or least < 0:
+                faults.add(f"min_loss_scale={least!r}", "a finite number >= 0", "write 1, DeepSpeed's default")
         return cls(
             init_scale=2.0**initial_scale_power,
             growth_interval=loss_scale_window,
@@ -196,16 +192,8 @@ class LossScaling:
         return cls(init_scale=scale, min_scale=0.0, dynamic=False)
 
 
-def _check_deepspeed(window: object, hysteresis: object, minimum: Any, faults: Faults) -> None:
-    for name, value in (("loss_scale_window", window), ("hysteresis", hysteresis)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            faults.add(f"{name}={value!r}", "an integer >= 1", "DeepSpeed's defaults are 1000 and 2")
-    if not _is_number(minimum) or not math.isfinite(minimum) or minimum < 0:
-        faults.add(f"min_loss_scale={minimum!r}", "a finite number >= 0", "DeepSpeed's default is 1")
-
-
 def _fp32(value: float) -> float:
-    return struct.unpack("<f", struct.pack("<f", value))[0] if _is_number(value) and abs(value) <= FP32_MAX else value
+    return struct.unpack("<f", struct.pack("<f", value))[0] if is_number(value) and abs(value) <= FP32_MAX else value
 
 
 def _default(name: str) -> object:

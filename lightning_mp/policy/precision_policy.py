@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeVar, cast, get_args
 
-from lightning_mp.errors import Fault, Faults, PlanError, nearest
+from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
 from lightning_mp.policy.loss_scaling import LossScaling
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "auto"]
@@ -24,30 +24,28 @@ DTYPES = {alias: name for name, aliases in _ALIASES.items() for alias in (name, 
 STORAGE_DTYPES = ("fp32", "bf16", "fp16")
 
 
-def dtype_name(value: object) -> str:
+def parse_dtype(value: object) -> str:
     """The short name (``"bf16"``) of a dtype given as ``"bf16"``, ``"bfloat16"``, ``torch.bfloat16``, ….
 
     Raises:
         PlanError: the value names no dtype this package knows.
     """
-    name = DTYPES.get(str(value).lower().removeprefix("torch."))
+    name = _parsed(value)
     if name is None:
-        near = nearest(str(value), DTYPES)
-        fix = f"did you mean {near}?" if near else "write one of these"
-        raise PlanError([Fault(f"dtype {value!r}", ", ".join(_ALIASES), fix)], "dtype")
+        raise PlanError([Fault(f"dtype {value!r}", ", ".join(_ALIASES), did_you_mean(str(value), DTYPES))], "dtype")
     return name
 
 
+def _parsed(value: object) -> str | None:
+    return DTYPES.get(str(value).lower().removeprefix("torch."))
+
+
 def _storage_dtype(value: object, what: str, faults: Faults, others: tuple[str, ...] = ()) -> str:
-    name = DTYPES.get(str(value).lower().removeprefix("torch."))
+    name, allowed = _parsed(value), STORAGE_DTYPES + others
     if name in STORAGE_DTYPES:
         return name
-    if name is not None:
-        fix = f"{name} is no storage format: write fp32"
-    else:
-        near = nearest(str(value), STORAGE_DTYPES + others)
-        fix = f"did you mean {near}?" if near else "write one of these"
-    faults.add(f"{what}={value!r}", ", ".join(STORAGE_DTYPES + others), fix)
+    fix = f"{name} is no storage format: write fp32" if name else did_you_mean(str(value), allowed)
+    faults.add(f"{what}={value!r}", ", ".join(allowed), fix)
     return str(value)
 
 
@@ -73,14 +71,15 @@ class Pin:
     output: str | None = None
 
     def __post_init__(self) -> None:
-        faults = Faults("Pin")
         pattern: object = self.pattern
-        if not isinstance(pattern, str) or not pattern:
-            faults.add(f"pattern={pattern!r}", "a non-empty fnmatch pattern", "'*norm*' covers every norm by name")
-        _set(self, dtype=_storage_dtype(self.dtype, f"pin {self.pattern!r}: dtype", faults))
-        if self.output not in (None, "pin", "input"):
-            _set(self, output=_storage_dtype(self.output, f"pin {self.pattern!r}: output", faults, ("pin", "input")))
-        faults.raise_if_any()
+        name = f"pin {pattern!r}"
+        with Faults("Pin") as faults:
+            if not isinstance(pattern, str) or not pattern:
+                fix = "write a pattern: '*norm*' covers every norm by name"
+                faults.add(f"pattern={pattern!r}", "a non-empty fnmatch pattern", fix)
+            _set(self, dtype=_storage_dtype(self.dtype, f"{name}: dtype", faults))
+            if self.output not in (None, "pin", "input"):
+                _set(self, output=_storage_dtype(self.output, f"{name}: output", faults, ("pin", "input")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +89,7 @@ class Checkpointing:
     Args:
         modules: a pattern as in :class:`Pin`, a module class, or several; of nested matches the outermost counts.
         mode: ``"full"`` recomputes everything; ``"selective"`` keeps the outputs of ``save_ops``.
-        every: of the matches, only every so-manyth is checkpointed.
+        every: of the matches, only every n-th is checkpointed.
         save_ops: names of aten operators, ``"mm"`` or ``"aten.mm.default"``; ``None``: matrix products and attention.
         preserve_rng: whether the recomputation draws the random numbers that the first pass drew.
     """
@@ -102,25 +101,19 @@ class Checkpointing:
     preserve_rng: bool = True
 
     def __post_init__(self) -> None:
-        faults = Faults("Checkpointing")
         given = cast("object", self.modules)
-        items = (
-            [given] if isinstance(given, (str, type)) or not isinstance(given, Iterable) else list(cast("Any", given))
-        )
+        several = isinstance(given, Iterable) and not isinstance(given, (str, type))
+        items = list(cast("Iterable[Any]", given)) if several else [given]
         names = tuple(item.__name__ if isinstance(item, type) else item for item in items)
-        if not names or not all(isinstance(name, str) and name for name in names):
-            faults.add(f"modules={given!r}", "a pattern, a module class, or several", "modules='*.h.*'")
-        if self.mode not in ("full", "selective"):
-            faults.add(f"mode={self.mode!r}", "'full', 'selective'", "'full' recomputes everything")
-        every: object = self.every
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            faults.add(f"every={every!r}", "an integer >= 1", "2 checkpoints every second module")
-        save_ops = _names(self.save_ops, faults)
-        if save_ops is not None and self.mode == "full":
-            faults.add("save_ops with mode='full'", "save_ops with mode='selective'", "set mode='selective'")
-        if not isinstance(self.preserve_rng, bool):
-            faults.add(f"preserve_rng={self.preserve_rng!r}", "True, False", "write a boolean, without quotes")
-        faults.raise_if_any()
+        with Faults("Checkpointing") as faults:
+            if not names or not all(isinstance(name, str) and name for name in names):
+                faults.add(f"modules={given!r}", "a pattern, a module class, or several", "write modules='*.h.*'")
+            faults.one_of("mode", self.mode, ("full", "selective"), "write 'full' to recompute everything")
+            faults.whole("every", self.every, 1, "write 2 to checkpoint every second module")
+            save_ops = _names(self.save_ops, faults)
+            if save_ops is not None and self.mode == "full":
+                faults.add("save_ops with mode='full'", "save_ops with mode='selective'", "set mode='selective'")
+            faults.one_of("preserve_rng", self.preserve_rng, (True, False), "write a boolean, without quotes")
         _set(self, modules=names[0] if len(names) == 1 else names, save_ops=save_ops)
 
     @property
@@ -154,16 +147,12 @@ class NonFinite:
     max_consecutive: int = 100
 
     def __post_init__(self) -> None:
-        faults = Faults("NonFinite")
-        if self.action not in ("skip", "raise", "ignore"):
-            faults.add(f"nonfinite={self.action!r}", "'skip', 'raise', 'ignore'", "'skip' is the default")
-        budget: object = self.max_consecutive
-        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
-            faults.add(f"max_consecutive={budget!r}", "an integer >= 0", "100 is the default")
-        faults.raise_if_any()
+        with Faults("NonFinite") as faults:
+            faults.one_of("nonfinite", self.action, ("skip", "raise", "ignore"), "write 'skip', the default")
+            faults.whole("max_consecutive", self.max_consecutive, 0, "write 100, the default")
 
 
-_Piece = TypeVar("_Piece", LossScaling, Checkpointing, NonFinite)
+_Piece = TypeVar("_Piece", LossScaling, Checkpointing, NonFinite, Pin)
 
 LossScalingLike = LossScaling | Mapping[str, Any] | None
 PinsLike = Mapping[str, Any] | Iterable[Pin | Mapping[str, Any]] | None
@@ -194,20 +183,19 @@ class PrecisionPolicy:
     buffer_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        faults = Faults()
-        _set(
-            self,
-            precision=_precision(self.precision, faults),
-            loss_scaling=_loss_scaling(self.loss_scaling, self.precision, faults),
-            pins=_pins(self.pins, faults),
-            tf32=_tf32(self.tf32, faults),
-            checkpointing=_checkpointing(self.checkpointing, faults),
-            nonfinite=_nonfinite(self.nonfinite, faults),
-            reduce_dtype=_storage_dtype(self.reduce_dtype or "fp32", "reduce_dtype", faults),
-        )
-        if self.buffer_dtype is not None:
-            _set(self, buffer_dtype=_storage_dtype(self.buffer_dtype, "buffer_dtype", faults))
-        faults.raise_if_any()
+        buffers: object = self.buffer_dtype
+        with Faults() as faults:
+            _set(
+                self,
+                precision=_precision(self.precision, faults),
+                loss_scaling=_loss_scaling(self.loss_scaling, self.precision, faults),
+                pins=_pins(self.pins, faults),
+                tf32=_tf32(self.tf32, faults),
+                checkpointing=_checkpointing(self.checkpointing, faults),
+                nonfinite=_nonfinite(self.nonfinite, faults),
+                reduce_dtype=_storage_dtype(self.reduce_dtype or "fp32", "reduce_dtype", faults),
+                buffer_dtype=None if buffers is None else _storage_dtype(buffers, "buffer_dtype", faults),
+            )
 
     @property
     def storage_dtype(self) -> str:
@@ -238,53 +226,54 @@ class PrecisionPolicy:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:
         """A policy from a mapping of its fields; unknown keys are refused with the nearest known ones."""
-        faults = Faults()
-        known = _known_fields(cls, values, "", faults)
-        try:
-            policy = cls(**known)
-        except PlanError as error:
-            faults.extend(error.faults)
-        else:
-            faults.raise_if_any()
-            return policy
-        raise PlanError(faults.found)
+        policy = None
+        with Faults() as faults:
+            known = _known_fields(cls, values, "", faults)
+            try:
+                policy = cls(**known)
+            except PlanError as error:
+                faults.extend(error.faults)
+        return cast("PrecisionPolicy", policy)
 
 
 def _known_fields(kind: type[Any], values: Mapping[str, Any], prefix: str, faults: Faults) -> dict[str, Any]:
     names = [item.name for item in fields(kind)]
-    for key in values:
-        if key not in names:
-            near = nearest(str(key), names)
-            faults.add(
-                f"unknown key {prefix}{key}",
-                ", ".join(names),
-                f"did you mean {near}?" if near else "remove it",
-            )
+    for key in [key for key in values if key not in names]:
+        faults.add(f"unknown key {prefix}{key}", ", ".join(names), did_you_mean(str(key), names, "remove it"))
     return {key: value for key, value in values.items() if key in names}
+
+
+_EXAMPLES: Mapping[type[Any], str] = {
+    LossScaling: "LossScaling()",
+    Checkpointing: "Checkpointing(modules='*.h.*')",
+    NonFinite: "NonFinite()",
+    Pin: "Pin('*norm*', 'fp32')",
+}
 
 
 def _piece(kind: type[_Piece], value: object, what: str, faults: Faults) -> _Piece | None:
     """A piece of the policy from an instance or a mapping of its fields; its faults join the others."""
     if isinstance(value, kind):
         return value
+    name, shown = kind.__name__, f"{what}={[value] if kind is Pin else value!r}"
     if not isinstance(value, Mapping):
-        faults.add(f"{what}={value!r}", f"{kind.__name__}(...) or a mapping of its fields", f"write {kind.__name__}()")
+        faults.add(shown, f"{name}(...) or a mapping of its fields", f"write {_EXAMPLES[kind]}")
         return None
     known = _known_fields(kind, cast("Mapping[str, Any]", value), f"{what}.", faults)
+    missing = [item.name for item in fields(kind) if item.default is MISSING and item.name not in known]
+    if missing:
+        faults.add(shown, f"the fields of {name}", f"add {' and '.join(map(repr, missing))}")
+        return None
     try:
         return kind(**known)
     except PlanError as error:
         faults.extend(error.faults)
-    except TypeError as error:  # a required field is missing
-        faults.add(f"{what}={dict(known)!r}", f"the fields of {kind.__name__}", str(error))
     return None
 
 
 def _precision(value: object, faults: Faults) -> str:
     if value not in PRECISIONS:
-        near = nearest(str(value), PRECISIONS)
-        fix = f"did you mean {near}?" if near else "write one of these"
-        faults.add(f"precision={value!r}", ", ".join(PRECISIONS), fix)
+        faults.add(f"precision={value!r}", ", ".join(PRECISIONS), did_you_mean(str(value), PRECISIONS))
     return str(value)
 
 
@@ -309,33 +298,18 @@ def _pins(value: object, faults: Faults) -> tuple[Pin, ...]:
     elif isinstance(value, Iterable) and not isinstance(value, str):
         entries = list(cast("Iterable[Any]", value))
     else:
-        faults.add(f"pins={value!r}", "a mapping of pattern to dtype, or a list of Pin", "pins={'*norm*': 'fp32'}")
+        allowed = "a mapping of pattern to dtype, or a list of Pin"
+        faults.add(f"pins={value!r}", allowed, "write pins={'*norm*': 'fp32'}")
         return ()
-    pins: list[Pin] = []
-    for entry in entries:
-        if isinstance(entry, Pin):
-            pins.append(entry)
-            continue
-        if not isinstance(entry, Mapping):
-            faults.add(f"pin {entry!r}", "Pin(pattern, dtype) or a mapping of its fields", "Pin('*norm*', 'fp32')")
-            continue
-        known = _known_fields(Pin, cast("Mapping[str, Any]", entry), "pins.", faults)
-        try:
-            pins.append(Pin(**known))
-        except PlanError as error:
-            faults.extend(error.faults)
-        except TypeError as error:
-            faults.add(f"pin {known!r}", "a pattern and a dtype", str(error))
-    return tuple(pins)
+    pins = [_piece(Pin, entry, "pins", faults) for entry in entries]
+    return tuple(pin for pin in pins if pin is not None)
 
 
-def _pin_entry(pattern: object, spec: object) -> object:
+def _pin_entry(pattern: Any, spec: Any) -> Pin | dict[str, Any]:
     """An entry of a ``{pattern: dtype | Pin | fields}`` mapping as a Pin or the fields of one."""
     if isinstance(spec, Pin):
-        return {"pattern": pattern, "dtype": spec.dtype, "output": spec.output}
-    if isinstance(spec, Mapping):
-        return {"pattern": pattern, **cast("Mapping[str, Any]", spec)}
-    return {"pattern": pattern, "dtype": spec}
+        return replace(spec, pattern=pattern)
+    return {"pattern": pattern, **(spec if isinstance(spec, Mapping) else {"dtype": spec})}
 
 
 def _tf32(value: object, faults: Faults) -> str | None:
@@ -343,7 +317,9 @@ def _tf32(value: object, faults: Faults) -> str | None:
         return cast("str | None", value)
     if isinstance(value, bool):
         return "high" if value else "highest"
-    faults.add(f"tf32={value!r}", "None, True, False, " + ", ".join(map(repr, TF32_SETTINGS)), "'high' turns TF32 on")
+    faults.add(
+        f"tf32={value!r}", "None, True, False, " + ", ".join(map(repr, TF32_SETTINGS)), "write 'high' to turn TF32 on"
+    )
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-from lightning_mp.errors import Fault, PlanError, nearest
+from lightning_mp.errors import Fault, PlanError, did_you_mean
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.loss_scaling import LossScaling
 
@@ -39,7 +39,6 @@ def preset(name: str) -> PrecisionPolicy:
         PlanError: no preset has that name.
     """
     if name not in PRESETS:
-        near = nearest(name, PRESETS)
-        fix = f"did you mean {near}?" if near else "choose one of these"
+        fix = did_you_mean(name, PRESETS, "choose one of these")
         raise PlanError([Fault(f"preset {name!r}", ", ".join(PRESETS), fix)])
     return PrecisionPolicy(**PRESETS[name])

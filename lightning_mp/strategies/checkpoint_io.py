@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from lightning_mp.checkpoints.formats import Kind, kind_of
 from lightning_mp.checkpoints.load import read_full
 from lightning_mp.checkpoints.sharded import entries
 from lightning_mp.compat.lightning import Strategy, rank_zero_info
+from lightning_mp.compat.torch import last_rates
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 
 #: the checkpoint's key for what this package notes beside Lightning's own
@@ -149,6 +150,5 @@ def _like(target: Any, whole: Any) -> Any:
 def set_learning_rates(optimizers: Any, checkpoint: Mapping[str, Any]) -> None:
     """Give each optimizer's groups the learning rates that the checkpoint's schedulers had come to."""
     for optimizer, state in zip(optimizers, checkpoint.get("lr_schedulers") or (), strict=False):
-        rates = cast("list[float]", state.get("_last_lr") or ())
-        for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        for group, rate in zip(optimizer.param_groups, last_rates(state), strict=False):
             group["lr"] = rate if not isinstance(group["lr"], torch.Tensor) else group["lr"].fill_(rate)

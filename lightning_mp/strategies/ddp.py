@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 from torch import nn
 
-from lightning_mp.compat.lightning import DDPStrategy, Trainer
+from lightning_mp.compat.lightning import DDP, DDPStrategy, Trainer, keep_sampler
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.strategies.checkpoint_io import CarriesCheckpoints
 from lightning_mp.strategies.fail_together import EndsTogether
@@ -20,6 +18,7 @@ class PlanDDPStrategy(EndsTogether, CarriesCheckpoints, DDPStrategy):
     """
 
     plan_engine = EagerEngine
+    private_names = (DDP,)
 
     @property
     def _alone(self) -> bool:
@@ -41,7 +40,7 @@ class PlanDDPStrategy(EndsTogether, CarriesCheckpoints, DDPStrategy):
             super().setup(trainer)
             return
         # DistributedSampler would draw another order than RandomSampler does, also for one process.
-        cast("Any", trainer)._accelerator_connector.use_distributed_sampler = False
+        keep_sampler(trainer)
         super(DDPStrategy, self).setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mp.compat.torch import own_reset
+from lightning_mp.compat.transformers import IS_INITIALIZED, initialiser
 from lightning_mp.errors import Faults
 from lightning_mp.modules.patterns import named_submodules
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
@@ -23,7 +25,7 @@ def cannot_initialise(model: nn.Module) -> list[str]:
     return [
         name or type(model).__name__
         for name, module in (("", model), *named_submodules(model))
-        if _on_meta(module) and _own_reset(module) is None and _initialiser_around(module, model) is None
+        if _on_meta(module) and own_reset(module) is None and _initialiser_around(module, model) is None
     ]
 
 
@@ -80,41 +82,34 @@ def _marked(tensor: Tensor, place: torch.device) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
     for key, value in vars(tensor).items():
-        if key != "_is_hf_initialized":
+        if key != IS_INITIALIZED:
             setattr(new, key, value)
     return new
 
 
 def initialise(module: nn.Module, root: nn.Module) -> None:
     """By the module's own ``reset_parameters``, then as the model around it initialises its modules."""
-    reset, around = _own_reset(module), _initialiser_around(module, root)
+    reset, around = own_reset(module), _initialiser_around(module, root)
     with torch.no_grad():
         if reset is not None:
             reset()
         if around is not None:
-            cast("Any", around)._init_weights(module)
+            around(module)
 
 
-def _own_reset(module: nn.Module) -> Any:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return reset if callable(reset) else None
-
-
-def _initialiser_around(module: nn.Module, root: nn.Module) -> nn.Module | None:
-    """The innermost model with ``_init_weights(module)``: transformers' convention, and of many others."""
+def _initialiser_around(module: nn.Module, root: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """``_init_weights`` of the innermost model that has it: transformers' convention, and of many others."""
     found = None
     for candidate in root.modules():
-        if _initialises_others(candidate) and any(inner is module for inner in candidate.modules()):
-            found = candidate
+        method = initialiser(candidate)
+        if method is not None and _takes_one(method) and any(inner is module for inner in candidate.modules()):
+            found = method
     return found
 
 
-def _initialises_others(module: nn.Module) -> bool:
-    method = getattr(module, "_init_weights", None)
-    if not callable(method):
-        return False
+def _takes_one(method: Callable[..., Any]) -> bool:
     try:
-        inspect.signature(method).bind(module)
+        inspect.signature(method).bind(None)
     except TypeError:
         return False
     return True

@@ -107,6 +107,8 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
             near = nearest(key, allowed)
             fix = f"did you mean {near}?" if near else "remove it"
             faults.add(f"unknown keyword {key!r} with {name!r}", ", ".join(sorted(allowed)), fix)
+    for names in cls.private_names:
+        names.check(faults)
     faults.raise_if_any()
     checked = {"policy": policy} if "policy" in own else {}
     meet_other_copy(cls, "Strategy")

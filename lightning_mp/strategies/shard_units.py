@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.compat.transformers import block_classes
 from lightning_mp.errors import Faults
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.patterns import called_in, has_own_forward, matches, named_submodules, no_match
@@ -122,7 +123,7 @@ def _no_split_modules(root: nn.Module) -> list[str]:
     """The block classes that transformers models name themselves."""
     found: dict[str, None] = {}
     for module in root.modules():
-        found.update(dict.fromkeys(cast("Iterable[str]", getattr(module, "_no_split_modules", None) or ())))
+        found.update(dict.fromkeys(block_classes(module)))
     present = {original_class(module).__name__ for module in root.modules()}
     return [name for name in found if name in present]
 

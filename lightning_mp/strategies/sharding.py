@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_mp.compat.torch import make_root, saved_buffers
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import meta_device
@@ -59,8 +60,7 @@ def share_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
-        left_out = cast("Any", module)._non_persistent_buffers_set
-        yield from (tensor for name, tensor in module.named_buffers(recurse=False) if name not in left_out)
+        yield from saved_buffers(module)
 
 
 def shard(model: nn.Module, units: Units, mesh: DeviceMesh, policy: PrecisionPolicy, how: Sharding) -> None:
@@ -89,7 +89,7 @@ def shard(model: nn.Module, units: Units, mesh: DeviceMesh, policy: PrecisionPol
     # where the step calls self(x), what comes after that call still needs the root's weights.
     options.pop("reshard_after_forward", None)
     fully_shard(model, **options)
-    cast("Any", model)._get_fsdp_state()._lazy_init()  # a block that is called before a step must not become the root
+    make_root(model)  # a block that is called before a step must not become one
     if how.prefetch:
         _prefetch(units.blocks, how.prefetch)
 

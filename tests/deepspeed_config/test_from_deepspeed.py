@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, PlanError
 from lightning_mp.deepspeed_config.merge import compose
-from lightning_mp.deepspeed_config.notes import DeepSpeedNotes
-from lightning_mp.deepspeed_config.schema import BLOCKS, REFUSED, TOP
+from lightning_mp.deepspeed_config.read import DeepSpeedNotes
+from lightning_mp.deepspeed_config.schema import REFUSED, blocks
 from support.deepspeed_json import DEEPSPEED, REAL, WHOLE_FP16, faults_of, the_fault
 
 read = MixedPrecisionPlan.from_deepspeed
@@ -85,7 +85,7 @@ def test_a_real_config_is_read_or_refused_with_its_reasons(name: str, tmp_path: 
     before = copy.deepcopy(config)
     if isinstance(expected, list):
         found = faults_of(lambda: read(config))
-        assert all(fault.startswith(f"given {given}") for fault, given in zip(found, expected, strict=True)), found
+        assert all(fault.given.startswith(given) for fault, given in zip(found, expected, strict=True)), found
         return
     plan = read(config)
     precision, refused = expected
@@ -242,13 +242,13 @@ REFUSED_JSON: list[tuple[dict[str, Any], list[str]]] = [
 def test_what_a_plan_cannot_carry_out_is_one_error(config: dict[str, Any], given: list[str]) -> None:
     found = faults_of(lambda: read(config))
     assert len(found) == len(given), found
-    assert all(any(fault.startswith(f"given {word}") for fault in found) for word in given), found
+    assert all(any(fault.given.startswith(word) for fault in found) for word in given), found
 
 
 def test_a_misspelt_key_is_refused_with_the_near_name() -> None:
-    assert "did you mean 'initial_scale_power'?" in the_fault(lambda: read({"fp16": {"inital_scale_power": 8}}))
-    assert "did you mean 'fp16'" in the_fault(lambda: read({"fp61": {"enabled": True}}))
-    assert "move it into fp16" in the_fault(lambda: read({"loss_scale": 128}))
+    assert "did you mean 'initial_scale_power'?" in the_fault(lambda: read({"fp16": {"inital_scale_power": 8}})).fix
+    assert "did you mean 'fp16'" in the_fault(lambda: read({"fp61": {"enabled": True}})).fix
+    assert "move it into fp16" in the_fault(lambda: read({"loss_scale": 128})).fix
 
 
 #: what neither plan nor engine takes stands in the notes with the reason
@@ -336,7 +336,7 @@ def test_a_path_and_a_dictconfig_read_as_the_dict_does(tmp_path: Path) -> None:
     plans = [read(path), read(str(path)), read(OmegaConf.create({"fp16": {"enabled": True, "initial_scale_power": 8}}))]
     assert {plan.policy.loss_scaling for plan in plans} == {LossScaling.deepspeed(initial_scale_power=8)}
     path.write_text('{\n  // half\n  "fp16": {"enabled": true}\n}', encoding="utf-8")
-    assert "line 2, column 3" in the_fault(lambda: read(path))
+    assert "line 2, column 3" in the_fault(lambda: read(path)).given
 
 
 class Mine(MixedPrecisionPlan):
@@ -347,18 +347,18 @@ def test_a_subclass_reads_itself() -> None:
     assert type(Mine.from_deepspeed({"bf16": {"enabled": True}})) is Mine
 
 
-names = st.sampled_from([*TOP, *REFUSED, *{key for table in BLOCKS.values() for key in table}, "", "_x", "fp61"])
+names = st.sampled_from([*REFUSED, *{key for table in blocks().values() for key in table}, "", "_x", "fp61"])
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(["auto", "fp16", "bf16", "cpu", "1"])
 )
 anything = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=4), max_leaves=8
 )
-blocks = st.one_of(*(st.dictionaries(st.sampled_from([*BLOCKS[name]]), scalars, max_size=4) for name in BLOCKS))
+block = st.one_of(*(st.dictionaries(st.sampled_from([*keys]), scalars, max_size=4) for keys in blocks().values()))
 
 
 @settings(deadline=None)
-@given(config=st.dictionaries(names, st.one_of(anything, blocks), max_size=5))
+@given(config=st.dictionaries(names, st.one_of(anything, block), max_size=5))
 @example(config={"fp16": {"enabled": True, "min_loss_scale": 10**400}})
 @example(config={"gradient_accumulation_steps": math.inf})
 def test_any_json_is_read_with_every_key_told_or_refused(config: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_mp.deepspeed_config import read
+from lightning_mp.deepspeed_config.read import load_json as read
 from support.deepspeed_json import (
     composed,
     faults_of,
@@ -47,45 +47,46 @@ def test_every_form_reads_as_the_same_plain_dict(form: Callable[[Path], Any], tm
 
 def test_a_config_from_omegaconf_composes_as_the_dict_does() -> None:
     user = {"scale": 16, "fp16": {"enabled": True, "initial_scale_power": "${scale}"}}
-    assert the_fault(lambda: composed("16-mixed", OmegaConf.create(user))).startswith("given unknown key scale;")
+    assert the_fault(lambda: composed("16-mixed", OmegaConf.create(user))).given == "unknown key scale"
     assert composed("16-mixed", OmegaConf.create(SMALL)) == composed("16-mixed", SMALL)
 
 
 BROKEN: list[tuple[str, tuple[str, ...]]] = [
-    ('{\n  // the scale\n  "fp16": {}\n}', ("line 2, column 3", "remove the comment there")),
-    ('{\n  "fp16": {} // off\n}', ("line 2, column 14", "remove the comment there")),
-    ('{\n  "fp16": {}, # off\n  "bf16": {}\n}', ("line 2, column 15", "remove the comment there")),
-    ('{\n  "fp16": {\n}', ("line 3, column 2", "mend it there")),
-    ("fp16: true", ("line 1, column 1", "mend it there")),
+    ('{\n  // the scale\n  "fp16": {}\n}', ("line 2, column 3", "Remove the comment there")),
+    ('{\n  "fp16": {} // off\n}', ("line 2, column 14", "Remove the comment there")),
+    ('{\n  "fp16": {}, # off\n  "bf16": {}\n}', ("line 2, column 15", "Remove the comment there")),
+    ('{\n  "fp16": {\n}', ("line 3, column 2", "Correct it (no comments")),
+    ("fp16: true", ("line 1, column 1", "Correct it (no comments")),
     ("", ("line 1, column 1",)),
-    ("[1]", ("holding a list", "an object")),
-    ('{"fp16": {}, "bf16": {"a": 1, "a": 2}, "fp16": {}}', ("'a' twice", "'fp16' twice", "keep one")),
+    ("[1]", ("with a list in it", "an object")),
+    ('{"fp16": {}, "bf16": {"a": 1, "a": 2}, "fp16": {}}', ("'a' twice", "'fp16' twice", "Keep one of them")),
 ]
 
 
 @pytest.mark.parametrize(("text", "words"), BROKEN, ids=[row[0] for row in BROKEN])
 def test_a_file_that_is_no_json_object_says_where_and_why(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
     path = file_with(tmp_path, text)
-    message = " ".join(faults_of(lambda: read(path)))
+    message = " ".join(map(str, faults_of(lambda: read(path))))
     assert str(path) in message
     assert all(word in message for word in words)
 
 
 def test_a_missing_file_and_a_folder_are_no_file(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path):
-        assert the_fault(lambda path=path: read(path)).startswith(f"given {str(path)!r}, which is no file;")
+        assert the_fault(lambda path=path: read(path)).given == f"{str(path)!r}, which is no file"
 
 
 def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_bytes(b'{"_comment": "\xff\xfe"}')
-    assert "JSON in UTF-8" in the_fault(lambda: read(path))
+    assert "JSON in UTF-8" in the_fault(lambda: read(path)).allowed
 
 
 @pytest.mark.parametrize("source", [None, 3, [("fp16", {})]])
 def test_what_is_neither_mapping_nor_path_is_refused(source: Any) -> None:
-    assert the_fault(lambda: read(source)).startswith(f"given {source!r}; allowed: an object")
+    fault = the_fault(lambda: read(source))
+    assert (fault.given, fault.allowed.partition(",")[0]) == (repr(source), "an object")
 
 
 def test_a_config_that_does_not_resolve_is_a_fault_of_the_deepspeed_config() -> None:
-    assert "does not resolve" in the_fault(lambda: read(OmegaConf.create({"fp16": {"enabled": "${nowhere}"}})))
+    assert "does not resolve" in the_fault(lambda: read(OmegaConf.create({"fp16": {"enabled": "${nowhere}"}}))).given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_mp.deepspeed_config.merge import Composed, add_trainer
-from lightning_mp.deepspeed_config.schema import BLOCKS, REFUSED, TOP
+from lightning_mp.deepspeed_config.read import read_policy
+from lightning_mp.deepspeed_config.schema import REFUSED, blocks
 from lightning_mp.errors import PlanError
 from lightning_mp.policy.loss_scaling import LossScaling
 from support.deepspeed_json import (
@@ -74,7 +76,7 @@ def test_a_real_config_composes_for_what_it_names_and_deepspeed_reads_it(name: s
             refused = faults_of(
                 lambda precision=precision, words=words: composed(precision, config, stage=stage, **words)
             )
-            assert REFUSED_REAL[name] in " ".join(refused)
+            assert REFUSED_REAL[name] in " ".join(map(str, refused))
             continue
         made = composed(precision, config, stage=stage, **words)
         accumulate = made.config.get("gradient_accumulation_steps", 1)
@@ -102,7 +104,7 @@ def test_a_real_config_under_any_plan_composes_or_is_refused(name: str, precisio
         assert isinstance(made, Composed)
 
 
-keys = st.sampled_from([*TOP, *REFUSED, *{key for table in BLOCKS.values() for key in table}, "", "_x"])
+keys = st.sampled_from([*REFUSED, *{key for table in blocks().values() for key in table}, "", "_x"])
 scalars = st.one_of(
     st.none(),
     st.booleans(),
@@ -148,6 +150,12 @@ def test_any_json_composes_or_is_refused_and_stays_as_it_was(
     assert repr(user) == before
 
 
+def run_alone(code: str) -> str:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=env)
+    return done.stdout.strip()
+
+
 def test_none_of_this_needs_torch() -> None:
     code = (
         "import sys, lightning_mp.deepspeed_config.merge as d, lightning_mp.policy as p;"
@@ -155,5 +163,28 @@ def test_none_of_this_needs_torch() -> None:
         " clip_norm=None, accumulate=1, world_size=1, micro_batch=None);"
         "print([name for name in ('torch', 'lightning', 'deepspeed') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "[]"
+    assert run_alone(code) == "[]"
+
+
+def test_without_deepspeed_every_config_reads_as_the_same_policy_and_its_blocks_are_left() -> None:
+    code = (
+        "import sys; sys.modules['deepspeed'] = None;"
+        "from support.deepspeed_json import REAL; from lightning_mp.errors import PlanError;"
+        "from lightning_mp.deepspeed_config.read import read_policy\n"
+        "for name, entry in REAL.items():\n"
+        "    try:\n"
+        "        policy, notes = read_policy(entry['config'])\n"
+        "        print(name, policy, sorted(notes.refused))\n"
+        "    except PlanError as error:\n"
+        "        print(name, error.faults)\n"
+    )
+    alone = dict(line.split(" ", 1) for line in run_alone(code).splitlines())
+    for name, entry in REAL.items():
+        try:
+            policy, notes = read_policy(entry["config"])
+        except PlanError as error:
+            expected = str(error.faults)
+        else:
+            ours = [key for key in sorted(notes.refused) if not key.startswith(("zero_optimization.", "compile."))]
+            expected = f"{policy} {ours}"
+        assert alone[name] == expected

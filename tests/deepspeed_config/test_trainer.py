@@ -62,7 +62,7 @@ TRAINER: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     (
         {"gradient_clipping": 1.0},
         {"clip_norm": 0.5},
-        ("gradient_clipping=1.0 in the JSON", "Trainer(gradient_clip_val=0.5)", "write Trainer(gradient_clip_val=1.0)"),
+        ("gradient_clipping=1.0 in the JSON", "Trainer(gradient_clip_val=0.5)", "Write Trainer(gradient_clip_val=1.0)"),
     ),
     (
         {"gradient_clipping": 0},
@@ -80,7 +80,7 @@ TRAINER: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
         (
             "gradient_accumulation_steps=4 in the JSON",
             "Trainer(accumulate_grad_batches=1)",
-            "do: write Trainer(accumulate_grad_batches=4)",
+            "Write Trainer(accumulate_grad_batches=4)",
         ),
     ),
     (
@@ -104,7 +104,7 @@ TRAINER: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
         ("train_batch_size=100 in the JSON", "3 a device x 1 accumulated x 8 devices = 24"),
     ),
     ({"train_batch_size": 9}, {"world_size": 2}, ("train_batch_size=9 in the JSON", "x 2 devices = 2")),
-    ({"gradient_clipping": "1.0"}, {"clip_norm": 1.0}, ("gradient_clipping='1.0'", "write it without quotes")),
+    ({"gradient_clipping": "1.0"}, {"clip_norm": 1.0}, ("gradient_clipping='1.0'", "Write it without quotes")),
     ({"train_batch_size": True}, {}, ("train_batch_size=True", "a whole number >= 1")),
 ]
 
@@ -113,7 +113,7 @@ TRAINER: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
 def test_what_the_trainer_says_otherwise_is_one_fault_with_both_values(
     user: dict[str, Any], words: dict[str, Any], shown: tuple[str, ...]
 ) -> None:
-    fault = the_fault(lambda: with_trainer(user, **words))
+    fault = str(the_fault(lambda: with_trainer(user, **words)))
     assert all(part in fault for part in shown), fault
 
 

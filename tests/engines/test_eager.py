@@ -14,7 +14,7 @@ from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.engines.optimizer_facts import calls_closure_again, eps_is_zero, loses_updates
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepLedger
+from lightning_mp.numerics.step_counter import StepCounter
 from support.models import InfiniteGradient, same_weights, weights
 
 OPTIMIZERS: dict[str, Any] = {
@@ -34,22 +34,22 @@ def _loss(net: nn.Module, step: int, bad: tuple[int, ...] = ()) -> Tensor:
     return loss + InfiniteGradient.apply(next(net.parameters()).sum() * 0) if step in bad else loss
 
 
-def _bare(policy: PrecisionPolicy, ledger: StepLedger, scaler: LossScaler | None = None) -> EagerEngine:
+def _bare(policy: PrecisionPolicy, counter: StepCounter, scaler: LossScaler | None = None) -> EagerEngine:
     return EagerEngine(
         policy,
         device=torch.device("cpu"),
-        ledger=ledger,
+        step_counter=counter,
         scaler=scaler,
         distributed=False,
-        global_step=lambda: ledger.attempts - 1,
+        global_step=lambda: counter.attempts - 1,
     )
 
 
 def _engine(net: nn.Module, precision: str = "16-mixed", build: Any = OPTIMIZERS["fused"], **fields: Any) -> Any:
     policy = PrecisionPolicy(precision=precision, **fields)
-    ledger = StepLedger()
-    scaler = None if policy.loss_scaling is None else LossScaler(policy.loss_scaling, read=ledger.read)
-    engine = _bare(policy, ledger, scaler)
+    counter = StepCounter()
+    scaler = None if policy.loss_scaling is None else LossScaler(policy.loss_scaling, counter.found_inf)
+    engine = _bare(policy, counter, scaler)
     faults = Faults()
     engine.check(net, faults)
     faults.raise_if_any()
@@ -88,8 +88,8 @@ def test_a_loop_with_the_engine_is_a_loop_with_torchs_scaler(bad: tuple[int, ...
         scaler.update()
         assert same_weights(weights(ours), weights(torchs))
         assert engine.scaler.get_scale() == scaler.get_scale()
-        assert engine.ledger.step_skipped == (number in bad)
-    assert (engine.ledger.applied_steps, engine.ledger.skipped_steps) == (6 - len(bad), len(bad))
+        assert engine.step_counter.step_skipped == (number in bad)
+    assert (engine.step_counter.applied_steps, engine.step_counter.skipped_steps) == (6 - len(bad), len(bad))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -109,7 +109,7 @@ def test_checking_changes_nothing_and_preparing_does() -> None:
     net = _net()
     before = [type(m) for m in net.modules()], [p.dtype for p in net.parameters()]
     policy = PrecisionPolicy(precision="bf16-true", pins={"1": "fp32"}, checkpointing="2")  # type: ignore[arg-type]
-    engine = _bare(policy, StepLedger())
+    engine = _bare(policy, StepCounter())
     engine.check(net, Faults())
     assert ([type(m) for m in net.modules()], [p.dtype for p in net.parameters()]) == before
     engine.prepare(net)
@@ -131,7 +131,7 @@ def test_releasing_takes_checkpointing_out_and_leaves_dtypes() -> None:
 def test_faults_are_noted_not_raised() -> None:
     policy = PrecisionPolicy(precision="bf16-mixed", pins={"a": "fp32", "b": "fp32"}, checkpointing="c")  # type: ignore[arg-type]
     faults = Faults()
-    _bare(policy, StepLedger()).check(_net(), faults)
+    _bare(policy, StepCounter()).check(_net(), faults)
     assert [fault.given.split(",")[0] for fault in faults.found] == ["pin 'a'", "pin 'b'", "checkpointing pattern 'c'"]
 
 
@@ -183,7 +183,7 @@ def test_lbfgs_steps_by_its_closure_and_is_put_back_on_a_bad_one(bad: tuple[int,
         if number not in bad:
             oracle.step(partial(closure, oracle_net, oracle, number, ()))
         assert same_weights(weights(ours), weights(oracle_net))
-    assert engine.ledger.skipped_steps == len(bad)
+    assert engine.step_counter.skipped_steps == len(bad)
 
 
 @pytest.mark.parametrize("budget", [0, 2])

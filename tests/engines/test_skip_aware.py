@@ -1,4 +1,4 @@
-"""Holding by itself, beside Lightning's own plugin: what stands still, for how long, and that it is given back."""
+"""Skip-aware hooks beside Lightning's own plugin: what does not move, for how long, and how they are removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_mp.engines.skip_aware import Holding
+from lightning_mp.engines.skip_aware import SkipAwareHooks
 from support.models import Regression
 from support.running import fit
 
@@ -20,16 +20,16 @@ sgd = partial(SGD, lr=1.0e-3)
 rising = partial(LambdaLR, lr_lambda=lambda step: step + 1)
 
 
-class Hold(Callback):
-    """Holds from the first batch on, wherever ``skipped`` says so."""
+class Install(Callback):
+    """Installs the hooks on the first batch; a step is skipped where ``skipped`` says so."""
 
     def __init__(self, skipped: Callable[[], bool]) -> None:
-        self.holding, self.skipped = Holding(), skipped
+        self.hooks, self.skipped = SkipAwareHooks(), skipped
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if not self.holding.active:
-            self.holding.hold(trainer, pl_module, self.skipped)
-        assert self.holding.active
+        if not self.hooks.active:
+            self.hooks.install(trainer, pl_module, self.skipped)
+        assert self.hooks.active
 
 
 def _lrs(module: Regression) -> list[int]:
@@ -45,23 +45,23 @@ def _lrs(module: Regression) -> list[int]:
         ((6, 7), [1, 2, 3, 4, 5, 6, 7, 7]),
     ],
 )
-def test_a_step_interval_scheduler_stands_still_while_told(skipped: tuple[int, ...], lrs: list[int]) -> None:
+def test_a_step_interval_scheduler_does_not_move_on_a_skip(skipped: tuple[int, ...], lrs: list[int]) -> None:
     module = Regression(sgd, rising)
-    hold = Hold(lambda: module.trainer.global_step - 1 in skipped)
-    fit(module, precision="32-true", callbacks=[hold])
+    hooked = Install(lambda: module.trainer.global_step - 1 in skipped)
+    fit(module, precision="32-true", callbacks=[hooked])
     assert _lrs(module) == lrs
-    hold.holding.release()
+    hooked.hooks.remove()
 
 
-def test_release_gives_back_exactly_what_was_there() -> None:
+def test_removing_restores_exactly_what_was_there() -> None:
     module = Regression(sgd, rising)
     before = dict(module.__dict__)
-    hold = Hold(lambda: True)
-    fit(module, precision="32-true", callbacks=[hold])
+    hooked = Install(lambda: True)
+    fit(module, precision="32-true", callbacks=[hooked])
     assert "lr_scheduler_step" in module.__dict__
-    hold.holding.release()
-    hold.holding.release()
-    assert not hold.holding.active
+    hooked.hooks.remove()
+    hooked.hooks.remove()
+    assert not hooked.hooks.active
     assert "lr_scheduler_step" not in module.__dict__
     assert before.keys() <= module.__dict__.keys()
     module.lrs = []
@@ -69,13 +69,13 @@ def test_release_gives_back_exactly_what_was_there() -> None:
     assert _lrs(module) == list(range(1, 9))
 
 
-def test_it_holds_again_after_a_release() -> None:
-    module, hold = Regression(sgd, rising), Hold(lambda: True)
+def test_they_can_be_installed_again_after_a_removal() -> None:
+    module, hooked = Regression(sgd, rising), Install(lambda: True)
     for _ in range(2):
         module.lrs = []
-        fit(module, precision="32-true", callbacks=[hold])
+        fit(module, precision="32-true", callbacks=[hooked])
         assert _lrs(module) == [1] * 8
-        hold.holding.release()
+        hooked.hooks.remove()
 
 
 def test_epoch_schedulers_are_left_alone() -> None:
@@ -84,8 +84,8 @@ def test_epoch_schedulers_are_left_alone() -> None:
             optimizer = self.make_optimizer(self.parameters())
             return [optimizer], [rising(optimizer)]
 
-    module, hold = Epoch(sgd), Hold(lambda: True)
-    fit(module, precision="32-true", callbacks=[hold], max_epochs=2)
+    module, hooked = Epoch(sgd), Install(lambda: True)
+    fit(module, precision="32-true", callbacks=[hooked], max_epochs=2)
     assert _lrs(module) == [1] * 8 + [2] * 8
     assert "lr_scheduler_step" not in module.__dict__
 
@@ -97,12 +97,12 @@ def test_of_two_schedulers_only_the_step_interval_one_is_held() -> None:
             step, epoch = LambdaLR(optimizer, lambda _: 1.0), LambdaLR(optimizer, lambda _: 1.0)
             return [optimizer], [{"scheduler": step, "interval": "step"}, {"scheduler": epoch, "interval": "epoch"}]
 
-    module, hold = Both(sgd), Hold(lambda: True)
-    runner = fit(module, precision="32-true", callbacks=[hold], max_epochs=3)
+    module, hooked = Both(sgd), Install(lambda: True)
+    runner = fit(module, precision="32-true", callbacks=[hooked], max_epochs=3)
     assert [config.scheduler.last_epoch for config in runner.lr_scheduler_configs] == [0, 3]
 
 
-def test_a_weight_average_stands_still_while_told() -> None:
+def test_a_weight_average_does_not_move_on_a_skip() -> None:
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
     if not hasattr(callbacks, "WeightAveraging"):
         pytest.skip("WeightAveraging came with Lightning 2.6")
@@ -114,35 +114,35 @@ def test_a_weight_average_stands_still_while_told() -> None:
 
     for skipped, updates in (((), 8), ((0, 3), 6), (tuple(range(8)), 0)):
         module, average = Regression(sgd), Counts()
-        hold = Hold(lambda module=module, skipped=skipped: module.trainer.global_step - 1 in skipped)
-        fit(module, precision="32-true", callbacks=[hold, average])
+        hooked = Install(lambda module=module, skipped=skipped: module.trainer.global_step - 1 in skipped)
+        fit(module, precision="32-true", callbacks=[hooked, average])
         assert average.updates == updates
-        hold.holding.release()
+        hooked.hooks.remove()
         assert "should_update" not in average.__dict__
         assert average.should_update(step_idx=0) is True
 
 
-def test_without_anything_to_hold_the_module_is_not_touched() -> None:
-    module, hold = Regression(sgd), Hold(lambda: True)
-    fit(module, precision="32-true", callbacks=[hold])
+def test_without_anything_to_override_the_module_is_not_touched() -> None:
+    module, hooked = Regression(sgd), Install(lambda: True)
+    fit(module, precision="32-true", callbacks=[hooked])
     assert "lr_scheduler_step" not in module.__dict__
     assert torch.isfinite(torch.tensor(module.losses)).all()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_hold_at_once_and_release_in_any_order(order: tuple[int, int]) -> None:
+def test_two_can_be_installed_at_once_and_removed_in_any_order(order: tuple[int, int]) -> None:
     """A guard and a monitor may both leave steps out, and end in the order of the callbacks."""
     module = Regression(sgd, rising)
     before = dict(module.__dict__)
-    holds = [Hold(lambda: module.trainer.global_step - 1 == 1), Hold(lambda: module.trainer.global_step - 1 == 4)]
-    trainer = fit(module, precision="32-true", callbacks=list(holds))
+    hooks = [Install(lambda: module.trainer.global_step - 1 == 1), Install(lambda: module.trainer.global_step - 1 == 4)]
+    trainer = fit(module, precision="32-true", callbacks=list(hooks))
     assert _lrs(module) == [1, 2, 2, 3, 4, 4, 5, 6]
-    holds[order[0]].holding.release()
+    hooks[order[0]].hooks.remove()
     config = trainer.lr_scheduler_configs[0]
     stood = config.scheduler.last_epoch
     trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 2
     module.lr_scheduler_step(config.scheduler, None)  # the first one's step
     assert config.scheduler.last_epoch == stood + (order[0] == 0)
-    holds[order[1]].holding.release()
+    hooks[order[1]].hooks.remove()
     assert "lr_scheduler_step" not in module.__dict__
     assert before.keys() >= {key for key in module.__dict__ if key.startswith("lr_scheduler")}

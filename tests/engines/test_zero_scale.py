@@ -11,7 +11,7 @@ import torch
 from lightning_mp import LossScaling
 from lightning_mp.engines.zero import ZeroEngine
 from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepLedger
+from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.policy import PrecisionPolicy
 
 host = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
@@ -48,7 +48,7 @@ def test_a_step_reads_the_scale_once() -> None:
     told = scaler.get_scale
     scaler.get_scale = lambda: reads.append(1) or told()  # type: ignore[method-assign]
     scale = PlanScale(scaler)
-    with scale.held():
+    with scale.read_once():
         assert {scale.cur_scale for _ in range(5)} == {16.0}
     assert len(reads) == 1
     scaler.update(2.0)
@@ -105,7 +105,7 @@ def _engine(zero: _Zero, boundary: bool = True) -> ZeroEngine:
     engine = ZeroEngine(
         PrecisionPolicy(precision="bf16-mixed"),
         device=torch.device("cpu"),
-        ledger=StepLedger(),
+        step_counter=StepCounter(),
         scaler=None,
         distributed=False,
         global_step=lambda: 0,
@@ -137,13 +137,13 @@ def test_gradients_are_always_asked_whether_they_are_finite(dtype: torch.dtype, 
 def test_a_window_whose_last_batch_gave_no_loss_is_an_error_not_a_lost_update() -> None:
     zero: Any = _Zero()
     engine = _engine(zero, boundary=False)
-    with pytest.raises(RuntimeError, match=r"returned None on the last batch of a window.*do: return a loss of zero"):
+    with pytest.raises(RuntimeError, match=r"returned None on the last batch of a window.*Return a loss of zero"):
         engine.step(zero)
     assert zero.clipped_at == []
-    assert engine.ledger.attempts == 0
+    assert engine.step_counter.attempts == 0
 
 
 def test_clipping_by_value_is_refused() -> None:
     zero: Any = _Zero()
-    with pytest.raises(RuntimeError, match="allowed: 'norm'"):
+    with pytest.raises(RuntimeError, match="Allowed: 'norm'"):
         _engine(zero).clip_value(zero, 1.0)

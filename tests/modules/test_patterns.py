@@ -61,7 +61,7 @@ def test_a_container_that_only_holds_others_is_never_called(module: nn.Module, c
     [
         ("*lm_haed", "'lm_head'"),
         ("*.layer_norm.*", "'LayerNorm'"),
-        ("zzz", "modules here include body, LayerNorm, lm_head, Linear"),
+        ("zzz", "choose among the modules here: body, LayerNorm, lm_head, Linear"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_told_with_the_names_most_like_it(pattern: str, near: str) -> None:

@@ -20,7 +20,7 @@ from lightning_mp.monitor.scale_sources import (
     read_together,
 )
 from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepLedger
+from lightning_mp.numerics.step_counter import StepCounter
 from support.counting import HostReads
 from support.loops import FUSED, OPTIMIZERS, backward, net
 
@@ -79,15 +79,15 @@ def test_a_scale_of_zero_cannot_fall_and_skips_all_the_same() -> None:
 @settings(max_examples=10, deadline=None)
 @given(trace=traces)
 def test_the_plans_scaler_and_its_counts(trace: list[bool]) -> None:
-    ledger = StepLedger()
+    counter = StepCounter()
     scaler = LossScaler(LossScaling.megatron(initial_scale=2.0**10, growth_interval=3, hysteresis=2))
 
     def record(overflow: bool) -> None:
         found = torch.tensor(float(overflow))
-        ledger.open(found)
-        ledger.record(found)
+        counter.found_inf.begin_step(found)
+        counter.record()
 
-    source = PlanSource(scaler, ledger)
+    source = PlanSource(scaler, counter)
     assert followed(source, scaler, "AdamW", trace, record) == expected(trace)
     scale, state = source.scale(), scaler.state_dict()
     assert scale is not None
@@ -98,7 +98,7 @@ def test_the_plans_scaler_and_its_counts(trace: list[bool]) -> None:
 
 
 def test_a_plan_without_scaling_has_skips_and_no_scale() -> None:
-    assert PlanSource(None, StepLedger()).scale() is None
+    assert PlanSource(None, StepCounter()).scale() is None
 
 
 def test_nothing_is_read_before_all_is_read_at_once() -> None:
@@ -162,15 +162,15 @@ def test_deepspeed_without_fp16_scales_nothing() -> None:
 
 def test_several_optimizers_in_a_batch_are_one_in_a_row() -> None:
     """A batch is skipped where none of its steps was applied."""
-    ledger = StepLedger()
-    skips = SkipCount(PlanSource(None, ledger))
+    counter = StepCounter()
+    skips = SkipCount(PlanSource(None, counter))
     seen = []
     for batch in ((1, 1), (1, 0), (0, 0), (1, 1), (1, 1)):
         for flag in batch:
             skips.before_step()
             found = torch.tensor(float(flag))
-            ledger.open(found)
-            ledger.record(found)
+            counter.found_inf.begin_step(found)
+            counter.record()
         skips.after_batch()
         seen.append((float(skips.total), float(skips.in_a_row), bool(skips.skipped_last)))
     assert seen == [(2, 2, True), (3, 0, False), (3, 0, False), (5, 2, True), (7, 4, True)]

@@ -179,7 +179,7 @@ def test_a_growth_past_fp32s_range_ends_at_the_ceiling_as_in_the_pure_rule() -> 
 
 @quick
 @given(config=scalings(), trace=traces.filter(bool), split=st.integers(0, 100))
-def test_a_resumed_scaler_goes_on_as_if_nothing_had_happened(
+def test_a_resumed_scaler_continues_as_if_nothing_had_happened(
     config: LossScaling, trace: list[bool], split: int
 ) -> None:
     parameter = nn.Parameter(torch.zeros(1))
@@ -337,7 +337,7 @@ def test_the_flag_is_reduced_once_for_each_optimizer() -> None:
         flag.fill_(1.0)
 
     model, scaler = net(), LossScaler(LossScaling(init_scale=8))
-    scaler.sync_with(another_rank_overflowed)
+    scaler.flags.sync_with(another_rank_overflowed)
     optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), weights(model)
     backward(model, scaler, 0, overflow=False)
     scaler.unscale_(optimizer)

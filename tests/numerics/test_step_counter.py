@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mp.numerics.step_counter import StepLedger
+from lightning_mp.numerics.step_counter import StepCounter
 from support.counting import HostReads
 
 #: each step: was it skipped, and does a skip count against the budget
 steps = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20)
 
 
-def record(ledger: StepLedger, skipped: bool, counts: bool = True) -> None:
+def record(counter: StepCounter, skipped: bool, counts: bool = True) -> None:
     found = torch.tensor(float(skipped))
-    ledger.open(found)
-    ledger.record(found, torch.tensor(counts))
+    counter.found_inf.begin_step(found)
+    counter.record(torch.tensor(counts))
 
 
 def expected(trace: list[tuple[bool, bool]]) -> dict[str, int | bool]:
@@ -35,20 +35,18 @@ def expected(trace: list[tuple[bool, bool]]) -> dict[str, int | bool]:
 @settings(deadline=None, max_examples=60)
 @given(trace=steps)
 def test_the_counts_are_those_of_the_trace(trace: list[tuple[bool, bool]]) -> None:
-    ledger = StepLedger()
+    counter = StepCounter()
     for skipped, counts in trace:
-        record(ledger, skipped, counts)
-    assert ledger.state_dict() == expected(trace)
-    assert ledger.attempts == len(trace)
-    assert (ledger.applied_steps, ledger.skipped_steps) == (expected(trace)["applied_steps"], ledger.skipped_steps)
+        record(counter, skipped, counts)
+    assert counter.state_dict() == expected(trace)
+    assert counter.attempts == len(trace)
+    assert (counter.applied_steps, counter.skipped_steps) == (expected(trace)["applied_steps"], counter.skipped_steps)
 
 
 @settings(deadline=None, max_examples=60)
 @given(before=steps, after=steps)
-def test_a_ledger_that_took_up_a_state_goes_on_counting(
-    before: list[tuple[bool, bool]], after: list[tuple[bool, bool]]
-) -> None:
-    first, second = StepLedger(), StepLedger()
+def test_a_counter_resumes_from_a_state(before: list[tuple[bool, bool]], after: list[tuple[bool, bool]]) -> None:
+    first, second = StepCounter(), StepCounter()
     for step in before:
         record(first, *step)
     saved = json.loads(json.dumps(first.state_dict()))
@@ -60,32 +58,32 @@ def test_a_ledger_that_took_up_a_state_goes_on_counting(
 
 
 def test_before_the_first_step_nothing_was_skipped() -> None:
-    ledger = StepLedger()
-    assert not ledger.step_skipped
-    assert (ledger.applied_steps, ledger.skipped_steps, ledger.streak, ledger.attempts) == (0, 0, 0, 0)
+    counter = StepCounter()
+    assert not counter.step_skipped
+    assert (counter.applied_steps, counter.skipped_steps, counter.streak, counter.attempts) == (0, 0, 0, 0)
 
 
 def test_recording_reads_nothing() -> None:
-    ledger = StepLedger()
+    counter = StepCounter()
     flags = [torch.tensor(float(skipped)) for skipped in (0, 1, 1)]
     with HostReads() as reads:
         for flag in flags:
-            ledger.open(flag)
-            ledger.record(flag, flag)
+            counter.found_inf.begin_step(flag)
+            counter.record(flag)
     assert reads.count == 0
 
 
 def test_the_flag_of_a_step_is_read_once_whoever_asks() -> None:
-    ledger, flag = StepLedger(), torch.ones(())
+    counter, flag = StepCounter(), torch.ones(())
     with HostReads() as reads:
-        ledger.open(flag)
-        assert ledger.read(flag)
-        ledger.record(flag)
-        assert ledger.step_skipped
-        assert ledger.step_skipped
+        counter.found_inf.begin_step(flag)
+        assert counter.found_inf.read(flag)
+        counter.record()
+        assert counter.step_skipped
+        assert counter.step_skipped
     assert reads.count == 1
     with HostReads() as reads:
-        assert not ledger.read(torch.zeros(())), "another flag is read for itself"
+        assert not counter.found_inf.read(torch.zeros(())), "another flag is read for itself"
     assert reads.count == 1
 
 
@@ -97,54 +95,54 @@ def test_the_counts_are_read_once_a_step() -> None:
             self.count += func is torch.ops.aten.stack.default
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    ledger = StepLedger()
-    record(ledger, skipped=True)
+    counter = StepCounter()
+    record(counter, skipped=True)
     with Copies() as copies:
         for _ in range(3):
-            assert (ledger.skipped_steps, ledger.applied_steps, ledger.streak) == (1, 0, 1)
+            assert (counter.skipped_steps, counter.applied_steps, counter.streak) == (1, 0, 1)
     assert copies.count == 1
 
 
 @pytest.mark.parametrize("counts", [True, 1, torch.tensor(1.0), torch.tensor(True)], ids=repr)
 def test_counts_may_be_a_number_or_a_tensor(counts: object) -> None:
-    ledger, flag = StepLedger(), torch.ones(())
-    ledger.open(flag)
-    ledger.record(flag, counts)  # type: ignore[arg-type]
-    assert ledger.streak == 1
+    counter, flag = StepCounter(), torch.ones(())
+    counter.found_inf.begin_step(flag)
+    counter.record(counts)  # type: ignore[arg-type]
+    assert counter.streak == 1
 
 
 def test_opening_the_next_step_asks_anew() -> None:
-    ledger = StepLedger()
-    record(ledger, skipped=True)
-    assert ledger.step_skipped
-    record(ledger, skipped=False)
-    assert not ledger.step_skipped
+    counter = StepCounter()
+    record(counter, skipped=True)
+    assert counter.step_skipped
+    record(counter, skipped=False)
+    assert not counter.step_skipped
 
 
 @settings(deadline=None, max_examples=40)
 @given(trace=steps, asked=st.lists(st.booleans(), min_size=20, max_size=20))
 def test_asking_in_between_changes_no_count(trace: list[tuple[bool, bool]], asked: list[bool]) -> None:
-    ledger = StepLedger()
+    counter = StepCounter()
     for (skipped, counts), ask in zip(trace, asked, strict=False):
         found = torch.tensor(float(skipped))
-        ledger.open(found)
+        counter.found_inf.begin_step(found)
         if ask:  # as an optimizer that is not fused makes the host do
-            assert ledger.read(found) is skipped
-        ledger.record(found, torch.tensor(counts))
+            assert counter.found_inf.read(found) is skipped
+        counter.record(torch.tensor(counts))
         if ask:
-            assert ledger.step_skipped is skipped
-            assert ledger.streak >= 0
-    assert ledger.state_dict() == expected(trace)
+            assert counter.step_skipped is skipped
+            assert counter.streak >= 0
+    assert counter.state_dict() == expected(trace)
 
 
 def test_a_step_whose_flag_was_read_costs_no_other_read() -> None:
     """Where the optimizer is not fused the host knows already: the counts need not wait for the device again."""
-    ledger = StepLedger()
+    counter = StepCounter()
     for skipped in (True, False, True):
         found = torch.tensor(float(skipped))
         with HostReads() as reads:
-            ledger.open(found)
-            ledger.read(found)
-            ledger.record(found, torch.tensor(True))
-            assert ledger.step_skipped is skipped
+            counter.found_inf.begin_step(found)
+            counter.found_inf.read(found)
+            counter.record(torch.tensor(True))
+            assert counter.step_skipped is skipped
         assert reads.count == 1

@@ -13,7 +13,7 @@ from lightning_mp import LossScaling, PlanError
 from support.scales import scalings
 
 NAN, INF = float("nan"), float("inf")
-FRACTION, WHOLE = "a number between 0 and 1, both left out", "an integer >= "
+FRACTION, WHOLE = "a number between 0 and 1, both left out", "a whole number >= "
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     *[

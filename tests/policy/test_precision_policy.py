@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_mp import Checkpointing, LossScaling, NonFinite, Pin, PlanError, PrecisionPolicy
-from lightning_mp.policy import DTYPES, PRECISIONS, STORAGE_DTYPES, TF32_SETTINGS, dtype_name
+from lightning_mp.policy import DTYPES, PRECISIONS, STORAGE_DTYPES, TF32_SETTINGS, parse_dtype
 from support.scales import scalings
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -127,25 +127,25 @@ def test_auto_may_carry_a_loss_scale_for_where_it_comes_to_one() -> None:
     ids=str,
 )
 def test_a_dtype_has_one_name(written: object, name: str) -> None:
-    assert dtype_name(written) == name
+    assert parse_dtype(written) == name
 
 
 @pytest.mark.parametrize("written", ["fp64", torch.float64, "int8", torch.int8, "", None, "flaot32", torch])
 def test_an_unknown_dtype_is_refused_with_the_list(written: object) -> None:
     with pytest.raises(PlanError) as error:
-        dtype_name(written)
+        parse_dtype(written)
     (fault,) = error.value.faults
     assert fault.given == f"dtype {written!r}"
     assert fault.allowed == "fp32, tf32, bf16, fp16, fp8"
 
 
 def test_a_misspelt_dtype_is_answered_with_its_neighbour() -> None:
-    with pytest.raises(PlanError, match="did you mean 'bfloat16'"):
-        dtype_name("blfoat16")
+    with pytest.raises(PlanError, match="Did you mean 'bfloat16'"):
+        parse_dtype("blfoat16")
 
 
 def test_every_alias_is_a_dtype() -> None:
-    assert {dtype_name(alias) for alias in DTYPES} == {"fp32", "tf32", "bf16", "fp16", "fp8"}
+    assert {parse_dtype(alias) for alias in DTYPES} == {"fp32", "tf32", "bf16", "fp16", "fp8"}
 
 
 # ---------------------------------------------------------------------- forms

@@ -46,13 +46,13 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ),
     ({"pins": "*norm*"}, "pins='*norm*'", "a mapping of pattern to dtype", "pins={'*norm*': 'fp32'}"),
     ({"pins": 3}, "pins=3", "a mapping of pattern to dtype", "pins={'*norm*': 'fp32'}"),
-    ({"pins": ["*norm*"]}, "pin '*norm*'", "Pin(pattern, dtype)", "Pin('*norm*', 'fp32')"),
+    ({"pins": ["*norm*"]}, "pins=['*norm*']", "Pin(...) or a mapping", "Pin('*norm*', 'fp32')"),
     ({"pins": {"*norm*": "fp64"}}, "pin '*norm*': dtype='fp64'", STORED, ""),
     ({"pins": {"*norm*": "tf32"}}, "pin '*norm*': dtype='tf32'", STORED, "tf32 is no storage format"),
     ({"pins": {"*norm*": None}}, "pin '*norm*': dtype=None", STORED, ""),
     ({"pins": {"": "fp32"}}, "pattern=''", "a non-empty fnmatch pattern", "'*norm*'"),
     ({"pins": {nn.Linear: "fp32"}}, f"pattern={nn.Linear!r}", "a non-empty fnmatch pattern", "'*norm*'"),
-    ({"pins": [{"pattern": "a"}]}, "pin {'pattern': 'a'}", "a pattern and a dtype", "dtype"),
+    ({"pins": [{"pattern": "a"}]}, "pins=[{'pattern': 'a'}]", "the fields of Pin", "add 'dtype'"),
     (
         {"pins": [{"pattern": "a", "dtyp": "fp32", "dtype": "fp32"}]},
         "unknown key pins.dtyp",
@@ -60,16 +60,16 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
         "'dtype'",
     ),
     ({"pins": {"a": {"dtype": "fp32", "output": "same"}}}, "pin 'a': output='same'", "pin, input", ""),
-    ({"tf32": "on"}, "tf32='on'", "None, True, False, 'highest', 'high', 'medium'", "'high' turns TF32 on"),
+    ({"tf32": "on"}, "tf32='on'", "None, True, False, 'highest', 'high', 'medium'", "write 'high'"),
     ({"tf32": 1}, "tf32=1", "None, True, False", "'high'"),
     ({"checkpointing": True}, "checkpointing=True", "Checkpointing(...)", "Checkpointing"),
-    ({"checkpointing": {}}, "checkpointing={}", "the fields of Checkpointing", "modules"),
+    ({"checkpointing": {}}, "checkpointing={}", "the fields of Checkpointing", "add 'modules'"),
     ({"checkpointing": {"modules": ""}}, "modules=''", "a pattern, a module class, or several", "'*.h.*'"),
     ({"checkpointing": {"modules": []}}, "modules=[]", "a pattern, a module class, or several", "'*.h.*'"),
     ({"checkpointing": {"modules": 3}}, "modules=3", "a pattern, a module class, or several", "'*.h.*'"),
     ({"checkpointing": {"modules": "a", "mode": "some"}}, "mode='some'", "'full', 'selective'", "'full'"),
-    ({"checkpointing": {"modules": "a", "every": 0}}, "every=0", "an integer >= 1", "2"),
-    ({"checkpointing": {"modules": "a", "every": True}}, "every=True", "an integer >= 1", "2"),
+    ({"checkpointing": {"modules": "a", "every": 0}}, "every=0", "a whole number >= 1", "2"),
+    ({"checkpointing": {"modules": "a", "every": True}}, "every=True", "a whole number >= 1", "2"),
     (
         {"checkpointing": {"modules": "a", "save_ops": ["mm"]}},
         "save_ops with mode='full'",
@@ -84,10 +84,10 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
         "modules, mode, every",
         "'every'",
     ),
-    ({"nonfinite": "stop"}, "nonfinite='stop'", "'skip', 'raise', 'ignore'", "'skip' is the default"),
+    ({"nonfinite": "stop"}, "nonfinite='stop'", "'skip', 'raise', 'ignore'", "write 'skip', the default"),
     ({"nonfinite": 3}, "nonfinite=3", "NonFinite(...)", "NonFinite()"),
-    ({"nonfinite": {"max_consecutive": -1}}, "max_consecutive=-1", "an integer >= 0", "100"),
-    ({"nonfinite": {"max_consecutive": 2.5}}, "max_consecutive=2.5", "an integer >= 0", "100"),
+    ({"nonfinite": {"max_consecutive": -1}}, "max_consecutive=-1", "a whole number >= 0", "100"),
+    ({"nonfinite": {"max_consecutive": 2.5}}, "max_consecutive=2.5", "a whole number >= 0", "100"),
     ({"reduce_dtype": "fp8"}, "reduce_dtype='fp8'", STORED, "fp8 is no storage format"),
     ({"reduce_dtype": "float"[::-1]}, "reduce_dtype='taolf'", STORED, ""),
     ({"buffer_dtype": torch.int64}, "buffer_dtype=torch.int64", STORED, ""),
@@ -118,7 +118,7 @@ def test_the_plan_refuses_what_the_policy_refuses(fields: dict[str, Any], given:
 def test_fp8_is_refused_with_what_exists() -> None:
     with pytest.raises(PlanError) as error:
         PrecisionPolicy(precision="fp8-mixed")
-    assert "allowed: 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, auto" in str(error.value)
+    assert "Allowed: 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, auto" in str(error.value)
 
 
 def test_every_fault_of_every_field_is_told_at_once() -> None:
@@ -144,7 +144,7 @@ def test_every_fault_of_every_field_is_told_at_once() -> None:
             "init_scale=-1",
             "growth_factor=0.5",
             "pin 'a': dtype='fp12'",
-            "pin 'b'",
+            "pins=['b']",
             "unknown key pins.outptu",
             "tf32='on'",
             "mode='some'",

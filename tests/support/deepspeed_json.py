@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_mp.deepspeed_config.merge import Composed, add_trainer, compose
-from lightning_mp.errors import PlanError
+from lightning_mp.errors import Fault, PlanError
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
 from lightning_mp.policy.loss_scaling import LossScaling
 
@@ -51,14 +51,14 @@ def composed(precision: str = "16-mixed", user: Any = None, /, *, stage: int = 2
     return compose(policy(precision, **words), user, stage=stage, **flags)
 
 
-def faults_of(call: Callable[[], object]) -> list[str]:
+def faults_of(call: Callable[[], object]) -> list[Fault]:
     with pytest.raises(PlanError) as error:
         call()
     assert str(error.value).startswith("DeepSpeed config: ")
-    return [str(fault) for fault in error.value.faults]
+    return list(error.value.faults)
 
 
-def the_fault(call: Callable[[], object]) -> str:
+def the_fault(call: Callable[[], object]) -> Fault:
     (fault,) = faults_of(call)
     return fault
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mp.compat.both_copies import check_copy
-from lightning_mp.compat.lightning import LightningModule, Precision, Trainer
+from lightning_mp.compat.lightning import LightningModule, Precision, Trainer, trainer_of
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import declared
 from lightning_mp.monitor.audit.inspect_run import Record, modules_of, states_of
@@ -60,7 +60,7 @@ def audit(
     alone = plan is None and batch is None and not isinstance(optimizer, Optimizer) and not tuple(optimizer)
     trainer = model_or_trainer if isinstance(model_or_trainer, Trainer) else None
     if trainer is None and alone and isinstance(model_or_trainer, LightningModule):
-        trainer = model_or_trainer._trainer  # pyright: ignore[reportPrivateUsage]
+        trainer = trainer_of(model_or_trainer)
     if trainer is not None:
         return _of_run(trainer, alone)
     module = cast("nn.Module", model_or_trainer)

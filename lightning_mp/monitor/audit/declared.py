@@ -21,6 +21,7 @@ from lightning_mp.compat.lightning import (
     SingleDeviceStrategy,
     Strategy,
     Trainer,
+    ddp_hooks,
 )
 from lightning_mp.engines import device_rules
 from lightning_mp.errors import Faults
@@ -96,7 +97,7 @@ def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str,
     if isinstance(strategy, FSDPStrategy):
         return _on_fsdp(strategy, mixed, common)
     whole = isinstance(strategy, SingleDeviceStrategy) or (
-        isinstance(strategy, DDPStrategy) and getattr(strategy, "_ddp_comm_hook", None) is None
+        isinstance(strategy, DDPStrategy) and ddp_hooks(strategy)[0] is None
     )
     return Declaration(
         **common,

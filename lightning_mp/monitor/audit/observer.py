@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mp.compat import lightning
+from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward_formula, is_compiled
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.monitor.audit.operators import Ran, dtype_name, dtypes, is_product, read
 
@@ -148,7 +148,7 @@ class Watch(TorchDispatchMode):
 
     def _note_operator(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
         name = self._inside[-1] if self._inside else ""
-        if not self._inside and _in_backward():  # and not in a recomputation there
+        if not self._inside and in_backward_formula():  # and not in a recomputation there
             return
         if func.overloadpacket.__name__ == _IN_PLAIN_ATTENTION and name in self._held:
             self.seen[name].ran.add(replace(self._held.pop(name), kind="attention"))
@@ -231,11 +231,6 @@ def unseen(modules: Mapping[str, nn.Module]) -> dict[str, Observed]:
     }
 
 
-def _in_backward() -> bool:
-    node: Any = torch._C._current_autograd_node()  # pyright: ignore[reportPrivateUsage]
-    return node is not None
-
-
 def _owns(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
@@ -254,11 +249,9 @@ def _hidden(root: nn.Module) -> set[int]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    own = vars(module)
     return (
         isinstance(module, torch.jit.ScriptModule)
         or type(module).__name__ == "OptimizedModule"  # torch.compile(module)
-        or own.get("_compiled_call_impl") is not None  # module.compile()
-        or own.get("_compiler_ctx") is not None  # Lightning, given torch.compile(lightning_module)
-        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")  # module.forward = torch.compile(module.forward)
+        or is_compiled(module)
+        or lightning.is_compiled(module)
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from lightning_mp.compat.torch import OpOverload
+from lightning_mp.numerics.nested import floating_in
 from lightning_mp.numerics.tf32 import has_tf32
 
 Kind = Literal["product", "attention", "norm", "lookup", "statistic", "pointwise"]
@@ -72,7 +72,7 @@ def read(func: Any, args: tuple[Any, ...], result: Any) -> Ran | None:
     if is_product(name):
         return _ran("product", _products(name, args))
     if name in _NORMS or ("batch_norm" in name and "backward" not in name):
-        tensors = list(floating(args))
+        tensors = floating_in(args)
         return _ran("norm", {dtype_name(tensor.dtype) for tensor in tensors}, weighted=len(tensors) > 1)
     if name in _LOOKUPS:
         return _ran("lookup", dtypes(args[:1]))
@@ -114,23 +114,6 @@ def _fp32_or_tf32(name: str, device: torch.device) -> str:
     return "tf32" if on else "fp32"
 
 
-def floating(data: Any) -> Iterator[Tensor]:
-    """The floating tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(data, Tensor):
-        if data.is_floating_point():
-            yield data
-        return
-    items: list[Any] = []
-    if isinstance(data, Mapping):
-        items = list(cast("Mapping[Any, Any]", data).values())
-    elif isinstance(data, (tuple, list)):
-        items = list(cast("list[Any]", data))
-    elif is_dataclass(data) and not isinstance(data, type):
-        items = [getattr(data, item.name) for item in fields(data)]
-    for item in items:
-        yield from floating(item)
-
-
 def dtypes(data: Any) -> set[str]:
     """The short names of the floating dtypes in nested ``data``."""
-    return {dtype_name(tensor.dtype) for tensor in floating(data)}
+    return {dtype_name(tensor.dtype) for tensor in floating_in(data)}

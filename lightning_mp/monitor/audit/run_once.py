@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.monitor.audit.judge import Declaration
 from lightning_mp.monitor.audit.observer import Observed, Watch, note_gradients
-from lightning_mp.monitor.audit.operators import floating
 from lightning_mp.monitor.preserve import untouched
 from lightning_mp.numerics.dtypes import HALF, cast_floating, default_dtype, to_torch
+from lightning_mp.numerics.nested import floating_in
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.numerics.tf32 import set_tf32
 
@@ -64,5 +64,5 @@ def _loss(output: Any) -> Tensor | None:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, Tensor):
         return named
-    parts = [part.float().sum() for part in floating(output)]
+    parts = [part.float().sum() for part in floating_in(output)]
     return sum(parts[1:], parts[0]) if parts else None

@@ -18,7 +18,7 @@ from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.doctor.case import Case
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
-from lightning_mp.numerics.step_counter import StepLedger
+from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.loss_scaling import LossScaling
 
@@ -52,7 +52,7 @@ def highest_fitting_scale(case: Case, rule: LossScaling) -> float | None:
 def _prepare(copied: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:
     """Cast and pin, as the run will."""
     engine = EagerEngine(
-        policy, device=device, ledger=StepLedger(), scaler=None, distributed=False, global_step=lambda: 0
+        policy, device=device, step_counter=StepCounter(), scaler=None, distributed=False, global_step=lambda: 0
     )
     faults = Faults()
     engine.check(copied, faults)

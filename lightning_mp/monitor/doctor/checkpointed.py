@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 
+from lightning_mp.compat.torch import has_forward_hooks, reentrant
+from lightning_mp.compat.transformers import checkpointing_function
 from lightning_mp.monitor.doctor.case import Case, below, listed, many
 from lightning_mp.monitor.events import Severity
 from lightning_mp.monitor.findings import Finding
@@ -91,18 +92,18 @@ def _blocks(case: Case) -> Iterator[Block]:
     """What is checkpointed now, outermost torch wrappers and innermost transformers modules."""
     flagged = {name: module for name, module in case.modules if _by_transformers(module)}
     for name, module in case.modules:
-        if isinstance(module, CheckpointWrapper):
-            yield Block(name, module, module.checkpoint_impl is CheckpointImpl.REENTRANT, by_transformers=False)
+        wrapped = reentrant(module)
+        if wrapped is not None:
+            yield Block(name, module, wrapped, by_transformers=False)
         elif name in flagged:
-            run: Any = cast("Any", module)._gradient_checkpointing_func
-            reentrant = getattr(run, "keywords", {}).get("use_reentrant") is not False
+            keywords = getattr(checkpointing_function(module), "keywords", {})
             for at, block in _members(name, module, flagged):
-                yield Block(at, block, reentrant, by_transformers=True)
+                yield Block(at, block, keywords.get("use_reentrant") is not False, by_transformers=True)
 
 
 def _by_transformers(module: nn.Module) -> bool:
     on = getattr(module, "gradient_checkpointing", False) is True and module.training
-    return on and callable(getattr(module, "_gradient_checkpointing_func", None))
+    return on and checkpointing_function(module) is not None
 
 
 def _members(name: str, module: nn.Module, flagged: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -119,8 +120,7 @@ def _members(name: str, module: nn.Module, flagged: dict[str, nn.Module]) -> Ite
 def _hooked(case: Case, blocks: list[Block]) -> bool:
     """Whether a hook outside the blocks may make their inputs require gradients."""
     within = {id(module) for block in blocks for module in block.module.modules()} - {id(b.module) for b in blocks}
-    outside = (cast("Any", module) for _, module in case.modules if id(module) not in within)
-    return any(module._forward_hooks or module._forward_pre_hooks for module in outside)
+    return any(has_forward_hooks(module) for _, module in case.modules if id(module) not in within)
 
 
 def _behind(case: Case, blocks: list[Block]) -> set[int]:

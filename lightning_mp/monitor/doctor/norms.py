@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_mp.compat.torch import is_loss
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.monitor.doctor.case import HALF, Case, listed, many
 from lightning_mp.monitor.doctor.probe import reduces_in_half
@@ -106,7 +107,7 @@ def half_norms(case: Case) -> Iterator[HalfNorm]:
 def _half_losses(case: Case) -> Iterator[HalfNorm]:
     """Loss modules; autocast runs torch's losses in fp32, the true modes do not."""
     for name, module in case.modules:
-        if isinstance(module, nn.modules.loss._Loss):  # pyright: ignore[reportPrivateUsage]
+        if is_loss(module):
             dtype = case.pinned.get(id(module)) or (case.storage if not case.mixed else None)
             if dtype in HALF:
                 yield HalfNorm(name, module, dtype)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mp.compat.torch import TorchDispatchMode
 from lightning_mp.modules import pins
 from lightning_mp.numerics.dtypes import HALF, cast_floating, to_torch
 
@@ -39,7 +39,7 @@ class _Sums(TorchDispatchMode):
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func._schema.name.removeprefix("aten::") in _SUMS:
+        if func.overloadpacket.__name__ in _SUMS:
             dtypes = {item.dtype for item in args if isinstance(item, Tensor) and item.is_floating_point()}
             self.seen |= bool(dtypes) and all(dtype in HALF for dtype in dtypes)
         return func(*args, **(kwargs or {}))

@@ -10,6 +10,8 @@ from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.monitor.doctor.case import Case, below, listed, many
 from lightning_mp.monitor.findings import Finding
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 
 def eval_mode(case: Case) -> Iterator[Finding]:
     """Modules with trained weights in eval mode: Lightning leaves modes as they are since 2.2."""
@@ -38,7 +40,7 @@ def eval_mode(case: Case) -> Iterator[Finding]:
 
 def _effect(tops: list[tuple[str, nn.Module]]) -> str:
     modules = [module for _, top in tops for module in top.modules()]
-    drops = sum(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules)  # pyright: ignore[reportPrivateUsage]
+    drops = sum(isinstance(module, _DROPOUTS) and module.p > 0 for module in modules)
     norms = sum(getattr(module, "running_mean", None) is not None for module in modules)
     said = [f"{many(drops, 'dropout')} without effect"] if drops else []
     said += [f"{many(norms, 'norm')} on running statistics that are not updated"] if norms else []

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_mp.compat.torch import load_own_tensors
+
 
 def load_whole(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     """``module.load_state_dict(state)``, one submodule gathered at a time; every rank has all of ``state``.
@@ -25,7 +27,7 @@ def load_whole(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> 
     while waiting:
         prefix, part = waiting.pop()
         with deepspeed.zero.GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0):
-            part._load_from_state_dict(dict(state), prefix, {}, True, missing, unexpected, errors)  # pyright: ignore[reportPrivateUsage]
+            load_own_tensors(part, state, prefix, missing, unexpected, errors)
         waiting += [(f"{prefix}{name}.", child) for name, child in part.named_children()]
     if strict and (missing or unexpected):
         errors.append(f"missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(unexpected) or 'none'}")

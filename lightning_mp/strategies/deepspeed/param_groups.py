@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mp.compat.torch import INNER_SCHEDULERS
+
 #: how the names end of a scheduler's lists that hold an entry a group (torch's own, and what others call theirs)
 _PER_GROUP = ("lr", "lrs", "lambdas", "momentums")
 
@@ -66,7 +68,7 @@ def regroup(state: dict[str, Any], size: int, came_from: Sequence[int]) -> None:
         entries = cast("list[Any]", value) if isinstance(value, list) else None
         if entries is None:
             continue
-        if key == "_schedulers":
+        if key == INNER_SCHEDULERS:
             for inner in entries:
                 regroup(cast("dict[str, Any]", inner) if isinstance(inner, dict) else vars(inner), size, came_from)
         elif len(entries) == size and key.endswith(_PER_GROUP):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_mp.compat.deepspeed import ZERO
 from lightning_mp.compat.lightning import ForwardRedirection
-from lightning_mp.errors import Faults, MissingExtraError
+from lightning_mp.errors import MissingExtraError
 
 #: where the function comes from that stage 3 puts in place of torch's
 _ZERO_LINEAR = "deepspeed.runtime.zero.linear"
@@ -21,19 +22,12 @@ _former: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakK
 
 
 def require_deepspeed() -> None:
-    """Raise if DeepSpeed is missing, or older than what the strategy was written against."""
+    """Raise if DeepSpeed is missing, or a release without what the strategy uses of it."""
     try:
-        from deepspeed.runtime.engine import DeepSpeedEngine
+        import_module("deepspeed")
     except ImportError as error:
         raise MissingExtraError("deepspeed", "deepspeed", "a ZeRO strategy") from error
-    if not hasattr(DeepSpeedEngine, "_cast_module_mixed_precision"):
-        import deepspeed
-
-        faults = Faults("strategy")
-        faults.add(
-            f"deepspeed {deepspeed.__version__}", "deepspeed >= 0.19.8", "pip install -U 'lightning-mp[deepspeed]'"
-        )
-        faults.raise_if_any()
+    ZERO.require("strategy")
 
 
 def let_go(module: nn.Module) -> None:
@@ -93,17 +87,3 @@ class InsideEngine(ForwardRedirection):
                 return wrapper_module(*args, **kwargs)
         finally:
             bring_back()
-
-
-@contextmanager
-def casts_left_to_the_plan() -> Generator[None, None, None]:
-    """DeepSpeed casts every parameter where ``fp16.enabled`` is true; the plan has stored them as it declares."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    engine_class = cast("Any", DeepSpeedEngine)
-    cast_all = engine_class._cast_module_mixed_precision
-    engine_class._cast_module_mixed_precision = lambda *_args, **_kwargs: None
-    try:
-        yield
-    finally:
-        engine_class._cast_module_mixed_precision = cast_all

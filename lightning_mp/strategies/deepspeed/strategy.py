@@ -16,21 +16,25 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
 from lightning_mp.checkpoints.zero import resumable
+from lightning_mp.compat.deepspeed import ZERO, casts_left_out, halve_masters
 from lightning_mp.compat.lightning import (
+    DEEPSPEED,
     DeepSpeedStrategy,
     LightningModule,
     Trainer,
     TrainerFn,
+    accumulates,
     is_overridden,
     rank_zero_info,
     remove_module_hooks,
     reset_seed,
 )
 from lightning_mp.deepspeed_config import merge
+from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.zero import ZeroEngine, store_masters_as_parameters
+from lightning_mp.engines.zero import ZeroEngine
 from lightning_mp.errors import Faults, PlanError
-from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.checkpoint_io import CarriesCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import plan_of
@@ -59,6 +63,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
     """
 
     plan_engine = ZeroEngine
+    private_names = (DEEPSPEED, ZERO)
     own_formats = frozenset({"deepspeed"})
 
     def __init__(
@@ -82,7 +87,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
             stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters, **host
         )
         self._host_defaults = self.config
-        self._given = None if config is None else merge.read(config)
+        self._given = None if config is None else load_json(config)
         self._stage, self._offloads = stage, (offload_optimizer, offload_parameters)
         self._came_from: list[int] = []
         self._groups_before = 0
@@ -133,8 +138,8 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
 
     # ------------------------------------------------------------------ the model
 
-    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
-        """Compose the JSON for the run at hand, and note what ZeRO cannot do; changes nothing in the module."""
+    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> dict[str, Any] | None:
+        """The JSON for the run at hand; notes what ZeRO cannot do, and changes nothing."""
         lightning_module = cast("LightningModule", module)
         trainer = lightning_module.trainer
         by_norm = trainer.gradient_clip_algorithm != "value"
@@ -153,7 +158,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
             faults.extend(error.faults)
             composed = self._given or {}
         try:
-            self.config = merge.add_trainer(
+            return merge.add_trainer(
                 composed,
                 clip_norm=trainer.gradient_clip_val if by_norm else None,
                 accumulate=trainer.accumulate_grad_batches,
@@ -162,7 +167,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
             )
         except PlanError as error:
             faults.extend(fault for fault in error.faults if fault not in faults.found)
-        self._config_initialized = True
+        return None
 
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, then hand the module and its optimizer to DeepSpeed."""
@@ -171,7 +176,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
         plan = plan_of(self)
         self._forward_redirection = patches.InsideEngine(plan)
         self.accelerator.setup(trainer)
-        self.model = plan.convert_module(self.model)
+        self.config, self._config_initialized = plan.apply(self.model), True
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.init_deepspeed()
@@ -194,17 +199,17 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
             self._check_optimizer(step, optimizer, lr_scheduler)
             self._groups_before = len(optimizer.param_groups)
             self._came_from = split_by_dtype(optimizer, lr_scheduler)
-        step.give_away()
+        step.hand_over()
         trained = by_dtype(parameter for parameter in model.parameters() if parameter.requires_grad)
         groups = [{"params": members} for members in trained]
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
         if self._stage < 3:
-            store_masters_as_parameters(zero)
+            halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
         return engine, zero
 
     def _check_optimizer(self, step: ZeroEngine, optimizer: Optimizer, scheduler: Any) -> None:
         faults = Faults("strategy")
-        step.check_optimizer(optimizer, faults)
+        step.check_optimizers([optimizer], faults)
         if scheduler is not None and "scheduler" in (self.config or {}):
             faults.add(
                 f"scheduler={cast('Any', self.config)['scheduler']!r} in the JSON and {type(scheduler).__name__} in "
@@ -213,7 +218,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
                 "remove one",
             )
         if faults.found:
-            step.take_back()
+            step.revert()
         faults.raise_if_any()
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
@@ -230,7 +235,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
 
         self._linear.remember()
         patches.let_go(model)
-        with patches.casts_left_to_the_plan():
+        with casts_left_out():
             engine, zero, _, _ = deepspeed.initialize(
                 args=Namespace(device_rank=self.local_rank),  # as Lightning, but a CPU has no index
                 config=config,
@@ -281,8 +286,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
         """Backward through DeepSpeed, told whether it is the last one before a step."""
         module = self.lightning_module
         assert module is not None
-        fit_loop = cast("Any", module.trainer.fit_loop)
-        accumulating = module.automatic_optimization and fit_loop._should_accumulate()
+        accumulating = module.automatic_optimization and accumulates(module.trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulating)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -308,7 +312,7 @@ class PlanDeepSpeedStrategy(EndsTogether, CarriesCheckpoints, DeepSpeedStrategy)
         checkpoint = super().load_checkpoint(path, weights_only=weights_only)
         engine = plan_of(self).engine
         if isinstance(engine, ZeroEngine):
-            engine.take_over()
+            engine.override_zero_settings()
         if len(self._came_from) != self._groups_before:
             for state in checkpoint.get("lr_schedulers", ()):
                 regroup(state, self._groups_before, self._came_from)

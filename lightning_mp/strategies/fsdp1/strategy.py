@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -28,7 +27,9 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import SHARDED_EXTRA, Kind
 from lightning_mp.checkpoints.names import plain_names
+from lightning_mp.compat import torch as compat
 from lightning_mp.compat.lightning import (
+    FSDP1,
     FSDPStrategy,
     LightningModule,
     LightningOptimizer,
@@ -74,6 +75,7 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
     """
 
     plan_engine = ShardedEngine
+    private_names = (FSDP1, compat.FSDP1)
     own_formats: frozenset[Kind] = frozenset({"sharded"})
 
     def __init__(
@@ -108,7 +110,6 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
         policy = self.kwargs.pop("auto_wrap_policy")
         self._policy = None if auto_wrap_policy is None else policy
         self._wrap = wrap
-        self._units: Units | None = None
 
     # ------------------------------------------------------------------ processes
 
@@ -141,36 +142,33 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
             reduce_dtype=to_torch(plan_of(self).policy.reduce_dtype),
             cast_forward_inputs=False,
             cast_root_forward_inputs=False,
-            _module_classes_to_ignore=(),
+            **compat.leave_all_modules(),
         )
 
-    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
-        """Cut the model into units, and note what cannot be; changes nothing."""
-        policy, pinned = engine.policy, engine.pin_map.dtypes()
+    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Units | None:
+        """Cut the model into units, ``None`` where a run before did; notes what cannot be, and changes nothing."""
         self._check_manual(faults)
-
-        def stored(parameter: Tensor) -> torch.dtype:
-            return to_torch(pinned.get(id(parameter), policy.storage_dtype))
-
+        stored = engine.stored_dtypes()
         root = flat.root_of(module)
         if root is not None:
-            flat.check_again(root, module, policy, self.sharding_strategy, stored, faults)
-            return
+            flat.check_again(root, module, engine.policy, self.sharding_strategy, stored, faults)
+            return None
         if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
             faults.add(
                 "a module that is wrapped in FullyShardedDataParallel already",
                 "modules that are wrapped after the plan is applied",
                 "remove it from configure_model, or call torch.distributed.fsdp.wrap.wrap() there, which waits",
             )
-            return
-        self._units = units(module, self._wrapped_names(module, faults), engine.pin_map, stored, faults)
-        flat.check_flat(module, self._units, stored, flat.ignored(module, self.kwargs, faults), faults)
+            return None
+        cut = units(module, self._wrapped_names(module, faults), engine.pin_map, stored, faults)
+        flat.check_flat(module, cut, stored, flat.ignored(module, self.kwargs, faults), faults)
         for name in cannot_initialise(module) if "param_init_fn" not in self.kwargs else ():
             faults.add(
                 f"module {name!r} on the meta device, which has no reset_parameters()",
                 "modules that can be initialised after they are made",
                 "give the module reset_parameters(), pass param_init_fn=, or build it outside init_module()",
             )
+        return cut
 
     def _check_manual(self, faults: Faults) -> None:
         """A backward pass inside ``training_step`` is one inside the root's forward, which FSDP1 does not survive."""
@@ -198,8 +196,11 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
         if fitting and self._layer_sync and root is None:
             module = cast("LightningModule", self._layer_sync.apply(module))
         with nullcontext() if root is None else flat.unwrapped(module):
-            plan.convert_module(module)
-        self.model = root = root or self._setup_model(module)
+            cut: Units | None = plan.apply(module)
+        if cut is not None:
+            root = self._wrap_units(module, cut)
+        assert root is not None
+        self.model = root
         self.barrier()
         if fitting:
             with flat.whole_shapes(root) as fit_state, flat.unwrapped(module):
@@ -209,10 +210,9 @@ class PlanFSDP1Strategy(EndsTogether, CarriesCheckpoints, FSDPStrategy):
         if fitting and not self.cpu_offload.offload_params:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _setup_model(self, model: nn.Module) -> FullyShardedDataParallel:
-        assert self._units is not None
+    def _wrap_units(self, model: nn.Module, cut: Units) -> FullyShardedDataParallel:
         broadcast_from_first(model, self.root_device)
-        chosen, on_cpu = set(map(id, self._units.inner)), self.root_device.type == "cpu"
+        chosen, on_cpu = set(map(id, cut.inner)), self.root_device.type == "cpu"
         options: dict[str, Any] = {"param_init_fn": self._initialiser(model), **self.kwargs}
         root = FullyShardedDataParallel(
             model,

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
+from lightning_mp.compat.torch import flat_members, run_wrap_policy
 from lightning_mp.errors import Faults
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
@@ -77,9 +78,7 @@ def whole_shapes(root: FullyShardedDataParallel) -> Generator[Callable[[Iterable
 
 def _flat_members(root: FullyShardedDataParallel) -> Iterator[tuple[Tensor, torch.Size]]:
     for unit in FullyShardedDataParallel.fsdp_modules(root):
-        flat = cast("Any", unit)._flat_param
-        if flat is not None:
-            yield from zip(flat._params, flat._shapes, strict=True)
+        yield from flat_members(unit)
 
 
 def _cut_state(optimizers: Iterable[Optimizer], parts: Mapping[int, Tensor]) -> None:
@@ -107,9 +106,9 @@ def _cut_state(optimizers: Iterable[Optimizer], parts: Mapping[int, Tensor]) -> 
 
 def chosen_by(policy: Any, root: nn.Module, faults: Faults) -> list[nn.Module]:
     """The modules below ``root`` that a policy of ``torch.distributed.fsdp.wrap`` makes units."""
-    if not hasattr(policy, "_run_policy"):
+    chosen = run_wrap_policy(policy, root)
+    if chosen is None:
         return _chosen_by_size(policy, root)
-    chosen = cast("dict[nn.Module, dict[str, Any]]", policy._run_policy(root, ignored_modules=set(), root_kwargs={}))
     if any(chosen.values()):
         faults.add(
             f"auto_wrap_policy={type(policy).__name__} with keywords for single modules",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+from lightning_mp.compat.torch import before_backward_from
 
 
 class RootUnit:
@@ -40,15 +42,13 @@ class RootUnit:
     def before_backward(self, loss: Tensor) -> None:
         """Announce a backward pass from ``loss`` within the step."""
         if self._backward_inside and loss.requires_grad:
-            loss.register_hook(self._state()._pre_backward)
+            assert self._root is not None
+            before_backward_from(loss, self._root)
 
     def reshard(self) -> None:
         """Give up what is gathered: weights written to then are those that last."""
         if self._root is not None:
             self._root.reshard()
-
-    def _state(self) -> Any:
-        return cast("Any", self._root)._get_fsdp_state()
 
     def _holders(self) -> list[nn.Module]:
         """The modules below the root whose own weights are in its unit."""

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.compat.lightning import (
-    LightningModule,
+    FSDP2,
+    LightningOptimizer,
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
     default_pg_timeout,
     optimizers_to_device,
+    set_mesh,
 )
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Faults
-from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import meta_device
 from lightning_mp.strategies.checkpoint_io import CarriesDTensors
@@ -44,6 +48,14 @@ from lightning_mp.strategies.sharding import (
     share_buffers,
     whole_optimizer_state,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a model is cut: into units to shard, and within them by tensor parallelism, a style a module's name."""
+
+    units: Units
+    split: Mapping[str, ParallelStyle]
 
 
 class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, ModelParallelStrategy):
@@ -74,6 +86,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
     """
 
     plan_engine = ShardedEngine
+    private_names = (FSDP2, compat.FSDP2)
 
     def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
         self,
@@ -113,8 +126,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
         self._replicas_and_shards: tuple[int, int] | None = device_mesh
         self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
         self._shards, self._tp_plan = data_parallel_size, tp_plan
-        self._units: Units | None = None
-        self._split: dict[str, Any] = {}
+        self._sharded = False
         self._root: RootUnit | None = None
 
     # ------------------------------------------------------------------ processes
@@ -134,7 +146,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
         self._setup_distributed()
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh  # pyright: ignore[reportPrivateUsage]
+        set_mesh(self.lightning_module, self._device_mesh)
 
     def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         world, size = self.num_nodes * self.num_processes, self._tensor_parallel
@@ -163,30 +175,26 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
 
     # ------------------------------------------------------------------ the model
 
-    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> None:
-        """Cut the model into units, and note what cannot be; changes nothing."""
+    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
+        """Decide how the model is cut; ``None`` where it is sharded already. Notes what cannot be, changes nothing."""
         if is_sharded(module):  # by the user's configure_model, or by a run before
-            users = self._units is None
-            replicas = self.world_size // self._tensor_parallel if users else 1
+            replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
-            return
-        policy, pinned = engine.policy, engine.pin_map.dtypes()
-
-        def stored(parameter: Tensor) -> torch.dtype:
-            return to_torch(pinned.get(id(parameter), policy.storage_dtype))
-
-        self._units = units(module, self._wrap, engine.pin_map, stored, faults)
+            return None
+        stored, split = engine.stored_dtypes(), {}
+        cut = units(module, self._wrap, engine.pin_map, stored, faults)
         if self.sharding.compile:
-            self._units = for_compiling(self._units, stored)
-            _check_compiles(self._units, policy, module, faults)
+            cut = for_compiling(cut, stored)
+            _check_compiles(cut, engine.policy, module, faults)
         if self._tensor_parallel > 1:
-            self._split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
+            split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
         for name in meta_device.cannot_initialise(module):
             faults.add(
                 f"module {name!r} on the meta device, which has no reset_parameters()",
                 "modules that can be initialised after they are made",
                 "give the module reset_parameters(), or build it outside init_module(empty_init=True)",
             )
+        return Layout(cut, split)
 
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, shard, then make the optimizers on what is left here."""
@@ -194,10 +202,9 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
         assert self.model is not None
         self.accelerator.setup(trainer)
         plan = plan_of(self)
-        whole = not is_sharded(self.model)
-        self.model = cast("LightningModule", plan.convert_module(self.model))
-        if whole:
-            self._shard(self.model, plan.policy)
+        layout: Layout | None = plan.apply(self.model)
+        if layout is not None:
+            self._shard(self.model, layout, plan.policy)
         self._root = RootUnit(self.model)
         self.model_to_device()
         self.barrier()
@@ -208,15 +215,15 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
         if fitting and not self.sharding.cpu_offload:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _shard(self, model: nn.Module, policy: Any) -> None:
-        assert self._units is not None
+    def _shard(self, model: nn.Module, layout: Layout, policy: PrecisionPolicy) -> None:
         broadcast_from_first(model, self.root_device)
         if self._tensor_parallel > 1:
             mesh = self.device_mesh["tensor_parallel"]
             place = device_of(mesh)
             tensor_parallel.draw_alike(mesh)
-            tensor_parallel.parallelize(model, self._split, mesh, partial(_whole_on, place, model))
-        shard(model, self._units, self._shard_mesh, policy, self.sharding)
+            tensor_parallel.parallelize(model, layout.split, mesh, partial(_whole_on, place, model))
+        shard(model, layout.units, self._shard_mesh, policy, self.sharding)
+        self._sharded = True
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -271,7 +278,7 @@ class PlanFSDP2Strategy(EndsTogether, StepsThroughModule, CarriesDTensors, Model
         if self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
         assert self.model is not None
-        plain = cast("Optimizer", getattr(optimizer, "_optimizer", optimizer))
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return whole_optimizer_state(plain, keep=self.global_rank == 0)
 
     @contextmanager

@@ -1,0 +1,223 @@
+"""What is timed and counted: that no step waits, the ladder of modes, overhead, and MFU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins import MixedPrecision, Precision
+
+from benchmarks.gpu.models import GPT2_SMALL, LLAMA_1B, TINY, TINY_LLAMA, Batches, Decoder, Size
+from benchmarks.gpu.part import Figures
+from lightning_mp import LossScaling, MixedPrecisionPlan
+from lightning_mp.numerics.device import describe
+from lightning_mp.policy import hardware
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODES = ("32-true", "bf16-mixed", "16-mixed")
+WARM_UP = 5
+#: a scale at which no step of these models overflows: a skipped step costs less than an applied one
+SCALE = 2.0**8
+
+
+class BlockTime(Callback):
+    """Seconds a step from the end of the warm-up to the end: the device is waited for at both ends, nowhere between."""
+
+    def __init__(self, steps: int) -> None:
+        self._last, self._start = steps, 0.0
+        self.seconds = 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Look at the clock after the warm-up and after the last step."""
+        if trainer.global_step == WARM_UP:
+            self._start = _clock()
+        elif trainer.global_step == self._last:
+            self.seconds = (_clock() - self._start) / (self._last - WARM_UP)
+
+
+class SyncIsAnError(Callback):
+    """Makes every operation of a warm training batch that waits for the device an error."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        """Watch warm batches."""
+        if batch_idx >= WARM_UP and DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Between batches Lightning may wait."""
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _clock() -> float:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _plan(mode: str, **fields: Any) -> MixedPrecisionPlan:
+    scaling = LossScaling.torch(init_scale=SCALE) if mode == "16-mixed" else None
+    return MixedPrecisionPlan(mode, loss_scaling=scaling, **fields)  # pyright: ignore[reportArgumentType]
+
+
+def _stock(mode: str) -> Precision | None:
+    if mode == "32-true":
+        return None
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=SCALE) if mode == "16-mixed" else None
+    return MixedPrecision(mode, DEVICE, scaler)  # pyright: ignore[reportArgumentType]
+
+
+def _fit(module: Decoder, size: Size, plugin: Precision | None, steps: int, *callbacks: Callback, **more: Any) -> None:
+    warnings.simplefilter("ignore")
+    trainer = Trainer(
+        accelerator="gpu" if DEVICE == "cuda" else "cpu",
+        devices=1,
+        max_steps=steps,
+        plugins=None if plugin is None else [plugin],
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **more,
+    )
+    trainer.fit(module, Batches(size, steps, DEVICE))
+
+
+# ---------------------------------------------------------------------- the parts
+
+
+def sync(figures: Figures, *, quick: bool) -> None:
+    """50 warm steps in which nothing may wait for the device, clipping by norm on."""
+    size, steps = (TINY, WARM_UP + 2) if quick else (GPT2_SMALL, WARM_UP + 50)
+    for mode in ("bf16-mixed", "16-mixed", "32-true", "bf16-true"):
+        figures.note(mode, {"steps": steps - WARM_UP, **_waited(mode, size, steps)})
+
+
+def _waited(mode: str, size: Size, steps: int) -> dict[str, Any]:
+    try:
+        _fit(Decoder(size), size, _plan(mode), steps, SyncIsAnError(), gradient_clip_val=1.0)
+    except RuntimeError as error:
+        return {"waited": True, "error": str(error)[:300]}
+    finally:
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    return {"waited": False}
+
+
+def ladder(figures: Figures, *, quick: bool) -> None:
+    """fp32, TF32, fp16, bf16 on the same weights and batches: speed, memory and the loss each comes to."""
+    size, steps = (TINY, WARM_UP + 2) if quick else (GPT2_SMALL, WARM_UP + 35)
+    rungs = {
+        "fp32": _plan("32-true", tf32="highest"),
+        "tf32": _plan("32-true", tf32="high"),
+        "fp16": _plan("16-mixed"),
+        "bf16": _plan("bf16-mixed"),
+        "bf16 + checkpointing": _plan("bf16-mixed", checkpointing="GPT2Block"),
+    }
+    for name, plan in rungs.items():
+        torch.manual_seed(0)
+        module, times = Decoder(size), BlockTime(steps)
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        _fit(module, size, plan, steps, times, gradient_clip_val=1.0)
+        assert module.last is not None
+        figures.note(
+            name,
+            {
+                "ms": times.seconds * 1e3,
+                "tokens_per_s": size.tokens / times.seconds,
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+                "loss": float(module.last),
+                "skipped": plan.skipped_steps,
+            },
+        )
+        del module
+
+
+def overhead(figures: Figures, *, quick: bool) -> None:
+    """Seconds a step of a loop written by hand, of stock Lightning and of the plan, in turn: ratios of medians."""
+    size, steps, rounds = (TINY, WARM_UP + 2, 1) if quick else (GPT2_SMALL, WARM_UP + 15, 4)
+    for mode in MODES:
+        seconds: dict[str, list[float]] = {"loop": [], "stock": [], "plan": []}
+        for number in range(rounds):
+            for side in sorted(seconds, reverse=bool(number % 2)):
+                torch.manual_seed(0)
+                seconds[side].append(_SIDES[side](Decoder(size), size, mode, steps))
+        medians = {side: statistics.median(values) for side, values in seconds.items()}
+        ratios = {f"plan/{side}": medians["plan"] / medians[side] for side in ("stock", "loop")}
+        figures.note(mode, {**{f"{side}_ms": value * 1e3 for side, value in medians.items()}, **ratios})
+
+
+def _by_hand(module: Decoder, size: Size, mode: str, steps: int) -> float:
+    module.to(DEVICE)
+    optimizer = module.configure_optimizers()
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=SCALE, enabled=mode == "16-mixed")
+    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(mode)
+    start = 0.0
+    for number, batch in enumerate(Batches(size, steps, DEVICE)):
+        if number == WARM_UP:
+            start = _clock()
+        with nullcontext() if half is None else torch.autocast(DEVICE, half, cache_enabled=False):
+            loss = module.training_step(batch, number)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return (_clock() - start) / (steps - WARM_UP)
+
+
+def _by_trainer(plugin: Callable[[str], Precision | None]) -> Callable[[Decoder, Size, str, int], float]:
+    def run(module: Decoder, size: Size, mode: str, steps: int) -> float:
+        times = BlockTime(steps)
+        _fit(module, size, plugin(mode), steps, times)
+        return times.seconds
+
+    return run
+
+
+_SIDES: dict[str, Callable[[Decoder, Size, str, int], float]] = {
+    "loop": _by_hand,
+    "stock": _by_trainer(_stock),
+    "plan": _by_trainer(_plan),
+}
+
+
+def of_peak(flops: float, peak: hardware.Peak | None) -> dict[str, Any]:
+    """What share of the device's peak ``flops`` a second are, and whose figure the peak is."""
+    if peak is None:
+        return {"mfu": None, "peak": None}
+    return {"mfu": flops / peak.flops_per_s, "peak": f"{peak.flops_per_s / 1e12:g} TFLOP/s ({peak.source})"}
+
+
+def mfu(figures: Figures, *, quick: bool) -> None:
+    """Tokens a second and MFU of a Llama of 1.1B parameters in bf16-mixed, eager and compiled."""
+    size, steps = (TINY_LLAMA, WARM_UP + 2) if quick else (LLAMA_1B, WARM_UP + 20)
+    peak = hardware.peak(describe(torch.device(DEVICE)), "bf16")
+    for name, backend in {"eager": None, "compiled": "aot_eager" if quick else "inductor"}.items():
+        torch.manual_seed(0)
+        module, times = Decoder(size), BlockTime(steps)
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        if backend is not None:
+            module.model.compile(backend=backend)
+        _fit(module, size, _plan("bf16-mixed"), steps, times)
+        rate = size.tokens / times.seconds
+        flops = size.flops_per_token(parameters) * rate
+        figures.note(
+            name,
+            {
+                "parameters": parameters,
+                "ms": times.seconds * 1e3,
+                "tokens_per_s": rate,
+                "tflops": flops / 1e12,
+                **of_peak(flops, peak),
+            },
+        )
+        del module

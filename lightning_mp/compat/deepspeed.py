@@ -1,0 +1,107 @@
+"""DeepSpeed's private names, each behind a function that says what it is for; it is imported where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mp.compat.checks import PrivateNames
+
+ZERO = PrivateNames(
+    "deepspeed",
+    {
+        "deepspeed.runtime.engine:DeepSpeedEngine": (
+            "_cast_module_mixed_precision",
+            "get_global_grad_norm",
+            "was_step_applied",
+        ),
+        "deepspeed.runtime.zero.partition_parameters:Init()": (
+            "ds_id",
+            "ds_numel",
+            "ds_process_group",
+            "ds_tensor",
+        ),
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3()": ("_z3_optimizer",),
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("_link_all_hp_params",),
+        "deepspeed.utils.mixed_precision_linkage()": ("_hp_mapping", "_index_in_param_group"),
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer()": (
+            "bit16_groups_flat",
+            "single_partition_of_fp32_groups",
+        ),
+        "deepspeed.utils.tensor_fragment:tensor_fragment()": ("get_lp_grad_fragment", "lp_fragment_address"),
+    },
+)
+
+
+@contextmanager
+def casts_left_out() -> Generator[None, None, None]:
+    """Within, no engine casts the parameters of its module, which it does where ``fp16.enabled`` is true."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    engine_class = cast("Any", DeepSpeedEngine)
+    cast_all = engine_class._cast_module_mixed_precision
+    engine_class._cast_module_mixed_precision = lambda *_args, **_kwargs: None
+    try:
+        yield
+    finally:
+        engine_class._cast_module_mixed_precision = cast_all
+
+
+def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
+    """Let a ZeRO-1 or 2 optimizer keep no fp32 copy of weights in one of ``dtypes``."""
+    changed = False
+    for flat, master in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True):
+        if flat.dtype in dtypes:
+            master.data = master.data.to(flat.dtype)
+            changed = True
+    if changed:
+        zero._link_all_hp_params()  # parameters hold views of their masters
+
+
+# ------------------------------------------------------------------ what this rank has of a parameter
+
+
+def is_partitioned(parameter: object) -> bool:
+    """Whether ZeRO-3 has split the parameter over the ranks."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def cast_partition(parameter: Any) -> None:
+    """Give the rank's part the dtype of the parameter, whose empty shell alone a cast has changed."""
+    part = getattr(parameter, "ds_tensor", None)
+    if part is not None and part.dtype != parameter.dtype:
+        part.data = part.data.to(parameter.dtype)
+
+
+def local_part(parameter: Any) -> Tensor:
+    """The rank's part of a partitioned parameter, flat and without padding."""
+    return _unpadded(parameter, parameter.ds_tensor)
+
+
+def local_gradient(parameter: Any) -> Tensor | None:
+    """The rank's part of a gradient between the backward pass and ZeRO's step, times the loss scale; flat.
+
+    ``None`` where there is none, or where ZeRO does not have the parameter.
+    """
+    if is_partitioned(parameter):
+        gradient = parameter._z3_optimizer.get_local_fp32_grad_for_param(parameter)
+        return None if gradient is None else _unpadded(parameter, gradient)
+    if not hasattr(parameter, "_hp_mapping"):
+        return None
+    fragment = parameter._hp_mapping
+    if fragment is None:  # all of it lies on other ranks
+        return parameter.new_empty(0)
+    gradient = fragment.get_lp_grad_fragment(parameter._index_in_param_group).detach().reshape(-1)
+    place = fragment.lp_fragment_address
+    return gradient.narrow(0, place.start, place.numel) if gradient.numel() == parameter.numel() else gradient
+
+
+def _unpadded(parameter: Any, part: Tensor) -> Tensor:
+    """ZeRO-3 splits a parameter into equal parts, of which the last ones have nothing behind its end."""
+    flat = part.detach().reshape(-1)
+    rank = dist.get_rank(parameter.ds_process_group)
+    return flat[: max(0, parameter.ds_numel - rank * flat.numel())]

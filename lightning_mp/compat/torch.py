@@ -1,0 +1,298 @@
+"""torch's private names, each behind a function that says what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
+
+from lightning_mp.compat.checks import PrivateNames
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+#: what a plan uses on any strategy, and what the monitors of any run use
+STEP = PrivateNames(
+    "torch",
+    {
+        "torch": ("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_foreach_norm"),
+        "torch._C": ("_current_autograd_node", "_current_graph_task_id"),
+        "torch._ops": ("OpOverload", "OpOverloadPacket"),
+        "torch.amp:GradScaler()": ("_growth_tracker", "_per_optimizer_states", "_scale"),
+        "torch.nn:Module": ("_apply", "_compiled_call_impl", "_load_from_state_dict"),
+        "torch.nn:Module()": ("_buffers", "_forward_hooks", "_forward_pre_hooks", "_non_persistent_buffers_set"),
+        "torch.nn:MultiheadAttention": ("_reset_parameters",),
+        "torch.nn.modules.loss": ("_Loss",),
+        "torch.optim:AdamW()": ("_step_supports_amp_scaling",),
+        "torch.optim.lr_scheduler:LRScheduler()": ("_last_lr",),
+        "torch.optim.lr_scheduler:SequentialLR()": ("_schedulers",),
+        "torch.utils._python_dispatch": ("TorchDispatchMode",),
+    },
+)
+FSDP2 = PrivateNames(
+    "torch",
+    {
+        "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_lazy_init", "_pre_backward"),
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()": ("_fsdp_param_group", "_mp_policy"),
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam()": ("_unsharded_param",),
+        "torch.distributed.tensor.parallel:ParallelStyle": ("_apply",),
+    },
+)
+FSDP1 = PrivateNames(
+    "torch",
+    {
+        "torch.distributed.fsdp:FullyShardedDataParallel": ("_flat_param",),
+        "torch.distributed.fsdp:MixedPrecision": ("_module_classes_to_ignore",),
+        "torch.distributed.fsdp._flat_param:FlatParameter()": ("_params", "_shapes"),
+        "torch.distributed.fsdp.wrap:ModuleWrapPolicy": ("_run_policy",),
+    },
+)
+#: looked for where they may be; without them nothing of the kind is found
+OPTIONAL = PrivateNames(
+    "torch",
+    {
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ("CheckpointImpl", "CheckpointWrapper"),
+        "torch._dynamo.eval_frame:_TorchDynamoContext()": ("_torchdynamo_orig_callable",),
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    place = {"TorchDispatchMode": "torch.utils._python_dispatch", "OpOverload": "torch._ops"}.get(name)
+    place = "torch._ops" if name == "OpOverloadPacket" else place
+    if place is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    STEP.require("lightning_mp")
+    return getattr(import_module(place), name)
+
+
+# ------------------------------------------------------------------ gradients and the scale
+
+
+def unscale_and_check_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply ``grads`` (one device, one dtype) by ``inv_scale``, and set ``found_inf`` to 1 where one was not finite.
+
+    The multi-tensor kernel behind ``torch.amp.GradScaler``.
+    """
+    cast("Any", torch)._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+
+
+def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, rule: tuple[float, float, int]) -> None:
+    """Move ``scale`` by ``rule``, (growth factor, backoff factor, growth interval): ``GradScaler.update``'s kernel."""
+    cast("Any", torch)._amp_update_scale_(scale, growth_tracker, found_inf, *rule)
+
+
+def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+    """The norm of each tensor, computed in ``dtype``, in one launch."""
+    foreach_norm: Any = cast("Any", torch)._foreach_norm
+    return foreach_norm(tensors, order) if dtype is None else foreach_norm(tensors, order, dtype=dtype)
+
+
+def takes_flag(optimizer: Optimizer) -> bool:
+    """Whether the optimizer (a fused one) unscales, and skips by ``found_inf``, on the device."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+#: where the state dict of a ``GradScaler`` has its count of clean steps
+GROWTH_TRACKER = "_growth_tracker"
+
+
+def scale_of(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:
+    """The scale and the count of clean steps on the device; ``None`` before the first step."""
+    state = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
+    return cast("tuple[Tensor, Tensor]", state) if all(isinstance(item, Tensor) for item in state) else None
+
+
+def set_scale(scaler: GradScaler, scale: Tensor, growth_tracker: Tensor) -> None:
+    """Put both where ``GradScaler`` keeps them, for code that looks there."""
+    cast("Any", scaler)._scale, cast("Any", scaler)._growth_tracker = scale, growth_tracker
+
+
+def waits_for_unscale(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Whether nobody has unscaled the optimizer's gradients since its last step."""
+    return cast("Any", scaler)._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+
+
+# ------------------------------------------------------------------ learning rates
+
+#: where the state dict of ``SequentialLR`` and ``ChainedScheduler`` has those of their schedulers
+INNER_SCHEDULERS = "_schedulers"
+
+
+def last_rates(scheduler_state: Mapping[str, Any]) -> list[float]:
+    """The learning rates that a scheduler had come to, one a param group, from its state dict."""
+    return scheduler_state.get("_last_lr") or []
+
+
+# ------------------------------------------------------------------ operators and autograd
+
+#: the file in which Python calls into the autograd engine
+ENGINE = str(Path("torch", "autograd", "graph.py"))
+#: the files whose functions torch wraps around every dispatch mode
+AROUND_MODES = tuple(str(Path("torch", *file)) for file in (("_compile.py",), ("_dynamo", "eval_frame.py")))
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way."""
+    return cast("Any", torch)._C._current_graph_task_id() != -1
+
+
+def in_backward_formula() -> bool:
+    """Whether a node of the graph is being computed: not so in a hook before it."""
+    return cast("Any", torch)._C._current_autograd_node() is not None
+
+
+def cpu_attention() -> tuple[Any, Any]:
+    """The operators of fused attention on a CPU, forward and backward: the flop registry has only CUDA's."""
+    aten: Any = torch.ops.aten
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    return forward, aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+#: the operators of fused attention, by their names in ``torch.ops.aten``
+FUSED_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+def cpu_has(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices in ``dtype`` (bf16 or fp16) natively, as oneDNN sees it."""
+    onednn: Any = torch.ops.mkldnn
+    supported = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    return torch.backends.mkldnn.is_available() and getattr(onednn, supported)()
+
+
+# ------------------------------------------------------------------ modules
+
+#: Parts that wrappers put into names: Fabric's, FSDP1's, ``torch.compile``'s, the checkpoint wrapper's. Not "module":
+#: no strategy here leaves that one behind, and a LightningModule may well call its model so.
+WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers, to be changed in place."""
+    return vars(module)["_buffers"]
+
+
+def saved_buffers(module: nn.Module) -> Iterator[Tensor]:
+    """The module's own buffers that are in its state dict."""
+    left_out = cast("Any", module)._non_persistent_buffers_set
+    yield from (tensor for name, tensor in module.named_buffers(recurse=False) if name not in left_out)
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether anything is called before or after the module's forward."""
+    return bool(cast("Any", module)._forward_hooks or cast("Any", module)._forward_pre_hooks)
+
+
+def apply_to_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """What ``module.to()`` does: ``fn`` on every parameter, gradient and buffer."""
+    cast("Any", module)._apply(fn)
+
+
+def load_own_tensors(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    prefix: str,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """``load_state_dict`` for the tensors of ``module`` itself; what is wrong goes to the three lists."""
+    cast("Any", module)._load_from_state_dict(dict(state), prefix, {}, True, missing, unexpected, errors)
+
+
+def own_reset(module: nn.Module) -> Callable[[], Any] | None:
+    """What initialises the module's own tensors, if it has such a method."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return reset if callable(reset) else None
+
+
+def is_loss(module: nn.Module) -> bool:
+    """Whether it is one of torch's losses, or made of one."""
+    return isinstance(module, cast("Any", nn.modules.loss)._Loss)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, or ``module.forward = torch.compile(module.forward)`` written."""
+    own = vars(module)
+    return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+
+
+def reentrant(module: nn.Module) -> bool | None:
+    """Whether torch's checkpoint wrapper uses reentrant checkpointing; ``None`` where it is no such wrapper."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
+
+    return module.checkpoint_impl is CheckpointImpl.REENTRANT if isinstance(module, CheckpointWrapper) else None
+
+
+# ------------------------------------------------------------------ FSDP2
+
+
+def fsdp2_policy(unit: Any) -> Any:
+    """The ``MixedPrecisionPolicy`` that the unit was given."""
+    return _fsdp2_state(unit)._mp_policy
+
+
+def fsdp2_parameters(unit: Any) -> Iterator[Any]:
+    """The unit's parameters as torch records them, with ``sharded_param`` and ``unsharded_accumulated_grad``."""
+    state = _fsdp2_state(unit)
+    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one, under the other name
+    for group in several or [state._fsdp_param_group]:
+        if group is not None:
+            yield from group.fsdp_params
+
+
+def drop_unsharded_gradients(unit: Any) -> None:
+    """Let go of what a backward pass without a reduction collected."""
+    for parameter in fsdp2_parameters(unit):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def make_root(unit: Any) -> None:
+    """Make it the root now: a unit that is called before the first step must not become one."""
+    _fsdp2_state(unit)._lazy_init()
+
+
+def before_backward_from(loss: Tensor, unit: Any) -> None:
+    """Have the unit gathered when a backward pass comes to ``loss``."""
+    loss.register_hook(_fsdp2_state(unit)._pre_backward)
+
+
+def _fsdp2_state(unit: Any) -> Any:
+    return unit._get_fsdp_state()
+
+
+# ------------------------------------------------------------------ FSDP1
+
+
+def flat_members(unit: Any) -> Iterator[tuple[Tensor, torch.Size]]:
+    """Each parameter in the unit's flat parameter, and its shape when whole."""
+    flat = unit._flat_param
+    if flat is not None:
+        yield from zip(flat._params, flat._shapes, strict=True)
+
+
+def leave_all_modules() -> dict[str, Any]:
+    """The keyword of FSDP1's ``MixedPrecision`` by which it wraps no module (batch norms, else) apart."""
+    return {"_module_classes_to_ignore": ()}
+
+
+def run_wrap_policy(policy: Any, root: nn.Module) -> dict[nn.Module, dict[str, Any]] | None:
+    """The modules a policy of ``torch.distributed.fsdp.wrap`` chooses, and their keywords; ``None`` for a function."""
+    run: Any = getattr(policy, "_run_policy", None)
+    return None if run is None else run(root, ignored_modules=set(), root_kwargs={})

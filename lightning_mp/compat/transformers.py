@@ -1,0 +1,28 @@
+"""transformers' private conventions, which other libraries follow too: looked for on modules, never imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+#: set on a tensor that was initialised or loaded
+IS_INITIALIZED = "_is_hf_initialized"
+
+
+def block_classes(module: nn.Module) -> Iterable[str]:
+    """Names of the classes of blocks that a model names as not to be split."""
+    return getattr(module, "_no_split_modules", None) or ()
+
+
+def initialiser(module: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """What initialises the tensors of a module within this model, if the model has it."""
+    found = getattr(module, "_init_weights", None)
+    return found if callable(found) else None
+
+
+def checkpointing_function(module: nn.Module) -> Callable[..., Any] | None:
+    """What runs the module's blocks where ``gradient_checkpointing`` is on."""
+    found = getattr(module, "_gradient_checkpointing_func", None)
+    return found if callable(found) else None

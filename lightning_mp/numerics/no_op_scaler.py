@@ -1,0 +1,78 @@
+"""The scaler of the modes without loss scaling: gradients are checked as under a loss scale, and stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp.numerics.found_inf import FoundInf
+from lightning_mp.numerics.grads import gradients, parameters_of, step_unless, unscale_and_check_
+
+_Loss = TypeVar("_Loss")
+
+
+class NoOpScaler:
+    """What an engine asks of a ``LossScaler``, with a scale of 1 that never moves.
+
+    With ``checks=False`` gradients are not even looked at, and every step is applied.
+    """
+
+    def __init__(self, found_inf: FoundInf, device: torch.device, *, checks: bool) -> None:
+        self.flags, self._checks, self._device = found_inf, checks, device
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+
+    def scale(self, outputs: _Loss) -> _Loss:
+        """The loss itself."""
+        return outputs
+
+    def multiply_back_(self, optimizers: Iterable[Optimizer]) -> None:
+        """Nothing: gradients are always in true units."""
+
+    def divide_(self, optimizers: Iterable[Optimizer]) -> None:
+        """Nothing: gradients are always in true units."""
+
+    def found_inf(self, optimizer: Optimizer) -> Tensor:
+        """Check the gradients as they are now: 1 where they are not finite on some rank, else 0."""
+        self.flags.drop(id(optimizer))
+        flag = self.flags.of(optimizer, self._device)
+        if self._checks:
+            self.check_(parameters_of(optimizer), flag)
+            self.flags.reduce_(flag)
+        return flag
+
+    def check_(self, parameters: Iterable[Tensor], flag: Tensor) -> None:
+        """Set ``flag`` to 1 where a gradient of this rank is not finite."""
+        unscale_and_check_(gradients(parameters), self._one, flag)
+
+    def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Step the optimizer whose gradients were checked, or leave everything as it is if one is not finite."""
+        flag = self.flags.of(optimizer, self._device)
+        self.flags.drop(id(optimizer))
+        self.flags.begin_step(flag)
+        if self._checks:
+            step_unless(optimizer, flag, self.flags.read, **kwargs)
+        else:
+            optimizer.step(**kwargs)
+
+    def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
+        """Take note of a step that was checked and made elsewhere, with its flag."""
+        self.flags.begin_step(found_inf)
+
+    def counts(self) -> int:
+        """Every skip counts against the budget."""
+        return 1
+
+    def stepped(self, optimizer: Optimizer) -> bool:
+        """No step is waited for."""
+        return False
+
+    def update(self) -> None:
+        """Nothing to adjust."""
+
+    def forget(self) -> None:
+        """Drop what is known of gradients."""
+        self.flags.clear()
