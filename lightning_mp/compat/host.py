@@ -12,7 +12,7 @@ COPIES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightni
 
 def imported() -> list[str]:
     """The copies that the program has imported, in that order."""
-    return [name for name, module in [*sys.modules.items()] if name in COPIES and module is not None]
+    return [name for name, module in [*sys.modules.items()] if name in COPIES and module]
 
 
 @cache

@@ -32,7 +32,7 @@ def printed(*command: str, cwd: Path | None = None) -> str:
         text=True,
         env=environment(),
         cwd=cwd,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
