@@ -51,7 +51,7 @@ class Pin:
     Args:
         pattern: an fnmatch against a module's name, any dotted suffix of it, or its class.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        output: the dtype of what the module hands on: ``None`` for the mode's rule (its own dtype under the mixed
+        output: the dtype of what the module returns: ``None`` for the mode's rule (its own dtype under the mixed
             modes, the dtype that came in under the true modes), ``"pin"``, ``"input"``, or a dtype.
     """
 
