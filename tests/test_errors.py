@@ -139,3 +139,17 @@ def test_what_is_a_number(value: Any, number: bool, whole: bool) -> None:
 def test_the_nearest_names(word: str, known: list[str], expected: Any) -> None:
     found = nearest(word, known)
     assert found == expected if isinstance(expected, str) else found.count(",") == expected - 1
+
+
+def test_one_of_takes_words_of_one_type_only() -> None:
+    faults = Faults()
+    for value in (True, 1, "yes", None):
+        faults.one_of("flag", value, (True, False), "write a boolean")
+    faults.one_of("mode", "full", ("full", "selective"), "write 'full'")
+    faults.one_of("mode", ["full"], ("full", "selective"), "write 'full'")
+    assert [fault.given for fault in faults.found] == ["flag=1", "flag='yes'", "flag=None", "mode=['full']"]
+    assert faults.found[-1].allowed == "'full', 'selective'"
+
+
+def test_a_huge_integer_is_a_number() -> None:
+    assert is_number(10**400)

@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_mp.checkpoints.files import STORAGE
 from lightning_mp.checkpoints.formats import CheckpointFormatError
 from lightning_mp.checkpoints.load import read_weights
-from lightning_mp.errors import Fault, MissingExtraError, PlanError, nearest
-from lightning_mp.policy import STORAGE_DTYPES, parse_dtype
+from lightning_mp.errors import Faults, MissingExtraError, did_you_mean
+from lightning_mp.policy import storage_dtype
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _SHORT = {dtype: name for name, dtype in STORAGE.items()}
@@ -76,15 +76,15 @@ def write_consolidated(
     prefix: str = "",
     weights_only: bool | None = None,
 ) -> Consolidated:
-    """:func:`consolidate`, telling what was written."""
+    """As :func:`consolidate`, and say what was written."""
     source, target = Path(checkpoint), Path(output)
-    wanted = None if dtype is None else STORAGE[_storage_name(dtype)]
+    wanted = _torch_dtype(dtype)
     save = _writer(target)
     _check_target(source, target)
     weights = _under(read_weights(source, weights_only=weights_only), prefix, source)
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise CheckpointFormatError(f"{str(source)!r}, which holds no tensor", "weights", "check the path")
+        raise CheckpointFormatError(f"{str(source)!r}, which has no tensor in it", "weights", "check the path")
     plain = _plain(tensors, wanted)
     _write_whole(plain, target, save)
     return Consolidated(
@@ -96,16 +96,12 @@ def write_consolidated(
     )
 
 
-def _storage_name(dtype: object) -> str:
-    try:
-        name = parse_dtype(dtype)
-    except PlanError:
-        name = ""
-    if name not in STORAGE_DTYPES:
-        near = nearest(str(dtype), STORAGE_DTYPES)
-        fix = f"did you mean {near}?" if near else "write one of these, or none to keep each tensor's own"
-        raise PlanError([Fault(f"dtype {dtype!r}", ", ".join(STORAGE_DTYPES), fix)], "dtype")
-    return name
+def _torch_dtype(dtype: object) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    with Faults("dtype") as faults:
+        name = storage_dtype(dtype, "dtype", faults)
+    return STORAGE[name]
 
 
 def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], None]:
@@ -146,8 +142,7 @@ def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, A
     found = {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
     if not found:
         known = list(dict.fromkeys(name.partition(".")[0] + "." for name in weights if "." in name))
-        near = nearest(start, known, 1)
-        fix = f"did you mean {near}?" if near else "write one of these, or none"
+        fix = did_you_mean(start, known, "write one of these, or none", 1)
         raise CheckpointFormatError(f"the prefix {prefix!r} of {str(source)!r}", ", ".join(known) or "none", fix)
     return found
 

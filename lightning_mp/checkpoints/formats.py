@@ -1,4 +1,4 @@
-"""The three formats a strategy writes, how each is told from the others, and what is said where none is there."""
+"""The three formats that strategies write, how to tell them apart, and the error where there is none of them."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from lightning_mp.errors import MissingExtraError
 from lightning_mp.modules.patterns import plain_name
 
 LEFT_OUT = (
-    "DeepSpeed keeps optimizer states flat, a piece a rank: only as many ranks of the same ZeRO stage (1 and 2 are "
-    "one) resume them; they start anew."
+    "DeepSpeed stores optimizer state as one flat partition per rank, which only the same number of ranks at the same "
+    "ZeRO stage can load (1 and 2 count as one); here optimizer state starts from scratch."
 )
 
 # What DeepSpeedEngine puts beside Lightning's own keys.
@@ -34,7 +34,7 @@ _OWN = frozenset({
 
 
 def resumable(path: Path, stage: int, processes: int) -> bool:
-    """Whether DeepSpeed itself can go on from a folder: stages 1 and 2 write alike, and each rank takes its own piece.
+    """Whether DeepSpeed itself can resume from a folder: stages 1 and 2 write alike, and each rank loads its partition.
 
     Raises:
         CheckpointFormatError: files are missing.

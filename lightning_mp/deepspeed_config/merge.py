@@ -85,9 +85,9 @@ class _Merge:
                 self.faults.add(f"{key}={value!r}", f"no {key}: {REFUSED[key]}", f"remove {key} from the JSON")
         return user
 
-    def contradiction(self, said: str, planned: str, fix: str) -> None:
+    def contradiction(self, given: str, planned: str, fix: str) -> None:
         """Note that the JSON says one thing and the plan another."""
-        self.faults.add(f"{said} in the JSON and {planned} in the plan", "the same in both", fix)
+        self.faults.add(f"{given} in the JSON and {planned} in the plan", "the same in both", fix)
 
     @property
     def _precision(self) -> str:
@@ -114,17 +114,17 @@ class _Merge:
 
     def _autocast(self, block: dict[str, Any]) -> None:
         enabled, dtype = block.pop("enabled", False), block.pop("dtype", None)
-        said = f"torch_autocast.enabled={enabled} with dtype={dtype!r}"
+        given = f"torch_autocast.enabled={enabled} with dtype={dtype!r}"
         if enabled and not (self.policy.mixed and dtype_of(dtype) == self.policy.compute_dtype):
             fix = "set torch_autocast.enabled to false, or its dtype and the plan's precision to the same '-mixed'"
-            self.contradiction(said, self._precision, fix)
+            self.contradiction(given, self._precision, fix)
         elif enabled:
-            self.notes.append(f"{said}: taken out, the plan's {self._precision} enters autocast itself")
+            self.notes.append(f"{given}: taken out, the plan's {self._precision} enters autocast itself")
 
     def _taken_out(self, where: str, block: Mapping[str, Any], reason: str) -> None:
         if block:
-            said = ", ".join(f"{where}.{key}={value!r}" for key, value in block.items())
-            self.notes.append(f"{said}: taken out, {reason}")
+            given = ", ".join(f"{where}.{key}={value!r}" for key, value in block.items())
+            self.notes.append(f"{given}: taken out, {reason}")
 
     # --- the loss scale -------------------------------------------------------------------------------------------
 
@@ -161,9 +161,9 @@ class _Merge:
             return
         for key, (field, _) in RULE.items():
             if key in block and block[key] != _json_value(key, getattr(rule, field)):
-                said, value = _user_value(key, block[key])
+                given, value = _user_value(key, block[key])
                 fix = f"remove fp16.{key} from the JSON, or set LossScaling({field}={value})"
-                self.contradiction(f"fp16.{key}={said}", f"loss_scaling.{field}={getattr(rule, field)!r}", fix)
+                self.contradiction(f"fp16.{key}={given}", f"loss_scaling.{field}={getattr(rule, field)!r}", fix)
 
     def _scaling_block(self, rule: LossScaling) -> dict[str, Any]:
         block: dict[str, Any] = {"loss_scale": 0 if rule.dynamic else rule.init_scale}
@@ -181,8 +181,10 @@ class _Merge:
             if rule.dynamic and getattr(rule, field) != value
         ]
         if without_key:
-            said = ", ".join(without_key)
-            self.notes.append(f"loss_scaling: DeepSpeed's JSON has no key for {said}; the plan's rule carries them out")
+            given = ", ".join(without_key)
+            self.notes.append(
+                f"loss_scaling: DeepSpeed's JSON has no key for {given}; the plan's rule carries them out"
+            )
         return block
 
     # --- formats and shards ---------------------------------------------------------------------------------------
@@ -224,9 +226,9 @@ class _Merge:
             self._offload(zero, name, wanted, stage)
         self.config["zero_optimization"] = {**zero, "stage": stage}
 
-    def _against_strategy(self, said: str, chosen: str) -> None:
+    def _against_strategy(self, given: str, chosen: str) -> None:
         fix = "remove it from the JSON, or choose the strategy that says the same"
-        self.faults.add(f"{said} in the JSON and {chosen} in the strategy", "the same in both", fix)
+        self.faults.add(f"{given} in the JSON and {chosen} in the strategy", "the same in both", fix)
 
     def _modernise(self, zero: dict[str, Any]) -> None:
         """Write the deprecated flags as the blocks that took their place, which DeepSpeed refuses beside them."""

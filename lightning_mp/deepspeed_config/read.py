@@ -163,7 +163,7 @@ class _Reader:
             if key in schema.REFUSED:
                 self._removed(key, value)
             elif key not in (*_BLOCKS, _SENT) and str(key) not in wrong:
-                self.left[str(key)] = _who_says_it(str(key), value)
+                self.left[str(key)] = _where_it_is_set(str(key), value)
         return good
 
     def _removed(self, key: str, value: Any) -> None:
@@ -233,12 +233,12 @@ class _Reader:
         if block.get("lower_precision_safe_modules") is not None:
             given, fix = "torch_autocast.lower_precision_safe_modules", "remove it; pins={pattern: dtype} says the same"
             self.faults.add(given, "torch_autocast without it: the plan enters PyTorch's own autocast", fix)
-        said = "torch_autocast.enabled=True with " + (f"dtype={block['dtype']!r}" if "dtype" in block else "no dtype")
+        given = "torch_autocast.enabled=True with " + (f"dtype={block['dtype']!r}" if "dtype" in block else "no dtype")
         if dtype not in _MODES:
-            self.faults.add(said, "bf16, fp16", "write the dtype")
+            self.faults.add(given, "bf16, fp16", "write the dtype")
             return {}
         self.taken["torch_autocast.dtype"] = f"precision={_MODES[dtype]!r}"
-        return {said: dtype}
+        return {given: dtype}
 
     def _switch(self, name: str, precision: str) -> None:
         stored = "weights stored in fp32, as DeepSpeed's masters are, and cast where they are used"
@@ -348,8 +348,8 @@ def _decides_formats(key: str) -> bool:
     return key in known or (key not in schema.TOP and bool(meant))
 
 
-def _who_says_it(key: str, value: Any) -> str:
-    """Where a top-level key that the plan does not take is said under Lightning."""
+def _where_it_is_set(key: str, value: Any) -> str:
+    """Where a top-level key that the plan does not take is set under Lightning."""
     if key.startswith("_"):
         return "a comment"
     if key == "zero_optimization" and isinstance(value, Mapping):

@@ -1,6 +1,6 @@
 """A DeepSpeed JSON from a policy, for DeepSpeed alone.
 
-What DeepSpeed would carry out with other numbers is refused; what a JSON has no key for is said in a comment.
+What DeepSpeed would carry out with other numbers is refused; what a JSON has no key for is written into a comment.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def write_policy(
         world_size=1,
         micro_batch=micro_batch,
     )
-    unsaid = _unsaid(policy, read_policy(config)[0])
+    without_key = _without_key(policy, read_policy(config)[0])
     ordered = {key: config[key] for key in _ORDER} | config
-    return {"_comment": unsaid, **ordered} if unsaid else ordered
+    return {"_comment": without_key, **ordered} if without_key else ordered
 
 
 def _check_mode(policy: PrecisionPolicy, faults: Faults) -> None:
@@ -112,7 +112,7 @@ def _engines(policy: PrecisionPolicy, composed: Mapping[str, Any]) -> dict[str, 
     return blocks
 
 
-def _unsaid(policy: PrecisionPolicy, back: PrecisionPolicy) -> list[str]:
+def _without_key(policy: PrecisionPolicy, back: PrecisionPolicy) -> list[str]:
     """A line for each field that the JSON reads back otherwise."""
     wanted, found = policy.to_dict(), back.to_dict()
     wanted["pins"], found["pins"] = {pin.pattern: pin.dtype for pin in policy.pins}, {}
@@ -120,10 +120,15 @@ def _unsaid(policy: PrecisionPolicy, back: PrecisionPolicy) -> list[str]:
     for field, value in wanted.items():
         there = found[field]
         if not (isinstance(value, dict) and there):
-            lines += [f"{field}={value!r}: no key says it, see to it in your own code"] if value != there else []
+            lines += (
+                [f"{field}={value!r}: DeepSpeed's JSON has no key for it, set it in your own code"]
+                if value != there
+                else []
+            )
         elif field != "loss_scaling" or value["dynamic"]:  # of a static rule nothing but the scale is read
             parts = [part for part in value if value[part] != there[part]]
             lines += [
-                f"{field}.{part}={value[part]!r}: no key says it, DeepSpeed's is {there[part]!r}" for part in parts
+                f"{field}.{part}={value[part]!r}: DeepSpeed's JSON has no key for it, its own value is {there[part]!r}"
+                for part in parts
             ]
     return lines

@@ -138,7 +138,7 @@ def _check_root_ties(
                 faults.add(
                     f"a pin on {name}.{key}, which is tied to the root module's own {roots_own[id(parameter)]!r}",
                     "pins on weights that only modules below the root own",
-                    "let the root reach it through the module instead of holding the parameter itself",
+                    "let the root reach it through the module instead of owning the parameter itself",
                 )
 
 
@@ -154,7 +154,7 @@ def _nearest_called_above(name: str, modules: dict[str, nn.Module], index_of: di
 
 @dataclass(frozen=True, slots=True)
 class PinState:
-    """What a pinned module needs in its forward; ``output`` ``None`` hands on whatever dtype comes out."""
+    """What a pinned module needs in its forward; with ``output=None`` it returns what its own forward does."""
 
     dtype: torch.dtype
     output: torch.dtype | None

@@ -16,7 +16,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 
 def to_torch(name: str) -> torch.dtype:
-    """``"bf16"`` → ``torch.bfloat16``; the names are those of ``policy.parse_dtype``."""
+    """``"bf16"`` → ``torch.bfloat16``; the names are those of ``policy.storage_dtype``."""
     return TORCH_DTYPES[name]
 
 

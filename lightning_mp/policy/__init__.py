@@ -15,7 +15,7 @@ from lightning_mp.policy.precision_policy import (
     PinsLike,
     Precision,
     PrecisionPolicy,
-    parse_dtype,
+    storage_dtype,
 )
 
 __all__ = [
@@ -33,5 +33,5 @@ __all__ = [
     "PinsLike",
     "Precision",
     "PrecisionPolicy",
-    "parse_dtype",
+    "storage_dtype",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeVar, cast, get_args
 
-from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
+from lightning_mp.errors import Faults, PlanError, did_you_mean
 from lightning_mp.policy.loss_scaling import LossScaling
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "auto"]
@@ -24,27 +24,16 @@ DTYPES = {alias: name for name, aliases in _ALIASES.items() for alias in (name, 
 STORAGE_DTYPES = ("fp32", "bf16", "fp16")
 
 
-def parse_dtype(value: object) -> str:
-    """The short name (``"bf16"``) of a dtype given as ``"bf16"``, ``"bfloat16"``, ``torch.bfloat16``, ….
+def storage_dtype(value: object, what: str, faults: Faults, others: tuple[str, ...] = ()) -> str:
+    """The short name of a format to store weights in, from any spelling of it (``"bfloat16"``, ``torch.bfloat16``, …).
 
-    Raises:
-        PlanError: the value names no dtype this package knows.
+    Anything else is noted in ``faults`` as ``what``; ``others`` are further words allowed there.
     """
-    name = _parsed(value)
-    if name is None:
-        raise PlanError([Fault(f"dtype {value!r}", ", ".join(_ALIASES), did_you_mean(str(value), DTYPES))], "dtype")
-    return name
-
-
-def _parsed(value: object) -> str | None:
-    return DTYPES.get(str(value).lower().removeprefix("torch."))
-
-
-def _storage_dtype(value: object, what: str, faults: Faults, others: tuple[str, ...] = ()) -> str:
-    name, allowed = _parsed(value), STORAGE_DTYPES + others
+    name, allowed = DTYPES.get(str(value).lower().removeprefix("torch.")), STORAGE_DTYPES + others
     if name in STORAGE_DTYPES:
         return name
-    fix = f"{name} is no storage format: write fp32" if name else did_you_mean(str(value), allowed)
+    known = [alias for alias, dtype in DTYPES.items() if dtype in STORAGE_DTYPES]
+    fix = f"{name} is no storage format: write fp32" if name else did_you_mean(str(value), [*known, *others])
     faults.add(f"{what}={value!r}", ", ".join(allowed), fix)
     return str(value)
 
@@ -62,7 +51,7 @@ class Pin:
     Args:
         pattern: an fnmatch against a module's name, any dotted suffix of it, or its class.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        output: the dtype of what the module hands on: ``None`` for the mode's rule (its own dtype under the mixed
+        output: the dtype of what the module returns: ``None`` for the mode's rule (its own dtype under the mixed
             modes, the dtype that came in under the true modes), ``"pin"``, ``"input"``, or a dtype.
     """
 
@@ -77,9 +66,9 @@ class Pin:
             if not isinstance(pattern, str) or not pattern:
                 fix = "write a pattern: '*norm*' covers every norm by name"
                 faults.add(f"pattern={pattern!r}", "a non-empty fnmatch pattern", fix)
-            _set(self, dtype=_storage_dtype(self.dtype, f"{name}: dtype", faults))
+            _set(self, dtype=storage_dtype(self.dtype, f"{name}: dtype", faults))
             if self.output not in (None, "pin", "input"):
-                _set(self, output=_storage_dtype(self.output, f"{name}: output", faults, ("pin", "input")))
+                _set(self, output=storage_dtype(self.output, f"{name}: output", faults, ("pin", "input")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,8 +182,8 @@ class PrecisionPolicy:
                 tf32=_tf32(self.tf32, faults),
                 checkpointing=_checkpointing(self.checkpointing, faults),
                 nonfinite=_nonfinite(self.nonfinite, faults),
-                reduce_dtype=_storage_dtype(self.reduce_dtype or "fp32", "reduce_dtype", faults),
-                buffer_dtype=None if buffers is None else _storage_dtype(buffers, "buffer_dtype", faults),
+                reduce_dtype=storage_dtype(self.reduce_dtype or "fp32", "reduce_dtype", faults),
+                buffer_dtype=None if buffers is None else storage_dtype(buffers, "buffer_dtype", faults),
             )
 
     @property

@@ -142,7 +142,7 @@ def test_only_floating_tensors_are_cast(
 
 @pytest.mark.parametrize("dtype", ["tf32", "fp8", "int8", "b16", 16.5])
 def test_what_is_no_storage_format_is_refused(saved: Path, tmp_path: Path, dtype: object) -> None:
-    with pytest.raises(PlanError, match="allowed: fp32, bf16, fp16"):
+    with pytest.raises(PlanError, match=r"Allowed: fp32, bf16, fp16\."):
         consolidate(saved, tmp_path / "w.pt", dtype)
 
 
@@ -155,7 +155,7 @@ def test_a_prefix_selects_and_is_taken_off(saved: Path, held: Held, tmp_path: Pa
 
 @pytest.mark.parametrize("prefix", ["modle.", "mod", "encoder"])
 def test_a_prefix_that_matches_nothing_lists_those_there_are(saved: Path, tmp_path: Path, prefix: str) -> None:
-    with pytest.raises(CheckpointFormatError, match=r"allowed: model\.; do: "):
+    with pytest.raises(CheckpointFormatError, match=r"Allowed: model\. "):
         consolidate(saved, tmp_path / "w.pt", prefix=prefix)
     assert not (tmp_path / "w.pt").exists()
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_is_not_written_over_itself(saved: Path, tmp_path: Path) ->
     with pytest.raises(CheckpointFormatError, match="as checkpoint and as output"):
         consolidate(saved, saved.parent / "." / saved.name)
     (tmp_path / "w.pt").mkdir()
-    with pytest.raises(CheckpointFormatError, match="a folder; allowed: a file"):
+    with pytest.raises(CheckpointFormatError, match=r"a folder\. Allowed: a file\."):
         consolidate(saved, tmp_path / "w.pt")
     assert saved.read_bytes() == before
 
@@ -250,7 +250,7 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"] = {}
 
-    with pytest.raises(CheckpointFormatError, match="holds no tensor"):
+    with pytest.raises(CheckpointFormatError, match="has no tensor in it"):
         consolidate(_saved(tmp_path, Weightless()), tmp_path / "w.pt")
 
 

@@ -11,11 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_mp.deepspeed_config.read import load_json as read
-from support.deepspeed_json import (
-    composed,
-    faults_of,
-    the_fault,
-)
+from support.deepspeed_json import composed, faults_of, the_fault
 
 SMALL: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 0}, "optimizer": {"params": {"betas": [0.9, 0.95]}}}
 

@@ -10,28 +10,23 @@ from typing import Any
 import pytest
 
 from lightning_mp.deepspeed_config.schema import FP16, REFUSED, REMOVED_ZERO, TOP, blocks
-from support.deepspeed_json import (
-    RESOLVED,
-    composed,
-    the_fault,
-    with_trainer,
-)
+from support.deepspeed_json import RESOLVED, composed, nested, the_fault, with_trainer
 
 #: what is refused whatever the precision, and a word of the reason
 REFUSED_BY_NAME: list[tuple[dict[str, Any], str, str]] = [
-    ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads=True", "what is stored"),
-    ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads=True", "what is stored"),
-    ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states=True", "what is stored"),
+    ({"fp16.fp16_master_weights_and_grads": True}, "fp16.fp16_master_weights_and_grads=True", "what is stored"),
+    ({"bf16.bf16_master_weights_and_grads": True}, "bf16.bf16_master_weights_and_grads=True", "what is stored"),
+    ({"bf16.bf16_optimizer_states": True}, "bf16.bf16_optimizer_states=True", "what is stored"),
     (
-        {"torch_autocast": {"lower_precision_safe_modules": ["torch.nn.Linear"]}},
+        {"torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"]},
         "torch_autocast.lower_precision_safe_modules=['torch.nn.Linear']",
         "pins=",
     ),
-    ({"torch_autocast": {"lower_precision_safe_modules": []}}, "lower_precision_safe_modules=[]", "pins="),
-    ({"amp": {"enabled": True}}, "amp={'enabled': True}", "precision comes from the plan"),
-    ({"amp": {"opt_level": "O1"}}, "amp={'opt_level': 'O1'}", "precision comes from the plan"),
-    ({"fp8": {"enabled": True}}, "fp8={'enabled': True}", "precision comes from the plan"),
-    ({"elasticity": {"enabled": True}}, "elasticity={'enabled': True}", "removed"),
+    ({"torch_autocast.lower_precision_safe_modules": []}, "lower_precision_safe_modules=[]", "pins="),
+    ({"amp.enabled": True}, "amp={'enabled': True}", "precision comes from the plan"),
+    ({"amp.opt_level": "O1"}, "amp={'opt_level': 'O1'}", "precision comes from the plan"),
+    ({"fp8.enabled": True}, "fp8={'enabled': True}", "precision comes from the plan"),
+    ({"elasticity.enabled": True}, "elasticity={'enabled': True}", "removed"),
     ({"sparse_gradients": True}, "sparse_gradients=True", "removed"),
 ]
 
@@ -41,34 +36,34 @@ REFUSED_BY_NAME: list[tuple[dict[str, Any], str, str]] = [
 def test_what_chooses_formats_behind_the_plan_is_refused_with_its_reason(
     precision: str, user: dict[str, Any], given: str, reason: str
 ) -> None:
-    fault = the_fault(lambda: composed(precision, user))
+    fault = the_fault(lambda: composed(precision, nested(user)))
     assert given in fault.given
     assert reason in fault.allowed
     assert fault.fix.startswith("remove ")
 
 
 UNKNOWN: list[tuple[dict[str, Any], str, str]] = [
-    ({"fp16": {"inital_scale_power": 16}}, "fp16.inital_scale_power", "did you mean 'initial_scale_power'?"),
-    ({"bf16": {"enable": True}}, "bf16.enable", "did you mean 'enabled'?"),
-    ({"bfloat16": {"enable": True}}, "bfloat16.enable", "did you mean 'enabled'?"),
-    ({"torch_autocast": {"dtpye": "bf16"}}, "torch_autocast.dtpye", "did you mean 'dtype'?"),
-    ({"zero_optimization": {"stag": 2}}, "zero_optimization.stag", "did you mean 'stage'?"),
+    ({"fp16.inital_scale_power": 16}, "fp16.inital_scale_power", "did you mean 'initial_scale_power'?"),
+    ({"bf16.enable": True}, "bf16.enable", "did you mean 'enabled'?"),
+    ({"bfloat16.enable": True}, "bfloat16.enable", "did you mean 'enabled'?"),
+    ({"torch_autocast.dtpye": "bf16"}, "torch_autocast.dtpye", "did you mean 'dtype'?"),
+    ({"zero_optimization.stag": 2}, "zero_optimization.stag", "did you mean 'stage'?"),
     (
-        {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
+        {"zero_optimization.offload_optimizer.devise": "cpu"},
         "zero_optimization.offload_optimizer.devise",
         "did you mean 'device'?",
     ),
     (
-        {"zero_optimization": {"offload_param": {"ratio": 0.5}}},
+        {"zero_optimization.offload_param.ratio": 0.5},
         "zero_optimization.offload_param.ratio",
         "move it into zero_optimization.offload_optimizer",
     ),
-    ({"compile": {"deepcompil": True}}, "compile.deepcompil", "did you mean 'deepcompile'?"),
-    ({"data_types": {"grad_acum_dtype": "fp32"}}, "data_types.grad_acum_dtype", "did you mean 'grad_accum_dtype'?"),
+    ({"compile.deepcompil": True}, "compile.deepcompil", "did you mean 'deepcompile'?"),
+    ({"data_types.grad_acum_dtype": "fp32"}, "data_types.grad_acum_dtype", "did you mean 'grad_accum_dtype'?"),
     ({"zero_optimisation": {}}, "zero_optimisation", "'zero_optimization'"),
     ({"stage": 2}, "stage", "move it into zero_optimization"),
-    ({"fp16": {"qqq": 1}}, "fp16.qqq", "remove it"),
-    ({"zero_optimization": {"mics_shard_size": 8}}, "zero_optimization.mics_shard_size", "remove it: DeepSpeed 0.19"),
+    ({"fp16.qqq": 1}, "fp16.qqq", "remove it"),
+    ({"zero_optimization.mics_shard_size": 8}, "zero_optimization.mics_shard_size", "remove it: DeepSpeed 0.19"),
     ({7: 1}, "7", "remove it"),
 ]
 
@@ -76,7 +71,7 @@ UNKNOWN: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("user", "key", "fix"), UNKNOWN, ids=[row[1] for row in UNKNOWN])
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(user: dict[str, Any], key: str, fix: str) -> None:
     for precision in RESOLVED:
-        fault = the_fault(lambda precision=precision: composed(precision, user))
+        fault = the_fault(lambda precision=precision: composed(precision, nested(user)))
         assert fault.given == f"unknown key {key}"
         assert fix in fault.fix
 
@@ -101,25 +96,22 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         for value in (True, 3)
     ],
     ({"zero_optimization": True}, "zero_optimization=True", "an object"),
-    ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage='2'", "0, 1, 2, 3"),
-    ({"zero_optimization": {"stage": True}}, "zero_optimization.stage=True", "0, 1, 2, 3"),
-    ({"zero_optimization": {"stage": 2.5}}, "zero_optimization.stage=2.5", "0, 1, 2, 3"),
-    ({"zero_optimization": {"overlap_comm": "true"}}, "zero_optimization.overlap_comm='true'", "a valid boolean"),
-    ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, "reduce_bucket_size='5e8'", "a valid integer"),
-    ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size=0", "greater than 0"),
-    ({"zero_optimization": {"offload_param": "cpu"}}, "zero_optimization.offload_param='cpu'", "an object"),
-    ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "device='gpu'", "'none', 'cpu' or 'nvme'"),
-    ({"fp16": {"enabled": "true"}}, "fp16.enabled='true'", "true, false"),
-    ({"fp16": {"enabled": 1}}, "fp16.enabled=1", "true, false"),
-    *[({"fp16": {"loss_scale": value}}, "fp16.loss_scale=", "number >= 0") for value in (-1, True, "0", math.nan)],
-    *[
-        ({"fp16": {"loss_scale_window": value}}, "loss_scale_window=", "number >= 1")
-        for value in (0, 1.5, "9", math.inf)
-    ],
-    ({"fp16": {"initial_scale_power": 1.5}}, "fp16.initial_scale_power=1.5", "a whole number"),
-    ({"torch_autocast": {"dtype": "fp64"}}, "torch_autocast.dtype='fp64'", "fp32, bf16, fp16"),
+    ({"zero_optimization.stage": "2"}, "zero_optimization.stage='2'", "0, 1, 2, 3"),
+    ({"zero_optimization.stage": True}, "zero_optimization.stage=True", "0, 1, 2, 3"),
+    ({"zero_optimization.stage": 2.5}, "zero_optimization.stage=2.5", "0, 1, 2, 3"),
+    ({"zero_optimization.overlap_comm": "true"}, "zero_optimization.overlap_comm='true'", "a valid boolean"),
+    ({"zero_optimization.reduce_bucket_size": "5e8"}, "reduce_bucket_size='5e8'", "a valid integer"),
+    ({"zero_optimization.reduce_bucket_size": 0}, "reduce_bucket_size=0", "greater than 0"),
+    ({"zero_optimization.offload_param": "cpu"}, "zero_optimization.offload_param='cpu'", "an object"),
+    ({"zero_optimization.offload_param.device": "gpu"}, "device='gpu'", "'none', 'cpu' or 'nvme'"),
+    ({"fp16.enabled": "true"}, "fp16.enabled='true'", "true, false"),
+    ({"fp16.enabled": 1}, "fp16.enabled=1", "true, false"),
+    *[({"fp16.loss_scale": value}, "fp16.loss_scale=", "number >= 0") for value in (-1, True, "0", math.nan)],
+    *[({"fp16.loss_scale_window": value}, "loss_scale_window=", "number >= 1") for value in (0, 1.5, "9", math.inf)],
+    ({"fp16.initial_scale_power": 1.5}, "fp16.initial_scale_power=1.5", "a whole number"),
+    ({"torch_autocast.dtype": "fp64"}, "torch_autocast.dtype='fp64'", "fp32, bf16, fp16"),
     ({"communication_data_type": "float32"}, "communication_data_type='float32'", "fp32, bf16, fp16"),
-    ({"data_types": {"param_dtype": 16}}, "data_types.param_dtype=16", "fp32, bf16, fp16"),
+    ({"data_types.param_dtype": 16}, "data_types.param_dtype=16", "fp32, bf16, fp16"),
     ({"gradient_clipping": "1.0"}, "gradient_clipping='1.0'", "a finite number >= 0"),
     ({"train_batch_size": 0}, "train_batch_size=0", "a whole number >= 1"),
     ({"optimizer": "AdamW"}, "optimizer='AdamW'", "an object"),
@@ -129,7 +121,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("user", "given", "allowed"), WRONG, ids=[json.dumps(row[0]) for row in WRONG])
 def test_a_wrong_type_is_a_fault_and_only_one(user: dict[str, Any], given: str, allowed: str) -> None:
     for precision in RESOLVED:
-        fault = the_fault(lambda precision=precision: composed(precision, user))
+        fault = the_fault(lambda precision=precision: composed(precision, nested(user)))
         assert given in fault.given
         assert allowed in fault.allowed
 

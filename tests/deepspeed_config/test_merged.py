@@ -11,15 +11,7 @@ import pytest
 
 from lightning_mp.deepspeed_config.schema import TOP, blocks
 from lightning_mp.policy.loss_scaling import LossScaling
-from support.deepspeed_json import (
-    OFF,
-    RESOLVED,
-    WHOLE_FP16,
-    composed,
-    faults_of,
-    the_fault,
-    with_trainer,
-)
+from support.deepspeed_json import OFF, RESOLVED, WHOLE_FP16, composed, faults_of, nested, the_fault, with_trainer
 
 
 def test_the_rest_of_a_users_json_is_kept() -> None:
@@ -58,27 +50,31 @@ def test_the_users_dict_is_neither_changed_nor_shared() -> None:
 
 
 AGREES: list[tuple[str, dict[str, Any], str | None]] = [
-    ("bf16-mixed", {"bf16": {"enabled": True}}, "bf16.enabled=True"),
-    ("bf16-true", {"bf16": {"enabled": True}}, "bf16.enabled=True"),
-    ("bf16-mixed", {"bfloat16": {"enabled": True}}, "bfloat16.enabled=True"),
-    ("bf16-mixed", {"bf16": {"enabled": False}, "fp16": {"enabled": False}}, None),
-    ("bf16-mixed", {"bf16": {"enabled": True, "bf16_master_weights_and_grads": False}}, "bf16.enabled=True"),
-    ("bf16-mixed", {"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow=False"),
-    ("bf16-mixed", {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, "torch_autocast.enabled=True"),
-    ("16-mixed", {"torch_autocast": {"enabled": True, "dtype": "half"}}, "torch_autocast.enabled=True"),
-    ("32-true", {"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}, None),
+    ("bf16-mixed", {"bf16.enabled": True}, "bf16.enabled=True"),
+    ("bf16-true", {"bf16.enabled": True}, "bf16.enabled=True"),
+    ("bf16-mixed", {"bfloat16.enabled": True}, "bfloat16.enabled=True"),
+    ("bf16-mixed", {"bf16.enabled": False, "fp16.enabled": False}, None),
+    ("bf16-mixed", {"bf16.enabled": True, "bf16.bf16_master_weights_and_grads": False}, "bf16.enabled=True"),
+    ("bf16-mixed", {"bf16.check_grad_overflow": False}, "bf16.check_grad_overflow=False"),
+    (
+        "bf16-mixed",
+        {"torch_autocast.enabled": True, "torch_autocast.dtype": "torch.bfloat16"},
+        "torch_autocast.enabled=True",
+    ),
+    ("16-mixed", {"torch_autocast.enabled": True, "torch_autocast.dtype": "half"}, "torch_autocast.enabled=True"),
+    ("32-true", {"torch_autocast.enabled": False, "torch_autocast.dtype": "bfloat16"}, None),
     ("16-mixed", {"fp16": WHOLE_FP16}, None),
     ("16-true", {"fp16": WHOLE_FP16 | {"loss_scale_window": 1000.0, "min_loss_scale": 1.0}}, None),
-    ("16-mixed", {"fp16": {"enabled": True, "fp16_master_weights_and_grads": False}}, None),
-    ("16-mixed", {"fp16": {"auto_cast": True}}, "fp16.auto_cast=True"),
-    ("32-true", {"fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 4}}, "fp16.hysteresis=4"),
+    ("16-mixed", {"fp16.enabled": True, "fp16.fp16_master_weights_and_grads": False}, None),
+    ("16-mixed", {"fp16.auto_cast": True}, "fp16.auto_cast=True"),
+    ("32-true", {"fp16.enabled": False, "fp16.loss_scale": 0, "fp16.hysteresis": 4}, "fp16.hysteresis=4"),
     ("16-mixed", {"communication_data_type": "FP32"}, None),
-    ("16-mixed", {"data_types": {"grad_accum_dtype": "float32"}}, None),
-    ("bf16-true", {"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype='bf16'"),
-    ("16-mixed", {"data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype='fp32'"),
-    ("32-true", {"amp": {"enabled": False, "opt_level": "O1"}}, "amp="),
+    ("16-mixed", {"data_types.grad_accum_dtype": "float32"}, None),
+    ("bf16-true", {"data_types.param_dtype": "bf16"}, "data_types.param_dtype='bf16'"),
+    ("16-mixed", {"data_types.param_dtype": "fp32"}, "data_types.param_dtype='fp32'"),
+    ("32-true", {"amp.enabled": False, "amp.opt_level": "O1"}, "amp="),
     ("32-true", {"sparse_gradients": False}, "sparse_gradients=False"),
-    ("32-true", {"zero_optimization": {"cpu_offload": True}}, "cpu_offload=True"),
+    ("32-true", {"zero_optimization.cpu_offload": True}, "cpu_offload=True"),
 ]
 
 
@@ -88,7 +84,7 @@ AGREES: list[tuple[str, dict[str, Any], str | None]] = [
 def test_what_agrees_with_the_plan_is_taken_over_with_a_note_where_the_plan_does_it(
     precision: str, user: dict[str, Any], note: str | None, parse: Callable[..., Any]
 ) -> None:
-    made = composed(precision, user)
+    made = composed(precision, nested(user))
     assert len(made.notes) == (note is not None)
     assert note is None or note in made.notes[0]
     assert made.config["bf16"] == OFF
@@ -131,125 +127,71 @@ def test_auto_and_null_count_as_not_given_wherever_they_stand(precision: str, wo
     assert config | {"zero_optimization": 0} == plain | {"zero_optimization": 0}
 
 
-#: precision, the user's JSON, further words, and what the message shows of JSON and of plan
-CONTRADICTIONS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
-    ("16-mixed", {"bf16": {"enabled": True}}, {}, "bf16.enabled=True", "precision='16-mixed'"),
-    ("32-true", {"bf16": {"enabled": True}}, {}, "bf16.enabled=True", "precision='32-true'"),
-    ("16-true", {"bfloat16": {"enabled": True}}, {}, "bfloat16.enabled=True", "precision='16-true'"),
+AUTOCAST = [("16-mixed", "bfloat16"), ("bf16-mixed", "torch.float16"), ("bf16-true", "bfloat16"), ("32-true", "bf16")]
+STATIC = {"loss_scaling": LossScaling.static(512.0)}
+
+#: precision, the user's JSON, what the message shows of the plan, and further fields of the plan or of the strategy
+CONTRADICTIONS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("16-mixed", {"bf16.enabled": True}, "precision='16-mixed'", {}),
+    ("32-true", {"bf16.enabled": True}, "precision='32-true'", {}),
+    ("16-true", {"bfloat16.enabled": True}, "precision='16-true'", {}),
+    *[(mode, {"fp16.enabled": True}, f"precision={mode!r}", {}) for mode in ("32-true", "bf16-mixed", "bf16-true")],
+    *[(mode, {"fp16.enabled": False}, f"precision={mode!r}", {}) for mode in ("16-mixed", "16-true")],
     *[
-        (precision, {"fp16": {"enabled": True}}, {}, "fp16.enabled=True", f"precision={precision!r}")
-        for precision in ("32-true", "bf16-mixed", "bf16-true")
+        (mode, {"torch_autocast.enabled": True, "torch_autocast.dtype": dtype}, f"precision={mode!r}", {})
+        for mode, dtype in [*AUTOCAST, ("bf16-mixed", None)]
     ],
-    *[
-        (precision, {"fp16": {"enabled": False}}, {}, "fp16.enabled=False", f"precision={precision!r}")
-        for precision in ("16-mixed", "16-true")
-    ],
-    *[
-        (
-            precision,
-            {"torch_autocast": {"enabled": True, "dtype": dtype}},
-            {},
-            f"torch_autocast.enabled=True with dtype={dtype!r}",
-            f"precision={precision!r}",
-        )
-        for precision, dtype in (
-            ("16-mixed", "bfloat16"),
-            ("bf16-mixed", "torch.float16"),
-            ("bf16-true", "bfloat16"),
-            ("32-true", "bf16"),
-            ("bf16-mixed", None),
-        )
-    ],
-    ("16-mixed", {"fp16": {"initial_scale_power": 32}}, {}, "initial_scale_power=32 (2**32)", "init_scale=65536.0"),
-    ("16-mixed", {"fp16": {"initial_scale_power": 9999}}, {}, "initial_scale_power=9999", "init_scale=65536.0"),
+    ("16-mixed", {"fp16.initial_scale_power": 32}, "init_scale=65536.0", {}),
+    ("16-mixed", {"fp16.initial_scale_power": 9999}, "init_scale=65536.0", {}),
     (
         "16-mixed",
-        {"fp16": {"initial_scale_power": 16}},
-        {"loss_scaling": LossScaling(init_scale=3000.0)},
-        "initial_scale_power=16 (2**16)",
+        {"fp16.initial_scale_power": 16},
         "init_scale=3000.0",
+        {"loss_scaling": LossScaling(init_scale=3000.0)},
     ),
-    ("16-mixed", {"fp16": {"loss_scale": 128}}, {}, "fp16.loss_scale=128", "fp16.loss_scale=0"),
+    ("16-mixed", {"fp16.loss_scale": 128}, "fp16.loss_scale=0", {}),
+    ("16-mixed", {"fp16.loss_scale": 0}, "fp16.loss_scale=512.0", STATIC),
+    ("16-mixed", {"fp16.loss_scale": 128}, "fp16.loss_scale=512.0", STATIC),
+    ("16-mixed", {"fp16.loss_scale_window": 500}, "growth_interval=1000", {}),
+    ("16-true", {"fp16.hysteresis": 4}, "loss_scaling.hysteresis=2", {}),
+    ("16-mixed", {"fp16.consecutive_hysteresis": True}, "loss_scaling.consecutive_hysteresis=False", {}),
+    ("16-mixed", {"fp16.min_loss_scale": 128}, "min_scale=1", {}),
+    ("16-mixed", {"fp16.min_loss_scale": 1}, "min_scale=0.0", {"loss_scaling": LossScaling.torch()}),
+    ("16-mixed", {"communication_data_type": "fp16"}, "reduce_dtype='fp32'", {}),
+    ("bf16-mixed", {"communication_data_type": "fp32"}, "reduce_dtype='bf16'", {"reduce_dtype": "bf16"}),
+    ("bf16-true", {"data_types.grad_accum_dtype": "bf16"}, "'fp32'", {}),
+    ("bf16-mixed", {"data_types.param_dtype": "bf16"}, "stored as 'fp32'", {}),
+    ("16-true", {"data_types.param_dtype": "fp32"}, "stored as 'fp16'", {}),
+    ("bf16-mixed", {"data_types.buffer_dtype": "fp16"}, "buffer_dtype=None", {}),
+    ("bf16-mixed", {"data_types.buffer_dtype": "fp16"}, "buffer_dtype='fp32'", {"buffer_dtype": "fp32"}),
+    ("16-mixed", {"zero_optimization.stage": 3}, "stage=2", {"stage": 2}),
+    ("16-mixed", {"zero_optimization.stage": 0}, "stage=1", {"stage": 1}),
     (
         "16-mixed",
-        {"fp16": {"loss_scale": 0}},
-        {"loss_scaling": LossScaling.static(512.0)},
-        "fp16.loss_scale=0",
-        "fp16.loss_scale=512.0",
-    ),
-    (
-        "16-mixed",
-        {"fp16": {"loss_scale": 128}},
-        {"loss_scaling": LossScaling.static(512.0)},
-        "fp16.loss_scale=128",
-        "fp16.loss_scale=512.0",
-    ),
-    ("16-mixed", {"fp16": {"loss_scale_window": 500}}, {}, "loss_scale_window=500", "growth_interval=1000"),
-    ("16-true", {"fp16": {"hysteresis": 4}}, {}, "fp16.hysteresis=4", "loss_scaling.hysteresis=2"),
-    (
-        "16-mixed",
-        {"fp16": {"consecutive_hysteresis": True}},
-        {},
-        "fp16.consecutive_hysteresis=True",
-        "loss_scaling.consecutive_hysteresis=False",
-    ),
-    ("16-mixed", {"fp16": {"min_loss_scale": 128}}, {}, "min_loss_scale=128", "min_scale=1"),
-    (
-        "16-mixed",
-        {"fp16": {"min_loss_scale": 1}},
-        {"loss_scaling": LossScaling.torch()},
-        "min_loss_scale=1",
-        "min_scale=0.0",
-    ),
-    ("16-mixed", {"communication_data_type": "fp16"}, {}, "communication_data_type='fp16'", "reduce_dtype='fp32'"),
-    (
-        "bf16-mixed",
-        {"communication_data_type": "fp32"},
-        {"reduce_dtype": "bf16"},
-        "communication_data_type='fp32'",
-        "reduce_dtype='bf16'",
-    ),
-    ("bf16-true", {"data_types": {"grad_accum_dtype": "bf16"}}, {}, "grad_accum_dtype='bf16'", "'fp32'"),
-    ("bf16-mixed", {"data_types": {"param_dtype": "bf16"}}, {}, "param_dtype='bf16'", "stored as 'fp32'"),
-    ("16-true", {"data_types": {"param_dtype": "fp32"}}, {}, "param_dtype='fp32'", "stored as 'fp16'"),
-    ("bf16-mixed", {"data_types": {"buffer_dtype": "fp16"}}, {}, "buffer_dtype='fp16'", "buffer_dtype=None"),
-    (
-        "bf16-mixed",
-        {"data_types": {"buffer_dtype": "fp16"}},
-        {"buffer_dtype": "fp32"},
-        "buffer_dtype='fp16'",
-        "buffer_dtype='fp32'",
-    ),
-    ("16-mixed", {"zero_optimization": {"stage": 3}}, {"stage": 2}, "zero_optimization.stage=3", "stage=2"),
-    ("16-mixed", {"zero_optimization": {"stage": 0}}, {"stage": 1}, "zero_optimization.stage=0", "stage=1"),
-    (
-        "16-mixed",
-        {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
-        {"offload_optimizer": True},
-        "zero_optimization.offload_optimizer.device='none'",
+        {"zero_optimization.offload_optimizer.device": "none"},
         "offload_optimizer=True",
+        {"offload_optimizer": True},
     ),
     (
         "16-mixed",
-        {"zero_optimization": {"offload_param": {"device": "none"}}},
-        {"offload_parameters": True, "stage": 3},
-        "zero_optimization.offload_param.device='none'",
+        {"zero_optimization.offload_param.device": "none"},
         "offload_parameters=True",
+        {"offload_parameters": True, "stage": 3},
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("precision", "user", "words", "written", "planned"),
-    CONTRADICTIONS,
-    ids=[f"{row[0]} {row[3]} {row[4]}" for row in CONTRADICTIONS],
+    ("precision", "user", "planned", "words"), CONTRADICTIONS, ids=[str(r) for r in CONTRADICTIONS]
 )
 def test_a_contradiction_shows_both_values(
-    precision: str, user: dict[str, Any], words: dict[str, Any], written: str, planned: str
+    precision: str, user: dict[str, Any], planned: str, words: dict[str, Any]
 ) -> None:
-    fault = the_fault(lambda: composed(precision, user, **words))
+    fault = the_fault(lambda: composed(precision, nested(user), **words))
     left, right = fault.given.split(" in the JSON and ")
-    assert written in left
+    first, value = next(iter(user.items()))
+    assert left.startswith(f"{first}={value!r}")
+    assert all(repr(value) in left for value in user.values())
     assert planned in right
     assert right.endswith((" in the plan", " in the strategy"))
     assert fault.allowed == "the same in both"
@@ -257,7 +199,8 @@ def test_a_contradiction_shows_both_values(
 
 def test_a_message_names_the_field_that_would_say_the_same() -> None:
     fault = the_fault(lambda: composed("16-mixed", {"fp16": {"initial_scale_power": 12}}))
-    assert fault.fix == ("remove fp16.initial_scale_power from the JSON, or set LossScaling(init_scale=2**12)")
+    assert "fp16.initial_scale_power=12 (2**12) in the JSON" in fault.given
+    assert fault.fix == "remove fp16.initial_scale_power from the JSON, or set LossScaling(init_scale=2**12)"
     fault = the_fault(lambda: composed("16-mixed", {"fp16": {"loss_scale": 128}}))
     assert fault.fix.endswith("or set loss_scaling=LossScaling.static(128)")
 

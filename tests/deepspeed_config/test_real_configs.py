@@ -16,17 +16,9 @@ from hypothesis import strategies as st
 
 from lightning_mp.deepspeed_config.merge import Composed, add_trainer
 from lightning_mp.deepspeed_config.read import read_policy
-from lightning_mp.deepspeed_config.schema import REFUSED, blocks
 from lightning_mp.errors import PlanError
 from lightning_mp.policy.loss_scaling import LossScaling
-from support.deepspeed_json import (
-    REAL,
-    RESOLVED,
-    WHOLE_FP16,
-    composed,
-    faults_of,
-    with_trainer,
-)
+from support.deepspeed_json import REAL, RESOLVED, WHOLE_FP16, anything, composed, faults_of, with_trainer
 
 #: those that are refused for the precision they name, and the word for it
 REFUSED_REAL = {
@@ -104,23 +96,9 @@ def test_a_real_config_under_any_plan_composes_or_is_refused(name: str, precisio
         assert isinstance(made, Composed)
 
 
-keys = st.sampled_from([*REFUSED, *{key for table in blocks().values() for key in table}, "", "_x"])
-scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.sampled_from(["auto", "fp16", "bf16", "cpu", "1", ""]),
-    st.just(10**400),
-)
-anything = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(keys, inner, max_size=4), max_leaves=8
-)
-
-
 @settings(deadline=None)
 @given(
-    user=st.dictionaries(keys, anything, max_size=5),
+    user=anything(),
     precision=st.sampled_from(RESOLVED),
     stage=st.integers(0, 3),
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.deepspeed_json import (
-    faults_of,
-    the_fault,
-    with_trainer,
-)
+from support.deepspeed_json import faults_of, the_fault, with_trainer
 
 
 def test_the_trainer_fills_in_what_the_json_leaves_out() -> None:

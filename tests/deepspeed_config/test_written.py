@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from lightning_mp.deepspeed_config.merge import compose
 from lightning_mp.errors import PlanError
 from lightning_mp.policy.loss_scaling import LossScaling
-from support.deepspeed_json import (
-    OFF,
-    RESOLVED,
-    WHOLE_FP16,
-    composed,
-    policy,
-    the_fault,
-    with_trainer,
-)
+from support.deepspeed_json import OFF, RESOLVED, WHOLE_FP16, composed, policy, the_fault, with_trainer
 from support.scales import scalings
 
 

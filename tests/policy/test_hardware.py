@@ -34,13 +34,7 @@ DEVICES = {
 MODES = [mode for mode in PRECISIONS if mode != "auto"]
 BF16, FP16 = {"bf16-mixed", "bf16-true"}, {"16-mixed", "16-true"}
 
-REFUSED = {
-    "K80": BF16 | FP16,
-    "GTX 980": BF16 | FP16,
-    "old Mac": BF16,
-    "TPU": set(MODES),
-    "meta": set(MODES),
-}
+REFUSED = {"K80": BF16 | FP16, "GTX 980": BF16 | FP16, "old Mac": BF16, "TPU": set(MODES), "meta": set(MODES)}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_mp import Checkpointing, LossScaling, NonFinite, Pin, PlanError, PrecisionPolicy
-from lightning_mp.policy import DTYPES, PRECISIONS, STORAGE_DTYPES, TF32_SETTINGS, parse_dtype
+from lightning_mp.policy import DTYPES, PRECISIONS, STORAGE_DTYPES, TF32_SETTINGS
 from support.scales import scalings
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -121,31 +121,29 @@ def test_auto_may_carry_a_loss_scale_for_where_it_comes_to_one() -> None:
         *[(alias, "fp32") for alias in ("fp32", "float32", "float", "32", 32, torch.float32, "torch.float32", "FP32")],
         *[(alias, "bf16") for alias in ("bf16", "bfloat16", torch.bfloat16, "torch.bfloat16", "BFloat16")],
         *[(alias, "fp16") for alias in ("fp16", "float16", "half", "16", 16, torch.float16, torch.half)],
-        ("tf32", "tf32"),
-        ("fp8", "fp8"),
     ],
     ids=str,
 )
-def test_a_dtype_has_one_name(written: object, name: str) -> None:
-    assert parse_dtype(written) == name
+def test_a_dtype_has_one_name(written: Any, name: str) -> None:
+    assert Pin("norm", written).dtype == PrecisionPolicy(reduce_dtype=written).reduce_dtype == name
 
 
-@pytest.mark.parametrize("written", ["fp64", torch.float64, "int8", torch.int8, "", None, "flaot32", torch])
-def test_an_unknown_dtype_is_refused_with_the_list(written: object) -> None:
+@pytest.mark.parametrize("written", ["fp64", torch.float64, "int8", torch.int8, None, "flaot32", torch, "tf32", "fp8"])
+def test_what_is_no_format_to_store_in_is_refused_with_the_list(written: Any) -> None:
     with pytest.raises(PlanError) as error:
-        parse_dtype(written)
+        Pin("norm", written)
     (fault,) = error.value.faults
-    assert fault.given == f"dtype {written!r}"
-    assert fault.allowed == "fp32, tf32, bf16, fp16, fp8"
+    assert (fault.given, fault.allowed) == (f"pin 'norm': dtype={written!r}", "fp32, bf16, fp16")
 
 
 def test_a_misspelt_dtype_is_answered_with_its_neighbour() -> None:
     with pytest.raises(PlanError, match="Did you mean 'bfloat16'"):
-        parse_dtype("blfoat16")
+        Pin("norm", "blfoat16")
 
 
 def test_every_alias_is_a_dtype() -> None:
-    assert {parse_dtype(alias) for alias in DTYPES} == {"fp32", "tf32", "bf16", "fp16", "fp8"}
+    assert set(DTYPES.values()) == {"fp32", "tf32", "bf16", "fp16", "fp8"}
+    assert {Pin("norm", alias).dtype for alias, name in DTYPES.items() if name in STORAGE_DTYPES} == set(STORAGE_DTYPES)
 
 
 # ---------------------------------------------------------------------- forms

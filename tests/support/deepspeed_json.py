@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
 from lightning_mp.deepspeed_config.merge import Composed, add_trainer, compose
+from lightning_mp.deepspeed_config.schema import REFUSED, blocks
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
 from lightning_mp.policy.loss_scaling import LossScaling
@@ -51,6 +53,18 @@ def composed(precision: str = "16-mixed", user: Any = None, /, *, stage: int = 2
     return compose(policy(precision, **words), user, stage=stage, **flags)
 
 
+def nested(dotted: Mapping[Any, Any]) -> dict[str, Any]:
+    """``{"fp16.enabled": True}`` → ``{"fp16": {"enabled": True}}``."""
+    config: dict[str, Any] = {}
+    for path, value in dotted.items():
+        *above, key = path.split(".") if isinstance(path, str) else [path]
+        block = config
+        for name in above:
+            block = block.setdefault(name, {})
+        block[key] = value
+    return config
+
+
 def faults_of(call: Callable[[], object]) -> list[Fault]:
     with pytest.raises(PlanError) as error:
         call()
@@ -66,3 +80,16 @@ def the_fault(call: Callable[[], object]) -> Fault:
 def with_trainer(config: Mapping[str, Any], **words: Any) -> dict[str, Any]:
     defaults: dict[str, Any] = {"clip_norm": None, "accumulate": 1, "world_size": 1, "micro_batch": None}
     return add_trainer(config, **(defaults | words))
+
+
+def anything() -> st.SearchStrategy[dict[str, Any]]:
+    """Any JSON object at all, of keys that DeepSpeed knows and of some it does not."""
+    tables = blocks().values()
+    names = st.sampled_from([*REFUSED, *{key for table in tables for key in table}, "", "_x", "fp61"])
+    words = st.sampled_from(["auto", "fp16", "bf16", "cpu", "1", ""])
+    scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), words, st.just(10**400))
+    trees = st.recursive(
+        scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=4), max_leaves=8
+    )
+    block = st.one_of(*(st.dictionaries(st.sampled_from([*table]), scalars, max_size=4) for table in tables))
+    return st.dictionaries(names, st.one_of(trees, block), max_size=5)
