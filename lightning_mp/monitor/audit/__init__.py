@@ -79,12 +79,13 @@ def audit(
 
 def _of_run(trainer: Trainer, alone: bool) -> AuditReport:
     module = trainer.strategy.lightning_module
-    faults = Faults("audit")
-    if module is None:
-        faults.add("a Trainer without a module", "a Trainer during or after fit", "audit(module, plan=...) before it")
-    if not alone:
-        faults.add("plan=, batch= or optimizer= beside a Trainer", "the Trainer alone", "audit(module, plan=...)")
-    faults.raise_if_any()
+    with Faults("audit") as faults:
+        if module is None:
+            fix = "call audit(module, plan=...) before fit"
+            faults.add("a Trainer without a module", "a Trainer during or after fit", fix)
+        if not alone:
+            given = "a Trainer with plan=, batch= or optimizer="
+            faults.add(given, "the Trainer alone", "remove them, or call audit(module, plan=...)")
     assert module is not None
     modules = modules_of(module)
     declaration, seen = declared.by_trainer(trainer, modules), unseen(modules)
@@ -94,7 +95,7 @@ def _of_run(trainer: Trainer, alone: bool) -> AuditReport:
     if record is not None:
         for name in seen.keys() & record.seen.keys():
             now, then = ((one.declared(name), one.stored(name)) for one in (declaration, record.declaration))
-            _remember(seen[name], record.seen[name], same=now == then)
+            _add_record(seen[name], record.seen[name], same=now == then)
     where = f"{trainer.strategy.root_device.type}, after {trainer.global_step} steps"
     return build(declaration, [seen], where=where, notes=() if record else (_NOTHING_RAN,))
 
@@ -104,7 +105,7 @@ def _record(callback: object) -> Record | None:
     return found if isinstance(found, Record) else None
 
 
-def _remember(seen: Observed, before: Observed, same: bool) -> None:
+def _add_record(seen: Observed, before: Observed, same: bool) -> None:
     """Add what only shows while a step runs; what ran under another declaration (a pin given back since) is past."""
     seen.add(replace(before, trained=set(), frozen=set(), special=set(), grad=seen.grad or before.grad, state=set()))
     if not seen.state:

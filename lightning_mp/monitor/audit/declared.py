@@ -27,7 +27,7 @@ from lightning_mp.engines import device_rules
 from lightning_mp.errors import Faults
 from lightning_mp.modules import pins
 from lightning_mp.monitor.audit.judge import AS_STORED, Declaration
-from lightning_mp.monitor.audit.operators import dtype_name
+from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.numerics.device import describe
 from lightning_mp.policy import PrecisionPolicy
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.monitor.audit.judge import Declaration
 from lightning_mp.monitor.audit.observer import Observed
-from lightning_mp.monitor.audit.operators import dtype_name
+from lightning_mp.monitor.dtype_names import dtype_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightning_mp.compat import lightning
 from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward_formula, is_compiled
 from lightning_mp.modules.class_swap import original_class
-from lightning_mp.monitor.audit.operators import Ran, dtype_name, dtypes, is_product, read
+from lightning_mp.monitor.audit.operators import Ran, dtypes, is_product, read
+from lightning_mp.monitor.dtype_names import dtype_name
 
 #: the group's own collectives; those of ``_c10d_functional`` move activations of tensor parallelism
 _COLLECTIVES = "c10d"

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_mp.compat.torch import OpOverload
+from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.numerics.nested import floating_in
 from lightning_mp.numerics.tf32 import has_tf32
 
 Kind = Literal["product", "attention", "norm", "lookup", "statistic", "pointwise"]
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "miopen_convolution")
 _RNN = ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn")
 #: what torch's autocast lists run in the lower precision on every device ("Autocast Op Reference"), as it arrives here
@@ -58,12 +58,6 @@ class Ran:
     kind: Kind
     dtypes: tuple[str, ...]
     weighted: bool = False
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` → ``"fp32"``; every 8-bit float is ``"fp8"``, anything else keeps torch's name."""
-    plain = str(dtype).removeprefix("torch.")
-    return "fp8" if plain.startswith("float8") else _NAMES.get(dtype, plain)
 
 
 def read(func: Any, args: tuple[Any, ...], result: Any) -> Ran | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from bisect import bisect_left
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -41,11 +42,7 @@ def highest_fitting_scale(case: Case, rule: LossScaling) -> float | None:
     scales = [rule.init_scale * rule.backoff_factor**step for step in range(backoffs + 1)]
     if not torch.isfinite(loss) or not fits(scales[-1]):
         return None
-    low, high = 0, len(scales) - 1  # fits(high); the first that does is found by halving
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(scales[middle]) else (middle + 1, high)
-    return scales[high]
+    return scales[bisect_left(scales, True, key=fits)]  # the first that fits, and with it all lower ones
 
 
 def _prepare(copied: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:
@@ -53,9 +50,8 @@ def _prepare(copied: nn.Module, policy: PrecisionPolicy, device: torch.device) -
     engine = EagerEngine(
         policy, device=device, step_counter=StepCounter(), scaler=None, distributed=False, global_step=lambda: 0
     )
-    faults = Faults()
-    engine.check(copied, faults)
-    faults.raise_if_any()
+    with Faults() as faults:
+        engine.check(copied, faults)
     engine.prepare(copied)
 
 

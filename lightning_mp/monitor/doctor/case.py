@@ -14,13 +14,12 @@ from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.engines import device_rules
 from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
 from lightning_mp.modules import pins
+from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.numerics import device
-from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.policy import PrecisionPolicy, hardware
 from lightning_mp.policy.loss_scaling import LossScaling
 
 HALF = ("bf16", "fp16")
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 #: Lightning's own plugins: what parameters are cast to (``None``: left as they are), and what products run in
 _STOCK: Mapping[str, tuple[str | None, str]] = {
     "64-true": ("fp64", "fp64"),
@@ -101,7 +100,7 @@ class Case:
 
     def stored(self, parameter: Tensor) -> str:
         """What ``parameter`` will be stored in while it is trained: ``"fp32"``, ``"bf16"``, …."""
-        return self.pinned.get(id(parameter)) or self.storage or loaded_in(parameter)
+        return self.pinned.get(id(parameter)) or self.storage or dtype_name(parameter.dtype)
 
     def argument(self, name: str, default: Any = None) -> Any:
         """A Trainer argument, ``default`` where it is not given or ``None``."""
@@ -207,11 +206,6 @@ def device_of(trainer: Mapping[str, Any]) -> hardware.Device:
     if accelerator in ("gpu", "cuda"):
         return hardware.Device("cuda", "a GPU that is not in this machine")
     return device.describe(torch.device("cpu"))
-
-
-def loaded_in(tensor: Tensor) -> str:
-    """The short name of a tensor's dtype now."""
-    return _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lightning_mp.compat.lightning import DeepSpeedStrategy
-from lightning_mp.monitor.doctor.case import HALF, Case, listed, loaded_in, many
+from lightning_mp.monitor.doctor.case import HALF, Case, listed, many
+from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.monitor.events import Severity
 from lightning_mp.monitor.findings import Finding
 
@@ -23,9 +24,9 @@ def loaded_in_half(case: Case) -> Iterator[Finding]:
     if case.storage in HALF:
         return
     found = {
-        name: loaded_in(parameter)
+        name: dtype_name(parameter.dtype)
         for name, _, parameter in case.trained
-        if loaded_in(parameter) in HALF and id(parameter) not in case.pinned
+        if dtype_name(parameter.dtype) in HALF and id(parameter) not in case.pinned
     }
     if not found:
         return
@@ -76,7 +77,7 @@ def stored_in_half(case: Case) -> Iterator[Finding]:
 
 def fp16_under_a_scaler(case: Case) -> Iterator[Finding]:
     """Trained fp16 weights beside torch's GradScaler, which refuses their gradients."""
-    found = [name for name, _, p in case.trained if loaded_in(p) == "fp16" and id(p) not in case.pinned]
+    found = [name for name, _, p in case.trained if dtype_name(p.dtype) == "fp16" and id(p) not in case.pinned]
     sharded = isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)
     if not found or case.precision != "16-mixed" or (case.policy is None and sharded):
         return

@@ -121,7 +121,7 @@ def default_tokens(batch: Any) -> int | None:
     """The size of ``input_ids``, or of the first integer tensor with two dimensions; ``None`` without either."""
     if isinstance(batch, Tensor):
         return batch.numel() if batch.dim() == 2 and _whole(batch) else None
-    if _is_mapping(batch):
+    if isinstance(batch, Mapping):
         ids = batch.get("input_ids")
         return ids.numel() if isinstance(ids, Tensor) and _whole(ids) else None
     items = cast("list[Any]", batch) if isinstance(batch, (tuple, list)) else []
@@ -135,10 +135,6 @@ def samples_in(batch: Any) -> int:
 
 def _whole(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
-
-
-def _is_mapping(batch: Any) -> bool:
-    return isinstance(batch, Mapping) or (hasattr(batch, "data") and isinstance(getattr(batch, "data", None), Mapping))
 
 
 def _compute_dtype(trainer: Trainer) -> str | None:

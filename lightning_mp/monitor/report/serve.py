@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Fault, PlanError
 from lightning_mp.monitor.report.figures import graph_objects
 from lightning_mp.monitor.report.load import FILES
 from lightning_mp.monitor.report.page import payload, render
@@ -46,14 +46,12 @@ class ReportServer(ThreadingHTTPServer):
         self._lock = Lock()
         self._version, self._news = "", b""
         graph_objects()
-        faults = Faults("report")
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
-            faults.add(
-                f"port {port}: {error.strerror}", "a free port of this machine", "--port 0 takes any that is free"
-            )
-        faults.raise_if_any()
+            fix = "--port 0 takes any that is free"
+            fault = Fault(f"port {port}: {error.strerror}", "a free port of this machine", fix)
+            raise PlanError([fault], "report") from None
         self.url = f"http://{HOST}:{self.server_port}/"
 
     def page(self) -> bytes:

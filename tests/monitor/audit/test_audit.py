@@ -232,7 +232,7 @@ def test_a_trainer_without_a_module_is_refused() -> None:
 
 def test_a_trainer_decides_for_itself() -> None:
     runner = fit(Regression(), precision="32-true")
-    with pytest.raises(PlanError, match="beside a Trainer"):
+    with pytest.raises(PlanError, match="a Trainer with plan="):
         audit(runner, plan="bf16-mixed")
     module = runner.lightning_module
     found = _rows(audit(module, plan="bf16-true"))  # of the module alone

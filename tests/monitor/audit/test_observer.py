@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.monitor.audit.judge import computed
 from lightning_mp.monitor.audit.observer import Observed, Watch, note_gradients, note_parameters, unseen
-from lightning_mp.monitor.audit.operators import dtype_name
+from lightning_mp.monitor.dtype_names import dtype_name
 
 BF16 = torch.bfloat16
 
