@@ -105,6 +105,6 @@ def _with_lora(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
     try:
         return get_peft_model(cast("Any", model), cast("Any", LoraConfig)(**{"task_type": "CAUSAL_LM", **lora}))
     except (TypeError, ValueError, NotImplementedError) as error:
-        faults.add(f"lora={dict(lora)!r}: {one_line(error)}", "what peft's LoraConfig takes", "mend what it names")
+        faults.add(f"lora={dict(lora)!r}: {one_line(error)}", "what peft's LoraConfig takes", "fix what it names")
     faults.raise_if_any()
     raise AssertionError

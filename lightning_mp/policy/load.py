@@ -23,7 +23,7 @@ HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
 def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict[str, Any]:
     """A dict of plain values from a mapping, an OmegaConf ``DictConfig`` or the path of a YAML file.
 
-    ``_target_`` keys, with which Hydra names what to build, are honoured: those of a class are left out, since its
+    ``_target_`` keys, with which Hydra names what to build, are read: those of a class are left out, since its
     fields say the same; ``LossScaling.deepspeed`` and its kind are called.
 
     Raises:
@@ -54,7 +54,7 @@ def _loaded(config: Any) -> Any:
         return OmegaConf.load(path)
     except (YAMLError, OSError, ValueError) as error:
         text = " ".join(str(error).split())
-        raise PlanError([Fault(f"config {str(path)!r}: {text}", "a YAML mapping", "mend the file")]) from error
+        raise PlanError([Fault(f"config {str(path)!r}: {text}", "a YAML mapping", "fix the file")]) from error
 
 
 def _resolved(config: Any, name: str) -> Any:

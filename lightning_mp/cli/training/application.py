@@ -162,7 +162,7 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
             trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
         except (InputError, MisconfigurationException) as error:
             said = one_line(error)
-            faults.add(f"what Lightning cannot run: {said}", "parts that fit together", "mend what it names")
+            faults.add(f"what Lightning cannot run: {said}", "parts that fit together", "fix what it names")
             faults.raise_if_any()
     if trainer.is_global_zero:
         page = folder / "report.html"

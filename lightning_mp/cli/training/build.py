@@ -26,7 +26,7 @@ class Regime:
 
 
 def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime | None:
-    """Plan, strategy, callbacks and Trainer arguments; ``None`` with faults, and with earlier ones only a plan is built."""
+    """Plan, strategy, callbacks and Trainer arguments; ``None`` with faults, earlier ones or its own."""
     before = len(faults.found)
     plan = plan_of(config["plan"], places, faults) if config.get("plan") else None
     if before:
@@ -80,7 +80,7 @@ def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer | None:
     except PlanError as error:
         faults.extend(error.faults)
     except Exception as error:  # Lightning's own, of several kinds
-        faults.add(f"trainer: {_line(error)}", "what Lightning's Trainer takes", "mend the trainer or strategy section")
+        faults.add(f"trainer: {_line(error)}", "what Lightning's Trainer takes", "fix the trainer or strategy section")
     return None
 
 
@@ -154,7 +154,7 @@ def _callbacks(given: Any, run_dir: str, faults: Faults) -> list[Callback]:
 
 
 def _homed(entry: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
-    """The entry, with the run's folder where a callback that writes was told none."""
+    """The entry, with the run's folder where a callback that writes names none."""
     takes = [parameter.name for parameter in parameters(locate(str(entry["_target_"]))) or ()]
     homes = {"run_dir": run_dir, "dirpath": str(Path(run_dir) / "checkpoints")}
     return {**entry, **{key: home for key, home in homes.items() if key in takes and entry.get(key) is None}}
@@ -171,7 +171,7 @@ def instantiated(given: Any, part: str, faults: Faults) -> Any:
         if isinstance(cause, PlanError):
             faults.extend(Fault(f"{part}: {fault.given}", fault.allowed, fault.fix) for fault in cause.faults)
         else:
-            faults.add(f"{part}: {_line(cause)}", "a part that can be built", "mend it, or its arguments")
+            faults.add(f"{part}: {_line(cause)}", "a part that can be built", "fix it, or its arguments")
     return None
 
 

@@ -56,7 +56,7 @@ def check(
     _check_trainer(written.get("trainer"), places, faults, under_plan=bool(written.get("plan")))
     if len(faults.found) == before:
         return {name: _resolved(config, name) for name in kept}
-    return {name: _settled(value) if name == "plan" else value for name, value in written.items()}
+    return {name: _resolvable(value) if name == "plan" else value for name, value in written.items()}
 
 
 def _resolved(config: Any, name: str) -> Any:
@@ -158,7 +158,7 @@ def _check_trainer(given: Any, places: Places, faults: Faults, *, under_plan: bo
         faults.add(f"trainer.{key}{places.of(f'trainer.{key}')}", "an argument of Lightning's Trainer", fix)
 
 
-def _settled(plan: Any) -> Any:
+def _resolvable(plan: Any) -> Any:
     """A plan as written, without what does not resolve, which is a fault already."""
     if not isinstance(plan, Mapping):
         return plan

@@ -64,8 +64,8 @@ def compose(
     """The configs that ``path`` (``None``: this package's root) and the arguments describe; one without a sweep.
 
     A value may be given for any key that is there, and for any argument that what stands there takes. A group's choice
-    on the command line replaces a section that the file writes out. ``faults`` takes up arguments that cannot be
-    honoured; the configs are then what the others say.
+    on the command line replaces a section that the file writes out. Arguments that cannot be used are noted in
+    ``faults``; the configs are then what the others say.
 
     Raises:
         PlanError: no such file, or one whose own choices or keys Hydra cannot compose.
@@ -305,7 +305,7 @@ def _run(root: Primary, name: str, overrides: list[str], faults: Faults) -> Dict
     except (HydraException, ValueError) as error:  # of PyYAML and OmegaConf, where Hydra does not wrap them
         cause = error.__cause__ or error
         said = (one_line(cause) or one_line(error)).replace(name, root.path.name)
-        faults.add(f"a config that does not compose: {said}", "what Hydra composes", "mend what it names")
+        faults.add(f"a config that does not compose: {said}", "what Hydra composes", "fix what it names")
         faults.raise_if_any()
         raise
 

@@ -82,7 +82,7 @@ def read(path: Path, config_dirs: Collection[Path], faults: Faults) -> Primary |
     try:
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception as error:  # OmegaConf's and PyYAML's errors share no base class
-        faults.add(f"config {str(path)!r}: {one_line(error)}", "a YAML mapping", "mend the file")
+        faults.add(f"config {str(path)!r}: {one_line(error)}", "a YAML mapping", "fix the file")
         return None
     if not isinstance(loaded, dict):
         faults.add(f"config {str(path)!r}, a {type(loaded).__name__}", "a YAML mapping", "write 'plan:' and 'model:'")

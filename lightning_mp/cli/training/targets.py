@@ -25,7 +25,7 @@ HYDRA_KEYS = (*load.HYDRA_KEYS, "_partial_", "_args_")
 #: Trainer arguments that have a section of their own
 ELSEWHERE = {
     "callbacks": "write it in the callbacks section",
-    "precision": "the plan says it: plan.precision",
+    "precision": "set plan.precision instead",
     "strategy": "write it in the strategy section",
 }
 _PLAN_PIECES = {

@@ -199,7 +199,7 @@ def test_lora_fields_that_peft_lacks_or_refuses_are_one_error(lora: dict[str, An
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(MissingExtraError, match=r"'peft'.*pip install 'lightning-mp\[hf\]'"):
+    with pytest.raises(MissingExtraError, match=r"needs peft\. Install it: pip install 'lightning-mp\[hf\]'"):
         CausalLM("llama", TINY, lora={"r": 2})
     assert isinstance(CausalLM("llama", TINY).model, nn.Module)
 

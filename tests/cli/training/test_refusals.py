@@ -35,7 +35,7 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
     "precision in the Trainer": (
         ("devices: 1", "precision: 16"),
         "trainer.precision (run.yaml:11)",
-        "the plan says it",
+        "set plan.precision instead",
     ),
     "strategy in the Trainer": (("devices: 1", "strategy: ddp"), "trainer.strategy (run.yaml:11)", "strategy section"),
     "missing value": (("width: 4", "width: ???"), "model.width: ??? (run.yaml:5)", "model.width=..."),
@@ -69,7 +69,7 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
     ),
     "checkpoint that is not there": (("plan:", "ckpt_path: gone.ckpt\nplan:"), "ckpt_path=gone.ckpt", "check the path"),
     "run_dir that does not resolve": (("plan:", "run_dir: ${nowhere}\nplan:"), "run_dir (run.yaml:1)", "target"),
-    "no YAML": (("plan:", "plan: ["), "run.yaml", "mend the file"),
+    "no YAML": (("plan:", "plan: ["), "run.yaml", "fix the file"),
     "misspelt option": (("plan:", "defaults: [{data: library_txt}]\nplan:"), "data=library_txt", "'library_text'"),
     "misspelt group": (
         ("plan:", "defaults:\n  - dat: fp16\nplan:"),
@@ -151,7 +151,7 @@ ARGUMENTS = {
     "foo": ("argument 'foo'", "foo=..."),
     "seed=[1": ("argument 'seed=[1'", "quotes"),
     "experiment=lama_tiny": ("experiment=lama_tiny", "'llama_tiny'"),
-    "trainer.devices=none_at_all": ("trainer: ", "mend the trainer"),
+    "trainer.devices=none_at_all": ("trainer: ", "fix the trainer"),
 }
 
 
@@ -209,7 +209,7 @@ def test_a_fault_in_a_file_of_a_group_is_named_with_that_file(tmp_path: Path) ->
     assert "loss_scaling.init_scal (ours.yaml:3)" in fault.given
 
 
-def test_a_model_whose_own_code_refuses_is_told_as_a_fault(tmp_path: Path) -> None:
+def test_a_model_whose_own_code_refuses_is_reported_as_a_fault(tmp_path: Path) -> None:
     (fault,) = refusal(
         write(
             tmp_path,
@@ -221,12 +221,12 @@ def test_a_model_whose_own_code_refuses_is_told_as_a_fault(tmp_path: Path) -> No
     assert fault.given.startswith("model: ValueError: Unrecognized model identifier: lama")
 
 
-def test_parts_that_do_not_fit_are_told_as_a_fault(tmp_path: Path) -> None:
+def test_parts_that_do_not_fit_are_reported_as_a_fault(tmp_path: Path) -> None:
     (fault,) = refusal(write(tmp_path, PLAIN.replace("data:", "unused:")), "run_dir=out")
     assert "train_dataloader" in fault.given
 
 
-def test_a_text_that_is_too_short_is_told_as_a_fault(tmp_path: Path) -> None:
+def test_a_text_that_is_too_short_is_reported_as_a_fault(tmp_path: Path) -> None:
     text = write(tmp_path, "short", "short.txt")
     parts = ("model=llama_tiny", "data=library_text", f"data.text={text}")
     (fault,) = refusal(write(tmp_path, PLAIN), *parts, "run_dir=out")

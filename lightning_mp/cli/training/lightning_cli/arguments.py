@@ -23,19 +23,23 @@ _PRINTS = "print_"
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A key and its value, and the words of a command line that say them; no key is a word that is no option."""
+    """A key and its value, as an option or in a config; an argument that is no option has no key."""
 
     key: str
     value: Any
-    words: tuple[str, ...]
+    option: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, key: str, value: Any) -> Written:
-        """As a config file says it."""
-        nested = value
-        for part in reversed(key.split(".")):
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of a command line for it.
+
+        Raises:
+            YAMLError: a value from Python that YAML cannot write.
+        """
+        nested = self.value
+        for part in reversed(self.key.split(".")):
             nested = {part: nested}
-        return cls(key, value, ("--config", flow(nested)))
+        return self.option or ("--config", flow(nested))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ def _add(config: Mapping[str, Any], found: Arguments, known: Sequence[str]) -> N
     keys |= cast("Mapping[str, Any]", own) if isinstance(own, Mapping) else {}
     if "plan" in keys:
         found.plan.append(("", keys.pop("plan")))
-    found.written.extend(Written.of(key, value) for key, value in _leaves(keys, known))
+    found.written.extend(Written(key, value) for key, value in _leaves(keys, known))
 
 
 def _leaves(values: Mapping[str, Any], known: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -157,7 +161,7 @@ def _config(value: str, found: Arguments, mode: str, faults: Faults) -> Mapping[
         found.places.add(path)
         loaded = get_loader("omegaconf" if mode == "omegaconf" else "yaml")(path.read_text(encoding="utf-8"))
     except Exception as error:  # those of PyYAML, OmegaConf and the file system share no base class
-        faults.add(f"config {value!r}: {one_line(error)}", "a YAML mapping", "mend the file")
+        faults.add(f"config {value!r}: {one_line(error)}", "a YAML mapping", "fix the file")
         return None
     if not isinstance(loaded, Mapping):
         faults.add(f"config {value!r}, a {type(loaded).__name__}", "a YAML mapping", "write 'plan:' and 'model:'")

@@ -28,7 +28,7 @@ class _Command(PlanCLI):
         except Exception as error:  # whatever the code that is built raises
             cause = error.__cause__ or error
             said = f"{type(cause).__name__}: {one_line(cause)}"
-            raise PlanError([Fault(said, "parts that can be built", "mend what it names")], SUBJECT) from error
+            raise PlanError([Fault(said, "parts that can be built", "fix what it names")], SUBJECT) from error
 
 
 def run(arguments: Sequence[str], say: Callable[[str], None]) -> int:
@@ -48,7 +48,7 @@ def run(arguments: Sequence[str], say: Callable[[str], None]) -> int:
             cli = _Command(args=list(arguments), seed_everything_default=0, parser_kwargs=kwargs)
         except (InputError, MisconfigurationException) as error:
             given = f"what Lightning cannot run: {one_line(error)}"
-            fault = Fault(given, "parts that fit together", "mend what it names")
+            fault = Fault(given, "parts that fit together", "fix what it names")
             raise PlanError([fault], SUBJECT) from error
     folder = cli.trainer.log_dir  # every rank asks: rank 0 tells the others
     if cli.trainer.is_global_zero and cli.subcommand == "fit":

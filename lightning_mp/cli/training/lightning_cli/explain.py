@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from lightning_mp.cli.training import targets
@@ -48,13 +48,15 @@ def explain(parser: ArgumentParser, given: Arguments, error: Exception | None, f
         try:
             parser.parse_args([word for one in good for word in one.words])
             break
+        except yaml.YAMLError:
+            break  # objects from Python, which no words can say
         except REFUSALS as refused:
-            culprit = tell(refused, given, good, faults)
+            culprit = note(refused, given, good, faults)
             if culprit is None:
                 break
             good.remove(culprit)
     if error is not None and len(faults.found) == before:
-        tell(error, given, (), faults)
+        note(error, Arguments(), (), faults)
     return good
 
 
@@ -100,7 +102,7 @@ def _checked(
     if kept is _REFUSED:
         return None
     # an object by its name stays the word that it was
-    return one if as_object or kept == value else replace(Written.of(one.key, kept), value=kept)
+    return one if as_object or kept == value else Written(one.key, kept)
 
 
 def _unknown(key: str, known: Sequence[str], places: Places, faults: Faults) -> None:
@@ -168,7 +170,9 @@ def check_plugins(given: Any, places: Places, faults: Faults) -> bool:
         name = plugin.get(CLASS) if hasattr(plugin, "get") else plugin
         if _is_precision(name):
             where = places.of("trainer.plugins")
-            faults.add(f"trainer.plugins: {name}{where}", "a plugin that is no precision", "the plan says it")
+            faults.add(
+                f"trainer.plugins: {name}{where}", "plugins other than a precision", "set plan.precision instead"
+            )
             return False
     return True
 
@@ -186,7 +190,7 @@ def _is_precision(target: Any) -> bool:
 # ---------------------------------------------------------------------- what jsonargparse says
 
 
-def tell(error: Exception, given: Arguments, good: Sequence[Written], faults: Faults) -> Written | None:
+def note(error: Exception, given: Arguments, good: Sequence[Written], faults: Faults) -> Written | None:
     """Note what jsonargparse refused, and return whose fault it is, if it is that of one of ``good``."""
     said = str(error).removeprefix("Validation failed: ")
     if said.startswith(_REQUIRED):

@@ -9,18 +9,19 @@ import sys
 import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 import lightning_mp
 from lightning_mp.cli.training.application import RUN_DIR, check_checkpoint, run_folder
 from lightning_mp.cli.training.lightning_cli import plan_section
 from lightning_mp.cli.training.lightning_cli.arguments import Arguments, command_of, config_files, flow, read
-from lightning_mp.cli.training.lightning_cli.explain import REFUSALS, check_plugins, explain, tell
+from lightning_mp.cli.training.lightning_cli.explain import REFUSALS, check_plugins, explain, note
 from lightning_mp.cli.training.lightning_cli.plan_section import PIECES
 from lightning_mp.cli.training.targets import ELSEWHERE
 from lightning_mp.compat.lightning import (
@@ -183,12 +184,14 @@ class PlanCLI(LightningCLI):
                 parsed = parser.parse_object({**found, "plan": plan} if at is None else {**found, str(command): at})
             else:
                 parsed = parser.parse_args([*given.words, "--plan", flow(plan)])
-            regime = parsed[command] if command else parsed
         except REFUSALS as error:
             good = explain(own, given, error, faults)
-            words = [word for one in good if one.key.partition(".")[0] in _REGIME for word in one.words]
-            parsed = regime = self._regime_parser().parse_args(words)
-        self._check(regime, given, faults)
+            with suppress(yaml.YAMLError, *REFUSALS):  # what it refuses is among the faults, or an object from Python
+                words = [word for one in good if one.key.partition(".")[0] in _REGIME for word in one.words]
+                self._check(self._regime_parser().parse_args(words), given, faults)
+            faults.raise_if_any()
+            raise
+        self._check(parsed[command] if command else parsed, given, faults)
         faults.raise_if_any()
         return parsed
 
@@ -270,7 +273,7 @@ class PlanCLI(LightningCLI):
             raise
         except Exception as error:  # Lightning's own, of several kinds
             given = f"trainer: {type(error).__name__}: {one_line(error)}"
-            fault = Fault(given, "what Lightning's Trainer takes", "mend the trainer or strategy section")
+            fault = Fault(given, "what Lightning's Trainer takes", "fix the trainer or strategy section")
             raise PlanError([fault], SUBJECT) from error
 
     # ------------------------------------------------------------------ where a run writes
@@ -302,6 +305,8 @@ def _keywords(strategy: str | dict[str, Any]) -> dict[str, Any]:
     """A strategy's name and keywords, also of Hydra's form (the package's own groups)."""
     if isinstance(strategy, str):
         return {"name": strategy}
+    if str(strategy.get("_target_", "make_strategy")).rpartition(".")[2] != "make_strategy":
+        return strategy  # in which _target_ is an unknown keyword
     return {key: value for key, value in strategy.items() if key not in (*HYDRA_KEYS, "plan")}
 
 
@@ -324,7 +329,7 @@ def _as_faults(before: str = "") -> Generator[None]:
         yield
     except ArgumentError as error:
         faults = Faults(SUBJECT)
-        tell(error, Arguments(), (), faults)
+        note(error, Arguments(), (), faults)
         found = [Fault(f"{before}{fault.given}", fault.allowed, fault.fix) for fault in faults.found]
         raise PlanError(found, SUBJECT) from error
 
@@ -347,10 +352,9 @@ class SavePlanConfig(SaveConfigCallback):
             assert folder is not None
             path = f"{folder}/{self.config_filename}"
             if not self.overwrite and trainer.strategy.broadcast(trainer.is_global_zero and _is_foreign(path)):
-                faults = Faults(SUBJECT)
+                given = f"a run in {folder}, where {self.config_filename} is not a PlanCLI's"
                 fix = "give the run a folder of its own, --trainer.default_root_dir runs/x, or move the file away"
-                faults.add(f"a run in {folder}, where {self.config_filename} is another's", "a folder without one", fix)
-                faults.raise_if_any()
+                raise PlanError([Fault(given, "a folder without it", fix)], SUBJECT)
             self.overwrite = True
         with _quiet():
             super().setup(trainer, pl_module, stage)

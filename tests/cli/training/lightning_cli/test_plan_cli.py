@@ -108,7 +108,7 @@ def test_with_a_logger_everything_is_in_its_folder(tmp_path: Path) -> None:
 def test_a_file_of_another_is_left_alone(tmp_path: Path) -> None:
     path = write(tmp_path, PLAIN, "config.yaml")
     (fault,) = refusal("fit", "--config", path, *home(str(tmp_path)))
-    assert "config.yaml is another's" in fault.given
+    assert "config.yaml is not a PlanCLI's" in fault.given
     assert Path(path).read_text() == PLAIN
 
 
@@ -247,7 +247,7 @@ def test_what_the_plan_says_is_no_default_of_the_trainer() -> None:
             Net, trainer_defaults={"precision": 16, "max_steps": 3}, args=[], parser_kwargs={"exit_on_error": False}
         )
     (fault,) = error.value.faults
-    assert (fault.given, fault.fix) == ("trainer_defaults with 'precision'", "the plan says it: plan.precision")
+    assert (fault.given, fault.fix) == ("trainer_defaults with 'precision'", "set plan.precision instead")
 
 
 def test_a_checkpoint_of_a_class_that_is_gone_is_refused(tmp_path: Path) -> None:

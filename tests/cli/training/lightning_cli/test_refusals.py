@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_mp.cli.training.lightning_cli import PlanCLI
 from lightning_mp.errors import PlanError
@@ -62,13 +63,13 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
     "precision in the Trainer": (
         ("devices: 1", "precision: 16"),
         "trainer.precision (run.yaml:13)",
-        "the plan says it",
+        "set plan.precision instead",
     ),
     "strategy in the Trainer": (("devices: 1", "strategy: ddp"), "trainer.strategy (run.yaml:13)", "strategy section"),
     "precision among the plugins": (
         ("devices: 1", f"plugins:\n  - {_PRECISION}\n    init_args: {{precision: 16-true}}"),
         "trainer.plugins: lightning.pytorch.plugins.HalfPrecision (run.yaml:13)",
-        "the plan says it",
+        "set plan.precision instead",
     ),
     "value of another type": (("max_steps: 3", "max_steps: many"), "trainer.max_steps (run.yaml:14): Expected", "help"),
     "argument of another type": (("width: 4", "width: wide"), "model (run.yaml:3): Problem with", "help of --model"),
@@ -96,7 +97,7 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
         "'report'",
     ),
     "callback that refuses": (("report: false", "every_n_steps: 0"), "every_n_steps=0", "every_n_steps=1"),
-    "devices that are none": (("devices: 1", "devices: none_at_all"), "trainer: TypeError", "mend the trainer"),
+    "devices that are none": (("devices: 1", "devices: none_at_all"), "trainer: TypeError", "fix the trainer"),
     "unknown strategy": (("plan:", "strategy: fsdp3\nplan:"), "strategy 'fsdp3' (run.yaml:1)", "'fsdp2'"),
     "unknown strategy keyword": (
         ("plan:", "strategy:\n  name: fsdp2\n  rap: Block\nplan:"),
@@ -105,7 +106,7 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
     ),
     "checkpoint that is not there": (("plan:", "ckpt_path: gone.ckpt\nplan:"), "ckpt_path=gone.ckpt", "check the path"),
     "seed that is none": (("plan:", "seed_everything: abc\nplan:"), "seed_everything (run.yaml:1)", "help"),
-    "no YAML": (("plan:", "plan: ["), "run.yaml", "mend the file"),
+    "no YAML": (("plan:", "plan: ["), "run.yaml", "fix the file"),
     "no mapping": ((PLAIN, "- plan"), "run.yaml', a list", "write 'plan:'"),
 }
 
@@ -138,8 +139,8 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, str]] = {
     ("--strategy.name=fsdp2", "--strategy.rap", "B"): ("unknown keyword 'rap'", "'wrap'"),
     ("--trainer.max_stps", "1"): ("unknown key trainer.max_stps (on the command line)", "'max_steps'"),
     ("--trainer.max_steps", "many"): ("trainer.max_steps (on the command line): Expected", "help"),
-    ("--trainer.precision=16-mixed",): ("trainer.precision (on the command line)", "the plan says it"),
-    ("--trainer.plugins=16-mixed",): ("trainer.plugins: 16-mixed (on the command line)", "the plan says it"),
+    ("--trainer.precision=16-mixed",): ("trainer.precision (on the command line)", "set plan.precision instead"),
+    ("--trainer.plugins=16-mixed",): ("trainer.plugins: 16-mixed (on the command line)", "set plan.precision instead"),
     ("--model.widht", "1"): ("unknown key model.widht (on the command line)", "'width'"),
     ("--model", "support.lightning_cli.Nett"): ("has no 'Nett'", "'Net'"),
     ("--modl.width", "3"): ("unknown key modl (on the command line)", "'model'"),
@@ -185,7 +186,7 @@ def test_a_missing_command_or_model_is_named(arguments: list[str], given: str, f
     assert fix in fault.fix
 
 
-def test_a_model_whose_own_code_refuses_is_told_as_a_fault(tmp_path: Path) -> None:
+def test_a_model_whose_own_code_refuses_is_reported_as_a_fault(tmp_path: Path) -> None:
     model = "lightning_mp.demo.language_model.CausalLM\n  init_args:\n    architecture: lama\n    config: {}"
     text = PLAIN.replace("support.lightning_cli.Net\n  init_args:\n    width: 4", model)
     (fault,) = refusal("fit", "--config", write(tmp_path, text))
@@ -208,3 +209,16 @@ def test_a_typed_model_is_looked_at_by_its_arguments(tmp_path: Path) -> None:
     (fault,) = error.value.faults
     assert "unknown key model.widht (run.yaml:3)" in fault.given
     assert "'width'" in fault.fix
+
+
+def test_objects_from_python_may_stand_beside_a_fault() -> None:
+    sections = {"model": {"width": "wide"}, "trainer": {"callbacks": [EarlyStopping("loss")]}}
+    with pytest.raises(PlanError) as error:
+        PlanCLI(Net, args=sections, run=False, parser_kwargs={"exit_on_error": False})
+    assert "width" in str(error.value)
+
+
+def test_hydras_form_of_a_strategy_that_is_not_the_packages_own_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, f"strategy: {{_target_: lightning.pytorch.strategies.DDPStrategy}}\n{PLAIN}")
+    (fault,) = refusal("fit", "--config", path)
+    assert "'_target_'" in fault.given
