@@ -10,7 +10,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks.health_run import HealthRun
 from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
 from lightning_mp.compat.both_copies import check_copy
