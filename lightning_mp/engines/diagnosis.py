@@ -42,10 +42,11 @@ def error(
         place = f"first seen in {origin}"
     state = "the loss was non-finite already before it was scaled" if bad_loss else "the loss was finite"
     scaled = "" if scale is None else f", loss scale {scale:g}"
+    where = "" if rank is None else f" on rank {rank}"
     message = (
-        f"given {'' if rank is None else f'rank {rank}, '}step {step}: {what}; {place}; {state}{scaled}; "
-        "allowed: finite losses and gradients, or skips within the budget of nonfinite=NonFinite(max_consecutive=...); "
-        f"do: {_advice(bad_loss, scale)}"
+        f"Non-finite values in step {step}{where}: {what}; {place}; {state}{scaled}. "
+        "Allowed: finite losses and gradients, or skips within the budget of nonfinite=NonFinite(max_consecutive=...). "
+        f"{_advice(bad_loss, scale)}."
     )
     kind = LossScaleError if at_min else NonFiniteError
     return kind(
@@ -60,7 +61,7 @@ def error(
 def first_bad_rank(mine: Found, *, distributed: bool) -> tuple[int | None, Found]:
     """The rank whose *own* loss or gradients were bad and what it found, the same on every rank; every rank calls it.
 
-    ``None`` and ``(None, False)`` where nobody of several found anything.
+    ``None`` and ``(None, False)`` where none of several found anything.
     """
     if not distributed:
         return 0, mine
@@ -75,7 +76,7 @@ def first_bad_rank(mine: Found, *, distributed: bool) -> tuple[int | None, Found
 
 def _advice(bad_loss: bool, scale: float | None) -> str:
     if bad_loss:
-        return "look at that module's input and weights, and at the batch; a loss scale cannot mend a non-finite loss"
+        return "Look at that module's input and weights, and at the batch: no loss scale makes a non-finite loss finite"
     if scale is not None:
-        return "pin that module to fp32 (pins={...: 'fp32'}), lower the learning rate, or use 'bf16-mixed'"
-    return "pin that module to fp32, lower the learning rate, or clip gradients"
+        return "Pin that module to fp32 (pins={...: 'fp32'}), lower the learning rate, or use 'bf16-mixed'"
+    return "Pin that module to fp32, lower the learning rate, or clip gradients"

@@ -39,7 +39,7 @@ def test_a_replay_names_the_module_and_the_parameter() -> None:
         net[2].weight[0, 0] = float("inf")
     error = _error(net, _replay(net))
     assert (error.rank, error.step, error.module, error.parameter) == (0, 7, "2", "2.weight")
-    for part in ("given rank 0, step 7: a step", "first seen in module '2' (forward)", "allowed:", "do:"):
+    for part in ("in step 7 on rank 0: a step", "first seen in module '2' (forward)", "Allowed:"):
         assert part in str(error)
 
 
@@ -60,9 +60,9 @@ def test_where_nothing_can_be_told_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("loss", "scale", "advice"),
     [
-        (torch.tensor(float("nan")), None, "a loss scale cannot mend a non-finite loss"),
-        (torch.tensor(float("inf")), 2.0, "a loss scale cannot mend a non-finite loss"),
-        (torch.ones(()), 64.0, "pin that module to fp32 (pins={...: 'fp32'})"),
+        (torch.tensor(float("nan")), None, "no loss scale makes a non-finite loss finite"),
+        (torch.tensor(float("inf")), 2.0, "no loss scale makes a non-finite loss finite"),
+        (torch.ones(()), 64.0, "Pin that module to fp32 (pins={...: 'fp32'})"),
         (torch.ones(()), None, "clip gradients"),
         (None, None, "clip gradients"),
     ],

@@ -85,7 +85,7 @@ def test_three_skips_are_allowed_and_the_fourth_stops_the_run_by_name(mode: str,
         assert error.parameter == parameter
     assert says in str(error)
     assert (plan.applied_steps, plan.skipped_steps) == (since, ALLOWED + 1)
-    for word in ("given", "allowed", "do:", expected, f"step {since + ALLOWED}", "rank 0"):
+    for word in ("Non-finite values", "Allowed:", expected, f"step {since + ALLOWED}", "rank 0"):
         assert word in str(error)
 
 
