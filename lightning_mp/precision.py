@@ -19,6 +19,7 @@ from lightning_mp.compat.lightning import (
     LightningModule,
     ParallelStrategy,
     Trainer,
+    TrainerFn,
     rank_zero_warn,
     trainer_of,
 )
@@ -192,7 +193,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
-        if trainer is not None and trainer.state.fn == lightning.TrainerFn.FITTING:
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
 
             warn_at_fit(module, self.policy)
