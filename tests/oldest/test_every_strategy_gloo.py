@@ -10,7 +10,7 @@ from lightning_mp.strategies.registry import STRATEGIES
 from oldest import smoke
 from support.gloo import run_ranks
 
-pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(600)]
 
 #: `fsdp` is another name for fsdp2
 NAMES = [name for name in STRATEGIES if name not in ("fsdp", smoke.ALONE)]
@@ -19,7 +19,7 @@ NAMES = [name for name in STRATEGIES if name not in ("fsdp", smoke.ALONE)]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What both ranks saw; DeepSpeed compiles its CPU collectives on its first run."""
-    return run_ranks(smoke.run, NAMES, str(tmp_path_factory.mktemp("two")), timeout=280)
+    return run_ranks(smoke.run, NAMES, str(tmp_path_factory.mktemp("two")), timeout=580)
 
 
 @pytest.fixture(scope="module")
