@@ -69,7 +69,7 @@ def sound(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 def test_another_order_of_sums_is_within(sound: tuple[str, dict[str, Any]]) -> None:
     mode, expected = sound
     found = _trained(mode, "another order of sums")
-    assert 0 < furthest(found["weights"], expected["weights"])
+    assert furthest(found["weights"], expected["weights"]) > 0
     assert same_runs(found, expected, of_training(mode, RATE))
 
 

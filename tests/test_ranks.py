@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.ranks import Ranks, RankError
+from support.ranks import RankError, Ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -85,6 +85,6 @@ def test_a_spoilt_case_is_told_by_rank_and_costs_the_next_nothing(own: Ranks, ho
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    own.seconds = 150.0
+    own.seconds = 120.0
     again = own.run(Summed({"failing": 13, "dead": 14, "hanging": 15}[how]))
     assert {pid for _, pid in again}.isdisjoint(pids)

@@ -1,4 +1,4 @@
-"""Whether two runs brought back the same, and how far apart runs may be that add the same numbers up in another order."""
+"""Whether two runs brought back the same; how far apart they may be if they add up in another order."""
 
 from __future__ import annotations
 

@@ -330,7 +330,9 @@ class UsersOwn:
 # ------------------------------------------------------------------ refusals
 
 
-def _fitted(module: LightningModule, host: dict[str, Any], data: Any = None, mode: str = "bf16-mixed", **plan: Any) -> Any:
+def _fitted(
+    module: LightningModule, host: dict[str, Any], data: Any = None, mode: str = "bf16-mixed", **plan: Any
+) -> Any:
     return fit(module, plugins=[plan_for(mode, **plan)], data=data, **host)
 
 

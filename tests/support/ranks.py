@@ -1,4 +1,4 @@
-"""Processes on loopback that run the cases of a test module; a case that hangs or kills them costs the others nothing."""
+"""Processes on loopback that run the cases of a test module; one that hangs or kills them costs the others nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch.multiprocessing as mp
 
-#: a case that takes longer hangs; the first one may have to wait for an extension of DeepSpeed's to be built
-SECONDS = 150.0
+#: a case that takes longer hangs, unless an extension of DeepSpeed's is being built: that may take as long again
+SECONDS = 120.0
 #: how long the other ranks may take to fail as well, once one has
 GRACE = 5.0
 
@@ -52,6 +52,7 @@ class Ranks:
         self.world, self.seconds = world, seconds
         self._children: list[Any] = []
         self._lines: list[Connection] = []
+        self._started = 0.0
         self._logs = Path(tempfile.mkdtemp(prefix="ranks"))
         self._kept: dict[str, list[Any] | RankError] = {}
 
@@ -84,7 +85,7 @@ class Ranks:
             raise
 
     def _start(self) -> None:
-        context, port = mp.get_context("spawn"), free_port()
+        context, port, self._started = mp.get_context("spawn"), free_port(), time.time()
         for rank in range(self.world):
             mine, theirs = context.Pipe()
             arguments = (rank, self.world, port, str(self._log(rank)), theirs)
@@ -99,6 +100,9 @@ class Ranks:
         while len(values) + len(failed) < self.world:
             waited_for = {line: rank for rank, line in enumerate(self._lines) if rank not in values | failed}
             ready: Any = wait(list(waited_for), max(0.0, deadline - time.monotonic()))
+            if not ready and not failed and self._locks() and time.monotonic() < deadline + self.seconds:
+                time.sleep(1.0)
+                continue
             if not ready:
                 failed |= {rank: self._stack(rank) for rank in waited_for.values()}
             for line in ready:
@@ -115,12 +119,17 @@ class Ranks:
             raise RankError("\n".join(f"rank {rank}: {said}{self._printed(rank)}" for rank, said in failed.items()))
         return [values[rank] for rank in range(self.world)]
 
+    def _locks(self) -> list[Path]:
+        """Of torch's extensions that are being built since these processes started."""
+        locks = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "none")).glob("*/lock")
+        return [lock for lock in locks if lock.stat().st_mtime >= self._started]
+
     def _stack(self, rank: int) -> str:
         """What a rank that does not answer is at; it writes that into its log."""
         with suppress(ProcessLookupError):
             os.kill(self._children[rank].pid, signal.SIGUSR1)
             time.sleep(0.5)
-        return f"did not finish; a case may take {self.seconds:.0f} s, and {GRACE:.0f} s more once another rank failed"
+        return f"did not finish; a case may take {self.seconds:.0f} s, and {GRACE:.0f} s once another rank failed"
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"rank{rank}.log"
@@ -139,6 +148,8 @@ class Ranks:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.join(10)
+        for lock in self._locks() if kill and self._children else ():
+            lock.unlink(missing_ok=True)  # every later build would wait for the one that was ended
         self._children, self._lines = [], []
 
     def __enter__(self) -> Ranks:

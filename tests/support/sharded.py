@@ -163,7 +163,7 @@ class Language(LightningModule):
 
 
 class Readings(Callback):
-    """The plan's readings, and the rates, after each batch."""
+    """The plan's readings, and the rates, after each batch; a norm that nobody took is nan."""
 
     def __init__(self) -> None:
         self.skipped: list[bool] = []
@@ -171,13 +171,16 @@ class Readings(Callback):
         self.norms: list[float] = []
         self.rates: list[list[float]] = []
 
+    def found(self) -> dict[str, Any]:
+        """All of them."""
+        return {"skipped": self.skipped, "scales": self.scales, "norms": self.norms, "rates": self.rates}
+
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *rest: Any) -> None:
         plan: Any = trainer.precision_plugin
         self.skipped.append(plan.step_skipped)
         if plan.scaler is not None:
             self.scales.append(plan.scaler.get_scale())
-        if plan.last_grad_norm is not None:
-            self.norms.append(plan.last_grad_norm.item())
+        self.norms.append(float("nan") if plan.last_grad_norm is None else float(plan.last_grad_norm))
         self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_steps_norms_skips_scales_and_schedules_are_ddps(ranks: Ranks, case: str
     for result in _equal(ranks, both, _within(both)):
         batches = 8 // both.options.get("accumulate_grad_batches", 1)
         assert result["sharded"]["counts"] == (batches - len(made.bad), len(made.bad))
-        assert bool(result["sharded"]["norms"]) == (both.options.get("gradient_clip_val") == 0.5)
+        assert any(map(math.isfinite, result["sharded"]["norms"])) == (both.options.get("gradient_clip_val") == 0.5)
         if made.make_scheduler:
             assert result["sharded"]["lrs"][2] == result["sharded"]["lrs"][3]
 
