@@ -26,7 +26,7 @@ from support.ddp import (
 )
 from support.models import Regression, same_weights
 from support.oracles import CALM_SCALE, MODES, SCALED
-from support.ranks import RankError, Ranks, run_ranks
+from support.ranks import RankError, Ranks
 from support.running import fit
 from support.saving import ResumableBatches, SaveAt
 from support.sharded import BAD_RANK, Stopped, ddp
@@ -146,8 +146,9 @@ def test_one_device_goes_on_from_ddps_checkpoint(ranks: Ranks, tmp_path: Path) -
     assert trace.scales == before[4:]
 
 
-def test_a_failing_rank_ends_the_run_quickly() -> None:
+def test_a_failing_rank_ends_the_run_quickly(ranks: Ranks) -> None:
+    ranks.run(Pinned("32-true"))  # they have started
     start = time.monotonic()
     with pytest.raises(RankError, match="KeyError: 'planned'"):
-        run_ranks(FailsOnOneRank())
+        ranks.run(FailsOnOneRank())
     assert time.monotonic() - start < 45
