@@ -13,6 +13,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import sharded_hosts  # Lightning's own strategies, let onto the CPU
-from support.gloo import run_ranks
+from support.ranks import run_ranks
 
 TARGET = 1.05
 BF16 = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
@@ -133,22 +134,31 @@ def _seconds(arguments: dict[str, Any], module: LightningModule, steps: int, cli
     return times.seconds
 
 
-def measure(row: int, mode: str, rounds: int, steps: int) -> tuple[float, float]:
+@dataclass(frozen=True)
+class Steps:
     """Median seconds a step: (stock, plan), in turn, the order swapped every round; run by every rank."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    name, stock, _ = ROWS[row]
-    sides: dict[str, tuple[Callable[[], Any], list[float]]] = {
-        "stock": (lambda: stock(mode), []),
-        "plan": (lambda: _ours(name, mode), []),
-    }
-    for number in range(rounds):
-        for side in sorted(sides, reverse=bool(number % 2)):
-            build, seconds = sides[side]
-            torch.manual_seed(0)
-            # Lightning's FSDP1 cannot clip by norm
-            seconds += _seconds(*build(), steps, clip=None if name == "fsdp1" else 1.0)
-    return statistics.median(sides["stock"][1]), statistics.median(sides["plan"][1])
+
+    row: int
+    mode: str
+    rounds: int
+    steps: int
+
+    def run(self) -> tuple[float, float]:
+        """Train ``rounds`` times on each side."""
+        warnings.simplefilter("ignore")
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        name, stock, _ = ROWS[self.row]
+        sides: dict[str, tuple[Callable[[], Any], list[float]]] = {
+            "stock": (lambda: stock(self.mode), []),
+            "plan": (lambda: _ours(name, self.mode), []),
+        }
+        for number in range(self.rounds):
+            for side in sorted(sides, reverse=bool(number % 2)):
+                build, seconds = sides[side]
+                torch.manual_seed(0)
+                # Lightning's FSDP1 cannot clip by norm
+                seconds += _seconds(*build(), self.steps, clip=None if name == "fsdp1" else 1.0)
+        return statistics.median(sides["stock"][1]), statistics.median(sides["plan"][1])
 
 
 def main() -> None:
@@ -163,7 +173,7 @@ def main() -> None:
     table = Table("strategy", "mode", "stock", "plan", "ratio", "asked for", title="A step, two processes on gloo")
     for row, (name, _, modes) in enumerate(ROWS):
         for mode in (mode for mode in modes if name in given.strategies and mode in given.modes):
-            theirs, ours = run_ranks(measure, row, mode, rounds, steps, timeout=600)[0]
+            theirs, ours = run_ranks(Steps(row, mode, rounds, steps), seconds=600)[0]
             ratio = f"{ours / theirs:.3f}"
             table.add_row(name, mode, f"{theirs * 1e3:.1f} ms", f"{ours * 1e3:.1f} ms", ratio, f"<= {TARGET}")
             print(f"{name} {mode}: {ratio}", flush=True)

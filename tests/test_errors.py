@@ -87,12 +87,17 @@ def test_faults_are_collected_and_raised_together() -> None:
     assert (error.value.faults, error.value.subject) == (FAULTS, "Pin")
 
 
+def _failing_with_a_fault() -> None:
+    with Faults("Pin") as faults:
+        faults.add("x=1", "2", "write 2")
+        raise KeyError("other")
+
+
 def test_as_a_context_manager_faults_are_raised_at_its_end_and_hide_no_other_error() -> None:
     with pytest.raises(PlanError, match="Got x=1"), Faults("Pin") as faults:
         faults.add("x=1", "2", "write 2")
-    with pytest.raises(KeyError), Faults("Pin") as faults:
-        faults.add("x=1", "2", "write 2")
-        raise KeyError("other")
+    with pytest.raises(KeyError):
+        _failing_with_a_fault()
     with Faults("Pin"):
         pass
 

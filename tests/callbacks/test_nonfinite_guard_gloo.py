@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from support import guarded
-from support.gloo import run_ranks
+from support.comparing import of_training, same
+from support.guarded import GUILTY, HOSTS, AtStage0, Guarded, Rewound
 from support.models import same_weights
 from support.nonfinite import BAD, FAULTS
+from support.ranks import Ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -25,22 +25,6 @@ CASES = [
     *((host, "bf16-mixed", how) for host in ZERO for how in ("gradient", "infinite loss")),
     *((host, "16-mixed", how) for host in ZERO for how in ("gradient", "batch")),
 ]
-BUDGETS, WINDOWS = ("ddp", "zero2"), ("ddp", "fsdp2", "zero2")
-
-
-def _scenarios(folder: Path) -> list[tuple[str, str, tuple[Any, ...], dict[str, Any]]]:
-    def place(*words: str) -> str:
-        return str(folder / "_".join(words))
-
-    cases: list[Any] = [(f"{h} {m} {how}", "guarded", (h, m, how, place(h, m, how)), {}) for h, m, how in CASES]
-    for host in BUDGETS:
-        arguments: tuple[Any, ...] = (host, "32-true", "loss", place("budget", host), (3, 4, 5))
-        cases.append((f"budget {host}", "guarded", arguments, {"guard": {"max_consecutive": 2}}))
-    for host in WINDOWS:
-        arguments = (host, "32-true", "batch", place("window", host), (5,))
-        cases.append((f"window {host}", "guarded", arguments, {"accumulate_grad_batches": 4}))
-    cases += [(f"stage 0 {m}", "at_stage_0", (m, place("stage 0", m)), {}) for m in ("32-true", "bf16-mixed")]
-    return [*cases, *((f"rewound {host}", "rewound", (host, place("rewound", host)), {}) for host in guarded.HOSTS)]
 
 
 @pytest.fixture(scope="module")
@@ -48,31 +32,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("guard")
 
 
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    """What both ranks brought back, from one start of two processes."""
-    return run_ranks(guarded.run, _scenarios(folder), timeout=400)
-
-
-def _both(ranks: list[dict[str, Any]], key: str) -> tuple[Any, Any]:
-    one, other = (rank[key] for rank in ranks)
-    assert not isinstance(one, str), one
-    assert not isinstance(other, str), other
-    return one, other
-
-
 def _ordinary(mode: str, how: str) -> bool:
     return mode == "16-mixed" and how == "gradient"
 
 
 @pytest.mark.parametrize(("host", "mode", "how"), CASES)
-def test_both_ranks_skip_and_name_the_guilty_one(ranks: Any, host: str, mode: str, how: str) -> None:
-    one, other = _both(ranks, f"{host} {mode} {how}")
+def test_both_ranks_skip_and_name_the_guilty_one(ranks: Ranks, folder: Path, host: str, mode: str, how: str) -> None:
+    one, other = ranks.run(Guarded(host, mode, how, folder))
     assert one["events"] == other["events"]
     (event,) = one["events"]
     module, _, bad_loss = FAULTS[how]
     seen = bad_loss or host != "zero3"  # ZeRO-3's backward is DeepSpeed's alone
-    assert (event["rank"], event["module"]) == ((guarded.GUILTY, module) if seen else (None, None))
+    assert (event["rank"], event["module"]) == ((GUILTY, module) if seen else (None, None))
     assert event["step"] == BAD
     assert event["kind"] == ("nonfinite_loss" if bad_loss else "nonfinite_grad")
     assert event["severity"] == ("info" if _ordinary(mode, how) else "warning")
@@ -80,46 +51,46 @@ def test_both_ranks_skip_and_name_the_guilty_one(ranks: Any, host: str, mode: st
 
 
 @pytest.mark.parametrize(("host", "mode", "how"), CASES)
-def test_weights_are_those_of_a_run_without_the_batch(ranks: Any, host: str, mode: str, how: str) -> None:
-    one, other = _both(ranks, f"{host} {mode} {how}")
+def test_weights_are_those_of_a_run_without_the_batch(
+    ranks: Ranks, folder: Path, host: str, mode: str, how: str
+) -> None:
+    one, other = ranks.run(Guarded(host, mode, how, folder))
     for result in (one, other):
-        if mode == "16-mixed":  # another scale rounds fp16 otherwise
-            torch.testing.assert_close(result["weights"], result["clean"], rtol=1e-3, atol=1e-4)
-        elif host != "fsdp1":
-            assert same_weights(result["weights"], result["clean"])
-        else:  # a rank's part of FSDP1's flat parameters
-            torch.testing.assert_close(result["weights"], result["clean"], rtol=0, atol=0)
+        # another scale rounds fp16 otherwise
+        assert same(result["weights"], result["clean"], of_training(mode, 1e-3) if mode == "16-mixed" else 0.0)
 
 
 @pytest.mark.parametrize(("host", "mode", "how"), CASES)
-def test_the_guilty_rank_saves_its_batch(ranks: Any, folder: Path, host: str, mode: str, how: str) -> None:
-    files = _both(ranks, f"{host} {mode} {how}")[1]["files"]
+def test_the_guilty_rank_saves_its_batch(ranks: Ranks, folder: Path, host: str, mode: str, how: str) -> None:
+    guarded = Guarded(host, mode, how, folder)
+    files = ranks.run(guarded)[1]["files"]
     if _ordinary(mode, how):
         assert files == []
         return
     known = FAULTS[how][2] or host != "zero3"
-    assert files == [f"step_000003_rank{rank}.pt" for rank in (0, 1) if rank == guarded.GUILTY or not known]
-    saved = torch.load(folder / f"{host}_{mode}_{how}" / "nonfinite" / files[-1], weights_only=True)
-    assert (saved["rank"], saved["batch_idx"]) == (guarded.GUILTY, BAD)
+    assert files == [f"step_000003_rank{rank}.pt" for rank in (0, 1) if rank == GUILTY or not known]
+    saved = torch.load(guarded.run_dir / "nonfinite" / files[-1], weights_only=True)
+    assert (saved["rank"], saved["batch_idx"]) == (GUILTY, BAD)
 
 
-@pytest.mark.parametrize("host", BUDGETS)
-def test_the_budget_stops_every_rank_with_the_same_error(ranks: Any, host: str) -> None:
-    one, other = _both(ranks, f"budget {host}")
-    assert one["error"] == other["error"] == (guarded.GUILTY, 5, "net.4")
+@pytest.mark.parametrize("host", ["ddp", "zero2"])
+def test_the_budget_stops_every_rank_with_the_same_error(ranks: Ranks, folder: Path, host: str) -> None:
+    one, other = ranks.run(Guarded(host, "32-true", "loss", folder, (3, 4, 5), {"max_consecutive": 2}))
+    assert one["error"] == other["error"] == (GUILTY, 5, "net.4")
 
 
-@pytest.mark.parametrize("host", WINDOWS)
-def test_in_a_window_of_four_the_bad_batch_is_named(ranks: Any, host: str) -> None:
-    one, other = _both(ranks, f"window {host}")
+@pytest.mark.parametrize("host", ["ddp", "fsdp2", "zero2"])
+def test_in_a_window_of_four_the_bad_batch_is_named(ranks: Ranks, folder: Path, host: str) -> None:
+    windows = {"accumulate_grad_batches": 4}
+    one, other = ranks.run(Guarded(host, "32-true", "batch", folder, (5,), options=windows))
     assert one["counts"] == other["counts"] == (1, 1)
     (event,) = one["events"]
-    assert (event["rank"], event["module"], event["evidence"]["batch_idx"]) == (guarded.GUILTY, "net.0", 5)
+    assert (event["rank"], event["module"], event["evidence"]["batch_idx"]) == (GUILTY, "net.0", 5)
 
 
-@pytest.mark.parametrize("host", guarded.HOSTS)
-def test_a_rewind_brings_every_rank_back(ranks: Any, host: str) -> None:
-    for result in _both(ranks, f"rewound {host}"):
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_rewind_brings_every_rank_back(ranks: Ranks, tmp_path: Path, host: str) -> None:
+    for result in ranks.run(Rewound(host, tmp_path)):
         kept = result["kept"]
         assert result["events"] == ["rewind"]
         assert result["batches"] == 8
@@ -128,9 +99,9 @@ def test_a_rewind_brings_every_rank_back(ranks: Any, host: str) -> None:
         assert not same_weights(kept[8], kept[6])
 
 
-def test_deepspeed_without_zero_is_guarded_in_fp32_and_refused_in_half_precision(ranks: Any) -> None:
+def test_deepspeed_without_zero_is_guarded_in_fp32_and_refused_in_half_precision(ranks: Ranks, tmp_path: Path) -> None:
     """There gradients are in no place where anybody could look at them before DeepSpeed steps."""
-    for said, events in _both(ranks, "stage 0 32-true"):
-        assert (said, events) == ("not refused", [(BAD, guarded.GUILTY, "net.2")])
-    for said, _ in _both(ranks, "stage 0 bf16-mixed"):
+    for said, events in ranks.run(AtStage0("32-true", tmp_path)):
+        assert (said, events) == ("not refused", [(BAD, GUILTY, "net.2")])
+    for said, _ in ranks.run(AtStage0("bf16-mixed", tmp_path)):
         assert "whose gradients only DeepSpeed sees" in said

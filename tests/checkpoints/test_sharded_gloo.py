@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from lightning_mp import MissingExtraError
 from lightning_mp.checkpoints import CheckpointFormatError, consolidate, kind_of, read_full
-from support import saved
-from support.gloo import run_ranks
+from support.comparing import of_training
 from support.hub import check_in_transformers
 from support.models import same_weights
+from support.ranks import Ranks
 from support.running import fit
-from support.saved import RECORDED, SILENT, Held, HeldLanguage, Net
+from support.saved import RECORDED, SILENT, Held, HeldLanguage, Kept, Net
 from support.saving import ResumableBatches
 
 pytestmark = pytest.mark.gloo
@@ -29,48 +29,51 @@ ZERO = tuple(f"zero{stage}" for stage in range(4))
 ZERO_BF16 = (*(f"zero{stage} bf16" for stage in (1, 2, 3)), "zero1 BF16_Optimizer")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hosts")
+class Saved:
+    """The runs under each host, made when first asked for; DeepSpeed compiles its CPU collectives on its first."""
+
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self.ranks, self.folder = ranks, folder
+
+    def held(self, host: str) -> list[dict[str, Any]]:
+        """What both ranks held."""
+        return self.ranks.run(Kept(host, self.folder))
+
+    def path(self, host: str, step: int = RECORDED) -> Path:
+        """The checkpoint of a step."""
+        self.held(host)
+        return Kept(host, self.folder).path(step)
+
+    def copy(self, host: str, folder: Path) -> Path:
+        """One to spoil."""
+        return Path(shutil.copytree(self.path(host), folder / "copy.ckpt"))
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    """What both ranks held; one start of two processes. DeepSpeed compiles its CPU collectives on its first run."""
-    return run_ranks(saved.run, str(folder), timeout=280)
-
-
-def _both(ranks: list[dict[str, Any]], host: str) -> list[dict[str, Any]]:
-    results = [rank[host] for rank in ranks]
-    for rank, result in enumerate(results):
-        assert not isinstance(result, str), f"rank {rank}:\n{result}"
-    return results
-
-
-def _path(folder: Path, host: str, step: int = RECORDED) -> Path:
-    return folder / host / f"{step}.ckpt"
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(ranks, tmp_path_factory.mktemp("hosts"))
 
 
 # ------------------------------------------------------------------ reading
 
 
 @pytest.mark.parametrize("host", [*SHARDED, *ZERO, *ZERO_BF16])
-def test_the_weights_are_those_the_ranks_held(ranks: Any, folder: Path, host: str) -> None:
+def test_the_weights_are_those_the_ranks_held(saved: Saved, host: str) -> None:
     """Tied, frozen and odd-sized ones, and buffers; in this process, and by each rank beside the others."""
-    one, other = _both(ranks, host)
+    one, other = saved.held(host)
     assert same_weights(one["weights"][RECORDED], other["weights"][RECORDED])
     assert one["weights"][RECORDED].keys() == Held().state_dict().keys()
-    for read in (read_full(_path(folder, host))["state_dict"], one["read"], other["read"]):
+    for read in (read_full(saved.path(host))["state_dict"], one["read"], other["read"]):
         assert same_weights(read, one["weights"][RECORDED])
         assert all(type(tensor) is torch.Tensor and not tensor.requires_grad for tensor in read.values())
         Held().load_state_dict(read, strict=True)
 
 
 @pytest.mark.parametrize("host", ZERO_BF16)
-def test_without_a_record_they_are_the_fp32_masters(ranks: Any, folder: Path, host: str) -> None:
+def test_without_a_record_they_are_the_fp32_masters(saved: Saved, host: str) -> None:
     """Rounded, they are what the ranks held; where a record says bf16, they come rounded."""
-    held = _both(ranks, host)[0]["weights"][SILENT]
-    read = read_full(_path(folder, host, SILENT))["state_dict"]
+    held = saved.held(host)[0]["weights"][SILENT]
+    read = read_full(saved.path(host, SILENT))["state_dict"]
     assert same_weights({name: tensor.to(held[name].dtype) for name, tensor in read.items()}, held)
     assert read["model.first.weight"].dtype == torch.float32
     assert not torch.equal(read["model.first.weight"], held["model.first.weight"].float())
@@ -78,9 +81,8 @@ def test_without_a_record_they_are_the_fp32_masters(ranks: Any, folder: Path, ho
 
 
 @pytest.mark.parametrize("host", [*SHARDED, *ZERO])
-def test_all_else_is_as_lightning_saved_it(ranks: Any, folder: Path, host: str) -> None:
-    _both(ranks, host)
-    path = _path(folder, host)
+def test_all_else_is_as_lightning_saved_it(saved: Saved, host: str) -> None:
+    path = saved.path(host)
     full = read_full(path)
     assert kind_of(path) == ("deepspeed" if host in ZERO else "sharded")
     own = {"state_dict", "optimizer_states", "lightning_mp"}
@@ -93,21 +95,20 @@ def test_all_else_is_as_lightning_saved_it(ranks: Any, folder: Path, host: str) 
 
 
 @pytest.mark.parametrize("host", ZERO)
-def test_deepspeeds_optimizer_states_are_said_to_be_left_out(ranks: Any, folder: Path, host: str, capfd: Any) -> None:
-    _both(ranks, host)
-    full = read_full(_path(folder, host))
+def test_deepspeeds_optimizer_states_are_said_to_be_left_out(saved: Saved, host: str, capfd: Any) -> None:
+    full = read_full(saved.path(host))
     assert full["optimizer_states"] == []
     assert "DeepSpeed" in full["optimizer_left_out"]
     assert capfd.readouterr() == ("", "")  # DeepSpeed's own tool prints
 
 
 @pytest.mark.parametrize("host", SHARDED)
-def test_optimizer_states_load_into_a_plain_optimizer(ranks: Any, folder: Path, host: str) -> None:
-    moments = _both(ranks, host)[0]["moments"][RECORDED]
+def test_optimizer_states_load_into_a_plain_optimizer(saved: Saved, host: str) -> None:
+    moments = saved.held(host)[0]["moments"][RECORDED]
     module = Held()
     configured = module.configure_optimizers()
     optimizer = configured["optimizer"]
-    (states,) = read_full(_path(folder, host))["optimizer_states"]
+    (states,) = read_full(saved.path(host))["optimizer_states"]
     assert [group["params"] for group in states["param_groups"]] == [[0, 1, 2, 3], [4, 5, 6]]
     optimizer.load_state_dict(states)
     held = {name: optimizer.state[p] for name, p in module.named_parameters() if p in optimizer.state}
@@ -119,25 +120,25 @@ def test_optimizer_states_load_into_a_plain_optimizer(ranks: Any, folder: Path, 
 
 
 @pytest.mark.parametrize("host", SHARDED)
-def test_one_device_goes_on_where_two_stopped(ranks: Any, folder: Path, host: str, tmp_path: Path) -> None:
+def test_one_device_goes_on_where_two_stopped(saved: Saved, host: str, tmp_path: Path) -> None:
     """What was read is a checkpoint of Lightning's own: the ranks' data was the same, so their losses are too."""
-    losses = _both(ranks, host)[0]["losses"]
-    full = read_full(_path(folder, host))
+    losses = saved.held(host)[0]["losses"]
+    full = read_full(saved.path(host))
     torch.save(full, tmp_path / "one.ckpt")
     module = Held()
     fit(module, data=ResumableBatches(), ckpt_path=tmp_path / "one.ckpt")
-    assert module.losses == pytest.approx(losses[RECORDED:], rel=1e-5)
+    assert module.losses == pytest.approx(losses[RECORDED:], rel=of_training("32-true", 1e-2, 8 - RECORDED))
 
 
 # ------------------------------------------------------------------ consolidating
 
 
 @pytest.mark.parametrize("host", [*SHARDED, *ZERO, *ZERO_BF16])
-def test_consolidated_it_is_a_plain_state_dict(ranks: Any, folder: Path, host: str, tmp_path: Path) -> None:
-    held = _both(ranks, host)[0]["weights"][RECORDED]
-    state = torch.load(consolidate(_path(folder, host), tmp_path / "w.pt"), weights_only=True)
+def test_consolidated_it_is_a_plain_state_dict(saved: Saved, host: str, tmp_path: Path) -> None:
+    held = saved.held(host)[0]["weights"][RECORDED]
+    state = torch.load(consolidate(saved.path(host), tmp_path / "w.pt"), weights_only=True)
     assert same_weights(state, held)
-    safe = load_file(consolidate(_path(folder, host), tmp_path / "w.safetensors", "bf16", prefix="model."))
+    safe = load_file(consolidate(saved.path(host), tmp_path / "w.safetensors", "bf16", prefix="model."))
     floating = {name for name, tensor in safe.items() if tensor.is_floating_point()}
     assert floating == safe.keys() - {"calls"}
     assert same_weights(safe, {name: held[f"model.{name}"].to(tensor.dtype) for name, tensor in safe.items()})
@@ -147,11 +148,11 @@ def test_consolidated_it_is_a_plain_state_dict(ranks: Any, folder: Path, host: s
 
 
 @pytest.mark.parametrize("host", ["llama fsdp2", "llama zero3"])
-def test_transformers_loads_it_tied_embeddings_too(ranks: Any, folder: Path, host: str, tmp_path: Path) -> None:
-    held = _both(ranks, host)[0]["weights"][RECORDED]
+def test_transformers_loads_it_tied_embeddings_too(saved: Saved, host: str, tmp_path: Path) -> None:
+    held = saved.held(host)[0]["weights"][RECORDED]
     weights = {name.removeprefix("model."): tensor for name, tensor in held.items() if name.startswith("model.")}
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
-    check_in_transformers(_path(folder, host), HeldLanguage().model.config, weights, tmp_path)
+    check_in_transformers(saved.path(host), HeldLanguage().model.config, weights, tmp_path)
 
 
 # ------------------------------------------------------------------ what is refused
@@ -174,10 +175,9 @@ def test_transformers_loads_it_tied_embeddings_too(ranks: Any, folder: Path, hos
     ],
 )
 def test_an_incomplete_checkpoint_says_what_is_missing(
-    ranks: Any, folder: Path, tmp_path: Path, host: str, lost: str, says: str
+    saved: Saved, tmp_path: Path, host: str, lost: str, says: str
 ) -> None:
-    _both(ranks, host)
-    copy = shutil.copytree(_path(folder, host), tmp_path / "copy.ckpt")
+    copy = saved.copy(host, tmp_path)
     (copy / lost).unlink()
     with pytest.raises(CheckpointFormatError) as caught:
         read_full(copy)
@@ -195,9 +195,8 @@ def test_an_incomplete_checkpoint_says_what_is_missing(
         ("zero3", "checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     ],
 )
-def test_a_file_cut_short_is_named_in_one_line(ranks: Any, folder: Path, tmp_path: Path, host: str, cut: str) -> None:
-    _both(ranks, host)
-    copy = shutil.copytree(_path(folder, host), tmp_path / "copy.ckpt")
+def test_a_file_cut_short_is_named_in_one_line(saved: Saved, tmp_path: Path, host: str, cut: str) -> None:
+    copy = saved.copy(host, tmp_path)
     whole = (copy / cut).read_bytes()
     (copy / cut).write_bytes(whole[: len(whole) // 3])
     with pytest.raises(CheckpointFormatError) as caught:
@@ -206,18 +205,16 @@ def test_a_file_cut_short_is_named_in_one_line(ranks: Any, folder: Path, tmp_pat
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_split_otherwise_is_refused(ranks: Any, folder: Path, tmp_path: Path) -> None:
-    _both(ranks, "zero1")
-    copy = shutil.copytree(_path(folder, "zero1"), tmp_path / "copy.ckpt")
+def test_a_model_split_otherwise_is_refused(saved: Saved, tmp_path: Path) -> None:
+    copy = saved.copy("zero1", tmp_path)
     states = copy / "checkpoint" / "mp_rank_00_model_states.pt"
     shutil.copy(states, states.with_name("mp_rank_01_model_states.pt"))
     with pytest.raises(CheckpointFormatError, match="split by pipeline, tensor or expert parallelism"):
         read_full(copy)
 
 
-def test_a_dtype_recorded_by_a_later_version_is_refused(ranks: Any, folder: Path, tmp_path: Path) -> None:
-    _both(ranks, "zero1")
-    copy = shutil.copytree(_path(folder, "zero1"), tmp_path / "copy.ckpt")
+def test_a_dtype_recorded_by_a_later_version_is_refused(saved: Saved, tmp_path: Path) -> None:
+    copy = saved.copy("zero1", tmp_path)
     file = copy / "checkpoint" / "mp_rank_00_model_states.pt"
     states = torch.load(file, weights_only=False)
     states["lightning_mp"]["dtypes"]["model.mean"] = "fp4"
@@ -226,22 +223,18 @@ def test_a_dtype_recorded_by_a_later_version_is_refused(ranks: Any, folder: Path
         read_full(copy)
 
 
-def test_shards_of_something_else_are_refused(ranks: Any, folder: Path, tmp_path: Path) -> None:
+def test_shards_of_something_else_are_refused(saved: Saved, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    _both(ranks, "fsdp2")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process only
         dcp.save({"other": {"a": torch.zeros(2)}}, checkpoint_id=tmp_path)
-    shutil.copy(_path(folder, "fsdp2") / "meta.pt", tmp_path)
+    shutil.copy(saved.path("fsdp2") / "meta.pt", tmp_path)
     with pytest.raises(CheckpointFormatError, match=r"shards hold other\. Allowed: shards of state_dict or model"):
         read_full(tmp_path)
 
 
-def test_without_deepspeed_the_extra_is_named(
-    ranks: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _both(ranks, "zero2")
+def test_without_deepspeed_the_extra_is_named(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed.utils.zero_to_fp32", None)
     with pytest.raises(MissingExtraError, match=r"lightning-mp\[deepspeed\]"):
-        consolidate(_path(folder, "zero2"), tmp_path / "w.pt")
+        consolidate(saved.path("zero2"), tmp_path / "w.pt")

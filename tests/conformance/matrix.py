@@ -10,16 +10,32 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conformance import judge
+import torch.distributed as dist
+
+from conformance import HOST, judge
 from conformance.cells import Cell, run_cell
 from conformance.judge import Verdict
 from conformance.observe import Run
 from conformance.policies import POLICIES
-from conformance.pool import Pool, PoolError
-from conformance.strategies import host, world
+from conformance.strategies import TIMEOUT, host, world
+from support.ranks import RankError, Ranks
 
 Progress = Callable[[str, str, Verdict, float], None]
 Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class OnRanks:
+    """A cell, on every rank."""
+
+    strategy: str
+    policy: str
+    folder: Path
+
+    def run(self) -> Cell:
+        if world(self.strategy) > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=TIMEOUT)  # every strategy then uses this group
+        return run_cell(self.strategy, self.policy, str(self.folder))
 
 
 @dataclass
@@ -53,10 +69,10 @@ def column(
     folder = Path(tempfile.mkdtemp(prefix=f"conformance-{strategy}-"))
     verdicts: dict[str, Verdict] = {}
     try:
-        with Pool(world(strategy), folder, host(strategy)) as pool:
+        with Ranks(world(strategy), environment={HOST: host(strategy)}) as ranks:
             for name in names:
                 start = time.monotonic()
-                verdicts[name] = _cell(pool, strategy, name, references, folder / name)
+                verdicts[name] = _cell(ranks, strategy, name, references, folder / name)
                 if progress is not None:
                     progress(strategy, name, verdicts[name], time.monotonic() - start)
     finally:
@@ -64,22 +80,18 @@ def column(
     return verdicts
 
 
-def _cell(pool: Pool, strategy: str, name: str, references: dict[str, Run], folder: Path) -> Verdict:
+def _cell(ranks: Ranks, strategy: str, name: str, references: dict[str, Run], folder: Path) -> Verdict:
     folder.mkdir()
     try:
-        cells: list[Cell] = pool.call(run_cell, strategy, name, str(folder))
-    except PoolError as error:
+        cells: list[Cell] = ranks.run(OnRanks(strategy, name, folder))
+    except RankError as error:
         return Verdict(judge.FAILED, [str(error)])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    broken = [cell for cell in cells if not isinstance(cell, Cell)]
-    if broken:
-        pool.stop(kill=True)
-        return Verdict(judge.FAILED, [str(broken[0])])
     if strategy == "single" and not cells[0].word:
         references[name] = cells[0].runs["main"]
     reference = cells[0].runs.get("plain") if strategy == "single" else references.get(name)
     verdict = judge.judge(strategy, POLICIES[name], cells, reference)
     if verdict.word == judge.FAILED:  # a rank that raised leaves the other's collectives behind
-        pool.stop(kill=True)
+        ranks.stop(kill=True)
     return verdict

@@ -8,8 +8,8 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning_mp import MixedPrecisionPlan
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
 from lightning_mp.callbacks.training_health import TrainingHealth
 from lightning_mp.monitor.events import Event
-from support.gloo import run_ranks
+from support.ranks import run_ranks
 from support.running import fit
 
 #: when spike and divergence are armed, and throughput: faults begin within the ten steps after
@@ -81,14 +81,19 @@ def row(number: int, seeds: int) -> Row:
         verdicts = [judge(*fault(number, seed)) for seed in range(seeds)]
     else:
         timeout = 60.0 + 60.0 * seeds
-        ranks: list[list[Verdict]] = run_ranks(partial(_verdicts, number, seeds), world=scenario.world, timeout=timeout)
-        verdicts = ranks[0]
+        verdicts = run_ranks(Verdicts(number, seeds), scenario.world, timeout)[0]
     return Row(scenario.title, tuple(verdicts))
 
 
-def _verdicts(number: int, seeds: int) -> list[Verdict]:
+@dataclass(frozen=True)
+class Verdicts:
     """On each rank; the first rank's events are the ones that are written down."""
-    return [judge(*fault(number, seed)) for seed in range(seeds)]
+
+    number: int
+    seeds: int
+
+    def run(self) -> list[Verdict]:
+        return [judge(*fault(self.number, seed)) for seed in range(self.seeds)]
 
 
 def healthy(title: str, precision: str, options: Mapping[str, Any], steps: int) -> Row:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_mp import MixedPrecisionPlan
-from support import longspec
 from support.cuda import DEVICE, cuda_fit
 from support.deepspeed_json import WHOLE_FP16
-from support.gloo import run_ranks
+from support.longspec import Experiment
 from support.models import Regression
+from support.ranks import run_ranks
 
 _ampere = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _ampere, reason="needs a CUDA device with TF32")]
@@ -40,10 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     pytest.importorskip("deepspeed")
     found: dict[str, Any] = {}
     for name, arguments in RUNS.items():
-        folder = str(tmp_path_factory.mktemp(name))
-        (result,) = run_ranks(longspec.run, {name: arguments}, folder, world=1, timeout=280)
-        found |= pickle.loads(result)
-        assert not isinstance(found[name], str), found[name]
+        (found[name],) = run_ranks(Experiment(arguments, tmp_path_factory.mktemp(name) / "run"), world=1, seconds=280)
     return found
 
 

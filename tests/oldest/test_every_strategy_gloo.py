@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.gloo import run_ranks
 
 from lightning_mp.strategies.registry import STRATEGIES
 from oldest import smoke
-from support.gloo import run_ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(600)]
 

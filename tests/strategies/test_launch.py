@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from support import launching
-from support.gloo import free_port
 from support.launching import Ended
+from support.ranks import free_port
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 

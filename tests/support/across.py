@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import traceback
-from datetime import timedelta
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from support.models import InfiniteGradient, batches
 from support.running import fit
 from support.saved import Held, full_state, gathered
 from support.saving import ResumableBatches
+from support.sharded import WAIT
 from support.traces import lightning_says
 
 #: how long a run is, the step it is saved at, and the steps that overflow: two before, one after
@@ -26,28 +26,37 @@ STEPS, AT, OVERFLOWS = 12, 5, (1, 3, 6)
 #: all that a scale is made of moves within the run: hysteresis is spent at step 1 and missing at step 6
 RULE = LossScaling(init_scale=64.0, hysteresis=2, growth_interval=4)
 
-_WAIT = {"timeout": timedelta(seconds=30), "process_group_backend": "gloo"}
 #: what writes: a name for ``make_strategy`` and its keywords
 WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("ddp", _WAIT),
-    "fsdp2": ("fsdp2", _WAIT),
-    "fsdp2 file": ("fsdp2", {**_WAIT, "save_distributed_checkpoint": False}),
-    "fsdp1": ("fsdp1", _WAIT),
-    "fsdp1 folder": ("fsdp1", {**_WAIT, "state_dict_type": "sharded"}),
-    "zero1": ("deepspeed_zero1", _WAIT),
-    "zero2": ("deepspeed_zero2", _WAIT),
-    "zero3": ("deepspeed_zero3", _WAIT),
+    "ddp": ("ddp", WAIT),
+    "fsdp2": ("fsdp2", WAIT),
+    "fsdp2 file": ("fsdp2", {**WAIT, "save_distributed_checkpoint": False}),
+    "fsdp1": ("fsdp1", WAIT),
+    "fsdp1 folder": ("fsdp1", {**WAIT, "state_dict_type": "sharded"}),
+    "zero1": ("deepspeed_zero1", WAIT),
+    "zero2": ("deepspeed_zero2", WAIT),
+    "zero3": ("deepspeed_zero3", WAIT),
 }
 READERS = ("ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 #: a unit of its own beside the root's, in either model
 _WRAPPED = {"held": "model.first", "llama": "LlamaDecoderLayer"}
-#: model, mode, pins
-CASES: dict[str, tuple[str, str, dict[str, str]]] = {
-    "16-mixed": ("held", "16-mixed", {}),
-    "32-true": ("held", "32-true", {}),
-    "bf16-true": ("held", "bf16-true", {"norm": "fp32"}),
-    "llama": ("llama", "16-mixed", {"*norm*": "fp32"}),
-    "half pin": ("llama", "16-mixed", {"*norm*": "fp32", "lm_head": "bf16"}),
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how."""
+
+    model: str
+    mode: str
+    pins: dict[str, str] = field(default_factory=dict)
+
+
+CASES: dict[str, Setting] = {
+    "16-mixed": Setting("held", "16-mixed"),
+    "32-true": Setting("held", "32-true"),
+    "bf16-true": Setting("held", "bf16-true", {"norm": "fp32"}),
+    "llama": Setting("llama", "16-mixed", {"*norm*": "fp32"}),
+    "half pin": Setting("llama", "16-mixed", {"*norm*": "fp32", "lm_head": "bf16"}),
 }
 
 
@@ -100,8 +109,8 @@ class TokenBatches(ResumableBatches):
 class Watch(Callback):
     """Weights and the plan's state at the start, at the save and at the end; rates, scales and skips by step."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
         self.seen: dict[str, Any] = {"rates": [], "scales": [], "skipped": []}
 
     def _now(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
@@ -125,8 +134,8 @@ class Watch(Callback):
         plan: Any = trainer.precision_plugin
         self.seen["scales"].append(None if plan.scaler is None else plan.scaler.get_scale())
         self.seen["skipped"].append(plan.step_skipped)
-        if self.folder is not None and trainer.global_step == AT:
-            trainer.save_checkpoint(self.folder / "saved.ckpt")
+        if self.path is not None and trainer.global_step == AT:
+            trainer.save_checkpoint(self.path)
             self.seen["saved"] = self._now(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,14 +144,14 @@ class Watch(Callback):
 
 def plan_of(case: str) -> MixedPrecisionPlan:
     """The plan of a case."""
-    _, mode, pins = CASES[case]
+    mode, pins = CASES[case].mode, CASES[case].pins
     scaling = {"loss_scaling": RULE} if mode.startswith("16") else {}
     return MixedPrecisionPlan(mode, pins=pins, **scaling)
 
 
 def module_of(case: str) -> LightningModule:
     """The model of a case, as its user made it."""
-    return CarriedLanguage() if CASES[case][0] == "llama" else Carried()
+    return CarriedLanguage() if CASES[case].model == "llama" else Carried()
 
 
 def host(name: str, plan: MixedPrecisionPlan, case: str) -> dict[str, Any]:
@@ -152,29 +161,61 @@ def host(name: str, plan: MixedPrecisionPlan, case: str) -> dict[str, Any]:
     if name == "auto":
         return {"devices": 1, "strategy": make_strategy("auto", plan)}
     strategy, options = WRITERS[name]
-    wrap = {"wrap": _WRAPPED[CASES[case][0]]} if strategy.startswith("fsdp") else {}
-    return {
-        "devices": 2,
-        "strategy": make_strategy(strategy, plan, **options, **wrap),
-        "use_distributed_sampler": False,
-    }
+    wrap = {"wrap": _WRAPPED[CASES[case].model]} if strategy.startswith("fsdp") else {}
+    made = make_strategy(strategy, plan, **options, **wrap)
+    return {"devices": 2, "strategy": made, "use_distributed_sampler": False}
 
 
-def train(case: str, name: str, folder: str | None = None, ckpt_path: str | None = None) -> dict[str, Any]:
-    """One run, saved on its way or going on from a checkpoint; what was seen of it."""
-    plan, module, watch = plan_of(case), module_of(case), Watch(None if folder is None else Path(folder))
-    data = TokenBatches() if CASES[case][0] == "llama" else ResumableBatches()
+@dataclass(frozen=True)
+class Saved:
+    """A run under ``writer`` that is saved on its way; what was seen of it."""
+
+    folder: Path
+    case: str
+    writer: str
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint."""
+        return self.folder / self.case / self.writer / "saved.ckpt"
+
+    def run(self) -> dict[str, Any]:
+        return _trained(self.case, self.writer, Watch(self.path))
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on from a checkpoint under ``reader``; what was seen of it."""
+
+    path: Path
+    case: str
+    reader: str
+
+    def run(self) -> dict[str, Any]:
+        return _trained(self.case, self.reader, Watch(), self.path)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What a run says of a checkpoint that it cannot go on from."""
+
+    resumed: Resumed
+
+    def run(self) -> str:
+        try:
+            self.resumed.run()
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            return "".join(traceback.format_exception_only(error))
+        return "it went on"
+
+
+def _trained(case: str, name: str, watch: Watch, ckpt_path: Path | None = None) -> dict[str, Any]:
+    plan, module = plan_of(case), module_of(case)
+    data = TokenBatches() if CASES[case].model == "llama" else ResumableBatches()
     options: dict[str, Any] = {"max_epochs": 2, "max_steps": STEPS, "gradient_clip_val": 0.5}
+    options |= {"plugins": [plan], "callbacks": [watch], "ckpt_path": ckpt_path, **host(name, plan, case)}
     with lightning_says() as lines:
-        fit(
-            module,
-            data=data,
-            plugins=[plan],
-            callbacks=[watch],
-            ckpt_path=ckpt_path,
-            **options,
-            **host(name, plan, case),
-        )
+        fit(module, data=data, **options)
     return {**watch.seen, "said": lines, "losses": module.losses}
 
 
@@ -188,26 +229,6 @@ def shuffled(name: str) -> list[list[float]]:
             return super().training_step(batch, batch_idx)
 
     torch.manual_seed(3)
-    plan = plan_of("32-true")
-    fit(
-        Drawing(),
-        data=DataLoader(batches().dataset, batch_size=8, shuffle=True),
-        plugins=[plan],
-        **host(name, plan, "32-true"),
-    )
+    plan, data = plan_of("32-true"), DataLoader(batches().dataset, batch_size=8, shuffle=True)
+    fit(Drawing(), data=data, plugins=[plan], **host(name, plan, "32-true"))
     return drawn
-
-
-def run(scenarios: list[tuple[str, tuple[Any, ...]]]) -> bytes:
-    """Each (key, arguments of :func:`train`) in turn; a failing one leaves its traceback, and the others run."""
-    results: dict[str, Any] = {}
-    for key, arguments in scenarios:
-        results[key] = _or_traceback(arguments)
-    return pickle.dumps(results)
-
-
-def _or_traceback(arguments: tuple[Any, ...]) -> Any:
-    try:
-        return train(*arguments)
-    except BaseException:  # torch's CheckpointException is no Exception
-        return traceback.format_exc()

@@ -21,8 +21,9 @@ def recorded(seen: dict[str, set[str]]) -> Iterator[None]:
 
     def recording(call: Any, what: str) -> Any:
         def record(*args: Any, **options: Any) -> Any:
-            found = [str(item.dtype).removeprefix("torch.") for item in args if isinstance(item, Tensor)]
-            seen.setdefault(what, set()).update(found)
+            tensors = [item for item in (*args, *options.values()) if isinstance(item, Tensor)]
+            found = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+            seen.setdefault(what, set()).update(found - {"uint8"})  # uint8: objects
             return call(*args, **options)
 
         return record

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import nullcontext
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -14,74 +14,38 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import LBFGS
-from torch.utils.data import DataLoader
 
-from lightning_mp import LossScaling, NonFinite, NonFiniteError
 from lightning_mp.modules.class_swap import original_class
 from support import hf
-from support.fsdp2 import (
-    BAD_RANK,
-    OPTIMIZERS,
-    PINS,
-    WAIT,
-    Blocks,
-    Net,
-    Ranked,
-    both,
-    ddp,
-    fsdp2,
-    recorded,
-    refused,
-    trained,
-    whole,
-    world,
-)
-from support.models import FEATURES, InfiniteGradient
+from support.collectives import recorded
+from support.models import FEATURES, batches
 from support.oracles import plan_for
 from support.running import fit, trainer
+from support.sharded import PINS, WAIT, Both, Language, Ranked, fsdp2, rank, refused, trained, whole, world
 
 
-def rank() -> int:
-    """This process's."""
-    return int(os.environ["RANK"])
+class Net(nn.Module):
+    """A block with a norm inside."""
 
-
-# ------------------------------------------------------------------ transformers
-
-
-class Language(LightningModule):
-    """A tiny transformers model; each rank has its own rows."""
-
-    def __init__(self, kind: str, meta: bool = False, **config: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        with torch.device("meta") if meta else nullcontext():
-            self.model = make(kind, **config)
-        self.losses: list[float] = []
+        self.up, self.norm, self.down = nn.Linear(FEATURES, 24), nn.LayerNorm(24), nn.Linear(24, FEATURES)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = hf.loss_of(self.model, (batch + self.global_rank) % hf.VOCABULARY)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS["groups"](self.parameters())
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(self.up(x)).relu())
 
 
-def make(kind: str, **config: Any) -> nn.Module:
-    """A model by name; a Llama may be tied."""
-    if kind != "tied llama":
-        return {"llama": hf.llama, "gpt2": hf.gpt2}[kind](**config)
-    from transformers import LlamaConfig, LlamaForCausalLM
+class Blocks(Ranked):
+    """Two blocks and a head; ``net`` in their place."""
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": hf.VOCABULARY, "hidden_size": hf.WIDTH, "intermediate_size": 24}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).train()
+    def __init__(self, optimizer: str = "fused", bad: tuple[int, ...] = ()) -> None:
+        super().__init__(bad, optimizer)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(Net(), Net(), nn.Linear(FEATURES, 1))
 
 
-def token_batches() -> Any:
-    """Fixed token ids."""
-    return DataLoader(cast("Any", hf.tokens(16)), batch_size=2)
+# ------------------------------------------------------------------ how models are cut and compiled
 
 
 def units_of(module: nn.Module) -> list[str]:
@@ -89,42 +53,54 @@ def units_of(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if name and isinstance(part, FSDPModule)]
 
 
-def language(kind: str, mode: str, options: dict[str, Any], strategy: dict[str, Any]) -> dict[str, Any]:
-    """A transformers model under both hosts; how it was cut."""
-    found = {"ddp": trained(mode, ddp(), Language(kind), data=token_batches(), **dict(options))}
-    module = Language(kind)
-    host = fsdp2(**{"wrap": None, **strategy})
-    found["fsdp2"] = trained(mode, host, module, data=token_batches(), **dict(options))
-    return {**found, "units": units_of(module)}
+@dataclass(frozen=True)
+class Transformers:
+    """A transformers model under DDP and FSDP2; how it was cut."""
+
+    kind: str
+    mode: str
+    options: dict[str, Any]
+    strategy: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        made: list[Language] = []
+
+        def make() -> Language:
+            made.append(Language(self.kind))
+            return made[-1]
+
+        options = {"data": hf.token_batches(), **self.options}
+        found = Both(self.mode, make, options, {"wrap": None, **self.strategy}).run()
+        return {**found, "units": units_of(made[-1])}
 
 
-def compiled(how: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Compiled:
     """Compiled blocks; what was compiled, whether that was checkpointed and sharded by then, and how many graphs."""
-    graphs: list[Any] = []
-    order: list[tuple[str, bool, bool]] = []
-    compile_ = nn.Module.compile
 
-    def backend(graph: Any, _inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
+    options: dict[str, Any]
 
-    def noting(module: nn.Module) -> None:
-        checkpointed = "_lmp_checkpoint" in module.__dict__
-        order.append((original_class(module).__name__, checkpointed, isinstance(module, FSDPModule)))
-        compile_(module, backend=backend)
+    def run(self) -> dict[str, Any]:
+        graphs: list[Any] = []
+        order: list[tuple[str, bool, bool]] = []
+        compile_ = nn.Module.compile
 
-    nn.Module.compile = noting
-    options: dict[str, Any] = {
-        "pinned": {"pins": PINS},
-        "checkpointed": {"checkpointing": "Net"},
-        "both": {"pins": PINS, "checkpointing": "Net"},
-    }[how]
-    try:
-        found = both(Blocks, "bf16-mixed", {"wrap": Net, "compile": True}, **options)
-    finally:
-        nn.Module.compile = compile_
-        torch._dynamo.reset()
-    return {**found, "order": order, "graphs": len(graphs)}
+        def backend(graph: Any, _inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        def noting(module: nn.Module) -> None:
+            checkpointed = "_lmp_checkpoint" in module.__dict__
+            order.append((original_class(module).__name__, checkpointed, isinstance(module, FSDPModule)))
+            compile_(module, backend=backend)
+
+        nn.Module.compile = noting
+        try:
+            found = Both("bf16-mixed", Blocks, self.options, {"wrap": Net, "compile": True}).run()
+        finally:
+            nn.Module.compile = compile_
+            torch._dynamo.reset()
+        return {**found, "order": order, "graphs": len(graphs)}
 
 
 # ------------------------------------------------------------------ the meta device
@@ -221,88 +197,92 @@ def _start_and_train(module: LightningModule, mode: str, **options: Any) -> dict
     return {**result, "start": start, "meta": [n for n, p in module.named_parameters() if p.is_meta]}
 
 
-def on_meta(where: str, layer: str, mode: str, strategy: dict[str, Any]) -> dict[str, Any]:
+META_LAYERS = {"net": Net, "tied": Tied, "nanogpt": Initialises}
+META_WRAP = {"net": "Linear", "tied": "Tied", "nanogpt": "LayerNorm"}
+
+
+@dataclass(frozen=True)
+class OnMeta:
     """A plain module; ranks draw different numbers."""
-    torch.manual_seed(3 + rank())
-    make_layer = {"net": Net, "tied": Tied, "nanogpt": Initialises}[layer]
-    if where == "init_module":
-        plan = plan_for(mode, pins=PINS if layer == "net" else {})
-        runner = trainer(plugins=[plan], **fsdp2(**strategy))
+
+    where: str
+    layer: str
+
+    def run(self) -> dict[str, Any]:
+        torch.manual_seed(3 + rank())
+        pins = PINS if self.layer == "net" else {}
+        strategy = {"wrap": META_WRAP[self.layer]}
+        if self.where != "init_module":
+            module = Late(self.where, META_LAYERS[self.layer])
+            return _start_and_train(module, "bf16-true", strategy=strategy, pins=pins)
+        runner = trainer(plugins=[plan_for("bf16-true", pins=pins)], **fsdp2(**strategy))
         with runner.init_module(empty_init=True):
-            module = Late(where, make_layer)
+            module = Late(self.where, META_LAYERS[self.layer])
         assert next(module.net.parameters()).is_meta
         start: dict[str, Any] = {}
         module.on_train_start = lambda: start.update(whole(module))
-        from support.models import batches
-
         runner.fit(module, batches())
         return {"weights": whole(module), "start": start, "losses": module.losses}
-    options: dict[str, Any] = {"pins": PINS} if layer == "net" else {}
-    return _start_and_train(Late(where, make_layer), mode, strategy=strategy, **options)
 
 
-def llama_on_meta(kind: str, mode: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class LlamaOnMeta:
     """A transformers model, and the same model made as usual."""
-    torch.manual_seed(3 + rank())
-    module = Language(kind, meta=True)
-    strategy: dict[str, Any] = {"wrap": None}
-    result = _start_and_train(module, mode, strategy=strategy, data=token_batches(), pins={"*norm*": "fp32"})
-    model = cast("Any", module.model)
-    tied = model.lm_head.weight is model.get_input_embeddings().weight
-    return {**result, "tied": tied, "usual": whole(Language(kind))}
+
+    kind: str
+
+    def run(self) -> dict[str, Any]:
+        torch.manual_seed(3 + rank())
+        module, strategy = Language(self.kind, meta=True), {"wrap": None}
+        options: dict[str, Any] = {"data": hf.token_batches(), "pins": {"*norm*": "fp32"}}
+        result = _start_and_train(module, "bf16-mixed", strategy=strategy, **options)
+        model = cast("Any", module.model)
+        tied = model.lm_head.weight is model.get_input_embeddings().weight
+        return {**result, "tied": tied, "usual": whole(Language(self.kind))}
 
 
-def not_initialised(layer: str) -> str:
+@dataclass(frozen=True)
+class CannotMake:
     """What is said of a module that cannot be made."""
-    layers = {"bare": Bare, "forgotten": Forgotten}
-    plan = plan_for("bf16-mixed", pins={"Lineal": "fp32"} if layer == "bare" else {})
-    return refused(lambda: fit(Late("init", layers[layer], gain=layer == "bare"), plugins=[plan], **fsdp2()))
+
+    layer: type[nn.Module]
+    pins: dict[str, str] = field(default_factory=dict)
+    gain: bool = False
+
+    def run(self) -> str:
+        plan = plan_for("bf16-mixed", pins=self.pins)
+        return refused(lambda: fit(Late("init", self.layer, gain=self.gain), plugins=[plan], **fsdp2()))
 
 
-# ------------------------------------------------------------------ starts and stops
+# ------------------------------------------------------------------ starts and dtypes
 
 
-def different_starts() -> dict[str, Any]:
+@dataclass(frozen=True)
+class DifferentStarts:
     """Ranks that start from different weights and buffers."""
-    module = Ranked()
-    module.register_buffer("count", torch.full((3,), rank()))
-    start = whole(module)
-    with torch.no_grad():
+
+    def run(self) -> dict[str, Any]:
+        module = Ranked()
+        module.register_buffer("count", torch.full((3,), rank()))
+        start = whole(module)
         for parameter in module.parameters():
-            parameter.add_(rank())
-    return {"first": start, **trained("32-true", fsdp2(), module, limit_train_batches=0)}
+            parameter.data.add_(rank())
+        return {"first": start, **trained("32-true", fsdp2(), module, limit_train_batches=0)}
 
 
-def stopped(mode: str, how: str) -> dict[str, Any]:
-    """The error each rank's run ended with."""
-
-    class Sick(Ranked):
-        def loss(self, batch: Any) -> Tensor:
-            guilty = self.global_rank == BAD_RANK and self.trainer.global_step >= 2
-            x, y = batch
-            hidden = self.net[1](self.net[0](x * float("nan") if guilty and how == "batch" else x)).relu()
-            if guilty and how == "gradient":
-                hidden = InfiniteGradient.apply(hidden)
-            loss = (self.net[3](hidden).float() - y).pow(2).mean()
-            return loss * float("nan") if guilty and how == "loss" else loss
-
-    rule: Any = "raise" if how == "loss" else NonFinite(max_consecutive=2)
-    try:
-        fit(Sick(), plugins=[plan_for(mode, LossScaling.static(64.0), nonfinite=rule, pins=PINS)], **fsdp2())
-    except NonFiniteError as error:
-        return {"rank": error.rank, "step": error.step, "module": error.module, "message": str(error)}
-    return {}
-
-
-def dtypes(mode: str, options: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Dtypes:
     """What is stored, and what crosses between ranks."""
-    seen: dict[str, set[str]] = {}
-    module = Ranked()
-    plan = plan_for(mode, **options)
-    with recorded(seen):
-        fit(module, plugins=[plan], **fsdp2())
-    stored = {name: str(p.dtype).removeprefix("torch.") for name, p in module.named_parameters()}
-    return {"stored": stored, **seen}
+
+    mode: str
+    options: dict[str, Any]
+
+    def run(self) -> dict[str, Any]:
+        seen: dict[str, set[str]] = {}
+        module = Ranked()
+        with recorded(seen):
+            trained(self.mode, fsdp2(), module, **self.options)
+        return {"stored": {name: str(p.dtype).removeprefix("torch.") for name, p in module.named_parameters()}, **seen}
 
 
 # ------------------------------------------------------------------ sharded by their users
@@ -328,60 +308,75 @@ class OwnSharding(Ranked):
             fully_shard(self.net, **options)
 
 
-def users(strategy: str, mode: str, dtypes: tuple[Any, Any], policy: dict[str, Any]) -> dict[str, Any] | str:
-    """A model that its user shards, beside the plan's own sharding."""
-    pins = {"pins": PINS}
-    host = fsdp2()
-    if strategy == "stock":
-        stock = ModelParallelStrategy(data_parallel_size=world(), tensor_parallel_size=1, **WAIT)
-        host = {**host, "strategy": stock}
-    found: dict[str, Any] = {}
+@dataclass(frozen=True)
+class UsersOwn:
+    """A model that its user shards, beside the plan's own sharding; or what is said of it."""
 
-    def go() -> None:
-        found["ddp"] = trained(mode, host, OwnSharding(*dtypes, **policy), **pins)
+    mode: str
+    dtypes: tuple[torch.dtype, torch.dtype]
+    policy: dict[str, Any]
+    stock: bool
 
-    said = refused(go)
-    if not found:
-        return said
-    return {**found, "fsdp2": trained(mode, fsdp2(), Ranked(), **pins)}
+    def run(self) -> dict[str, Any] | str:
+        host = fsdp2()
+        if self.stock:
+            host["strategy"] = ModelParallelStrategy(data_parallel_size=world(), tensor_parallel_size=1, **WAIT)
+        found: dict[str, Any] = {}
+        module = OwnSharding(*self.dtypes, **self.policy)
+        said = refused(lambda: found.update(ddp=trained(self.mode, host, module, pins=PINS)))
+        return {**found, "sharded": trained(self.mode, fsdp2(), Ranked(), pins=PINS)} if found else said
 
 
 # ------------------------------------------------------------------ refusals
 
 
-def refusal(which: str) -> str:
-    """What is said instead of running."""
-    bf16: dict[str, Any] = {"plugins": [plan_for("bf16-mixed")]}
-    half = plan_for("16-mixed", pins={"lm_head": "bf16"})
-    several = plan_for("bf16-true", pins={"Lineal": "fp32"}, checkpointing="nothing")
-
-    recomputed = plan_for("bf16-true", pins=PINS, checkpointing="Net")
-
-    def second_storage() -> None:
-        module = Ranked()
-        fit(module, plugins=[plan_for("32-true")], **fsdp2())
-        fit(module, plugins=[plan_for("bf16-true")], **fsdp2())
-
-    ways: dict[str, Any] = {
-        "no plan": lambda: fit(Ranked(), precision="bf16-mixed", **fsdp2()),
-        "wrap": lambda: fit(Ranked(), **bf16, **fsdp2(wrap="Lineal")),
-        "wrap class": lambda: fit(Ranked(), **bf16, **fsdp2(wrap=[nn.Linear, nn.Bilinear])),
-        "wrap empty": lambda: fit(Ranked(), **bf16, **fsdp2(wrap="ReLU")),
-        "mesh": lambda: fit(Ranked(), **bf16, **fsdp2(device_mesh=(2, 2))),
-        "sizes": lambda: fit(Ranked(), **bf16, **fsdp2(data_parallel_size=3)),
-        "tensor": lambda: fit(Ranked(), **bf16, **fsdp2(tensor_parallel=3)),
-        "tied pin": lambda: fit(Language("tied llama"), plugins=[half], data=token_batches(), **fsdp2(wrap=None)),
-        "several": lambda: fit(Ranked(), plugins=[several], **fsdp2(wrap="Blok")),
-        "lbfgs": lambda: _lbfgs(bf16),
-        "compile": lambda: fit(Blocks(), plugins=[recomputed], **fsdp2(wrap=Net, compile=True)),
-        "second storage": second_storage,
-    }
-    said = refused(ways[which])
-    dist.barrier()
-    return said
+def _fitted(
+    module: LightningModule, host: dict[str, Any], data: Any = None, mode: str = "bf16-mixed", **plan: Any
+) -> Any:
+    return fit(module, plugins=[plan_for(mode, **plan)], data=data, **host)
 
 
-def _lbfgs(plan: dict[str, Any]) -> None:
+def _stored_twice() -> None:
+    module = Ranked()
+    _fitted(module, fsdp2(), mode="32-true")
+    _fitted(module, fsdp2(), mode="bf16-true")
+
+
+def _lbfgs() -> None:
     module = Ranked()
     module.make_optimizer = partial(LBFGS, lr=0.1)
-    fit(module, **plan, **fsdp2())
+    _fitted(module, fsdp2())
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "no plan": lambda: fit(Ranked(), precision="bf16-mixed", **fsdp2()),
+    "wrap": lambda: _fitted(Ranked(), fsdp2(wrap="Lineal")),
+    "wrap class": lambda: _fitted(Ranked(), fsdp2(wrap=[nn.Linear, nn.Bilinear])),
+    "wrap empty": lambda: _fitted(Ranked(), fsdp2(wrap="ReLU")),
+    "mesh": lambda: _fitted(Ranked(), fsdp2(device_mesh=(2, 2))),
+    "sizes": lambda: _fitted(Ranked(), fsdp2(data_parallel_size=3)),
+    "tensor": lambda: _fitted(Ranked(), fsdp2(tensor_parallel=3)),
+    "tied pin": lambda: _fitted(
+        Language("tied llama"), fsdp2(wrap=None), hf.token_batches(), "16-mixed", pins={"lm_head": "bf16"}
+    ),
+    "several": lambda: _fitted(
+        Ranked(), fsdp2(wrap="Blok"), mode="bf16-true", pins={"Lineal": "fp32"}, checkpointing="nothing"
+    ),
+    "lbfgs": _lbfgs,
+    "compile": lambda: _fitted(
+        Blocks(), fsdp2(wrap=Net, compile=True), mode="bf16-true", pins=PINS, checkpointing="Net"
+    ),
+    "second storage": _stored_twice,
+}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What is said instead of running."""
+
+    which: str
+
+    def run(self) -> str:
+        said = refused(WAYS[self.which])
+        dist.barrier()
+        return said

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lightning_mp import LossScaling
-from support.fsdp2 import PINS, Blocks, Net, ddp, fsdp2, full, trained
+from support.fsdp2_models import Blocks, Net
 from support.saving import ResumableBatches, SaveAt
+from support.sharded import PINS, ddp, fsdp2, full, trained
 
 AT = 4
 
@@ -33,7 +34,7 @@ def _options() -> dict[str, Any]:
 
 
 def _host(name: str, **options: Any) -> dict[str, Any]:
-    return ddp() if name == "ddp" else fsdp2(**{"wrap": Net, **options})
+    return ddp(find_unused_parameters=True) if name == "ddp" else fsdp2(**{"wrap": Net, **options})
 
 
 def _moments(module: nn.Module, runner: Any) -> dict[str, Tensor]:
@@ -41,24 +42,35 @@ def _moments(module: nn.Module, runner: Any) -> dict[str, Tensor]:
     return {f"{name}.{key}": full(value) for name, values in state.items() for key, value in values.items()}
 
 
-def save(folder: str, host: str, optimizer: str, whole: bool) -> dict[str, Any]:
-    """A run to the end that is saved in the middle."""
-    module = Saved(optimizer, (1,))
-    save_at = SaveAt(Path(folder), AT)
-    kept: dict[str, Any] = {}
-    module.on_train_end = lambda: kept.update(_moments(module, module.trainer))
-    strategy = {"save_distributed_checkpoint": not whole}
-    result = trained("16-mixed", _host(host, **strategy), module, callbacks=[save_at], **_options())
-    return {**result, "moments": kept, "folder": (Path(folder) / f"{AT}.ckpt").is_dir()}
+@dataclass(frozen=True)
+class Save:
+    """A run to the end that is saved in the middle, as shards or whole."""
+
+    folder: Path
+    optimizer: str
+    whole: bool = False
+
+    def run(self) -> dict[str, Any]:
+        module, kept = Saved(self.optimizer, (1,)), dict[str, Any]()
+        module.on_train_end = lambda: kept.update(_moments(module, module.trainer))
+        host = _host("fsdp2", save_distributed_checkpoint=not self.whole)
+        result = trained("16-mixed", host, module, callbacks=[SaveAt(self.folder, AT)], **_options())
+        return {**result, "moments": kept, "folder": (self.folder / f"{AT}.ckpt").is_dir()}
 
 
-def resume(folder: str, host: str, optimizer: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Resume:
     """A run from the middle to the end, by a module with other weights."""
-    module = Saved(optimizer)
-    with torch.no_grad():
+
+    folder: Path
+    host: str
+    optimizer: str
+
+    def run(self) -> dict[str, Any]:
+        module, kept = Saved(self.optimizer), dict[str, Any]()
         for parameter in module.parameters():
-            parameter.add_(1.0)
-    kept: dict[str, Any] = {}
-    module.on_train_end = lambda: kept.update(_moments(module, module.trainer))
-    result = trained("16-mixed", _host(host), module, ckpt_path=Path(folder) / f"{AT}.ckpt", **_options())
-    return {**result, "moments": kept}
+            parameter.data.add_(1.0)
+        module.on_train_end = lambda: kept.update(_moments(module, module.trainer))
+        path = self.folder / f"{AT}.ckpt"
+        result = trained("16-mixed", _host(self.host), module, ckpt_path=path, **_options())
+        return {**result, "moments": kept}

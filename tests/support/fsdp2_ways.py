@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from support.fsdp2 import BAD_RANK, OPTIMIZERS, PINS, Ranked, both, ddp, fsdp2, full, trained, whole
 from support.manual import Pair
 from support.models import InfiniteGradient, batches
 from support.oracles import plan_for
 from support.running import fit, trainer
+from support.sharded import BAD_RANK, HOSTS, OPTIMIZERS, PINS, Ranked, ddp, fsdp2, full, trained, whole
 
 
 class Direct(Ranked):
@@ -75,14 +78,6 @@ class Attends(Ranked):
         return (out.float().view(-1, 1) - y).pow(2).mean()
 
 
-WAYS = {kind.__name__: kind for kind in (Direct, Parts, Returns, Frozen, Attends)}
-
-
-def way(name: str, mode: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """One of them."""
-    return both(WAYS[name], mode, strategy, **options)
-
-
 # ------------------------------------------------------------------ by hand
 
 
@@ -132,69 +127,84 @@ class Players(Pair):
         self.true.append({name: full(p.grad) for name, p in self.named_parameters() if p.grad is not None})
 
 
-def by_hand(how: str, mode: str, bad: dict[int, str], wrap: Any, optimizer: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ByHand:
     """Manual optimization under both."""
-    found = {}
-    for name, host in (("ddp", ddp()), ("fsdp2", fsdp2(wrap=wrap))):
-        module = Players(how, bad, optimizer)
-        found[name] = {**trained(mode, host, module, pins=PINS), "true": module.true}
-    return found
+
+    how: str
+    mode: str
+    overflows: dict[int, str]
+    wrap: str | None
+    optimizer: str
+
+    def run(self) -> dict[str, Any]:
+        found = {}
+        for name, host in (("ddp", ddp(find_unused_parameters=True)), ("sharded", fsdp2(wrap=self.wrap))):
+            module = Players(self.how, self.overflows, self.optimizer)
+            found[name] = {**trained(self.mode, host, module, pins=PINS), "true": module.true}
+        return found
 
 
 # ------------------------------------------------------------------ several runs
 
 
-def again(how: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Again:
     """The same module run more than once, evaluated before or after it is trained."""
-    found = {}
-    for name, host in (("ddp", ddp), ("fsdp2", fsdp2)):
-        module, plan = Ranked((1,)), plan_for("16-mixed", pins=PINS)
-        runner = trainer(plugins=[plan], **host())
-        if how == "validate":
-            runner.validate(module, batches(), verbose=False)
-        elif how == "predict":
-            runner.predict(module, batches())
-        elif how == "failed":
+
+    how: str
+    host: str = "fsdp2"
+    even: bool = False
+
+    def run(self) -> dict[str, Any]:
+        return {"ddp": self._run(ddp), "sharded": self._run(HOSTS[self.host])}
+
+    def _run(self, host: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        module, data = Ranked((1,), even=self.even), batches()
+        runner = trainer(plugins=[plan_for("16-mixed", pins=PINS)], **host())
+        if self.how == "validate":
+            runner.validate(module, data, verbose=False)
+        elif self.how == "predict":
+            runner.predict(module, data)
+        elif self.how == "failed":
             module.training_step, step = _fails, module.training_step
-            try:
-                runner.fit(module, batches())
-            except KeyError:
-                module.training_step = step
-            runner = trainer(plugins=[plan_for("16-mixed", pins=PINS)], **host())
+            with suppress(KeyError):
+                runner.fit(module, data)
+            module.training_step = step
         else:
-            runner.fit(module, batches(), batches())
-        if how == "new plan":
-            runner = trainer(plugins=[plan_for("bf16-mixed", pins=PINS)], **host())
-        elif how == "same trainer":
+            runner.fit(module, data, data)
+        if self.how == "same trainer":
             runner.fit_loop.max_epochs = 2
-        runner.fit(module, batches(), batches())
-        runner.validate(module, batches(), verbose=False)
-        runner.test(module, batches(), verbose=False)
-        predicted = torch.cat([full(part) for part in runner.predict(module, batches())])
-        found[name] = {
-            "weights": whole(module),
-            "losses": module.losses,
-            "validated": module.validated,
-            "predicted": predicted,
-        }
-    return found
+        elif self.how in ("failed", "new plan", "new trainer"):
+            mode = "bf16-mixed" if self.how == "new plan" else "16-mixed"
+            runner = trainer(plugins=[plan_for(mode, pins=PINS)], **host())
+        runner.fit(module, data, data)
+        runner.validate(module, data, verbose=False)
+        runner.test(module, data, verbose=False)
+        predicted = torch.cat([full(part) for part in runner.predict(module, data)])
+        found = {"losses": module.losses, "validated": module.validated, "predicted": predicted}
+        return {"weights": whole(module), **found}
 
 
 def _fails(batch: Any, batch_idx: int) -> Any:
     raise KeyError("planned")
 
 
-def restored() -> dict[str, Any]:
+@dataclass(frozen=True)
+class Restored:
     """What a run left on the module, and what a second plan without pins left of those."""
-    module = Ranked()
-    fit(module, plugins=[plan_for("bf16-mixed", pins=PINS, checkpointing="Linear")], **fsdp2())
-    left = [name for name, part in module.named_modules() if "_lmp_checkpoint" in part.__dict__]
-    hooks = [name for name, part in module.named_modules() if len(part._forward_pre_hooks) > 1]
-    pinned = [name for name, part in module.named_modules() if "_lmp_pin" in part.__dict__]
-    fit(module, plugins=[plan_for("bf16-mixed")], **fsdp2())
-    still = [name for name, part in module.named_modules() if "_lmp_pin" in part.__dict__]
-    forward = "forward" in module.__dict__
-    return {"checkpointed": left, "hooks": hooks, "pinned": pinned, "still": still, "forward": forward}
+
+    def run(self) -> dict[str, Any]:
+        module = Ranked()
+
+        def marked(name: str) -> list[str]:
+            return [where for where, part in module.named_modules() if name in part.__dict__]
+
+        fit(module, plugins=[plan_for("bf16-mixed", pins=PINS, checkpointing="Linear")], **fsdp2())
+        hooks = [name for name, part in module.named_modules() if len(part._forward_pre_hooks) > 1]
+        left = {"checkpointed": marked("_lmp_checkpoint"), "hooks": hooks, "pinned": marked("_lmp_pin")}
+        fit(module, plugins=[plan_for("bf16-mixed")], **fsdp2())
+        return {**left, "still": marked("_lmp_pin"), "forward": "forward" in module.__dict__}
 
 
 class Averaged(Ranked):
@@ -212,11 +222,14 @@ class Averaged(Ranked):
                 parameter.copy_(value)
 
 
-def averaged() -> dict[str, Any]:
+@dataclass(frozen=True)
+class ValidatedOnOthers:
     """Validation on other weights in the middle of training."""
-    found = {}
-    for name, host in (("ddp", ddp()), ("fsdp2", fsdp2(wrap="LayerNorm"))):
-        module, runner = Averaged(), trainer(plugins=[plan_for("bf16-mixed")], val_check_interval=2, **host)
-        runner.fit(module, batches(), batches())
-        found[name] = {"weights": whole(module), "validated": module.validated, "losses": module.losses}
-    return found
+
+    def run(self) -> dict[str, Any]:
+        found = {}
+        for name, host in (("ddp", ddp()), ("sharded", fsdp2(wrap="LayerNorm"))):
+            module, runner = Averaged(), trainer(plugins=[plan_for("bf16-mixed")], val_check_interval=2, **host)
+            runner.fit(module, batches(), batches())
+            found[name] = {"weights": whole(module), "validated": module.validated, "losses": module.losses}
+        return found

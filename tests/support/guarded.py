@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -10,18 +12,17 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW
 
 from lightning_mp import NonFiniteError, make_strategy
 from lightning_mp.callbacks import NonFiniteGuard
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 from support import sharded_hosts
-from support.fsdp2 import or_traceback, refused, whole
 from support.nonfinite import BAD, Breaks, Remembers, without
 from support.oracles import plan_for, stock_for
 from support.running import fit
+from support.sharded import ddp, on, refused, whole
 from support.zero import fp16_supported
 
 GUILTY = 1
@@ -59,76 +60,80 @@ class Statistics(Remembers):
         return super().loss((batch[0] * (1 + self.global_rank), batch[1]))
 
 
-def _ddp(**options: Any) -> DDPStrategy:
-    return DDPStrategy(timeout=timedelta(seconds=30), process_group_backend="gloo", **options)
-
-
 HOSTS = ("ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
+#: what DeepSpeed is told beside the mode
+_SETTINGS: dict[str, Any] = {
+    "16-mixed": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
+    "bf16-mixed": {"bf16": {"enabled": True, "check_grad_overflow": False}},
+}
 
 
-def _strategy(host: str, mode: str = "32-true") -> Any:
-    if host.startswith("zero"):
-        config = {
-            "16-mixed": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
-            "bf16-mixed": {"bf16": {"enabled": True, "check_grad_overflow": False}},
-        }
-        return sharded_hosts.deepspeed(int(host[-1]), **config.get(mode, {}))
-    return {"ddp": _ddp, "fsdp2": sharded_hosts.fsdp2, "fsdp1": sharded_hosts.fsdp1}[host]()
+def _host(name: str, mode: str = "32-true") -> dict[str, Any]:
+    """Trainer arguments: a strategy of Lightning's own."""
+    if name.startswith("zero"):
+        return on(sharded_hosts.deepspeed(int(name[-1]), **_SETTINGS.get(mode, {})))
+    return ddp() if name == "ddp" else on(getattr(sharded_hosts, name)())
 
 
 def _kind(host: str) -> type[Ranked]:
     return Sharded if host == "fsdp2" else Ranked
 
 
-def _on(strategy: Any) -> dict[str, Any]:
-    return {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
+@dataclass(frozen=True)
+class Guarded:
+    """A guarded run, beside one without the bad batches."""
 
+    host: str
+    mode: str
+    how: str
+    folder: Path
+    bad: tuple[int, ...] = (BAD,)
+    #: the guard's own, and the Trainer's
+    guard: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    from support.zero import weights
+    @property
+    def run_dir(self) -> Path:
+        """Where the guard writes."""
+        return self.folder / f"{self.host}_{self.mode}_{self.how}_{self.bad}"
 
-    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
-        return weights(module)
-    return whole(module)
-
-
-def _precision(host: str, mode: str) -> dict[str, Any]:
-    return {"precision": mode} if host.startswith("zero") else stock_for(mode)
-
-
-def guarded(host: str, mode: str, how: str, folder: str, bad: tuple[int, ...] = (BAD,), **options: Any) -> Any:
-    """A guarded run, beside one without the bad batches; ``guard`` are the guard's own arguments."""
-    guard = NonFiniteGuard(run_dir=folder, **options.pop("guard", {}))
-    broken, error = _kind(host)(how, bad), None
-    try:
+    def _fit(self, module: Ranked, **options: Any) -> None:
+        precision = {"precision": self.mode} if self.host.startswith("zero") else stock_for(self.mode)
         with fp16_supported():
-            fit(broken, callbacks=[guard], **options, **_on(_strategy(host, mode)), **_precision(host, mode))
-    except NonFiniteError as raised:
-        error = raised.rank, raised.step, raised.module
-    found = {
-        "events": [event.to_dict() for event in guard.events],
-        "counts": (guard.skipped_steps, guard.applied_steps),
-        "weights": _weights(broken),
-        "files": sorted(path.name for path in Path(folder, "nonfinite").glob("*.pt")),
-        "error": error,
-    }
-    if error is None and "weight" not in how:
-        clean = _kind(host)(how, ())
-        with fp16_supported():
-            fit(clean, data=without(*bad), **options, **_on(_strategy(host, mode)), **_precision(host, mode))
-        found["clean"] = _weights(clean)
-    return found
+            fit(module, **options, **self.options, **_host(self.host, self.mode), **precision)
+
+    def run(self) -> dict[str, Any]:
+        guard, error = NonFiniteGuard(run_dir=self.run_dir, **self.guard), None
+        broken = _kind(self.host)(self.how, self.bad)
+        try:
+            self._fit(broken, callbacks=[guard])
+        except NonFiniteError as raised:
+            error = raised.rank, raised.step, raised.module
+        found = {
+            "events": [event.to_dict() for event in guard.events],
+            "counts": (guard.skipped_steps, guard.applied_steps),
+            "weights": whole(broken),
+            "files": sorted(path.name for path in (self.run_dir / "nonfinite").glob("*.pt")),
+            "error": error,
+        }
+        if error is None and self.how != "weight":
+            clean = _kind(self.host)(self.how, ())
+            self._fit(clean, data=without(*self.bad))
+            found["clean"] = whole(clean)
+        return found
 
 
-def at_stage_0(mode: str, folder: str) -> Any:
+@dataclass(frozen=True)
+class AtStage0:
     """DeepSpeed without ZeRO: in fp32 a guarded run, else what was said instead of running."""
-    guard = NonFiniteGuard(run_dir=folder)
-    host = _on(sharded_hosts.deepspeed(0))
 
-    def fitted() -> None:
-        fit(Ranked("gradient"), callbacks=[guard], precision=mode, **host)
+    mode: str
+    folder: Path
 
-    return refused(fitted), [(event.step, event.rank, event.module) for event in guard.events]
+    def run(self) -> tuple[str, list[Any]]:
+        guard, host = NonFiniteGuard(run_dir=self.folder), on(sharded_hosts.deepspeed(0))
+        said = refused(lambda: fit(Ranked("gradient"), callbacks=[guard], precision=self.mode, **host))
+        return said, [(event.step, event.rank, event.module) for event in guard.events]
 
 
 class Asks(Callback):
@@ -159,51 +164,55 @@ class ByHand(Ranked):
         optimizer.step()
 
 
-def replayed(strategy: str, mode: str, how: str, kind: str = "Ranked", clip: float | None = 1.0) -> Any:
+@dataclass(frozen=True)
+class Replayed:
     """A run under a plan of which every batch is replayed, beside the same run without."""
-    found: dict[str, Any] = {}
-    for name in ("asked", "plain"):
+
+    strategy: str
+    mode: str
+    how: str
+    kind: Callable[[str], Any] = Ranked
+    clip: float | None = 1.0
+
+    def run(self) -> dict[str, Any]:
+        asks = Asks()
+        asked, plain = self._weights(asks), self._weights()
+        diagnoses = [(found.rank, found.origin and found.origin.module, found.bad_loss) for found in asks.diagnoses]
+        batches = [found.batch_idx for found in asks.diagnoses]
+        return {"asked": asked, "plain": plain, "diagnoses": diagnoses, "batches": batches}
+
+    def _weights(self, *callbacks: Callback) -> dict[str, Tensor]:
         torch.manual_seed(1)
-        plan, asks = plan_for(mode), Asks()
-        module = {"Ranked": Ranked, "Statistics": Statistics, "ByHand": ByHand}[kind](how)
-        made = make_strategy(strategy, plan, timeout=timedelta(seconds=30))
-        callbacks = [asks] if name == "asked" else []
+        plan, module = plan_for(self.mode), self.kind(self.how)
+        strategy = make_strategy(self.strategy, plan, timeout=timedelta(seconds=30))
         torch.manual_seed(1)
-        fit(module, callbacks=callbacks, plugins=[plan], gradient_clip_val=clip, **_on(made))
-        found[name] = _weights(module)
-        if name == "asked":
-            found["diagnoses"] = [
-                (diagnosis.rank, diagnosis.origin and diagnosis.origin.module, diagnosis.bad_loss, diagnosis.batch_idx)
-                for diagnosis in asks.diagnoses
-            ]
-    return found
+        fit(module, callbacks=list(callbacks), plugins=[plan], gradient_clip_val=self.clip, **on(strategy))
+        return whole(module)
 
 
-def rewound(host: str, folder: str) -> Any:
+@dataclass(frozen=True)
+class Rewound:
     """Rewinds at batch 5 to the checkpoint of step 4."""
-    guard = NonFiniteGuard("rewind", run_dir=folder)
-    kept: dict[str, Any] = {}
 
-    class Keeps(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-            kept[trainer.global_step] = _weights(pl_module)
+    host: str
+    folder: Path
 
-    class Spoilt(_kind(host)):  # type: ignore[misc]
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 5:
-                with torch.no_grad():
-                    for parameter in self.parameters():
-                        parameter.add_(1)
+    def run(self) -> dict[str, Any]:
+        guard = NonFiniteGuard("rewind", run_dir=self.folder)
+        kept: dict[int, Any] = {}
 
-    module = Spoilt("loss", (5,))
-    saved = ModelCheckpoint(Path(folder) / "saved", every_n_train_steps=4)
-    fit(module, callbacks=[guard, Keeps(), saved], enable_checkpointing=True, **_on(_strategy(host)))
-    return {"kept": kept, "events": [event.action for event in guard.events], "batches": len(module.losses)}
+        class Keeps(Callback):
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+                kept[trainer.global_step] = whole(pl_module)
 
+        class Spoilt(_kind(self.host)):  # type: ignore[misc]
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+                if batch_idx == 5:
+                    with torch.no_grad():
+                        for parameter in self.parameters():
+                            parameter.add_(1)
 
-def run(scenarios: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]]) -> dict[str, Any]:
-    """Each (key, function, arguments, options) in turn; a failing one leaves its traceback, and the others run."""
-    results: dict[str, Any] = {}
-    for key, function, arguments, options in scenarios:
-        results[key] = or_traceback(partial(globals()[function], *arguments, **options))
-    return results
+        module = Spoilt("loss", (5,))
+        callbacks = [guard, Keeps(), ModelCheckpoint(self.folder / "saved", every_n_train_steps=4)]
+        fit(module, callbacks=callbacks, enable_checkpointing=True, **_host(self.host))
+        return {"kept": kept, "events": [event.action for event in guard.events], "batches": len(module.losses)}

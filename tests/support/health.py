@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_mp import LossScaling, PlanError, make_strategy
+from lightning_mp import LossScaling, make_strategy
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
@@ -23,6 +25,7 @@ from support import sharded_hosts
 from support.models import Regression, batches
 from support.oracles import plan_for
 from support.running import fit
+from support.sharded import refused
 
 STEPS, LR = 4, 1e-2
 GROUPS = {"first": "net.0", "norms": "LayerNorm"}
@@ -122,24 +125,23 @@ HOSTS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-def watched(host: str, mode: str, run_dir: str, **options: Any) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """The rows of TrainingHealth and of LossScaleMonitor on this rank."""
-    health, scale = TrainingHealth(run_dir, groups=GROUPS, report=False), LossScaleMonitor()
-    fit(
-        Ranked(),
-        callbacks=[health, scale],
-        devices=2,
-        use_distributed_sampler=False,
-        max_steps=STEPS,
-        **HOSTS[host](mode),
-        **options,
-    )
-    return health.rows, scale.rows
+@dataclass(frozen=True)
+class Watched:
+    """The rows of TrainingHealth and of LossScaleMonitor on each rank."""
+
+    host: str
+    mode: str
+    folder: Path
+
+    def run(self) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+        health, scale = TrainingHealth(self.folder, groups=GROUPS, report=False), LossScaleMonitor()
+        fit(Ranked(), callbacks=[health, scale], max_steps=STEPS, **two(HOSTS[self.host](self.mode)))
+        return health.rows, scale.rows
 
 
-def all_watched(runs: list[tuple[str, str]], folder: str, **options: Any) -> list[Any]:
-    """Several of them in one pair of processes."""
-    return [watched(host, mode, f"{folder}/{host}-{mode}", **options) for host, mode in runs]
+def two(host: dict[str, Any]) -> dict[str, Any]:
+    """On two devices."""
+    return {"devices": 2, "use_distributed_sampler": False, **host}
 
 
 class OneBad(Ranked):
@@ -151,44 +153,50 @@ class OneBad(Ranked):
         return self.loss(batch)
 
 
-def one_bad(host: str, mode: str, run_dir: str, action: str) -> dict[str, Any]:
-    """What this rank tells of a run in which one rank had a bad batch."""
-    mine = TrainingHealth(run_dir, actions={"nonfinite_loss": action}, report=False)  # pyright: ignore[reportArgumentType]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TrainingHealth: step")
-        module = OneBad()
-        fit(module, callbacks=[mine], devices=2, use_distributed_sampler=False, max_steps=STEPS, **HOSTS[host](mode))
-    return {
-        "events": [event.to_dict() for event in mine.events],
-        "rows": len(mine.rows),
-        "finite": all(row[metric_names.PARAM_NORM] == row[metric_names.PARAM_NORM] for row in mine.rows),
-    }
+@dataclass(frozen=True)
+class Bad:
+    """What each rank tells of a run in which one rank had a bad batch, and what is done about it."""
+
+    host: str
+    mode: str
+    action: str
+    folder: Path
+
+    def run(self) -> dict[str, Any]:
+        mine = TrainingHealth(self.folder, actions={"nonfinite_loss": self.action}, report=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "TrainingHealth: step")
+            fit(OneBad(), callbacks=[mine], max_steps=STEPS, **two(HOSTS[self.host](self.mode)))
+        return {
+            "events": [event.to_dict() for event in mine.events],
+            "rows": len(mine.rows),
+            "finite": all(row[metric_names.PARAM_NORM] == row[metric_names.PARAM_NORM] for row in mine.rows),
+        }
 
 
-def all_bad(runs: list[tuple[str, str, str]], folder: str) -> list[dict[str, Any]]:
-    """Several of them in one pair of processes."""
-    return [one_bad(host, mode, f"{folder}/{host}-{mode}-{action}", action) for host, mode, action in runs]
-
-
-def totals() -> dict[str, float | None]:
+@dataclass(frozen=True)
+class Totals:
     """Two ranks with work of their own, read together."""
-    found: dict[str, float | None] = {}
 
-    class Reads(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            rank = trainer.global_rank
-            done = Processed(samples=8 + rank, tokens=100 * (1 + rank), flops=6e9, seconds=2.0 - rank)
-            found.update(StepMeasurement(trainer, pl_module, {}, Faults()).read({}, done))
+    def run(self) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
 
-    fit(Ranked(), callbacks=[Reads()], devices=2, max_steps=1, use_distributed_sampler=False, **_stock_ddp("32-true"))
-    return found
+        class Reads(Callback):
+            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+                rank = trainer.global_rank
+                done = Processed(samples=8 + rank, tokens=100 * (1 + rank), flops=6e9, seconds=2.0 - rank)
+                found.update(StepMeasurement(trainer, pl_module, {}, Faults()).read({}, done))
+
+        fit(Ranked(), callbacks=[Reads()], max_steps=1, **two(_stock_ddp("32-true")))
+        return found
 
 
-def refused(run_dir: str) -> str:
+@dataclass(frozen=True)
+class Refused:
     """What is said of leaving a step out under ZeRO."""
-    mine = TrainingHealth(run_dir, actions={"grad_norm_spike": "skip"}, report=False)
-    try:
-        fit(Ranked(), callbacks=[mine], devices=2, use_distributed_sampler=False, **HOSTS["deepspeed_zero2"]("32-true"))
-    except PlanError as error:
-        return str(error)
-    return ""
+
+    folder: Path
+
+    def run(self) -> str:
+        mine = TrainingHealth(self.folder, actions={"grad_norm_spike": "skip"}, report=False)
+        return refused(lambda: fit(Ranked(), callbacks=[mine], **two(HOSTS["deepspeed_zero2"]("32-true"))))

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 VOCABULARY, WIDTH, LENGTH = 32, 16, 6
 
 
-def llama(lora: bool = False) -> nn.Module:
-    """A two-layer Llama; its head is not tied."""
+def llama(lora: bool = False, tied: bool = False) -> nn.Module:
+    """A two-layer Llama; its head is tied to its token embeddings where that is asked for."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 24, "max_position_embeddings": 32}
-    config = LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2 if tied else 1}
+    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
     return _with_lora(LlamaForCausalLM(config), ["q_proj", "v_proj"], lora)
 
 
@@ -29,6 +34,10 @@ def gpt2(lora: bool = False, dropout: float = 0.0) -> nn.Module:
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     config = GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0)
     return _with_lora(GPT2LMHeadModel(config), ["c_attn"], lora)
+
+
+#: by the name that a test gives it
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "tied llama": partial(llama, tied=True), "gpt2": gpt2}
 
 
 def _with_lora(model: nn.Module, targets: list[str], lora: bool) -> nn.Module:
@@ -45,6 +54,11 @@ def _with_lora(model: nn.Module, targets: list[str], lora: bool) -> nn.Module:
 def tokens(rows: int = 2) -> Tensor:
     """Token ids, always the same."""
     return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+def token_batches(rows: int = 16) -> DataLoader[Tensor]:
+    """Of two rows each."""
+    return DataLoader(cast("Any", tokens(rows)), batch_size=2)
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.gloo import free_port
+from support.ranks import free_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 #: what tells a process that it was launched; none of it may come from the test's own surroundings

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import pickle
-import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -253,41 +252,24 @@ def _engine_config(trainer: Trainer) -> dict[str, Any]:
 # ---------------------------------------------------------------------- in each rank
 
 
-def run(scenarios: dict[str, tuple[str, ...]], folder: str, alone: bool = False) -> bytes:
-    """Each run, by the arguments of its command; ``alone``: and what DeepSpeed does without a plan.
+@dataclass(frozen=True)
+class Experiment:
+    """Trains as ``lightning-mp train`` does, with DeepSpeed as it is on CUDA; what was seen, and how it ended."""
 
-    A failing one leaves its traceback.
-    """
-    from deepspeed.utils import logger
+    arguments: tuple[str, ...]
+    folder: Path
 
-    logger.setLevel("ERROR")
-    os.environ["XDG_CACHE_HOME"] = folder
-    results: dict[str, Any] = {}
-    for name, arguments in scenarios.items():
-        results[name] = _or_traceback(one_run, *arguments, f"run_dir={Path(folder) / name}")
-    if alone:
-        results["DeepSpeed alone"] = _or_traceback(stored_by_deepspeed_alone)
-    return pickle.dumps(results)
-
-
-def _or_traceback(function: Callable[..., Any], *given: str) -> Any:
-    try:
-        return function(*given)
-    except Exception:
-        return traceback.format_exc()
-
-
-def one_run(*arguments: str) -> dict[str, Any]:
-    """Train as ``lightning-mp train`` does, with DeepSpeed as it is on CUDA; what was seen, and how it ended."""
-    Look.last, ended = None, "finished"
-    with fp16_supported():
-        try:
-            assert train([*arguments, *LOOKING], lambda _: None) == 0
-        except LossScaleError as error:
-            ended = str(error)
-    assert Look.last is not None
-    found = Look.last.close()
-    return {**found, "ended": ended, "theirs": deepspeeds_scales(found)}
+    def run(self) -> dict[str, Any]:
+        os.environ["XDG_CACHE_HOME"] = str(self.folder.parent)
+        Look.last, ended = None, "finished"
+        with fp16_supported():
+            try:
+                assert train([*self.arguments, f"run_dir={self.folder}", *LOOKING], lambda _: None) == 0
+            except LossScaleError as error:
+                ended = str(error)
+        assert Look.last is not None
+        found = Look.last.close()
+        return {**found, "ended": ended, "theirs": deepspeeds_scales(found)}
 
 
 def deepspeeds_scales(found: dict[str, Any]) -> dict[str, Any]:
@@ -314,27 +296,22 @@ def deepspeeds_scales(found: dict[str, Any]) -> dict[str, Any]:
     return {"scales": scales, "then": ""}
 
 
-def stored_by_deepspeed_alone() -> dict[str, torch.dtype]:
+@dataclass(frozen=True)
+class DeepSpeedAlone:
     """Dtypes of a Llama whose norms were cast to fp32, once DeepSpeed's own fp16 engine has it."""
-    import deepspeed
 
-    model = hf.llama(lora=True)
-    for name, module in model.named_modules():
-        if "norm" in name:
-            module.float()
-    config: Any = {"train_micro_batch_size_per_gpu": 1, "fp16": WHOLE_FP16, "zero_optimization": {"stage": 1}}
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    with fp16_supported():
-        deepspeed.initialize(
-            model=model, config={**config, "zero_allow_untested_optimizer": True}, optimizer=torch.optim.AdamW(trained)
-        )
-    return {name: weight.dtype for name, weight in model.named_parameters()}
+    def run(self) -> dict[str, torch.dtype]:
+        import deepspeed
 
-
-def both(ranks: list[bytes]) -> list[dict[str, Any]]:
-    """What the ranks brought back; a traceback fails the test."""
-    found = [pickle.loads(rank) for rank in ranks]
-    for rank, results in enumerate(found):
-        failed = {name: text for name, text in results.items() if isinstance(text, str)}
-        assert not failed, f"rank {rank}: " + "\n".join(failed.values())
-    return found
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        model = hf.llama(lora=True)
+        for name, module in model.named_modules():
+            if "norm" in name:
+                module.float()
+        config: Any = {"train_micro_batch_size_per_gpu": 1, "fp16": WHOLE_FP16, "zero_optimization": {"stage": 1}}
+        config["zero_allow_untested_optimizer"] = True
+        optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
+        with fp16_supported():
+            deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+        return {name: weight.dtype for name, weight in model.named_parameters()}

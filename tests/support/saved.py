@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from support import language, sharded_hosts
 from support.models import FEATURES
 from support.running import fit
 from support.saving import ResumableBatches
+from support.sharded import on
 
 WIDTH = 33  # two ranks cannot halve it
 #: the step whose checkpoint says in which dtype each tensor was, and one that does not
@@ -193,26 +194,24 @@ HOSTS: dict[str, Any] = {
 }
 
 
-def _train(name: str, folder: Path) -> dict[str, Any]:
-    from lightning_mp.checkpoints import read_full
+@dataclass(frozen=True)
+class Kept:
+    """A run under one of ``HOSTS``; what the ranks held when it was saved, and what each reads back."""
 
-    strategy, module, precision = HOSTS[name]
-    module, keep = module(), Keep(folder / name, SILENT, RECORDED)
-    data = language.tokens() if name.startswith("llama") else ResumableBatches()
-    options: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False, "precision": precision}
-    fit(module, data=data, strategy=strategy(), callbacks=[keep], **options)
-    assert torch.distributed.is_initialized()
-    read = read_full(folder / name / f"{RECORDED}.ckpt")["state_dict"]
-    return {"weights": keep.weights, "moments": keep.moments, "losses": module.losses, "read": read}
+    host: str
+    folder: Path
 
+    def path(self, step: int = RECORDED) -> Path:
+        """Of a checkpoint."""
+        return self.folder / self.host / f"{step}.ckpt"
 
-def _or_traceback(name: str, folder: Path) -> Any:
-    try:
-        return _train(name, folder)
-    except Exception:
-        return traceback.format_exc()
+    def run(self) -> dict[str, Any]:
+        from lightning_mp.checkpoints import read_full
 
-
-def run(folder: str) -> dict[str, Any]:
-    """Every host in turn; a failing one leaves its traceback, and the others run."""
-    return {name: _or_traceback(name, Path(folder)) for name in HOSTS}
+        strategy, module, precision = HOSTS[self.host]
+        module, keep = module(), Keep(self.folder / self.host, SILENT, RECORDED)
+        data = language.tokens() if self.host.startswith("llama") else ResumableBatches()
+        fit(module, data=data, callbacks=[keep], precision=precision, **on(strategy()))
+        assert torch.distributed.is_initialized()
+        read = read_full(self.path())["state_dict"]
+        return {"weights": keep.weights, "moments": keep.moments, "losses": module.losses, "read": read}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -15,11 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import LossScaling
 from support import hf
-from support.fsdp2 import BAD_RANK, OPTIMIZERS, fsdp2, full, refused, trained, whole
-from support.fsdp2_models import make, rank
 from support.models import FEATURES, InfiniteGradient, Regression
 from support.oracles import plan_for
 from support.running import fit
+from support.sharded import BAD_RANK, OPTIMIZERS, fsdp2, full, rank, refused, trained, whole
 
 PINS = {"*norm*": "fp32"}
 MLP_PLAN = {"up": "colwise", "down": "rowwise"}
@@ -61,7 +62,7 @@ class Language(Shared):
     def __init__(self, kind: str = "llama", meta: bool = False, **options: Any) -> None:
         super().__init__(**options)
         with torch.device("meta" if meta else "cpu"):
-            self.model = make(kind) if kind != "llama" else _llama()
+            self.model = hf.MODELS[kind]() if kind != "llama" else _llama()
 
     def loss_of(self, batch: Any, share: int) -> Tensor:
         """The language model's loss on one share."""
@@ -95,47 +96,55 @@ class Mlp(Shared):
         return (self.spoiled(out).float() - y).pow(2).mean()
 
 
-def tokens() -> Any:
-    """Ten batches of token ids."""
-    return DataLoader(cast("Any", hf.tokens(20)), batch_size=2)
-
-
 def _data(module: LightningModule) -> Any:
-    return tokens() if isinstance(module, Language) else None
+    """Ten batches of token ids; for the Mlp, those of every test."""
+    return hf.token_batches(20) if isinstance(module, Language) else None
 
 
-def single(kind: str, mode: str, module: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """On one device."""
-    made = {"mlp": Mlp}.get(kind, Language)(**module)
-    return trained(mode, {}, made, data=_data(made), **options)
+@dataclass(frozen=True)
+class Split:
+    """A model split over all ranks; ``tp_plan`` of the test's own where the model has none."""
+
+    mode: str
+    model: Callable[..., Shared] = Language
+    options: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=lambda: {"tensor_parallel": 2})
+
+    def alone(self, ranks: int) -> dict[str, Any]:
+        """The same on one device."""
+        made = self.model(ranks=ranks)
+        return trained(self.mode, {}, made, data=_data(made), **deepcopy(self.options))
+
+    def run(self) -> dict[str, Any]:
+        made = self.model()
+        strategy = {"tp_plan": MLP_PLAN, **self.strategy} if isinstance(made, Mlp) else self.strategy
+        placed: dict[str, Any] = {}
+        made.on_train_start = lambda: placed.update(
+            {name: str(cast("Any", parameter).placements) for name, parameter in made.named_parameters()}
+        )
+        result = trained(self.mode, fsdp2(**{"wrap": None, **strategy}), made, data=_data(made), **self.options)
+        return {**result, "placements": placed, "tied": tied(made)}
 
 
-def split(
-    kind: str, mode: str, module: dict[str, Any], options: dict[str, Any], strategy: dict[str, Any]
-) -> dict[str, Any]:
-    """Over all ranks; ``tp_plan`` of the test's own where the model has none."""
-    made = {"mlp": Mlp}.get(kind, Language)(**module)
-    if kind == "mlp":
-        strategy = {"tp_plan": MLP_PLAN, **strategy}
-    placed: dict[str, Any] = {}
-    made.on_train_start = lambda: placed.update({n: str(cast("Any", p).placements) for n, p in made.named_parameters()})
-    result = trained(mode, fsdp2(**{"wrap": None, **strategy}), made, data=_data(made), **options)
-    tied = None
-    if isinstance(made, Language):
-        model = cast("Any", made.model)
-        tied = model.lm_head.weight is model.get_input_embeddings().weight
-    return {**result, "placements": placed, "tied": tied}
-
-
-def started_on_meta(strategy: dict[str, Any]) -> dict[str, Any]:
-    """A Llama made on the meta device by ranks that draw different numbers."""
-    torch.manual_seed(rank())
-    module, start = Language("tied llama", meta=True), {}
-    module.on_train_start = lambda: start.update(whole(module))
-    result = trained("bf16-mixed", fsdp2(**{"wrap": None, **strategy}), module, data=tokens(), pins=PINS)
+def tied(module: Shared) -> bool | None:
+    """Whether a Llama's head and its embeddings are one tensor."""
+    if not isinstance(module, Language):
+        return None
     model = cast("Any", module.model)
-    result["tied"] = model.lm_head.weight is model.get_input_embeddings().weight
-    return {**result, "start": start, "usual": whole(Language("tied llama"))}
+    return model.lm_head.weight is model.get_input_embeddings().weight
+
+
+@dataclass(frozen=True)
+class StartedOnMeta:
+    """A Llama made on the meta device by ranks that draw different numbers."""
+
+    def run(self) -> dict[str, Any]:
+        torch.manual_seed(rank())
+        module, start = Language("tied llama", meta=True), {}
+        module.on_train_start = lambda: start.update(whole(module))
+        host = fsdp2(wrap=None, tensor_parallel=2)
+        result = trained("bf16-mixed", host, module, data=_data(module), pins=PINS)
+        return {**result, "tied": tied(module), "start": start, "usual": whole(Language("tied llama"))}
 
 
 class Watched(Regression):
@@ -147,37 +156,47 @@ class Watched(Regression):
         return (self.net(batch[0].repeat(1, FEATURES)).float() - 1).pow(2).mean()
 
 
-def given(strategy: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Given:
     """What Lightning's sampler gives each rank, and what each draws after other seeds."""
-    torch.manual_seed(rank())
-    module = Watched()
-    rows = DataLoader(TensorDataset(torch.arange(16.0).view(16, 1)), batch_size=2, shuffle=True)
-    host = fsdp2(tp_plan={"net.0": "colwise_rep"}, **strategy)
-    host.pop("use_distributed_sampler")
-    fit(module, data=rows, plugins=[plan_for("32-true")], **host)
-    return {"rows": module.rows, "drawn": module.drawn}
+
+    def run(self) -> dict[str, Any]:
+        torch.manual_seed(rank())
+        module = Watched()
+        rows = DataLoader(TensorDataset(torch.arange(16.0).view(16, 1)), batch_size=2, shuffle=True)
+        host = fsdp2(tp_plan={"net.0": "colwise_rep"}, tensor_parallel=2)
+        host.pop("use_distributed_sampler")
+        fit(module, data=rows, plugins=[plan_for("32-true")], **host)
+        return {"rows": module.rows, "drawn": module.drawn}
 
 
-def norms(strategy: dict[str, Any], seed: int) -> dict[str, float]:
+@dataclass(frozen=True)
+class Norms:
     """The global norm over gradients on whatever meshes, and that of the same gradients put together."""
-    found: dict[str, float] = {}
 
-    class Compared(Mlp):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            generator = torch.Generator().manual_seed(seed)
-            for parameter in self.parameters():
-                numbers = torch.randn(parameter.shape, generator=generator) * 10.0 ** (seed % 5 - 2)
-                parameter.grad = _cut_as(parameter, numbers)
-            parts = [full(cast("Tensor", parameter.grad)) for parameter in self.parameters()]
-            found["whole"] = torch.cat([part.flatten().double() for part in parts]).norm().item()
+    strategy: dict[str, Any]
+    seed: int
 
-    module = Compared(gain=True)
-    host = fsdp2(**{"wrap": "Linear", **strategy})
-    seen = trained("32-true", host, module, gradient_clip_val=0.5, limit_train_batches=1)
-    found["taken"] = seen["norms"][0]
-    clipped = [full(cast("Tensor", p.grad)).flatten().double() for p in module.parameters() if p.grad is not None]
-    found["clipped"] = torch.cat(clipped).norm().item() if clipped else -1.0
-    return found
+    def run(self) -> dict[str, float]:
+        found, seed = dict[str, float](), self.seed
+
+        class Compared(Mlp):
+            def on_before_optimizer_step(self, optimizer: Any) -> None:
+                generator = torch.Generator().manual_seed(seed)
+                for parameter in self.parameters():
+                    numbers = torch.randn(parameter.shape, generator=generator) * 10.0 ** (seed % 5 - 2)
+                    parameter.grad = _cut_as(parameter, numbers)
+                found["whole"] = _norm(self)
+
+        module = Compared(gain=True)
+        host = fsdp2(**{"wrap": "Linear", **self.strategy})
+        seen = trained("32-true", host, module, gradient_clip_val=0.5, limit_train_batches=1)
+        return {**found, "taken": seen["norms"][0], "clipped": _norm(module)}
+
+
+def _norm(module: nn.Module) -> float:
+    gradients = [full(p.grad).flatten().double() for p in module.parameters() if p.grad is not None]
+    return torch.cat(gradients).norm().item() if gradients else -1.0
 
 
 def _cut_as(parameter: Any, numbers: Tensor) -> Tensor:
@@ -186,22 +205,28 @@ def _cut_as(parameter: Any, numbers: Tensor) -> Tensor:
     return distribute_tensor(numbers, parameter.device_mesh, parameter.placements)
 
 
-def refusal(which: str) -> str:
+def _fitted(module: Shared, **strategy: Any) -> Any:
+    return fit(module, plugins=[plan_for("bf16-mixed")], data=_data(module), **fsdp2(**strategy))
+
+
+_WHOLE_HEAD = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+WAYS: dict[str, Callable[[], Any]] = {
+    "no plan": lambda: _fitted(Mlp(), tensor_parallel=2),
+    "features": lambda: _fitted(Mlp(width=25), tensor_parallel=2, tp_plan=MLP_PLAN),
+    "heads": lambda: _fitted(Language(), wrap=None, tensor_parallel=4),
+    "style": lambda: _fitted(Mlp(), tensor_parallel=2, tp_plan={"up": "colwize", "dawn": "rowwise"}),
+    "norm": lambda: _fitted(Mlp(), tensor_parallel=2, tp_plan={"norm": "colwise"}),
+    "ties": lambda: _fitted(Language("tied llama"), wrap=None, tensor_parallel=2, tp_plan=_WHOLE_HEAD),
+}
+
+
+@dataclass(frozen=True)
+class Refused:
     """What is said instead of running."""
-    plan = {"plugins": [plan_for("bf16-mixed")]}
-    ways: dict[str, Callable[[], Any]] = {
-        "no plan": lambda: fit(Mlp(), **plan, **fsdp2(tensor_parallel=2)),
-        "features": lambda: fit(Mlp(width=25), **plan, **fsdp2(tensor_parallel=2, tp_plan=MLP_PLAN)),
-        "heads": lambda: fit(Language(), data=tokens(), **plan, **fsdp2(wrap=None, tensor_parallel=4)),
-        "style": lambda: fit(Mlp(), **plan, **fsdp2(tensor_parallel=2, tp_plan={"up": "colwize", "dawn": "rowwise"})),
-        "norm": lambda: fit(Mlp(), **plan, **fsdp2(tensor_parallel=2, tp_plan={"norm": "colwise"})),
-        "ties": lambda: fit(
-            Language("tied llama"),
-            data=tokens(),
-            **plan,
-            **fsdp2(wrap=None, tensor_parallel=2, tp_plan={"lm_head": ColwiseParallel(output_layouts=Replicate())}),
-        ),
-    }
-    said = refused(ways[which])
-    dist.barrier()
-    return said
+
+    which: str
+
+    def run(self) -> str:
+        said = refused(WAYS[self.which])
+        dist.barrier()
+        return said

@@ -1,11 +1,10 @@
-"""What each rank of a two-process run under DeepSpeed does; the tests look at what came back."""
+"""What each rank of a run under DeepSpeed does; the tests look at what came back."""
 
 from __future__ import annotations
 
-import pickle
-import traceback
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, make_strategy
-from support.ddp import STATIC, Sick
+from support.ddp import STATIC
 from support.deepspeed_json import WHOLE_FP16
 from support.models import Regression, batches
 from support.oracles import plan_for
 from support.running import fit, trainer
 from support.saving import ResumableBatches, SaveAt
-from support.zero_models import RULES, Asked, ByHand, Groups, Language, Later, Small, Watch, Window
+from support.sharded import Readings, Sick, whole
+from support.zero_models import RULES, Asked, ByHand, Groups, Language, Later, Small, Window
 
 ZERO = {
     "1": "deepspeed_zero1",
@@ -40,35 +40,6 @@ def on(plan: MixedPrecisionPlan, stage: str | None, **options: Any) -> dict[str,
     return {"plugins": [plan], "strategy": strategy, "devices": 2, "use_distributed_sampler": False}
 
 
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter, gathered where stage 3 split it."""
-    from deepspeed.runtime.zero import GatheredParameters
-
-    parameters = dict(module.named_parameters())
-    split = [parameter for parameter in parameters.values() if hasattr(parameter, "ds_id")]
-    with GatheredParameters(split, enabled=bool(split)):
-        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-
-def trained(stage: str | None, mode: str, **options: Any) -> dict[str, Any]:
-    """A run: ``bad``, ``optimizer``, ``rule``, ``pins`` and ``config`` are its own, the rest is the Trainer's."""
-    module = Small(options.pop("bad", ()), options.pop("optimizer", "adamw"))
-    plan = plan_for(mode, RULES.get(options.pop("rule", ""), STATIC), pins=options.pop("pins", None))
-    own = {"config": options.pop("config", None)} if stage else {}
-    watch, error = Watch(), None
-    try:
-        fit(module, callbacks=[watch], **options, **on(plan, stage, **own))
-    except NonFiniteError as raised:
-        error = type(raised).__name__, raised.rank, raised.step, raised.module
-    counts = plan.applied_steps, plan.skipped_steps
-    found = {"weights": weights(module), "dtypes": _dtypes(module), "counts": counts, "error": error}
-    return {**watch.found(), **found, "losses": module.losses}
-
-
-def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
-    return {name: parameter.dtype for name, parameter in module.named_parameters()}
-
-
 @contextmanager
 def fp16_supported() -> Generator[None, None, None]:
     """DeepSpeed believes of the CPU what it believes of CUDA."""
@@ -83,180 +54,264 @@ def fp16_supported() -> Generator[None, None, None]:
         kind.is_fp16_supported = before
 
 
-def trained_as_on_cuda(stage: str, mode: str, **options: Any) -> dict[str, Any]:
-    """A run with ``fp16.enabled`` true."""
-    with fp16_supported():
-        return trained(stage, mode, **options)
+@dataclass(frozen=True)
+class Trained:
+    """A run; ``bad``, ``optimizer``, ``rule``, ``pins`` and ``config`` of ``options`` are not the Trainer's."""
+
+    stage: str | None
+    mode: str
+    options: dict[str, Any] = field(default_factory=dict)
+    #: DeepSpeed's ``fp16.enabled`` is true, as it is there
+    as_on_cuda: bool = False
+
+    def run(self) -> dict[str, Any]:
+        options = dict(self.options)
+        module = Small(options.pop("bad", ()), options.pop("optimizer", "adamw"))
+        plan = plan_for(self.mode, RULES.get(options.pop("rule", ""), STATIC), pins=options.pop("pins", None))
+        own = {"config": options.pop("config", None)} if self.stage else {}
+        readings, error = Readings(), None
+        try:
+            with fp16_supported() if self.as_on_cuda else nullcontext():
+                fit(module, callbacks=[readings], **options, **on(plan, self.stage, **own))
+        except NonFiniteError as raised:
+            error = type(raised).__name__, raised.rank, raised.step, raised.module
+        counts = plan.applied_steps, plan.skipped_steps
+        found = {"weights": whole(module), "dtypes": _dtypes(module), "counts": counts, "error": error}
+        return {**readings.found(), **found, "losses": module.losses}
+
+
+def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for name, parameter in module.named_parameters()}
 
 
 SCALER = ("cur_scale", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis", "dynamic")
 
 
-def longspec(stage: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class LongSpec:
     """What of a real project's fp16 block the engine and its scaler hold."""
-    found: dict[str, Any] = {}
 
-    class Asks(Small):
-        def on_train_start(self) -> None:
-            engine: Any = self.trainer.strategy.deepspeed_engine
-            found["block"] = {key: getattr(engine._config.float16_config, key) for key in WHOLE_FP16}
-            found["scaler"] = {key: getattr(engine.optimizer.loss_scaler, key) for key in SCALER}
+    stage: str
 
-    plan = MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling.deepspeed(at_min="hold"))
-    with fp16_supported():
-        fit(Asks(), **on(plan, stage, config={"fp16": WHOLE_FP16}))
-    return found
+    def run(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        class Asks(Small):
+            def on_train_start(self) -> None:
+                engine: Any = self.trainer.strategy.deepspeed_engine
+                found["block"] = {key: getattr(engine._config.float16_config, key) for key in WHOLE_FP16}
+                found["scaler"] = {key: getattr(engine.optimizer.loss_scaler, key) for key in SCALER}
+
+        plan = MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling.deepspeed(at_min="hold"))
+        with fp16_supported():
+            fit(Asks(), **on(plan, self.stage, config={"fp16": WHOLE_FP16}))
+        return found
 
 
-def every_step(stage: str | None, mode: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class EveryStep:
     """Validate, train twice, validate, test, predict, train again with one module."""
-    module, plan = Asked(), plan_for(mode, STATIC)
-    runner, data = trainer(**on(plan, stage)), batches()
-    runner.validate(module, data, verbose=False)
-    runner.fit(module, data, data)
-    runner.fit_loop.max_epochs = 2
-    runner.fit(module, data, data)
-    runner.validate(module, data, verbose=False)
-    runner.test(module, data, verbose=False)
-    runner.predict(module, data)
-    fit(module, **on(plan_for(mode, STATIC), stage))
-    hooks = len(getattr(module.net[0].weight, "_post_accumulate_grad_hooks", None) or ())
-    return {"losses": module.losses_of, "seen": module.seen, "weights": weights(module), "hooks": hooks}
+
+    stage: str | None
+    mode: str
+
+    def run(self) -> dict[str, Any]:
+        module, data = Asked(), batches()
+        runner = trainer(**on(plan_for(self.mode, STATIC), self.stage))
+        runner.validate(module, data, verbose=False)
+        runner.fit(module, data, data)
+        runner.fit_loop.max_epochs = 2
+        runner.fit(module, data, data)
+        runner.validate(module, data, verbose=False)
+        runner.test(module, data, verbose=False)
+        runner.predict(module, data)
+        fit(module, **on(plan_for(self.mode, STATIC), self.stage))
+        hooks = len(getattr(module.net[0].weight, "_post_accumulate_grad_hooks", None) or ())
+        return {"losses": module.losses_of, "seen": module.seen, "weights": whole(module), "hooks": hooks}
 
 
-def manual(stage: str | None, mode: str, clip: float | None = None, backwards: int = 1) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Manual:
     """A run by hand, and the error it ended with."""
-    module = ByHand(clip, backwards)
-    try:
-        fit(module, **on(plan_for(mode, STATIC), stage))
-    except RuntimeError as error:
-        return {"error": str(error)}
-    return {"weights": weights(module), "under_autocast": module.under_autocast}
+
+    stage: str | None
+    mode: str
+    clip: float | None = None
+    backwards: int = 1
+
+    def run(self) -> dict[str, Any]:
+        module = ByHand(self.clip, self.backwards)
+        try:
+            fit(module, **on(plan_for(self.mode, STATIC), self.stage))
+        except RuntimeError as error:
+            return {"error": str(error)}
+        return {"weights": whole(module), "under_autocast": module.under_autocast}
 
 
-def own_scaler(rule: str, overflows: list[bool]) -> list[float]:
-    """The sequence of DeepSpeed's own scaler under that rule."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+@dataclass(frozen=True)
+class OwnScaler:
+    """The scales of DeepSpeed's own scaler under a rule."""
 
-    said = RULES[rule]
-    arguments = said.init_scale, said.growth_interval, said.min_scale, said.hysteresis, said.consecutive_hysteresis
-    scaler, found = DynamicLossScaler(*arguments, raise_error_at_min_scale=False), list[float]()
-    for overflow in overflows:
-        scaler.update_scale(overflow)
-        found.append(scaler.cur_scale)
-    return found
+    rule: str
+    overflows: tuple[int, ...]
+
+    def run(self) -> list[float]:
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+        rule, found = RULES[self.rule], list[float]()
+        arguments = rule.init_scale, rule.growth_interval, rule.min_scale, rule.hysteresis, rule.consecutive_hysteresis
+        scaler = DynamicLossScaler(*arguments, raise_error_at_min_scale=False)
+        for step in range(8):
+            scaler.update_scale(step in self.overflows)
+            found.append(scaler.cur_scale)
+        return found
 
 
-def plain_loop() -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class PlainLoop:
     """Torch alone over both ranks' data: fp16 autocast, and a scale that doubles on every other step."""
-    module, scale = Small(), RULES["grows"].init_scale
-    optimizer = module.make_optimizer(module.parameters())
-    for step, (x, y) in enumerate(batches()):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            losses = [Regression.loss(module, (x * rank, y)) for rank in (1, 2)]
-        for loss in losses:
-            (loss * scale).backward()
-        for parameter in module.parameters():
-            parameter.grad.div_(2 * scale)
-        optimizer.step()
-        scale *= 2 if step % 2 else 1
-    return weights(module)
+
+    def run(self) -> dict[str, Tensor]:
+        module, scale = Small(), RULES["grows"].init_scale
+        optimizer = module.make_optimizer(module.parameters())
+        for step, (x, y) in enumerate(batches()):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                losses = [Regression.loss(module, (x * rank, y)) for rank in (1, 2)]
+            for loss in losses:
+                (loss * scale).backward()
+            for parameter in module.parameters():
+                parameter.grad.div_(2 * scale)
+            optimizer.step()
+            scale *= 2 if step % 2 else 1
+        return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def stopped(stage: str, mode: str, how: str, action: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Stopped:
     """The error each rank's run ended with."""
-    rule = NonFinite(action="raise") if action == "raise" else NonFinite(max_consecutive=3)
-    try:
-        fit(Sick(how), **on(plan_for(mode, STATIC, nonfinite=rule), stage))
-    except NonFiniteError as error:
-        return {"rank": error.rank, "step": error.step, "module": error.module}
-    return {}
+
+    stage: str
+    mode: str
+    how: str
+    action: str
+
+    def run(self) -> dict[str, Any]:
+        rule = NonFinite(action="raise") if self.action == "raise" else NonFinite(max_consecutive=3)
+        try:
+            fit(Sick(self.how), **on(plan_for(self.mode, STATIC, nonfinite=rule), self.stage))
+        except NonFiniteError as error:
+            return {"rank": error.rank, "step": error.step, "module": error.module}
+        return {}
 
 
-def window(stage: str | None, mode: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Windows:
     """Windows of three micro-batches, the last of two."""
-    module, plan, watch = Window(), plan_for(mode, STATIC), Watch()
-    fit(module, accumulate_grad_batches=3, callbacks=[watch], **on(plan, stage))
-    counts = plan.applied_steps, plan.skipped_steps
-    return {"weights": weights(module), "skipped": watch.skipped, "counts": counts}
 
+    stage: str | None
+    mode: str
 
-def resumed(stage: str | None, mode: str, schedule: str, folder: str) -> dict[str, Any]:
-    """A run that saves after step 4, and another that goes on from there; step 1 is skipped."""
-    found: dict[str, Any] = {}
-    path = Path(folder) / f"{stage} {mode} {schedule}"
-    for name, ckpt in (("whole", None), ("resumed", path / "4.ckpt")):
-        plan = plan_for(mode, RULES["counters"], pins={"LayerNorm": "fp32"})
-        module, watch = Groups(schedule), Watch()
-        saving = [SaveAt(path, 4)] if ckpt is None else []
-        fit(module, data=ResumableBatches(), callbacks=[watch, *saving], ckpt_path=ckpt, **on(plan, stage))
+    def run(self) -> dict[str, Any]:
+        module, plan, readings = Window(), plan_for(self.mode, STATIC), Readings()
+        fit(module, accumulate_grad_batches=3, callbacks=[readings], **on(plan, self.stage))
         counts = plan.applied_steps, plan.skipped_steps
-        found[name] = {**watch.found(), "weights": weights(module), "counts": counts, "seen": module.lrs}
-    return found
+        return {"weights": whole(module), "skipped": readings.skipped, "counts": counts}
 
 
-def crossed(stage: str | None, path: str) -> dict[str, Any]:
-    """Go on from another strategy's checkpoint."""
-    plan, module, watch = plan_for("16-mixed", RULES["counters"], pins={"LayerNorm": "fp32"}), Groups("lambda"), Watch()
-    start: dict[str, Tensor] = {}
+@dataclass(frozen=True)
+class Resumed:
+    """A run that saves after step 4, and another that goes on from there; step 1 is skipped."""
 
-    class Start(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            start.update(weights(pl_module))
-            self.counts = plan.applied_steps, plan.skipped_steps
+    stage: str | None
+    mode: str
+    schedule: str
+    folder: Path
 
-    began = Start()
-    fit(module, data=ResumableBatches(), callbacks=[watch, began], ckpt_path=path, **on(plan, stage))
-    return {"start": start, "counts": began.counts, "rates": watch.rates, "scales": watch.scales}
+    @property
+    def saved(self) -> Path:
+        """The checkpoint."""
+        return self.folder / f"{self.stage} {self.mode} {self.schedule}" / "4.ckpt"
+
+    def run(self) -> dict[str, Any]:
+        saving = SaveAt(self.saved.parent, 4)
+        return {"whole": self._run((1,), callbacks=[saving]), "resumed": self._run(ckpt_path=self.saved)}
+
+    def _run(self, bad: tuple[int, ...] = (), callbacks: Any = (), ckpt_path: Path | None = None) -> dict[str, Any]:
+        plan = plan_for(self.mode, RULES["counters"], pins={"LayerNorm": "fp32"})
+        module, readings, data = Groups(self.schedule, bad), Readings(), ResumableBatches()
+        fit(module, data=data, callbacks=[readings, *callbacks], ckpt_path=ckpt_path, **on(plan, self.stage))
+        counts = plan.applied_steps, plan.skipped_steps
+        return {**readings.found(), "weights": whole(module), "counts": counts}
 
 
-def language(
-    stage: str | None, mode: str, pins: dict[str, str], lora: bool = True, checkpointing: str | None = None
-) -> dict[str, Any]:
-    """Train it."""
-    module = Language(lora)
-    plan = plan_for(mode, STATIC, pins=pins, checkpointing=checkpointing)
-    fit(module, **on(plan, stage))
-    trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    found = {"weights": weights(module), "dtypes": _dtypes(module), "norms": module.norms, "losses": module.losses}
-    return {**found, "trainable": trainable}
+@dataclass(frozen=True)
+class Crossed:
+    """A run that goes on from another strategy's checkpoint."""
+
+    stage: str | None
+    path: Path
+
+    def run(self) -> dict[str, Any]:
+        plan, readings = plan_for("16-mixed", RULES["counters"], pins={"LayerNorm": "fp32"}), Readings()
+        start: dict[str, Any] = {}
+
+        class Start(Callback):
+            def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+                start.update(start=whole(pl_module), counts=(plan.applied_steps, plan.skipped_steps))
+
+        callbacks, data = [readings, Start()], ResumableBatches()
+        fit(Groups("lambda"), data=data, callbacks=callbacks, ckpt_path=self.path, **on(plan, self.stage))
+        return {**start, "rates": readings.rates, "scales": readings.scales}
 
 
-def made_partitioned(stage: str | None, mode: str, pin: str | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Llama:
+    """A small Llama, under LoRA unless told otherwise."""
+
+    stage: str | None
+    mode: str
+    pins: dict[str, str]
+    lora: bool = True
+    checkpointing: str | None = None
+
+    def run(self) -> dict[str, Any]:
+        module = Language(self.lora)
+        plan = plan_for(self.mode, STATIC, pins=self.pins, checkpointing=self.checkpointing)
+        fit(module, **on(plan, self.stage))
+        trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        found = {"weights": whole(module), "dtypes": _dtypes(module), "norms": module.norms, "losses": module.losses}
+        return {**found, "trainable": trainable}
+
+
+@dataclass(frozen=True)
+class MadePartitioned:
     """A model that stage 3 partitions as it is made."""
-    module, plan = Later(pin is not None), plan_for(mode, STATIC, pins=None if pin is None else {"net.0": pin})
-    fit(module, **on(plan, stage))
-    return {"weights": weights(module), "dtypes": _dtypes(module)}
+
+    stage: str | None
+    mode: str
+    pin: str | None = None
+
+    def run(self) -> dict[str, Any]:
+        module = Later(self.pin is not None)
+        plan = plan_for(self.mode, STATIC, pins=None if self.pin is None else {"net.0": self.pin})
+        fit(module, **on(plan, self.stage))
+        return {"weights": whole(module), "dtypes": _dtypes(module)}
 
 
-def process_state() -> dict[str, Any]:
+@dataclass(frozen=True)
+class ProcessState:
     """What DeepSpeed could have left behind in this process."""
-    from deepspeed.runtime import torch_autocast
-    from deepspeed.runtime.engine import DeepSpeedEngine
 
-    return {
-        "cast": DeepSpeedEngine._cast_module_mixed_precision.__qualname__,
-        "linear": torch.nn.functional.linear.__module__,
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_default_dtype()),
-        "globals": (torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE),
-    }
+    when: str
 
+    def run(self) -> dict[str, Any]:
+        from deepspeed.runtime import torch_autocast
+        from deepspeed.runtime.engine import DeepSpeedEngine
 
-def run(scenarios: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]]) -> bytes:
-    """Each (key, function, arguments, keywords) in turn; a failing one leaves its traceback, and the others run."""
-    from deepspeed.utils import logger
-
-    logger.setLevel("ERROR")
-    results: dict[str, Any] = {"process before": process_state()}
-    for key, function, arguments, keywords in scenarios:
-        results[key] = _or_traceback(function, arguments, keywords)
-    results["process after"] = process_state()
-    return pickle.dumps(results)
-
-
-def _or_traceback(function: str, arguments: Any, keywords: Any) -> Any:
-    try:
-        return globals()[function](*arguments, **keywords)
-    except Exception:
-        return traceback.format_exc()
+        return {
+            "cast": DeepSpeedEngine._cast_module_mixed_precision.__qualname__,
+            "linear": torch.nn.functional.linear.__module__,
+            "autocast": (torch.is_autocast_enabled("cpu"), torch.get_default_dtype()),
+            "globals": (torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE),
+        }

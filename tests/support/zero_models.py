@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, SequentialLR
 
 from lightning_mp import LossScaling
-from support import hf
-from support.ddp import Ranked
+from support import hf, sharded
 from support.models import FEATURES, HIDDEN, InfiniteGradient
+from support.sharded import Ranked
 
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": partial(AdamW, lr=1e-2, eps=1e-4),
-    "sgd": partial(SGD, lr=1e-2, momentum=0.9),
-}
+OPTIMIZERS = {**sharded.OPTIMIZERS, "sgd": partial(SGD, lr=1e-2, momentum=0.9)}
 RULES = {
     "deepspeed": LossScaling.deepspeed(initial_scale_power=3, loss_scale_window=2, hysteresis=2, at_min="hold"),
     "floor": LossScaling.deepspeed(initial_scale_power=1, loss_scale_window=2, hysteresis=1, at_min="hold"),
@@ -30,32 +27,11 @@ RULES = {
 }
 
 
-class Watch(Callback):
-    """An entry a training batch: was it skipped, the scale, the learning rates, the norm."""
-
-    def __init__(self) -> None:
-        self.skipped: list[bool] = []
-        self.scales: list[float] = []
-        self.rates: list[list[float]] = []
-        self.norms: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
-        plan: Any = trainer.precision_plugin
-        self.skipped.append(plan.step_skipped)
-        self.scales.append(1.0 if plan.scaler is None else plan.scaler.get_scale())
-        self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
-        self.norms.append(float("nan") if plan.last_grad_norm is None else float(plan.last_grad_norm))
-
-    def found(self) -> dict[str, Any]:
-        """All of it."""
-        return {"skipped": self.skipped, "scales": self.scales, "rates": self.rates, "norms": self.norms}
-
-
 class Small(Ranked):
-    """Each rank has its own data; ``bad`` steps overflow on rank 1 alone."""
+    """With an AdamW that is not fused, unless told otherwise."""
 
-    def __init__(self, bad: Sequence[int] = (), optimizer: str = "adamw") -> None:
-        super().__init__(tuple(bad))
+    def __init__(self, bad: tuple[int, ...] = (), optimizer: str = "adamw") -> None:
+        super().__init__(bad)
         self.make_optimizer = OPTIMIZERS[optimizer]
 
 
@@ -131,8 +107,8 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 class Groups(Small):
     """Two param groups, the first of which a pin splits, and a schedule with an entry a group."""
 
-    def __init__(self, schedule: str) -> None:
-        super().__init__((1,))
+    def __init__(self, schedule: str, bad: tuple[int, ...] = ()) -> None:
+        super().__init__(bad)
         self.schedule = schedule
 
     def configure_optimizers(self) -> Any:

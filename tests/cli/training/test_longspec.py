@@ -18,9 +18,9 @@ from lightning_mp.cli.training.application import train
 from lightning_mp.demo.language_model import CausalLM
 from lightning_mp.errors import MissingExtraError, PlanError
 from lightning_mp.numerics.loss_scale import adjust, init
-from support import longspec
 from support.deepspeed_json import RULE, WHOLE_FP16
-from support.gloo import run_ranks
+from support.longspec import Experiment
+from support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "longspec.md"
@@ -153,9 +153,8 @@ def test_a_norm_in_fp32_is_right_where_fp16_overflows() -> None:
 def test_the_experiment_runs_and_all_is_as_declared(tmp_path: Path) -> None:
     """Three steps in two processes; test_longspec_gloo.py looks at the rest."""
     pytest.importorskip("deepspeed")
-    arguments = "experiment=longspec", "trainer.max_steps=3"
-    for found in longspec.both(run_ranks(longspec.run, {"fp16": arguments}, str(tmp_path))):
-        run = found["fp16"]
+    experiment = Experiment(("experiment=longspec", "trainer.max_steps=3"), tmp_path / "fp16")
+    for run in run_ranks(experiment):
         assert run["audit"]["ok"], run["audit"]
         assert run["processes"] == (2, "gloo")
         assert run["config"]["fp16"] == WHOLE_FP16

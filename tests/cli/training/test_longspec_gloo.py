@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from support import launching, longspec
+from support import launching
 from support.deepspeed_json import WHOLE_FP16
-from support.gloo import run_ranks
+from support.longspec import DeepSpeedAlone, Experiment
+from support.ranks import Ranks
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -62,11 +63,22 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 HEADS = ("lm_head", "embed_tokens")
 
 
+class OfRank(dict[str, Any]):
+    """What one rank saw of the runs of ``RUNS``, each made when it is first asked for."""
+
+    def __init__(self, rank: int, ranks: Ranks, folder: Path) -> None:
+        super().__init__()
+        self.rank, self.ranks, self.folder = rank, ranks, folder
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self.ranks.run(Experiment(RUNS[name], self.folder / name))[self.rank]
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Every run of ``RUNS``, by rank, from one start of two processes."""
-    folder = str(tmp_path_factory.mktemp("longspec"))
-    return longspec.both(run_ranks(longspec.run, RUNS, folder, True, timeout=240))
+def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[OfRank]:
+    folder = tmp_path_factory.mktemp("longspec")
+    return [OfRank(rank, ranks, folder) for rank in (0, 1)]
 
 
 def weights(run: dict[str, Any], *parts: str, moment: str = "end") -> dict[str, Tensor]:
@@ -111,13 +123,13 @@ def test_the_command_runs_it(experiment: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- TF32
 
 
-def test_a_cpu_has_no_tf32_which_is_said_and_changes_nothing(runs: list[dict[str, Any]]) -> None:
+def test_a_cpu_has_no_tf32_which_is_said_and_changes_nothing(runs: list[OfRank]) -> None:
     run = runs[0]["fp16"]
     assert run["audit"]["notes"] == ["tf32='high' changes nothing on CPU: it has no TF32"]
     assert run["switches"] == run["switches after"] == (False, True)  # torch's own
 
 
-def test_no_product_is_left_in_fp32_for_tf32_to_speed_up(runs: list[dict[str, Any]]) -> None:
+def test_no_product_is_left_in_fp32_for_tf32_to_speed_up(runs: list[OfRank]) -> None:
     assert set().union(*runs[0]["fp16"]["products"].values()) == {FP16}
     assert set().union(*runs[0]["fp32"]["products"].values()) == {FP32}
 
@@ -125,12 +137,12 @@ def test_no_product_is_left_in_fp32_for_tf32_to_speed_up(runs: list[dict[str, An
 # ---------------------------------------------------------------------- fp16 under DeepSpeed
 
 
-def test_the_engine_holds_the_fp16_block_key_for_key(runs: list[dict[str, Any]]) -> None:
+def test_the_engine_holds_the_fp16_block_key_for_key(runs: list[OfRank]) -> None:
     for rank in runs:
         assert rank["fp16"]["config"]["fp16"] == WHOLE_FP16
 
 
-def test_it_is_zero_1_in_two_processes(runs: list[dict[str, Any]]) -> None:
+def test_it_is_zero_1_in_two_processes(runs: list[OfRank]) -> None:
     for rank in runs:
         run = rank["fp16"]
         assert run["config"]["stage"] == 1
@@ -139,7 +151,7 @@ def test_it_is_zero_1_in_two_processes(runs: list[dict[str, Any]]) -> None:
         assert {step["numbers"] for step in run["steps"]} == {trained / 2}  # each steps on its half
 
 
-def test_products_and_attention_run_in_fp16_forward_and_backward(runs: list[dict[str, Any]]) -> None:
+def test_products_and_attention_run_in_fp16_forward_and_backward(runs: list[OfRank]) -> None:
     products = runs[0]["fp16"]["products"]
     endings = tuple(f"{name}.{part}" for name in LINEAR for part in ("base_layer", *LORA))
     assert len(of(products, *endings)) == 2 * 7 * 3
@@ -147,7 +159,7 @@ def test_products_and_attention_run_in_fp16_forward_and_backward(runs: list[dict
     assert products[""] == {FP16}  # the backward pass
 
 
-def test_the_loss_scale_starts_at_65536_and_keeps_gradients_from_underflowing(runs: list[dict[str, Any]]) -> None:
+def test_the_loss_scale_starts_at_65536_and_keeps_gradients_from_underflowing(runs: list[OfRank]) -> None:
     least = torch.finfo(FP16).smallest_normal
     assert runs[0]["fp16"]["batches"][0]["scale"] == 65536
     shares = {}
@@ -160,7 +172,7 @@ def test_the_loss_scale_starts_at_65536_and_keeps_gradients_from_underflowing(ru
 
 
 @pytest.mark.parametrize("name", ["overflows", "exhausted"])
-def test_the_scale_moves_as_deepspeeds_own_scaler_moves_it(name: str, runs: list[dict[str, Any]]) -> None:
+def test_the_scale_moves_as_deepspeeds_own_scaler_moves_it(name: str, runs: list[OfRank]) -> None:
     """DeepSpeed's ``DynamicLossScaler`` with the engine's block, told of the same overflows."""
     for rank in runs:
         run = rank[name]
@@ -170,7 +182,7 @@ def test_the_scale_moves_as_deepspeeds_own_scaler_moves_it(name: str, runs: list
     assert ("already at minimum" in run["theirs"]["then"]) == (name == "exhausted")
 
 
-def test_a_step_that_overflows_on_one_rank_is_left_out_on_both(runs: list[dict[str, Any]]) -> None:
+def test_a_step_that_overflows_on_one_rank_is_left_out_on_both(runs: list[OfRank]) -> None:
     for rank in runs:
         ends = rank["overflows"]["batches"][1::2]
         norms = [end["norm"] for end in ends]
@@ -181,7 +193,7 @@ def test_a_step_that_overflows_on_one_rank_is_left_out_on_both(runs: list[dict[s
         assert all(weight.isfinite().all() for weight in rank["overflows"]["end"].values())
 
 
-def test_the_scale_never_goes_below_1_and_an_overflow_there_ends_the_run(runs: list[dict[str, Any]]) -> None:
+def test_the_scale_never_goes_below_1_and_an_overflow_there_ends_the_run(runs: list[OfRank]) -> None:
     for rank in runs:
         run = rank["exhausted"]
         scales = [batch["scale"] for batch in run["batches"]]
@@ -189,7 +201,7 @@ def test_the_scale_never_goes_below_1_and_an_overflow_there_ends_the_run(runs: l
         assert "overflow at the minimum loss scale" in run["ended"]
 
 
-def test_frozen_weights_take_half_the_memory_and_trained_ones_have_fp32_masters(runs: list[dict[str, Any]]) -> None:
+def test_frozen_weights_take_half_the_memory_and_trained_ones_have_fp32_masters(runs: list[OfRank]) -> None:
     fp16, fp32 = runs[0]["fp16"], runs[0]["fp32"]
     halves = "base_layer", *HEADS
     assert 2 * taken_up(weights(fp16, *halves)) == taken_up(weights(fp32, *halves))
@@ -198,7 +210,7 @@ def test_frozen_weights_take_half_the_memory_and_trained_ones_have_fp32_masters(
     assert taken_up(fp16["end"]) < 0.56 * taken_up(fp32["end"])
 
 
-def test_what_a_block_keeps_for_the_backward_pass_takes_half_the_memory(runs: list[dict[str, Any]]) -> None:
+def test_what_a_block_keeps_for_the_backward_pass_takes_half_the_memory(runs: list[OfRank]) -> None:
     """Recomputing, a block keeps its input; what is left in fp32 belongs to the last norm and the loss."""
     fp16, fp32 = (runs[0][name]["saved"] for name in ("fp16", "fp32"))
     rows, width = 4 * 64, 64
@@ -218,7 +230,7 @@ def total(saved: list[tuple[torch.dtype, int]]) -> int:
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_norms_are_stored_and_computed_in_fp32(name: str, runs: list[dict[str, Any]]) -> None:
+def test_norms_are_stored_and_computed_in_fp32(name: str, runs: list[OfRank]) -> None:
     run = runs[0][name]
     assert {weight.dtype for weight in weights(run, "norm").values()} == {FP32}
     assert of(run["others"], "norm") == [{FP32}] * 5
@@ -229,23 +241,23 @@ def test_norms_are_stored_and_computed_in_fp32(name: str, runs: list[dict[str, A
     assert float((out.double() - exact).abs().max() / exact.abs().max()) < 1e-6
 
 
-def test_deepspeeds_own_engine_would_have_cast_the_norms(runs: list[dict[str, Any]]) -> None:
-    assert {weight for name, weight in runs[0]["DeepSpeed alone"].items() if "norm" in name} == {FP16}
+def test_deepspeeds_own_engine_would_have_cast_the_norms(ranks: Ranks) -> None:
+    assert {weight for name, weight in ranks.run(DeepSpeedAlone())[0].items() if "norm" in name} == {FP16}
 
 
-def test_norms_in_fp32_cost_next_to_nothing(runs: list[dict[str, Any]]) -> None:
+def test_norms_in_fp32_cost_next_to_nothing(runs: list[OfRank]) -> None:
     run = runs[0]["fp16"]
     more = taken_up(weights(run, "norm")) / 2  # than in fp16
     assert more < 0.002 * taken_up(run["end"])
 
 
-def test_no_loss_is_nan_or_infinite(runs: list[dict[str, Any]]) -> None:
+def test_no_loss_is_nan_or_infinite(runs: list[OfRank]) -> None:
     for name in ("fp16", "bf16", "overflows"):
         assert all(math.isfinite(batch["loss"]) for batch in runs[0][name]["batches"])
 
 
 @pytest.mark.parametrize(("name", "half"), [("fp16", FP16), ("bf16", BF16)])
-def test_the_head_and_the_embedding_are_in_the_compute_dtype(name: str, half: Any, runs: list[dict[str, Any]]) -> None:
+def test_the_head_and_the_embedding_are_in_the_compute_dtype(name: str, half: Any, runs: list[OfRank]) -> None:
     run = runs[0][name]
     assert {weight.dtype for weight in weights(run, *HEADS).values()} == {half}
     assert of(run["dtypes"], "lm_head") == [{(FP32, half)}]  # what the last norm gives
@@ -253,7 +265,7 @@ def test_the_head_and_the_embedding_are_in_the_compute_dtype(name: str, half: An
     assert of(run["products"], "lm_head") == [{half}]
 
 
-def test_lora_is_in_bf16_where_the_compute_dtype_is(runs: list[dict[str, Any]]) -> None:
+def test_lora_is_in_bf16_where_the_compute_dtype_is(runs: list[OfRank]) -> None:
     run = runs[0]["bf16"]
     assert run["audit"]["ok"], run["audit"]
     assert {weight.dtype for weight in weights(run, "lora_", "base_layer").values()} == {BF16}
@@ -264,7 +276,7 @@ def test_lora_is_in_bf16_where_the_compute_dtype_is(runs: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_only_the_adapters_are_trained(name: str, runs: list[dict[str, Any]]) -> None:
+def test_only_the_adapters_are_trained(name: str, runs: list[OfRank]) -> None:
     run = runs[0][name]
     changed = {key for key, weight in run["end"].items() if not torch.equal(weight, run["start"][key])}
     assert changed == run["trained"] == set(weights(run, "lora_"))
@@ -273,7 +285,7 @@ def test_only_the_adapters_are_trained(name: str, runs: list[dict[str, Any]]) ->
 # ---------------------------------------------------------------------- gradient checkpointing
 
 
-def test_activations_of_every_block_are_recomputed_in_the_backward_pass(runs: list[dict[str, Any]]) -> None:
+def test_activations_of_every_block_are_recomputed_in_the_backward_pass(runs: list[OfRank]) -> None:
     for name, again in (("fp16", True), ("kept", False)):
         run = runs[0][name]
         batches = len(run["batches"])
@@ -283,7 +295,7 @@ def test_activations_of_every_block_are_recomputed_in_the_backward_pass(runs: li
         assert outside == []
 
 
-def test_use_cache_is_off_while_it_trains_and_as_before_afterwards(runs: list[dict[str, Any]]) -> None:
+def test_use_cache_is_off_while_it_trains_and_as_before_afterwards(runs: list[OfRank]) -> None:
     fp16, kept = runs[0]["fp16"], runs[0]["kept"]
     assert {batch["use_cache"] for batch in fp16["batches"]} == {False}
     assert fp16["cached"] is False  # the model returned no keys and values
@@ -291,7 +303,7 @@ def test_use_cache_is_off_while_it_trains_and_as_before_afterwards(runs: list[di
     assert kept["cached"] is True  # as it would have been
 
 
-def test_recomputing_keeps_a_third_of_the_activations_at_most(runs: list[dict[str, Any]]) -> None:
+def test_recomputing_keeps_a_third_of_the_activations_at_most(runs: list[OfRank]) -> None:
     """A third of two blocks and the loss; of the blocks alone a twentieth."""
     saved, kept = (total(runs[0][name]["saved"]) for name in ("fp16", "kept"))
     assert saved < kept / 3
@@ -300,12 +312,12 @@ def test_recomputing_keeps_a_third_of_the_activations_at_most(runs: list[dict[st
     assert (saved - outside) < (kept - outside) / 20
 
 
-def test_recomputing_changes_no_number(runs: list[dict[str, Any]]) -> None:
+def test_recomputing_changes_no_number(runs: list[OfRank]) -> None:
     fp16, kept = (runs[0][name]["batches"] for name in ("fp16", "kept"))
     assert [batch["loss"] for batch in fp16[:6]] == [batch["loss"] for batch in kept]
 
 
-def test_recomputing_costs_the_blocks_forward_pass_again(runs: list[dict[str, Any]]) -> None:
+def test_recomputing_costs_the_blocks_forward_pass_again(runs: list[OfRank]) -> None:
     """Frozen weights have no gradient: of three passes' products two are left, so a third one weighs more."""
     flops, kept = (runs[0][name]["flops"] for name in ("fp16", "kept"))
     assert 1.4 < flops / kept < 1.5
@@ -314,7 +326,7 @@ def test_recomputing_costs_the_blocks_forward_pass_again(runs: list[dict[str, An
 # ---------------------------------------------------------------------- the step
 
 
-def test_micro_batches_are_accumulated(runs: list[dict[str, Any]]) -> None:
+def test_micro_batches_are_accumulated(runs: list[OfRank]) -> None:
     for rank in runs:
         run = rank["fp16"]
         assert run["config"]["accumulation"] == 2
@@ -323,13 +335,13 @@ def test_micro_batches_are_accumulated(runs: list[dict[str, Any]]) -> None:
         assert len(run["steps"]) == 16
 
 
-def test_it_is_adamw_with_its_betas(runs: list[dict[str, Any]]) -> None:
+def test_it_is_adamw_with_its_betas(runs: list[OfRank]) -> None:
     run = runs[0]["fp16"]
     assert run["optimizer"] is torch.optim.AdamW
     assert {step["betas"] for step in run["steps"]} == {(0.9, 0.95)}
 
 
-def test_the_rate_rises_to_5e_4_and_falls_along_a_cosine(runs: list[dict[str, Any]]) -> None:
+def test_the_rate_rises_to_5e_4_and_falls_along_a_cosine(runs: list[OfRank]) -> None:
     highest, warm_up, steps = 5e-4, 10, 16
     rising = [highest * (0.1 + 0.9 * step / warm_up) for step in range(warm_up)]
     turns = [math.pi * step / (steps - warm_up) for step in range(steps - warm_up)]
@@ -337,7 +349,7 @@ def test_the_rate_rises_to_5e_4_and_falls_along_a_cosine(runs: list[dict[str, An
     assert [step["lr"] for step in runs[0]["fp16"]["steps"]] == pytest.approx([*rising, *falling])
 
 
-def test_gradients_are_clipped_to_a_norm_of_1(runs: list[dict[str, Any]]) -> None:
+def test_gradients_are_clipped_to_a_norm_of_1(runs: list[OfRank]) -> None:
     large, small = runs[0]["overflows"], runs[0]["fp16"]
     norms = [batch["norm"] for batch in large["batches"][1::2] if math.isfinite(batch["norm"])]
     assert min(norms) > 10
@@ -347,7 +359,7 @@ def test_gradients_are_clipped_to_a_norm_of_1(runs: list[dict[str, Any]]) -> Non
     assert [step["norm"] for step in small["steps"]] == pytest.approx(before, rel=1e-5)
 
 
-def test_the_loss_falls(runs: list[dict[str, Any]]) -> None:
+def test_the_loss_falls(runs: list[OfRank]) -> None:
     """On the same batch, before the first step and after the last; random weights over 512 tokens: ln 512 = 6.24."""
     before, after = runs[0]["fp16"]["losses"]
     assert before == pytest.approx(math.log(512), abs=0.05)

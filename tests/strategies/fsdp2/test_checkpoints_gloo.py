@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support import fsdp2
-from support.comparing import of_ranks, same
-from support.fsdp2_saving import AT
-from support.gloo import run_ranks
+from support.comparing import of_training, same
+from support.fsdp2_saving import AT, Resume, Save
 from support.models import same_weights
+from support.ranks import Ranks
+from support.sharded import RATE
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -19,52 +21,39 @@ OPTIMIZERS = ("fused", "groups", "sgd", "momentum")
 FORMS = ("shards", "file")
 HOSTS = {"shards": ("fsdp2",), "file": ("fsdp2", "ddp")}
 CASES = [(optimizer, form, host) for optimizer in OPTIMIZERS for form in FORMS for host in HOSTS[form]]
-SAVE, RESUME = "fsdp2_saving:save", "fsdp2_saving:resume"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """One process saves; two save, and go on from that and from their own; one goes on from theirs."""
-    folder = tmp_path_factory.mktemp("fsdp2")
+def alone() -> Iterator[Ranks]:
+    """One process."""
+    with Ranks(1) as started:
+        yield started
 
-    def resumed(optimizer: str, form: str, host: str) -> tuple[str, str, tuple[Any, ...]]:
-        return f"{optimizer} {form} {host}", RESUME, (str(folder / f"{optimizer} {form}"), host, optimizer)
 
-    one = [(f"save {o}", SAVE, (str(folder / f"{o} one"), "fsdp2", o, False)) for o in OPTIMIZERS]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fsdp2")
 
-    def saved(optimizer: str, form: str) -> tuple[str, str, tuple[Any, ...]]:
-        place = str(folder / f"{optimizer} {form}")
-        return f"save {optimizer} {form}", SAVE, (place, "fsdp2", optimizer, form == "file")
 
-    two = [
-        *(saved(optimizer, form) for optimizer in OPTIMIZERS for form in FORMS),
-        *(resumed(*case) for case in CASES),
-        *((f"more {o}", RESUME, (str(folder / f"{o} one"), "fsdp2", o)) for o in OPTIMIZERS),
-    ]
-    fewer = [resumed(*case) for case in CASES]
-    return {
-        "one": run_ranks(fsdp2.run, one, world=1, timeout=100),
-        "two": run_ranks(fsdp2.run, two, world=2, timeout=150),
-        "fewer": run_ranks(fsdp2.run, fewer, world=1, timeout=100),
-    }
+def _saved(folder: Path, optimizer: str, form: str) -> Save:
+    return Save(folder / f"{optimizer} {form}", optimizer, form == "file")
 
 
 def _goes_on(resumed: dict[str, Any], saved: dict[str, Any]) -> None:
     assert resumed["counts"] == saved["counts"] == (7, 1)
     assert resumed["scales"] == saved["scales"][AT:]
     assert resumed["moments"].keys() == saved["moments"].keys()
-    assert same(resumed["weights"], saved["weights"])
-    assert same(resumed["moments"], saved["moments"])
+    # another number of processes sums the norm that is clipped by in another order
+    within = of_training("16-mixed", RATE, steps=8 - AT)
+    assert same(resumed["weights"], saved["weights"], within)
+    assert same(resumed["moments"], saved["moments"], within)
 
 
 @pytest.mark.parametrize(("optimizer", "form", "host"), CASES)
-def test_as_many_processes_go_on_exactly(runs: Any, optimizer: str, form: str, host: str) -> None:
+def test_as_many_processes_go_on_exactly(ranks: Ranks, folder: Path, optimizer: str, form: str, host: str) -> None:
     """A single file goes on under DDP too, with the state of its optimizer."""
-    for saved, resumed in zip(
-        of_ranks(runs["two"], f"save {optimizer} {form}"),
-        of_ranks(runs["two"], f"{optimizer} {form} {host}"),
-        strict=True,
-    ):
+    save = _saved(folder, optimizer, form)
+    for saved, resumed in zip(ranks.run(save), ranks.run(Resume(save.folder, host, optimizer)), strict=True):
         assert saved["folder"] == (form == "shards")
         _goes_on(resumed, saved)
         if host == "fsdp2":
@@ -72,15 +61,15 @@ def test_as_many_processes_go_on_exactly(runs: Any, optimizer: str, form: str, h
 
 
 @pytest.mark.parametrize(("optimizer", "form", "host"), CASES)
-def test_fewer_processes_go_on(runs: Any, optimizer: str, form: str, host: str) -> None:
-    _goes_on(
-        of_ranks(runs["fewer"], f"{optimizer} {form} {host}")[0],
-        of_ranks(runs["two"], f"save {optimizer} {form}")[0],
-    )
+def test_fewer_processes_go_on(ranks: Ranks, alone: Ranks, folder: Path, optimizer: str, form: str, host: str) -> None:
+    save = _saved(folder, optimizer, form)
+    saved = ranks.run(save)[0]
+    _goes_on(alone.run(Resume(save.folder, host, optimizer))[0], saved)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_more_processes_go_on(runs: Any, optimizer: str) -> None:
-    saved = of_ranks(runs["one"], f"save {optimizer}")[0]
-    for resumed in of_ranks(runs["two"], f"more {optimizer}"):
+def test_more_processes_go_on(ranks: Ranks, alone: Ranks, folder: Path, optimizer: str) -> None:
+    save = Save(folder / f"{optimizer} one", optimizer)
+    (saved,) = alone.run(save)
+    for resumed in ranks.run(Resume(save.folder, "fsdp2", optimizer)):
         _goes_on(resumed, saved)

@@ -1,0 +1,201 @@
+"""Processes on loopback that run the cases of a test module; one that hangs or kills them costs the others nothing."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch.multiprocessing as mp
+
+#: a case that takes longer hangs, unless an extension of DeepSpeed's is being built: that may take as long again
+SECONDS = 120.0
+#: how long the other ranks may take to fail as well, once one has
+GRACE = 5.0
+
+
+class Case(Protocol):
+    """What every rank does: a frozen dataclass at the top of a module, its result picklable."""
+
+    def run(self) -> Any: ...
+
+
+class RankError(AssertionError):
+    """A rank failed, died or hung; by rank, its traceback and what it printed last."""
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Ranks:
+    """``world`` processes as torchrun starts them, with gloo and a free port; they start with the first case.
+
+    A result is kept, by the case's ``repr``: tests ask for a case as often as they like, and it runs once.
+    """
+
+    def __init__(
+        self, world: int = 2, seconds: float = SECONDS, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.world, self.seconds, self._environment = world, seconds, dict(environment)
+        self._children: list[Any] = []
+        self._lines: list[Connection] = []
+        self._started = 0.0
+        self._logs = Path(tempfile.mkdtemp(prefix="ranks"))
+        self._kept: dict[str, list[Any] | RankError] = {}
+
+    def run(self, case: Case) -> list[Any]:
+        """What ``case.run()`` returned, by rank.
+
+        Raises:
+            RankError: it failed on a rank, or did not end in time. All ranks were ended; the next case has new ones.
+        """
+        key = f"{type(case).__module__} {case!r}"
+        if key not in self._kept:
+            try:
+                self._kept[key] = self._run(case)
+            except RankError as error:
+                self._kept[key] = error
+        kept = self._kept[key]
+        if isinstance(kept, RankError):
+            raise kept
+        return kept
+
+    def _run(self, case: Case) -> list[Any]:
+        try:
+            if not self._children:
+                self._start()
+            for line in self._lines:
+                line.send_bytes(pickle.dumps(case))
+            return self._collect(time.monotonic() + self.seconds)
+        except BaseException:
+            self.stop(kill=True)
+            raise
+
+    def _start(self) -> None:
+        context, port, self._started = mp.get_context("spawn"), free_port(), time.time()
+        for rank in range(self.world):
+            mine, theirs = context.Pipe()
+            arguments = (rank, self.world, port, self._environment, str(self._log(rank)), theirs)
+            self._children.append(context.Process(target=_serve, args=arguments, daemon=True))
+            self._lines.append(mine)
+            self._children[-1].start()
+            theirs.close()
+
+    def _collect(self, deadline: float) -> list[Any]:
+        values: dict[int, Any] = {}
+        failed: dict[int, str] = {}
+        while len(values) + len(failed) < self.world:
+            waited_for = {line: rank for rank, line in enumerate(self._lines) if rank not in values | failed}
+            ready: Any = wait(list(waited_for), max(0.0, deadline - time.monotonic()))
+            if not ready and not failed and self._locks() and time.monotonic() < deadline + self.seconds:
+                time.sleep(1.0)
+                continue
+            if not ready:
+                failed |= {rank: self._stack(rank) for rank in waited_for.values()}
+            for line in ready:
+                rank = waited_for[line]
+                try:
+                    fine, value = pickle.loads(line.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self._children[rank].join(GRACE)
+                    fine, value = False, f"died, exit code {self._children[rank].exitcode}"
+                (values if fine else failed)[rank] = value
+            if failed:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        if failed:
+            raise RankError("\n".join(f"rank {rank}: {said}{self._printed(rank)}" for rank, said in failed.items()))
+        return [values[rank] for rank in range(self.world)]
+
+    def _locks(self) -> list[Path]:
+        """Of torch's extensions that are being built since these processes started."""
+        locks = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "none")).glob("*/lock")
+        return [lock for lock in locks if lock.stat().st_mtime >= self._started]
+
+    def _stack(self, rank: int) -> str:
+        """What a rank that does not answer is at; it writes that into its log."""
+        with suppress(ProcessLookupError):
+            os.kill(self._children[rank].pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        return f"did not finish; a case may take {self.seconds:.0f} s, and {GRACE:.0f} s once another rank failed"
+
+    def _log(self, rank: int) -> Path:
+        return self._logs / f"rank{rank}.log"
+
+    def _printed(self, rank: int) -> str:
+        log = self._log(rank)
+        text = log.read_text(errors="replace")[-4000:].strip() if log.exists() else ""
+        return f"\n--- printed by rank {rank}:\n{text}" if text else ""
+
+    def stop(self, kill: bool = False) -> None:
+        """End the processes that this object started, and what they started."""
+        for line in self._lines:
+            line.close()  # they end by themselves
+        for child in self._children:
+            child.join(0 if kill else 10)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.join(10)
+        for lock in self._locks() if kill and self._children else ():
+            lock.unlink(missing_ok=True)  # every later build would wait for the one that was ended
+        self._children, self._lines = [], []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()
+        shutil.rmtree(self._logs, ignore_errors=True)
+
+
+def run_ranks(case: Case, world: int = 2, seconds: float = SECONDS) -> list[Any]:
+    """One case in processes of its own; what each returned, by rank."""
+    with Ranks(world, seconds) as ranks:
+        return ranks.run(case)
+
+
+def _serve(rank: int, world: int, port: int, environment: Mapping[str, str], log: str, line: Connection) -> None:
+    """Run what comes along the line, until it is closed."""
+    os.setsid()  # a group of its own, to be ended with all it starts
+    with Path(log).open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nothing is lost when it is killed
+    faulthandler.register(signal.SIGUSR1, sys.__stderr__)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in ranks.items()} | environment)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", OMP_NUM_THREADS="1")
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            case = line.recv_bytes()
+        except (EOFError, ConnectionError):
+            os._exit(0)  # without the destructors of process groups, which may wait for the other rank
+        Path(log).write_bytes(b"")
+        torch.manual_seed(0)  # whatever ran before
+        line.send_bytes(_answer(case))
+
+
+def _answer(case: bytes) -> bytes:
+    try:
+        return pickle.dumps((True, pickle.loads(case).run()))  # bytes: shared tensors would die with this process
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))

@@ -1,0 +1,271 @@
+"""What each rank of a run under DDP, FSDP1, FSDP2 or ZeRO does; the tests look at what came back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from lightning_mp import NonFiniteError, PlanError
+from lightning_mp.modules.patterns import plain_name
+from support import hf
+from support.models import FEATURES, InfiniteGradient, Regression
+from support.oracles import plan_for
+from support.running import fit
+
+WAIT = {"timeout": timedelta(seconds=30), "process_group_backend": "gloo"}
+BAD_RANK = 1
+PINS = {"LayerNorm": "fp32"}
+RATE = 1e-2
+
+
+def _by_dimension(parameters: Any) -> Any:
+    """Groups as most training scripts make them: no decay for what has one dimension, and that group first."""
+    parameters = list(parameters)
+    groups = [{"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, "lr": 3e-3}]
+    return AdamW([*groups, {"params": [p for p in parameters if p.dim() > 1]}], lr=RATE, eps=1e-4, weight_decay=0.3)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "fused": partial(AdamW, lr=RATE, eps=1e-4, fused=True),
+    "adamw": partial(AdamW, lr=RATE, eps=1e-4),
+    "momentum": partial(SGD, lr=1e-3, momentum=0.9),
+    "sgd": partial(SGD, lr=1e-3),
+    "groups": _by_dimension,
+    "adagrad": partial(Adagrad, lr=RATE, initial_accumulator_value=0.5),
+}
+
+
+def rank() -> int:
+    """This process's."""
+    return int(os.environ["RANK"])
+
+
+def world() -> int:
+    """How many processes there are."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def on(strategy: Any) -> dict[str, Any]:
+    """Trainer arguments: every rank on the CPU, with its own data."""
+    return {"strategy": strategy, "devices": world(), "use_distributed_sampler": False}
+
+
+def ddp(**options: Any) -> dict[str, Any]:
+    """Under DDP, and no waiting for ever."""
+    return on(DDPStrategy(**WAIT, **options))
+
+
+def fsdp1(**options: Any) -> dict[str, Any]:
+    """Under FSDP1; every linear layer is a unit unless told otherwise."""
+    from lightning_mp.strategies.fsdp1.strategy import PlanFSDP1Strategy
+
+    return on(PlanFSDP1Strategy(**WAIT, **{"wrap": "Linear", **options}))
+
+
+def fsdp2(**options: Any) -> dict[str, Any]:
+    """Under FSDP2, likewise."""
+    from lightning_mp.strategies.fsdp2.strategy import PlanFSDP2Strategy
+
+    return on(PlanFSDP2Strategy(**WAIT, **{"wrap": "Linear", **options}))
+
+
+HOSTS: dict[str, Callable[..., dict[str, Any]]] = {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2}
+
+
+class Ranked(Regression):
+    """Each data-parallel rank has its own data; gradients overflow on rank ``BAD_RANK`` alone, in the batches ``bad``.
+
+    ``even`` nets are split into whole vectors of the CPU's. Torch rounds what is left over from a vector another way,
+    so that a step on a piece of a tensor is, to the last bit, the step on the whole only where nothing is left over.
+    """
+
+    def __init__(
+        self, bad: tuple[int, ...] = (), optimizer: str = "fused", schedule: bool = False, even: bool = False
+    ) -> None:
+        super().__init__(OPTIMIZERS[optimizer], partial(StepLR, step_size=1, gamma=0.5) if schedule else None)
+        self.bad = bad
+        self.validated: list[float] = []
+        if even:
+            generator = torch.Generator().manual_seed(5)
+            layers = nn.Linear(FEATURES, 64, bias=False), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 2, bias=False)
+            self.net = nn.Sequential(*layers)
+            for parameter in self.net.parameters():
+                parameter.data.normal_(0.0, 0.1, generator=generator)
+
+    def factor(self) -> int:
+        """What this rank's data is multiplied with."""
+        return 1 + self.global_rank
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        out = self.net(x * self.factor())
+        guilty = self.global_rank == min(BAD_RANK, self.trainer.world_size - 1)
+        if self.training and guilty and len(self.losses) in self.bad:
+            out = InfiniteGradient.apply(out)
+        return (out.float() - y.float()).pow(2).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self.loss(batch).item())
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
+class Sick(Ranked):
+    """From step 2 on rank ``BAD_RANK`` has a batch, a gradient (of the last layer) or a loss that is not finite."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def loss(self, batch: Any) -> Tensor:
+        guilty = self.global_rank == BAD_RANK and self.trainer.global_step >= 2
+        x, y = batch
+        hidden = self.net[1](self.net[0](x * float("nan") if guilty and self.how == "batch" else x)).relu()
+        if guilty and self.how == "gradient":
+            hidden = InfiniteGradient.apply(hidden)
+        loss = (self.net[3](hidden).float() - y).pow(2).mean()
+        return loss * float("nan") if guilty and self.how == "loss" else loss
+
+
+class Language(LightningModule):
+    """A tiny transformers model; each rank has its own rows."""
+
+    def __init__(self, kind: str, meta: bool = False) -> None:
+        super().__init__()
+        with torch.device("meta") if meta else nullcontext():
+            self.model = hf.MODELS[kind]()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = hf.loss_of(self.model, (batch + self.global_rank) % hf.VOCABULARY)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS["groups"](self.parameters())
+
+
+class Readings(Callback):
+    """The plan's readings, and the rates, after each batch; a norm that nobody took is nan."""
+
+    def __init__(self) -> None:
+        self.skipped: list[bool] = []
+        self.scales: list[float] = []
+        self.norms: list[float] = []
+        self.rates: list[list[float]] = []
+
+    def found(self) -> dict[str, Any]:
+        """All of them."""
+        return {"skipped": self.skipped, "scales": self.scales, "norms": self.norms, "rates": self.rates}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *rest: Any) -> None:
+        plan: Any = trainer.precision_plugin
+        self.skipped.append(plan.step_skipped)
+        if plan.scaler is not None:
+            self.scales.append(plan.scaler.get_scale())
+        self.norms.append(float("nan") if plan.last_grad_norm is None else float(plan.last_grad_norm))
+        self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def whole(module: LightningModule) -> dict[str, Tensor]:
+    """Every parameter and buffer in full, under its own name, whatever sharded it."""
+    model, context = module.trainer.strategy.model if module._trainer else None, nullcontext()
+    if isinstance(model, FullyShardedDataParallel):
+        context = FullyShardedDataParallel.summon_full_params(model, writeback=False)
+    elif any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        import deepspeed
+
+        context = deepspeed.zero.GatheredParameters(list(module.parameters()))
+    with context:
+        return {plain_name(name): full(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+
+
+#: what of the options of :func:`trained` is the plan's
+PLANS = ("pins", "reduce_dtype", "checkpointing", "loss_scaling", "nonfinite")
+
+
+def trained(mode: str, host: dict[str, Any], module: LightningModule, **options: Any) -> dict[str, Any]:
+    """One run, and what is left of it."""
+    plan = plan_for(mode, **{key: options.pop(key) for key in PLANS if key in options})
+    readings = Readings()
+    fit(module, plugins=[plan], callbacks=[readings, *options.pop("callbacks", ())], **options, **host)
+    return {
+        "weights": whole(module),
+        "skipped": readings.skipped,
+        "scales": readings.scales,
+        "norms": readings.norms,
+        "counts": (plan.applied_steps, plan.skipped_steps),
+        "losses": list(getattr(module, "losses", ())),
+        "validated": list(getattr(module, "validated", ())),
+        "lrs": list(getattr(module, "lrs", ())),
+    }
+
+
+@dataclass(frozen=True)
+class Both:
+    """The same run under DDP and under a sharded strategy."""
+
+    mode: str
+    module: Callable[[], LightningModule] = Ranked
+    #: the plan's and the Trainer's
+    options: dict[str, Any] = field(default_factory=dict)
+    #: the strategy's
+    strategy: dict[str, Any] = field(default_factory=dict)
+    host: str = "fsdp2"
+
+    def run(self) -> dict[str, Any]:
+        unused = {"find_unused_parameters": True} if self.host == "fsdp2" else {}
+        return {
+            "ddp": trained(self.mode, ddp(**unused), self.module(), **self.options),
+            "sharded": trained(self.mode, HOSTS[self.host](**self.strategy), self.module(), **self.options),
+        }
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The error that each rank's run ends with, where rank ``BAD_RANK`` is :class:`Sick`."""
+
+    mode: str
+    how: str
+    nonfinite: Any
+    host: Callable[..., dict[str, Any]] = fsdp2
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        try:
+            trained(self.mode, self.host(), Sick(self.how), nonfinite=self.nonfinite, **self.options)
+        except NonFiniteError as error:
+            return {"rank": error.rank, "step": error.step, "module": error.module, "message": str(error)}
+        return {}
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """What was said instead of running."""
+    try:
+        call()
+    except PlanError as error:
+        return str(error)
+    return "not refused"
