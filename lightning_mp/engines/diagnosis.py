@@ -46,7 +46,7 @@ def error(
     message = (
         f"Non-finite values in step {step}{where}: {what}; {place}; {state}{scaled}. "
         "Allowed: finite losses and gradients, or skips within the budget of nonfinite=NonFinite(max_consecutive=...). "
-        f"{_advice(bad_loss, scale)}."
+        f"{_advice(origin, bad_loss, scale)}."
     )
     kind = LossScaleError if at_min else NonFiniteError
     return kind(
@@ -74,9 +74,10 @@ def first_bad_rank(mine: Found, *, distributed: bool) -> tuple[int | None, Found
     return None, (None, False)
 
 
-def _advice(bad_loss: bool, scale: float | None) -> str:
+def _advice(origin: Origin | None, bad_loss: bool, scale: float | None) -> str:
     if bad_loss:
         return "Look at that module's input and weights, and at the batch: no loss scale makes a non-finite loss finite"
-    if scale is not None:
-        return "Pin that module to fp32 (pins={...: 'fp32'}), lower the learning rate, or use 'bf16-mixed'"
-    return "Pin that module to fp32, lower the learning rate, or clip gradients"
+    # The root module cannot be pinned, and where none could be named there is nothing to write.
+    named = origin is not None and origin.module
+    lower = f"Pin that module (pins={{{named!r}: 'fp32'}}), lower" if named else "Lower"
+    return f"{lower} the learning rate, or " + ("clip gradients" if scale is None else "use 'bf16-mixed'")

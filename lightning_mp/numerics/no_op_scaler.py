@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_mp.numerics.found_inf import FoundInf
 from lightning_mp.numerics.grads import gradients, parameters_of, step_unless, unscale_and_check_
 
-_Loss = TypeVar("_Loss")
+LossT = TypeVar("LossT")
 
 
 class NoOpScaler:
@@ -25,7 +25,7 @@ class NoOpScaler:
         self.flags, self._checks, self._device = found_inf, checks, device
         self._one = torch.ones((), dtype=torch.float32, device=device)
 
-    def scale(self, outputs: _Loss) -> _Loss:
+    def scale(self, outputs: LossT) -> LossT:
         """The loss itself."""
         return outputs
 

@@ -48,7 +48,7 @@ def test_every_strategy_is_as_declared(ranks: Ranks, tmp_path: Path, case: str) 
 def test_what_is_summed_and_what_one_rank_alone_does(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(Differing(tmp_path))
     for found in (first, second):
-        assert "net.3: computed in fp32 on rank 1. Allowed: bf16" in found["one rank"]
+        assert "net.3 computed in fp32 on rank 1. Allowed: bf16" in found["one rank"]
         assert found["stock"] == [("bf16", True)] * 3  # stock DDP sums what it finds
         assert found["behind"] == [("fp16", False)] * 3
     assert "net.0, net.1, net.3 (3 modules) with gradients summed across ranks in fp16" in first["told"][0]

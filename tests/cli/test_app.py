@@ -168,7 +168,7 @@ def test_consolidate_says_what_it_left_out(checkpoint: Path, tmp_path: Path) -> 
     ("arguments", "says"),
     [
         (["{missing}", "{out}"], "which does not exist"),
-        (["{checkpoint}", "{out}", "--dtype", "fp9"], "Got dtype 'fp9'. Allowed: fp32, bf16, fp16"),
+        (["{checkpoint}", "{out}", "--dtype", "fp9"], "Got dtype='fp9'. Allowed: fp32, bf16, fp16"),
         (["{checkpoint}", "{out}", "--prefix", "model."], "Got the prefix 'model.'"),
         (["{checkpoint}", "{out}x"], "a name ending in .pt, .pth, .bin, .ckpt, .safetensors"),
         (["{checkpoint}", "{checkpoint}/w.pt"], "exists"),

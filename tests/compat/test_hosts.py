@@ -15,6 +15,7 @@ import pytest
 from support import hosted
 from support.launching import environment
 
+ROOT = Path(__file__).resolve().parents[2]
 LIGHTNING, PYTORCH_LIGHTNING = "lightning.pytorch", "pytorch_lightning"
 COPIES = (LIGHTNING, PYTORCH_LIGHTNING)
 FIRST = (LIGHTNING, "ours first")
@@ -30,7 +31,7 @@ def printed(*command: str, cwd: Path | None = None) -> str:
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        env=environment(),
+        env=environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"),
         cwd=cwd,
         timeout=280,
         check=False,

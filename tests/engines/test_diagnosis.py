@@ -39,7 +39,7 @@ def test_a_replay_names_the_module_and_the_parameter() -> None:
         net[2].weight[0, 0] = float("inf")
     error = _error(net, _replay(net))
     assert (error.rank, error.step, error.module, error.parameter) == (0, 7, "2", "2.weight")
-    for part in ("in step 7 on rank 0: a step", "first seen in module '2' (forward)", "Allowed:"):
+    for part in ("in step 7 on rank 0: a step", "first seen in module '2' (forward)", "Allowed:", "pins={'2': 'fp32'}"):
         assert part in str(error)
 
 
@@ -55,6 +55,7 @@ def test_where_nothing_can_be_told_it_says_so() -> None:
     error = _error(_net(), None)
     assert (error.module, error.parameter) == (None, None)
     assert "no module could be named" in str(error)
+    assert str(error).endswith("Lower the learning rate, or clip gradients.")
 
 
 @pytest.mark.parametrize(

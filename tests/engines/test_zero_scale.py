@@ -100,6 +100,12 @@ class _DeepSpeed(torch.nn.Module):
     def step(self) -> None:
         self.zero.clipped_at.append(self.zero.clip_grad)
 
+    def was_step_applied(self) -> bool:
+        return not self.zero.overflow
+
+    def get_global_grad_norm(self) -> Any:
+        return self.zero._global_grad_norm
+
 
 def _engine(zero: _Zero, boundary: bool = True) -> ZeroEngine:
     engine = ZeroEngine(

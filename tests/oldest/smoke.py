@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,13 @@ def fit(name: str, folder: Path, ckpt_path: str | None = None) -> tuple[list[flo
     return module.losses, plan.applied_steps
 
 
-def run(names: list[str], folder: str) -> dict[str, Any]:
-    """For every name: the run, and the run that resumes from its first epoch."""
-    found: dict[str, Any] = {}
-    for name in names:
-        place = Path(folder) / name
-        found[name] = fit(name, place), fit(name, place / "again", str(place / "epoch=0.ckpt"))
-    return found
+@dataclass(frozen=True)
+class Resumed:
+    """A run, and the run that resumes from its first epoch."""
+
+    name: str
+    folder: Path
+
+    def run(self) -> tuple[tuple[list[float], int], tuple[list[float], int]]:
+        whole = fit(self.name, self.folder)
+        return whole, fit(self.name, self.folder / "again", str(self.folder / "epoch=0.ckpt"))

@@ -83,7 +83,7 @@ def test_the_error_names_the_guilty_rank_on_every_rank(ranks: Ranks, mode: str, 
     assert one["rank"] == BAD_RANK
     assert one["step"] == 5  # three skips from step 2 on are allowed
     assert one["module"] == {"gradient": "net.3", "loss": "net.3", "batch": "net.0"}[how]
-    assert f"rank {BAD_RANK}, step 5" in one["message"]
+    assert f"step 5 on rank {BAD_RANK}" in one["message"]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
+from unittest import mock
 
 import torch.multiprocessing as mp
 
@@ -92,10 +93,11 @@ class Ranks:
         context, port, self._started = mp.get_context("spawn"), free_port(), time.time()
         for rank in range(self.world):
             mine, theirs = context.Pipe()
-            arguments = (rank, self.world, port, self._environment, str(self._log(rank)), theirs)
+            arguments = (rank, self.world, port, str(self._log(rank)), theirs)
             self._children.append(context.Process(target=_serve, args=arguments, daemon=True))
             self._lines.append(mine)
-            self._children[-1].start()
+            with mock.patch.dict(os.environ, self._environment):  # it is there before the main module is imported again
+                self._children[-1].start()
             theirs.close()
 
     def _collect(self, deadline: float) -> list[Any]:
@@ -179,7 +181,7 @@ def _serve(rank: int, world: int, port: int, environment: Mapping[str, str], log
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nothing is lost when it is killed
     faulthandler.register(signal.SIGUSR1, sys.__stderr__)
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in ranks.items()} | environment)
+    os.environ.update({name: str(value) for name, value in ranks.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", OMP_NUM_THREADS="1")
     import torch
 

@@ -99,6 +99,9 @@ class Ranked(Regression):
         super().__init__(OPTIMIZERS[optimizer], partial(StepLR, step_size=1, gamma=0.5) if schedule else None)
         self.bad = bad
         self.validated: list[float] = []
+        #: by batch, how many came before it: the same when a batch is run again
+        self._places: dict[int, int] = {}
+        self._place = 0
         if even:
             generator = torch.Generator().manual_seed(5)
             layers = nn.Linear(FEATURES, 64, bias=False), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 2, bias=False)
@@ -110,11 +113,15 @@ class Ranked(Regression):
         """What this rank's data is multiplied with."""
         return 1 + self.global_rank
 
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._place = self._places.setdefault(batch_idx, len(self.losses))
+        return super().training_step(batch, batch_idx)
+
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         out = self.net(x * self.factor())
         guilty = self.global_rank == min(BAD_RANK, self.trainer.world_size - 1)
-        if self.training and guilty and len(self.losses) in self.bad:
+        if self.training and guilty and self._place in self.bad:
             out = InfiniteGradient.apply(out)
         return (out.float() - y.float()).pow(2).mean()
 

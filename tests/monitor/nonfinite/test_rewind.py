@@ -117,7 +117,7 @@ def test_without_a_model_checkpoint_it_is_refused_at_the_start(guard: NonFiniteG
 
 
 def test_before_the_first_checkpoint_it_raises_and_says_so(guard: NonFiniteGuard, tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="no checkpoint with finite weights was written yet") as caught:
+    with pytest.raises(NonFiniteError, match="before any checkpoint with finite weights was written") as caught:
         fit(Breaks("loss"), callbacks=[guard, _every(tmp_path / "saved", 4)], enable_checkpointing=True)
     assert (caught.value.step, caught.value.module) == (3, "net.4")
 
