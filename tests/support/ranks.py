@@ -172,7 +172,7 @@ def run_ranks(case: Case, world: int = 2, seconds: float = SECONDS) -> list[Any]
         return ranks.run(case)
 
 
-def _serve(rank: int, world: int, port: int, environment: Mapping[str, str], log: str, line: Connection) -> None:
+def _serve(rank: int, world: int, port: int, log: str, line: Connection) -> None:
     """Run what comes along the line, until it is closed."""
     os.setsid()  # a group of its own, to be ended with all it starts
     with Path(log).open("ab") as file:
