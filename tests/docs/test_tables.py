@@ -236,7 +236,7 @@ def _given_on_the_page() -> list[str]:
     return [
         given
         for table in tables("docs/errors.md")
-        if table[0][0] == "given"
+        if table[0][0] == "got"
         for row in table[1:]
         for given in re.findall(r"`([^`]+)`", row[0])
     ]
