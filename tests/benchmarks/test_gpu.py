@@ -50,6 +50,7 @@ def test_every_part_runs_where_only_torch_lightning_and_transformers_are(tmp_pat
     assert text.count("\n## ") == len(command.PARTS)
 
 
+@pytest.mark.slow
 def test_without_a_device_every_part_says_so_and_the_page_is_written(tmp_path: Path) -> None:
     done = run(tmp_path, "--parts", "sync", "mfu")
     assert done.returncode == 1
@@ -57,6 +58,7 @@ def test_without_a_device_every_part_says_so_and_the_page_is_written(tmp_path: P
     assert text.count("This part needs a CUDA device") == 2
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_or_dies_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(command.PARTS, "sync", 1)  # not even torch is imported by then
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -57,6 +57,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["ours first", "theirs first"])
 @pytest.mark.parametrize("copy", COPIES)
 def test_a_program_runs_alike_under_either_name_whichever_it_imports_first(
@@ -71,6 +72,7 @@ def test_a_program_runs_alike_under_either_name_whichever_it_imports_first(
     assert ran["others"] == first["others"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_copy_is_resumed_under_the_other(program: Program) -> None:
     ran = program(PYTORCH_LIGHTNING, "ours first")
     assert ran["of another"] == ran["runs"]["resumed"]
@@ -141,6 +143,7 @@ print(json.dumps({{"said": said, "losses": module.losses}}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [COPIES, COPIES[::-1]])
 def test_with_both_in_one_process_the_trainer_of_the_other_copy_is_refused_with_what_to_write(
     first: str, second: str, tmp_path: Path

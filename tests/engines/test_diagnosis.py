@@ -63,7 +63,7 @@ def test_where_nothing_can_be_told_it_says_so() -> None:
     [
         (torch.tensor(float("nan")), None, "no loss scale makes a non-finite loss finite"),
         (torch.tensor(float("inf")), 2.0, "no loss scale makes a non-finite loss finite"),
-        (torch.ones(()), 64.0, "Pin that module to fp32 (pins={...: 'fp32'})"),
+        (torch.ones(()), 64.0, "use 'bf16-mixed'"),
         (torch.ones(()), None, "clip gradients"),
         (None, None, "clip gradients"),
     ],
