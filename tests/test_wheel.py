@@ -186,5 +186,5 @@ def test_what_needs_another_extra_says_which_in_one_line(environment: Environmen
     done = environment.run("lightning-mp", "train", "--show")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.endswith("do: pip install 'lightning-mp[hydra]'")
+    assert line.endswith("Install it: pip install 'lightning-mp[hydra]'")
     assert "hydra-core" in line

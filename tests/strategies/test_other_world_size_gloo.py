@@ -72,5 +72,5 @@ def test_zero_says_how_many_processes_it_takes_before_any_step(
     ranks.run(Save(tmp_path, name))
     ((message, steps),) = alone.run(Resume(tmp_path, name))
     assert steps == 0
-    assert "a ZeRO run of 2 processes, to go on with 1" in message
+    assert "a ZeRO run of 2 processes, to be resumed with 1" in message
     assert "Start 2 processes" in message
