@@ -1,4 +1,4 @@
-"""The error a run stops with says where the value was first seen and what to do, and carries rank, step, module, parameter."""
+"""The error a run stops with says where the value was first seen and what to do; it carries rank, step, module, parameter."""
 
 from __future__ import annotations
 
