@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
+from lightning_mp.compat.torch import FSDP1_WRAPPER
 from lightning_mp.engines import closures
 from lightning_mp.engines.base import Replay, StepEngine
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.numerics import grad_norm, grads
 from lightning_mp.numerics.scaler import LossScaler
-
-#: what FSDP1's wrappers add to the names of modules
-_WRAPPER = "._fsdp_wrapped_module"
 
 
 class ShardedEngine(StepEngine):
@@ -70,9 +68,9 @@ class ShardedEngine(StepEngine):
     def _error(self, replay: Replay, what: str, *, at_min: bool = False) -> NonFiniteError:
         alone = None if replay is None else partial(_alone, self._module, replay)
         error = super()._error(alone, what, at_min=at_min)
-        error.args = (str(error).replace(_WRAPPER, ""), *error.args[1:])
+        error.args = (str(error).replace(FSDP1_WRAPPER, ""), *error.args[1:])
         error.module, error.parameter = (
-            name and name.replace(_WRAPPER, "") for name in (error.module, error.parameter)
+            name and name.replace(FSDP1_WRAPPER, "") for name in (error.module, error.parameter)
         )
         return error
 
