@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, SequentialL
 from lightning_mp import LossScaling
 from support import hf, sharded
 from support.models import FEATURES, HIDDEN, InfiniteGradient
-from support.sharded import Ranked
+from support.sharded import BAD_RANK, Ranked
 
 OPTIMIZERS = {**sharded.OPTIMIZERS, "sgd": partial(SGD, lr=1e-2, momentum=0.9)}
 RULES = {
@@ -28,11 +28,18 @@ RULES = {
 
 
 class Small(Ranked):
-    """With an AdamW that is not fused, unless told otherwise."""
+    """With an AdamW that is not fused, unless told otherwise; on rank ``BAD_RANK`` a weight's gradient overflows.
+
+    ZeRO-3 hands on another tensor than a module's output, so that the last module could not be told from its parent.
+    """
 
     def __init__(self, bad: tuple[int, ...] = (), optimizer: str = "adamw") -> None:
-        super().__init__(bad)
-        self.make_optimizer = OPTIMIZERS[optimizer]
+        super().__init__()
+        self.make_optimizer, self._overflows = OPTIMIZERS[optimizer], bad
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.overflow_at = self._overflows if self.global_rank == BAD_RANK else ()
+        return super().training_step(batch, batch_idx)
 
 
 class Asked(Small):
