@@ -1,4 +1,4 @@
-"""The error a run stops with says where the value was first seen and what to do; it carries rank, step, module, parameter."""
+"""The error a run stops with: what it says, and the rank, step, module and parameter that it carries."""
 
 from __future__ import annotations
 
