@@ -7,7 +7,7 @@ from functools import partial
 from types import MethodType
 from typing import Any, cast
 
-from lightning_mp.compat.lightning import LightningModule, Trainer
+from lightning_mp.compat.lightning import LightningModule, Trainer, WeightAveraging
 
 Skipped = Callable[[], bool]
 
@@ -89,7 +89,7 @@ class SkipAwareHooks:
         if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
             self._overrides.append(_SchedulerStep(module, skipped))
         for callback in cast("list[Any]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
-            if _averages_weights(callback):
+            if isinstance(callback, WeightAveraging):
                 self._overrides.append(_ShouldUpdate(callback, "should_update", skipped))
         for override in self._overrides:
             override.owner.__dict__[override.name] = override
@@ -99,11 +99,3 @@ class SkipAwareHooks:
         self.active = False
         while self._overrides:
             self._overrides.pop().remove()
-
-
-def _averages_weights(callback: Any) -> bool:
-    try:
-        from lightning_mp.compat.lightning import WeightAveraging
-    except ImportError:  # Lightning before 2.6
-        return False
-    return isinstance(callback, WeightAveraging)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -103,11 +104,7 @@ def test_of_two_schedulers_only_the_step_interval_one_is_held() -> None:
 
 
 def test_a_weight_average_does_not_move_on_a_skip() -> None:
-    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-    if not hasattr(callbacks, "WeightAveraging"):
-        pytest.skip("WeightAveraging came with Lightning 2.6")
-
-    class Counts(callbacks.WeightAveraging):
+    class Counts(WeightAveraging):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             self.updates = int(self._average_model.n_averaged)
             super().on_train_end(trainer, pl_module)

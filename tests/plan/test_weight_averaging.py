@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 
 from lightning_mp import LossScaling
 from support.models import Regression, same_weights, weights
@@ -16,13 +16,9 @@ from support.oracles import plan_for
 from support.running import fit
 from support.traces import Trace
 
-callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-if not hasattr(callbacks, "WeightAveraging"):
-    pytest.skip("WeightAveraging came with Lightning 2.6", allow_module_level=True)
-
 AVERAGES: dict[str, Any] = {
-    "mean": callbacks.WeightAveraging,
-    "ema": lambda: callbacks.EMAWeightAveraging(decay=0.5),
+    "mean": WeightAveraging,
+    "ema": lambda: EMAWeightAveraging(decay=0.5),
 }
 modes = pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "32-true"])
 
@@ -81,7 +77,7 @@ def test_without_skips_the_average_is_stocks(kind: str) -> None:
 def test_epoch_averages_are_left_alone() -> None:
     """An average taken at an epoch's end is taken even if its last step was skipped: the weights are the epoch's."""
 
-    class AtEpochEnd(callbacks.WeightAveraging):
+    class AtEpochEnd(WeightAveraging):
         def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
             return epoch_idx is not None
 
