@@ -81,6 +81,7 @@ def test_a_checkpoint_of_one_copy_is_resumed_under_the_other(program: Program) -
 # ---------------------------------------------------------------------- which copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", COPIES)
 def test_where_one_copy_is_installed_it_is_that_one(installed: str) -> None:
     missing = "['lightning']" if installed == PYTORCH_LIGHTNING else "['pytorch_lightning', 'lightning_fabric']"
@@ -193,6 +194,7 @@ assert type(TrainingHealth()).__name__ == "TrainingHealth"
 """
 
 
+@pytest.mark.slow
 def test_a_name_fetched_before_lightning_stands_for_the_real_one_in_every_way() -> None:
     printed("-c", DEFERRED)
 

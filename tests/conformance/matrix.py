@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from conformance import HOST, judge
+from conformance import judge
 from conformance.cells import Cell, run_cell
 from conformance.judge import Verdict
 from conformance.observe import Run
@@ -69,7 +69,7 @@ def column(
     folder = Path(tempfile.mkdtemp(prefix=f"conformance-{strategy}-"))
     verdicts: dict[str, Verdict] = {}
     try:
-        with Ranks(world(strategy), environment={HOST: host(strategy)}) as ranks:
+        with Ranks(world(strategy), environment=environment(strategy)) as ranks:
             for name in names:
                 start = time.monotonic()
                 verdicts[name] = _cell(ranks, strategy, name, references, folder / name)

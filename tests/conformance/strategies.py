@@ -39,6 +39,11 @@ def host(strategy: str) -> str:
     return strategy.partition("@")[2] or "lightning.pytorch"
 
 
+def environment(strategy: str) -> dict[str, str]:
+    """What its processes have to find before their first import."""
+    return {HOST: host(strategy)} if "@" in strategy else {}
+
+
 def world(strategy: str) -> int:
     """How many processes it runs in."""
     return 1 if strategy == "single" else 2

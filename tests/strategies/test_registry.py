@@ -17,8 +17,17 @@ ORDERS = {
 LIST = "from {copy}.strategies import StrategyRegistry as r; print(*r.available_strategies())"
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("copy", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize(
+    ("copy", "order"),
+    [
+        pytest.param(copy, ORDERS[order], id=f"{copy}, {order}", marks=marks)
+        for copy, order, marks in [
+            ("lightning.pytorch", "the plan first", ()),  # the others are as many fresh imports of Lightning
+            *[("lightning.pytorch", order, pytest.mark.slow) for order in list(ORDERS)[1:]],
+            *[("pytorch_lightning", order, pytest.mark.slow) for order in ORDERS],
+        ]
+    ],
+)
 def test_every_name_is_registered(copy: str, order: str) -> None:
     program = f"{order}; {LIST}".format(copy=copy)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
