@@ -20,6 +20,7 @@ from lightning_mp.compat.lightning import (
     ParallelStrategy,
     Trainer,
     TrainerFn,
+    rank_zero_info,
     rank_zero_warn,
     trainer_of,
 )
@@ -27,7 +28,8 @@ from lightning_mp.deepspeed_config import DeepSpeedJson
 from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, near_keywords
+from lightning_mp.modules.describe import announcement
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.scaler import LossScaler
@@ -43,6 +45,7 @@ from lightning_mp.policy import (
     load,
     presets,
 )
+from lightning_mp.policy.expression import call
 
 #: the keys under which stock Lightning's plugins keep a GradScaler's state
 _STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
@@ -54,7 +57,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     It is a ``FSDPPrecision`` only so that every stock strategy accepts it; nothing of that class is used.
 
     Args:
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"auto"``.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"auto"``; other
+            words for them are taken as well (``16``, ``"fp16"``, ``"bf16"``).
         loss_scaling: the rule of the loss scale, for the fp16 modes; a :class:`LossScaling` or a mapping of its fields.
         pins: module patterns and the dtype each is stored and run in, ``{"*norm*": "fp32"}``; the first match wins.
         tf32: ``"high"`` or ``True`` lets fp32 products run in TF32 where the device has it; ``"highest"`` or ``False``
@@ -68,9 +72,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         PlanError: what was given cannot be carried out; every fault is named at once.
     """
 
+    @near_keywords
     def __init__(
         self,
-        precision: Precision = "bf16-mixed",
+        precision: Precision | str | int = "bf16-mixed",
         *,
         loss_scaling: LossScalingLike = None,
         pins: PinsLike = None,
@@ -151,7 +156,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         return {**self.__dict__, **detached}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.precision!r})"
+        precision, *others = self._declared.arguments().items()
+        return call(type(self).__name__, dict(others), precision[1])
 
     # ------------------------------------------------------------------ the module
 
@@ -197,6 +203,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
 
             warn_at_fit(module, self.policy)
+            for line in announcement(self.policy, module):
+                rank_zero_info(line)
         self._engine = engine
         engine.prepare(module)
         self._restore_tf32 = device_rules.switch_tf32(self.policy, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ Replay = Callable[[], Tensor | None] | None
 
 class StepEngine(ABC):
     """Carries a policy out on one kind of strategy; what differs between kinds is in its three subclasses."""
+
+    #: which process holds what, for people
+    holds: ClassVar[str]
 
     def __init__(
         self,

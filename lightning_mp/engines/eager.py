@@ -22,6 +22,8 @@ from lightning_mp.numerics.scaler import LossScaler
 class EagerEngine(StepEngine):
     """Carries a policy out where gradients are whole."""
 
+    holds = "every process holds all parameters"
+
     def may_be_reverted(self) -> bool:
         """Under loss scaling: there LBFGS and its kind are refused."""
         return isinstance(self.scaler, LossScaler)

@@ -34,6 +34,13 @@ def engine_of(strategy: Strategy | None) -> type[StepEngine]:
     return ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
 
 
+def describe(strategy: Strategy) -> str:
+    """The strategy's name, and what it does with parameters."""
+    world = getattr(strategy, "world_size", 1)
+    processes = "1 process" if world == 1 else f"{world} processes"
+    return f"{type(strategy).__name__}, {processes}: {engine_of(strategy).holds}"
+
+
 def check_hosts(strategy: Strategy | None) -> None:
     """Raise where torch, Lightning or DeepSpeed lacks what a plan, or ``strategy``, uses of it beyond its public names.
 

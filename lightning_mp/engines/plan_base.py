@@ -1,10 +1,15 @@
-"""What monitors may read of a ``MixedPrecisionPlan``, which lives on a floor above theirs."""
+"""What monitors and people may read of a ``MixedPrecisionPlan``, which lives on a floor above."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import weakref
 
+from torch import Tensor, nn
+
+from lightning_mp.compat.lightning import Trainer
+from lightning_mp.engines import for_strategy
 from lightning_mp.engines.base import StepEngine
+from lightning_mp.modules import describe
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.policy import PrecisionPolicy
@@ -19,6 +24,7 @@ class PlanBase:
     #: ``None`` in a mode without loss scaling
     scaler: LossScaler | None
     _engine: StepEngine | None = None
+    _trainer: weakref.ref[Trainer] | None = None
 
     @property
     def step_skipped(self) -> bool:
@@ -44,3 +50,20 @@ class PlanBase:
     def last_grad_norm(self) -> Tensor | None:
         """The global gradient norm of the last clipping by norm, before it: an fp32 scalar on the device."""
         return None if self._engine is None else self._engine.last_norm
+
+    def describe(self, module: nn.Module | None = None) -> str:
+        """What is declared, as a table: what is stored, computed, reduced and kept in which dtype, and by what rules.
+
+        With ``module``, or within a run, each pin and the checkpointing come with the modules they cover.
+        """
+        return describe.as_text(self._described(module))
+
+    def _repr_html_(self) -> str:
+        return describe.as_html(self._described(None))
+
+    def _described(self, module: nn.Module | None) -> describe.Rows:
+        trainer = None if self._trainer is None else self._trainer()
+        strategy = None if trainer is None or self._engine is None else trainer.strategy
+        if module is None and trainer is not None and self._engine is not None:
+            module = trainer.lightning_module
+        return describe.rows(self.policy, module, None if strategy is None else for_strategy.describe(strategy))

@@ -23,6 +23,8 @@ from lightning_mp.numerics.scaler import LossScaler
 class ShardedEngine(StepEngine):
     """Carries a policy out on sharded parameters."""
 
+    holds = "every process holds a shard of every parameter"
+
     #: the groups that plain gradients are split over
     _flat_groups: grad_norm.Groups = ()
 

@@ -26,6 +26,8 @@ from lightning_mp.numerics.scaler import LossScaler
 class ZeroEngine(StepEngine):
     """Carries a policy out through a ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3."""
 
+    holds = "DeepSpeed partitions optimizer state, gradients and parameters by its stage"
+
     #: the DeepSpeedEngine and its ZeRO optimizer, which have no types
     _deepspeed: Any = None
     _zero: Any = None

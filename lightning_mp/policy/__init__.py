@@ -3,7 +3,6 @@
 from lightning_mp.policy.loss_scaling import LossScaling
 from lightning_mp.policy.precision_policy import (
     DTYPES,
-    PRECISIONS,
     STORAGE_DTYPES,
     TF32_SETTINGS,
     Checkpointing,
@@ -13,10 +12,10 @@ from lightning_mp.policy.precision_policy import (
     NonFiniteLike,
     Pin,
     PinsLike,
-    Precision,
     PrecisionPolicy,
     storage_dtype,
 )
+from lightning_mp.policy.words import PRECISIONS, Precision, precision_word
 
 __all__ = [
     "DTYPES",
@@ -33,5 +32,6 @@ __all__ = [
     "PinsLike",
     "Precision",
     "PrecisionPolicy",
+    "precision_word",
     "storage_dtype",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from lightning_mp.errors import Faults, is_number
+from lightning_mp.policy.expression import expression
 
 # torch.amp.GradScaler's defaults, https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 TORCH_INIT_SCALE = 2.0**16
@@ -51,6 +52,8 @@ class LossScaling:
     max_scale: float | None = None
     at_min: Literal["hold", "raise"] = "hold"
     dynamic: bool = True
+
+    __repr__ = expression
 
     def __post_init__(self) -> None:
         with Faults("LossScaling") as faults:

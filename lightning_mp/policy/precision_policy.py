@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast
 
-from lightning_mp.errors import Faults, PlanError, did_you_mean
+from lightning_mp.errors import Faults, PlanError, did_you_mean, is_number
+from lightning_mp.policy.expression import call, expression
 from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.words import PRECISIONS, precision_fix, precision_word
 
-Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "auto"]
-PRECISIONS: tuple[str, ...] = get_args(Precision)
 SCALED_PRECISIONS = ("16-mixed", "16-true", "auto")
 
 _ALIASES = {
@@ -59,6 +59,8 @@ class Pin:
     dtype: str
     output: str | None = None
 
+    __repr__ = expression
+
     def __post_init__(self) -> None:
         pattern: object = self.pattern
         name = f"pin {pattern!r}"
@@ -88,6 +90,8 @@ class Checkpointing:
     every: int = 1
     save_ops: tuple[str, ...] | None = None
     preserve_rng: bool = True
+
+    __repr__ = expression
 
     def __post_init__(self) -> None:
         given = cast("object", self.modules)
@@ -135,6 +139,8 @@ class NonFinite:
     action: Literal["skip", "raise", "ignore"] = "skip"
     max_consecutive: int = 100
 
+    __repr__ = expression
+
     def __post_init__(self) -> None:
         with Faults("NonFinite") as faults:
             faults.one_of("nonfinite", self.action, ("skip", "raise", "ignore"), "write 'skip', the default")
@@ -158,6 +164,8 @@ class PrecisionPolicy:
     the format gradients are summed in across ranks; ``buffer_dtype`` that of floating buffers (``None``: as the
     parameters under the true modes, untouched under the others).
 
+    ``precision`` is taken in the other words for it too (``16``, ``"fp16"``), and kept as one of ``PRECISIONS``.
+
     Raises:
         PlanError: every fault of every field at once.
     """
@@ -174,9 +182,9 @@ class PrecisionPolicy:
     def __post_init__(self) -> None:
         buffers: object = self.buffer_dtype
         with Faults() as faults:
+            _set(self, precision=_precision(self.precision, faults))
             _set(
                 self,
-                precision=_precision(self.precision, faults),
                 loss_scaling=_loss_scaling(self.loss_scaling, self.precision, faults),
                 pins=_pins(self.pins, faults),
                 tf32=_tf32(self.tf32, faults),
@@ -185,6 +193,19 @@ class PrecisionPolicy:
                 reduce_dtype=storage_dtype(self.reduce_dtype or "fp32", "reduce_dtype", faults),
                 buffer_dtype=None if buffers is None else storage_dtype(buffers, "buffer_dtype", faults),
             )
+
+    def __repr__(self) -> str:
+        return call(type(self).__name__, self.arguments())
+
+    def arguments(self) -> dict[str, Any]:
+        """What builds the policy again: the precision, and what is not the default under it."""
+        default = PrecisionPolicy(precision=self.precision)
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        given = {name: value for name, value in values.items() if value != getattr(default, name)}
+        plain = {pin.pattern: pin.dtype for pin in self.pins if pin.output is None}
+        if self.pins:
+            given["pins"] = plain if len(plain) == len(self.pins) else list(self.pins)
+        return {"precision": self.precision, **given}
 
     @property
     def storage_dtype(self) -> str:
@@ -238,6 +259,11 @@ _EXAMPLES: Mapping[type[Any], str] = {
     NonFinite: "NonFinite()",
     Pin: "Pin('*norm*', 'fp32')",
 }
+#: what a bare number in a piece's place is meant to be
+_NUMBER_IN: Mapping[type[Any], str] = {
+    LossScaling: "LossScaling.static({})",
+    NonFinite: "NonFinite(max_consecutive={})",
+}
 
 
 def _piece(kind: type[_Piece], value: object, what: str, faults: Faults) -> _Piece | None:
@@ -246,7 +272,10 @@ def _piece(kind: type[_Piece], value: object, what: str, faults: Faults) -> _Pie
         return value
     name, shown = kind.__name__, f"{what}={[value] if kind is Pin else value!r}"
     if not isinstance(value, Mapping):
-        faults.add(shown, f"{name}(...) or a mapping of its fields", f"write {_EXAMPLES[kind]}")
+        number = _NUMBER_IN.get(kind) if is_number(value) else None
+        faults.add(
+            shown, f"{name}(...) or a mapping of its fields", f"write {(number or _EXAMPLES[kind]).format(value)}"
+        )
         return None
     known = _known_fields(kind, cast("Mapping[str, Any]", value), f"{what}.", faults)
     missing = [item.name for item in fields(kind) if item.default is MISSING and item.name not in known]
@@ -261,9 +290,12 @@ def _piece(kind: type[_Piece], value: object, what: str, faults: Faults) -> _Pie
 
 
 def _precision(value: object, faults: Faults) -> str:
-    if value not in PRECISIONS:
-        faults.add(f"precision={value!r}", ", ".join(PRECISIONS), did_you_mean(str(value), PRECISIONS))
-    return str(value)
+    word = precision_word(value)
+    if word is None:
+        from lightning_mp.policy.presets import PRESETS  # here: they are made of policies
+
+        faults.add(f"precision={value!r}", ", ".join(PRECISIONS), precision_fix(value, PRESETS))
+    return word or str(value)
 
 
 def _loss_scaling(value: object, precision: object, faults: Faults) -> LossScaling | None:

@@ -17,7 +17,7 @@ from conformance.cells import Cell, run_cell
 from conformance.judge import Verdict
 from conformance.observe import Run
 from conformance.policies import POLICIES
-from conformance.strategies import TIMEOUT, host, world
+from conformance.strategies import TIMEOUT, environment, world
 from support.ranks import RankError, Ranks
 
 Progress = Callable[[str, str, Verdict, float], None]

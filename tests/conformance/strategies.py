@@ -8,6 +8,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from conformance import HOST
 from lightning_mp import make_strategy
 from lightning_mp.compat.host import host as used
 

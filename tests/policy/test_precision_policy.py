@@ -10,46 +10,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from lightning_mp import Checkpointing, LossScaling, NonFinite, Pin, PlanError, PrecisionPolicy
-from lightning_mp.policy import DTYPES, PRECISIONS, STORAGE_DTYPES, TF32_SETTINGS
-from support.scales import scalings
-
-words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
-storage = st.sampled_from(STORAGE_DTYPES)
-pins = st.builds(Pin, pattern=words, dtype=storage, output=st.none() | st.sampled_from(["pin", "input"]) | storage)
-
-
-@st.composite
-def checkpointings(draw: st.DrawFn) -> Checkpointing:
-    mode = draw(st.sampled_from(["full", "selective"]))
-    return Checkpointing(
-        modules=draw(words | st.lists(words, min_size=1, max_size=3)),  # type: ignore[arg-type]
-        mode=mode,
-        every=draw(st.integers(1, 9)),
-        save_ops=draw(st.none() | st.lists(words, max_size=3)) if mode == "selective" else None,  # type: ignore[arg-type]
-        preserve_rng=draw(st.booleans()),
-    )
-
-
-@st.composite
-def policies(draw: st.DrawFn) -> PrecisionPolicy:
-    precision = draw(st.sampled_from(PRECISIONS))
-    scaled = precision in ("16-mixed", "16-true", "auto")
-    actions = st.sampled_from(["skip", "raise", "ignore"])
-    return PrecisionPolicy(
-        precision=precision,
-        loss_scaling=draw(st.none() | scalings()) if scaled else None,
-        pins=tuple(draw(st.lists(pins, max_size=3))),
-        tf32=draw(st.none() | st.sampled_from(TF32_SETTINGS)),
-        checkpointing=draw(st.none() | checkpointings()),
-        nonfinite=NonFinite(action=draw(actions), max_consecutive=draw(st.integers(0, 200))),
-        reduce_dtype=draw(storage),
-        buffer_dtype=draw(st.none() | storage),
-    )
-
+from lightning_mp.policy import DTYPES, STORAGE_DTYPES, TF32_SETTINGS
+from support.policies import policies
 
 # ---------------------------------------------------------------------- round trips
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -17,9 +18,13 @@ STORED = "fp32, bf16, fp16"
 #: fields → what was given, what is allowed, what to do; parts of the message
 BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"precision": "fp8-mixed"}, "precision='fp8-mixed'", MODES, "did you mean"),
-    ({"precision": "16"}, "precision='16'", MODES, "'16-true'"),
+    ({"precision": "fp16-tru"}, "precision='fp16-tru'", MODES, "did you mean '16-true'?"),
+    ({"precision": "half-mixd"}, "precision='half-mixd'", MODES, "did you mean '16-mixed'?"),
+    ({"precision": "64-true"}, "precision='64-true'", MODES, "double precision is not offered"),
+    ({"precision": "A100"}, "precision='A100'", MODES, "MixedPrecisionPlan.preset('a100')"),
+    ({"precision": True}, "precision=True", MODES, ""),
     ({"precision": "bf16-mixd"}, "precision='bf16-mixd'", MODES, "'bf16-mixed'"),
-    ({"precision": 16}, "precision=16", MODES, ""),
+    ({"precision": 16.5}, "precision=16.5", MODES, "write one of these"),
     ({"precision": None}, "precision=None", MODES, "write one of these"),
     ({"precision": ["16-mixed"]}, "precision=['16-mixed']", MODES, ""),
     *[
@@ -37,6 +42,8 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
         "LossScaling(...)",
         "LossScaling()",
     ),
+    ({"precision": "16", "loss_scaling": 128}, "loss_scaling=128", "LossScaling(...)", "write LossScaling.static(128)"),
+    ({"nonfinite": 5}, "nonfinite=5", "NonFinite(...)", "write NonFinite(max_consecutive=5)"),
     ({"precision": "16-mixed", "loss_scaling": {"init_scale": 0}}, "init_scale=0", "a finite number > 0", "65536"),
     (
         {"precision": "16-mixed", "loss_scaling": {"intial_scale": 8}},
@@ -85,7 +92,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
         "'every'",
     ),
     ({"nonfinite": "stop"}, "nonfinite='stop'", "'skip', 'raise', 'ignore'", "write 'skip', the default"),
-    ({"nonfinite": 3}, "nonfinite=3", "NonFinite(...)", "NonFinite()"),
+    ({"nonfinite": [3]}, "nonfinite=[3]", "NonFinite(...)", "NonFinite()"),
     ({"nonfinite": {"max_consecutive": -1}}, "max_consecutive=-1", "a whole number >= 0", "100"),
     ({"nonfinite": {"max_consecutive": 2.5}}, "max_consecutive=2.5", "a whole number >= 0", "100"),
     ({"reduce_dtype": "fp8"}, "reduce_dtype='fp8'", STORED, "fp8 is no storage format"),
@@ -113,6 +120,23 @@ def test_the_plan_refuses_what_the_policy_refuses(fields: dict[str, Any], given:
     with pytest.raises(PlanError) as error:
         MixedPrecisionPlan(**fields)
     assert [fault.given for fault in error.value.faults] == [given]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "fix"),
+    [
+        ("pin", "did you mean 'pins', 'precision'?"),
+        ("gradient_checkpointing", "did you mean 'checkpointing'?"),
+        ("lossscale", "did you mean 'loss_scaling'?"),
+        ("zzz", "remove it"),
+    ],
+)
+def test_a_keyword_the_plan_does_not_have_is_refused_with_the_nearest_and_all_there_are(keyword: str, fix: str) -> None:
+    with pytest.raises(PlanError) as error:
+        MixedPrecisionPlan("16-mixed", **{keyword: None})  # type: ignore[arg-type]
+    (fault,) = error.value.faults
+    assert (fault.given, fault.fix) == (f"unknown argument '{keyword}'", fix)
+    assert fault.allowed == ", ".join(["precision", *inspect.signature(MixedPrecisionPlan).parameters][1:])
 
 
 def test_fp8_is_refused_with_what_exists() -> None:

@@ -1,0 +1,95 @@
+"""What a policy declares, as a table: for a module, with the number of modules that each rule covers."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from textwrap import wrap
+
+from torch import nn
+
+from lightning_mp.errors import Faults
+from lightning_mp.modules import checkpointing, pins
+from lightning_mp.policy import PrecisionPolicy, describe
+
+#: columns that the text of a row may take
+WIDTH = 96
+
+Rows = list[tuple[str, str]]
+
+
+def rows(policy: PrecisionPolicy, module: nn.Module | None = None, strategy: str | None = None) -> Rows:
+    """What is declared, by subject; with ``module``, what each pin and the checkpointing cover of it."""
+    found: Rows = [
+        ("precision", policy.precision),
+        ("stored", describe.storage(policy)),
+        ("computed", describe.compute(policy)),
+        ("reduced", f"gradients are summed across ranks in {policy.reduce_dtype}"),
+        *_pins(policy, module),
+        ("loss scaling", describe.loss_scaling(policy)),
+        ("non-finite", describe.nonfinite(policy.nonfinite)),
+        ("TF32", describe.tf32(policy)),
+        ("checkpointing", _checkpointing(policy, module)),
+    ]
+    return found if strategy is None else [*found, ("strategy", strategy)]
+
+
+def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
+    covered = () if module is None else pins.resolve(module, policy.pins, Faults()).members
+    found: Rows = []
+    for pin in policy.pins:
+        names = [member.name for member in covered if member.pin is pin]
+        output = "" if pin.output is None else f", output {pin.output}"
+        count = "" if module is None else f": {_counted(names)}"
+        found.append(("pin", f"{pin.pattern!r} {pin.dtype}{output}{count}"))
+    return found or [("pins", "none")]
+
+
+def _checkpointing(policy: PrecisionPolicy, module: nn.Module | None) -> str:
+    rule = policy.checkpointing
+    text = describe.checkpointing(rule)
+    if rule is None or module is None:
+        return text
+    chosen = {id(found) for found in checkpointing.select(module, rule, Faults())}
+    return f"{text}: {_counted([name for name, found in module.named_modules() if id(found) in chosen])}"
+
+
+def _counted(names: list[str]) -> str:
+    """``12 modules, model.layers.*.norm``: how many, and what their names have in common."""
+    if not names:
+        return "no module"
+    # a number in a name is a layer's index
+    forms = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
+    shown = ", ".join(forms[:3]) + (f" and {len(forms) - 3} more" if len(forms) > 3 else "")
+    return f"{len(names)} module{'s' * (len(names) > 1)}, {shown}"
+
+
+def announcement(policy: PrecisionPolicy, module: nn.Module) -> list[str]:
+    """What a run begins with: 3 to 5 lines of at most 160 characters."""
+    covered = [f"pin {text}" for name, text in _pins(policy, module) if name == "pin"]
+    if policy.checkpointing is not None:
+        covered.append(f"checkpointing {_checkpointing(policy, module)}")
+    lines = [
+        repr(policy).replace(type(policy).__name__, "MixedPrecisionPlan", 1),
+        f"  {describe.compute(policy)}; {describe.storage(policy)}",
+        *([f"  {'; '.join(covered)}"] if covered else []),
+        *([f"  loss scale {describe.loss_scaling(policy)}"] if policy.loss_scaling else []),
+        f"  a non-finite gradient: {describe.nonfinite(policy.nonfinite)}",
+    ]
+    return [line if len(line) <= 160 else f"{line[:159]}…" for line in lines]
+
+
+def as_text(table: Rows) -> str:
+    """The rows in two columns, at most ``WIDTH`` wide."""
+    indent = max(len(name) for name, _ in table) + 2
+    lines: list[str] = []
+    for name, text in table:
+        first, *rest = wrap(text, WIDTH - indent, break_long_words=False, break_on_hyphens=False) or [""]
+        lines += [f"{name:{indent}}{first}", *(" " * indent + line for line in rest)]
+    return "\n".join(lines)
+
+
+def as_html(table: Rows) -> str:
+    """The rows as an HTML table, escaped."""
+    cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in table)
+    return f"<table>{cells}</table>"

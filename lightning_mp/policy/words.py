@@ -1,0 +1,45 @@
+"""The words people write for a precision, and what each means: the same in Python, YAML and on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from lightning_mp.errors import did_you_mean
+
+Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "auto"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+_FORMATS = {"32": ("fp32", "float32", "float"), "16": ("fp16", "float16", "half"), "bf16": ("bfloat16",)}
+_FORMAT_OF = {alias: name for name, aliases in _FORMATS.items() for alias in (name, *aliases)}
+#: a format alone, as Lightning reads it
+_ALONE = MappingProxyType({"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"})
+
+
+def precision_word(value: object) -> str | None:
+    """The precision that ``value`` means, such as ``"16-mixed"`` for ``16``, ``"FP16_mixed"`` or ``torch.float16``.
+
+    ``None`` where it means none. A format alone means what it means to Lightning's Trainer: ``16`` and ``"bf16"`` the
+    mixed modes, ``32`` the true one (``lightning.fabric.connector._convert_precision_to_unified_args``).
+    """
+    text = str(value).strip().lower().replace("_", "-").removeprefix("torch.")
+    name, _, kind = text.partition("-")
+    form = _FORMAT_OF.get(name, name)
+    word = f"{form}-{kind}" if kind else _ALONE.get(form, form)
+    return word if word in PRECISIONS else None
+
+
+def precision_fix(value: object, presets: Iterable[str] = ()) -> str:
+    """What to write instead of ``value``, which is no precision; bf16 is offered to nobody who wrote fp16."""
+    text = str(value).strip().lower().replace("_", "-").removeprefix("torch.")
+    if text in {name.replace("_", "-") for name in presets}:
+        return f"MixedPrecisionPlan.preset({text.replace('-', '_')!r}) is the plan of that name"
+    if "64" in text or "double" in text:
+        return "double precision is not offered: write '32-true', or use Trainer(precision='64-true') without a plan"
+    near = PRECISIONS
+    if "bf" in text or "brain" in text:
+        near = tuple(word for word in PRECISIONS if "bf16" in word)
+    elif "16" in text or "half" in text:
+        near = tuple(word for word in PRECISIONS if word.startswith("16"))
+    return did_you_mean(text, near)
