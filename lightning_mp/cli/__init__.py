@@ -11,6 +11,7 @@ import lightning_mp
 from lightning_mp.cli.consolidate import consolidate
 from lightning_mp.cli.demo import demo
 from lightning_mp.cli.doctor import doctor
+from lightning_mp.cli.env import env
 from lightning_mp.cli.lightning_cli import CONTEXT, lightning_cli
 from lightning_mp.cli.report import report
 from lightning_mp.cli.train import train
@@ -33,7 +34,7 @@ def root(
     """Mixed precision for PyTorch Lightning: say once which numbers live in which format, and that is what runs."""
 
 
-for _command in (demo, consolidate, report, doctor, train):
+for _command in (demo, consolidate, report, doctor, env, train):
     app.command()(_command)
 app.command("cli", context_settings=CONTEXT)(lightning_cli)
 

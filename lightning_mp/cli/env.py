@@ -1,0 +1,84 @@
+"""``lightning-mp env``."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+#: distributions whose versions decide what runs
+_PACKAGES = (
+    "lightning-mp",
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "transformers",
+    "peft",
+    "deepspeed",
+    "omegaconf",
+    "hydra-core",
+)
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, to paste into an issue.")] = False,
+) -> None:
+    """Say what is installed, which devices there are, and what each mode would do on them.
+
+    Example: lightning-mp env --json > env.json
+    """
+    found = collect()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for name, version in found["versions"].items():
+        typer.echo(f"{name:18} {version or 'not installed'}")
+    for device in found["devices"]:
+        typer.echo(f"\n{device['device']}: {device['name']}")
+        for mode, says in device["modes"].items():
+            typer.echo(f"  {mode:11} {says}")
+
+
+def collect() -> dict[str, Any]:
+    """Versions by distribution (``None``: not installed), and what each mode does on each device; plain values."""
+    import platform
+
+    import torch
+
+    versions: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
+    versions |= {name: _version(name) for name in _PACKAGES}
+    versions["torch"] = str(torch.__version__)  # which says for what it was built
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append(torch.device("mps"))
+    return {"versions": versions, "devices": [_on(device) for device in (*devices, torch.device("cpu"))]}
+
+
+def _version(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _on(device: torch.device) -> dict[str, Any]:
+    from lightning_mp.numerics.device import describe
+    from lightning_mp.policy import PRECISIONS, hardware
+
+    facts = describe(device)
+    modes: dict[str, str] = {}
+    for mode in PRECISIONS[:-1]:
+        refused = hardware.refusal(facts, mode)
+        modes[mode] = "runs" if refused is None else f"refused: {refused[2]}"
+        if refused is None and mode.startswith("bf16") and facts.bf16 == "emulated":
+            modes[mode] = "runs, emulated: right, but no faster than fp32"
+    modes["tf32='high'"] = "runs" if facts.tf32 else "changes nothing: the device has no TF32"
+    chosen = hardware.choose(facts, hardware.SMALL_MODEL)
+    modes["auto"] = f"{chosen.precision} from 100M parameters on: {chosen.reason}"
+    return {"device": str(device), "name": facts.name, "modes": modes}
