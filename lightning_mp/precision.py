@@ -20,16 +20,15 @@ from lightning_mp.compat.lightning import (
     ParallelStrategy,
     Trainer,
     TrainerFn,
-    rank_zero_info,
     rank_zero_warn,
     trainer_of,
 )
 from lightning_mp.deepspeed_config import DeepSpeedJson
 from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts
+from lightning_mp.engines.announce import announce
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults, near_keywords
-from lightning_mp.modules.describe import announcement
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.scaler import LossScaler
@@ -203,8 +202,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
 
             warn_at_fit(module, self.policy)
-            for line in announcement(self.policy, module):
-                rank_zero_info(line)
+            announce(self.policy, module, trainer)
         self._engine = engine
         engine.prepare(module)
         self._restore_tf32 = device_rules.switch_tf32(self.policy, device)
