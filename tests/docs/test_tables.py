@@ -149,9 +149,8 @@ def test_the_accelerate_keys_of_the_table_are_accelerates() -> None:
 # ---------------------------------------------------------------------- modes and strategies
 
 
-@pytest.mark.parametrize("page", ["docs/modes.md", "README.md"])
-def test_the_table_of_modes_is_the_policys(page: str) -> None:
-    (table,) = [table for table in tables(page) if table[0][0] == "precision"]
+def test_the_table_of_modes_is_the_policys() -> None:
+    (table,) = [table for table in tables("docs/modes.md") if table[0][0] == "precision"]
     rows = {row[0].strip("`"): row[1:] for row in table[1:]}
     for precision in (name for name in PRECISIONS if name != "auto"):
         policy = PrecisionPolicy(precision=precision)

@@ -144,12 +144,12 @@ def a_run() -> None:
 
 
 def plan_error() -> str:
-    """The error that the README shows."""
+    """The error that the README and the plan's page show."""
     from lightning_mp import MixedPrecisionPlan, PlanError
 
     scaling: Any = {"growth_factor": 0.5}
     try:
-        MixedPrecisionPlan("fp16-mixed", loss_scaling=scaling, pins={"*norm*": "fp23"})  # type: ignore[arg-type]
+        MixedPrecisionPlan("fp16-mixd", loss_scaling=scaling, pins={"*norm*": "fp23"})  # type: ignore[arg-type]
     except PlanError as error:
         return str(error)
     raise AssertionError
@@ -206,6 +206,7 @@ SETUPS: dict[str, Setup] = {
         elsewhere=("train experiment=longspec",),
     ),
     "docs/quickstart.md": Setup(prepare=names, shorter={"train": ("trainer.max_steps=3",)}, slow=("train",)),
+    "docs/plan.md": Setup(texts=[plan_error]),
     "docs/modes.md": Setup(prepare=run_yaml, shorter={"train": TWO_STEPS}),
     "docs/configs.md": Setup(
         prepare=a_run, shorter=dict.fromkeys(("train trainer", "train -m", "train run"), TWO_STEPS), slow=("train",)
