@@ -114,7 +114,7 @@ def test_a_block_that_fails_fails_its_page() -> None:
         ("bash", "make no-such-target\n"),
         ("bash", "pip install 'lightning-mp[no]'\n"),
         ("bash", "unknown-program\n"),
-        ("yaml", "plan: {precision: fp16}\nmodel: {_target_: my_project.MyModule}\n"),
+        ("yaml", "plan: {precision: fp61}\nmodel: {_target_: my_project.MyModule}\n"),
         ("json", '{"fp16": {"enabled": true, "hysteresys": 2}}\n'),
         ("text", "nothing of the kind\n"),
         ("diff", "-x = (\n+y = 1\n"),

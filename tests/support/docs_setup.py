@@ -144,7 +144,7 @@ def a_run() -> None:
 
 
 def plan_error() -> str:
-    """The error that the README and the plan's page show."""
+    """The error that the README shows."""
     from lightning_mp import MixedPrecisionPlan, PlanError
 
     scaling: Any = {"growth_factor": 0.5}
@@ -206,7 +206,6 @@ SETUPS: dict[str, Setup] = {
         elsewhere=("train experiment=longspec",),
     ),
     "docs/quickstart.md": Setup(prepare=names, shorter={"train": ("trainer.max_steps=3",)}, slow=("train",)),
-    "docs/plan.md": Setup(texts=[plan_error]),
     "docs/modes.md": Setup(prepare=run_yaml, shorter={"train": TWO_STEPS}),
     "docs/configs.md": Setup(
         prepare=a_run, shorter=dict.fromkeys(("train trainer", "train -m", "train run"), TWO_STEPS), slow=("train",)
