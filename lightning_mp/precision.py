@@ -189,11 +189,14 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             global_step=self._global_step,
         )
         engine.check(module, faults)
+        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if strategy is not None:
+            engine.synced = for_strategy.synced(strategy, module, faults) if fitting else []
         layout = None if strategy is None else for_strategy.check(strategy, engine, module, faults)
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
 
             warn_at_fit(module, self.policy)

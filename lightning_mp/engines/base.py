@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_mp.engines import diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.budget import SkipBudget
 from lightning_mp.errors import Faults, NonFiniteError
-from lightning_mp.modules import checkpointing, pins
+from lightning_mp.modules import checkpointing, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import cast_module_, to_torch
 from lightning_mp.numerics.no_op_scaler import NoOpScaler
@@ -48,6 +48,8 @@ class StepEngine(ABC):
         #: the global gradient norm of the last clipping, before it, on the device
         self.last_norm: Tensor | None = None
         self._budget = SkipBudget(policy.nonfinite, self.scaler, step_counter)
+        #: the batch norms that take their statistics over all ranks
+        self.synced: list[nn.Module] = []
         self._module: nn.Module | None = None
         self._pin_map = pins.PinMap((), ())
         self._checkpointed: list[nn.Module] = []
@@ -75,7 +77,7 @@ class StepEngine(ABC):
         return lambda parameter: to_torch(pinned.get(id(parameter), storage))
 
     def prepare(self, module: nn.Module) -> None:
-        """Cast what no pin covers, then pin, then checkpoint, in place; ``check`` came before."""
+        """Cast what no pin covers, then synchronize, pin and checkpoint, in place; ``check`` came before."""
         policy = self.policy
         covered = {id(member.module) for member in self._pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
@@ -89,6 +91,7 @@ class StepEngine(ABC):
                 cast_module_(submodule, storage, buffers=False)
                 if buffers is not None:
                     cast_module_(submodule, to_torch(buffers), parameters=False)
+        sync_batchnorm.apply(self.synced)
         pins.apply(
             self._pin_map,
             mixed=policy.mixed,
@@ -106,6 +109,8 @@ class StepEngine(ABC):
         """Bring the module back to what ``prepare`` found."""
         if self._module is not None:
             pins.remove(self._module.modules())
+        sync_batchnorm.remove(self.synced)
+        self.synced = []
         for tensor, data in self._before:
             if tensor.dtype != data.dtype:
                 tensor.data = data
@@ -132,10 +137,12 @@ class StepEngine(ABC):
         self._budget.restart()
 
     def release(self) -> None:
-        """Take activation checkpointing out again; pins stay, as the dtypes they protect do."""
+        """Take activation checkpointing and synchronization out again; pins stay, as the dtypes they protect do."""
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
+        sync_batchnorm.remove(self.synced)
+        self.synced = []
         self._module, self._loss, self._before = None, None, []
         self._pin_map, self._checkpointed = pins.PinMap((), ()), []
         self.optimizers, self.pending = [], False
