@@ -15,7 +15,7 @@ from lightning_mp.engines.budget import SkipBudget
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.modules import checkpointing, pins, sync_batchnorm
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.dtypes import cast_module_, to_torch
+from lightning_mp.numerics.dtypes import cast_module_, is_plain, to_torch
 from lightning_mp.numerics.no_op_scaler import NoOpScaler
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
@@ -84,13 +84,18 @@ class StepEngine(ABC):
         if self.may_be_reverted():
             self._before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
         storage = to_torch(policy.storage_dtype)
-        # Buffers follow half-precision parameters; beside fp32 ones they stay what the user made them.
+        uncovered = [submodule for submodule in module.modules() if id(submodule) not in covered]
+        # Buffers follow half-precision parameters, and those that become fp32 here (the statistics of a batch norm that
+        # was made half); any other stays what the user made it.
         buffers = policy.buffer_dtype or (policy.storage_dtype if policy.storage_dtype != "fp32" else None)
-        for submodule in module.modules():
-            if id(submodule) not in covered:
-                cast_module_(submodule, storage, buffers=False)
-                if buffers is not None:
-                    cast_module_(submodule, to_torch(buffers), parameters=False)
+        owned = (tensor for submodule in uncovered for tensor in submodule.parameters(recurse=False))
+        moved = {tensor.dtype for tensor in owned if is_plain(tensor)}
+        for submodule in uncovered:
+            cast_module_(submodule, storage, buffers=False)
+            if buffers is not None:
+                cast_module_(submodule, to_torch(buffers), parameters=False)
+            else:
+                cast_module_(submodule, storage, parameters=False, only=moved)
         sync_batchnorm.apply(self.synced)
         pins.apply(
             self._pin_map,
