@@ -101,3 +101,14 @@ def test_on_a_cpu_a_synchronized_norm_is_the_norm_of_the_whole_batch(ranks: Rank
     for found in ranks.run(Direct("cpu")):
         for whole, synchronized in found:
             torch.testing.assert_close(synchronized, whole)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("host", HOSTS + ZERO)
+def test_recomputed_batch_norms_are_counted_once(ranks: Ranks, host: str, sync: bool) -> None:
+    options = {"sync_batchnorm": sync, "pins": PINS["bf16-mixed"]}
+    once = ranks.run(Run(host, "bf16-mixed", options=options))
+    again = ranks.run(Run(host, "bf16-mixed", options={**options, "checkpointing": "net"}))
+    assert same([one["tensors"] for one in again], [one["tensors"] for one in once])
+    assert again[0]["tensors"]["net.1.num_batches_tracked"] == STEPS
