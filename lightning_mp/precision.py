@@ -259,8 +259,13 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """The forward context; at its end a group of manually stepped optimizers is closed."""
-        with self.forward_context():
+        """The forward context; at its end a group of manually stepped optimizers is closed.
+
+        Raises:
+            PlanError: in the first step: something outside of a pinned module's forward computes with its weight.
+        """
+        watched = nullcontext() if self._engine is None else self._engine.watch_reads()
+        with self.forward_context(), watched:
             yield
         if self._engine is not None:
             self._engine.close_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_mp.engines import diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.budget import SkipBudget
 from lightning_mp.errors import Faults, NonFiniteError
-from lightning_mp.modules import checkpointing, pins, sync_batchnorm
+from lightning_mp.modules import checkpointing, outside_reads, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import cast_module_, is_plain, to_torch
 from lightning_mp.numerics.no_op_scaler import NoOpScaler
@@ -50,6 +51,7 @@ class StepEngine(ABC):
         self._budget = SkipBudget(policy.nonfinite, self.scaler, step_counter)
         #: the batch norms that take their statistics over all ranks
         self.synced: list[nn.Module] = []
+        self._watched = False
         self._module: nn.Module | None = None
         self._pin_map = pins.PinMap((), ())
         self._checkpointed: list[nn.Module] = []
@@ -63,6 +65,7 @@ class StepEngine(ABC):
         """Note what in ``module`` the policy cannot be carried out on; change nothing."""
         self._module = module
         self._pin_map = pins.resolve(module, self.policy.pins, faults)
+        outside_reads.check(module, self._pin_map, self.policy.compute_dtype, faults)
         if self.policy.checkpointing is not None:
             self._checkpointed = checkpointing.select(module, self.policy.checkpointing, faults)
 
@@ -153,6 +156,14 @@ class StepEngine(ABC):
         self.optimizers, self.pending = [], False
 
     # ------------------------------------------------------------------ the step
+
+    def watch_reads(self) -> AbstractContextManager[None]:
+        """Around the first forward: refuse where something outside a pinned module computes with its weight."""
+        if self._watched or self._module is None:
+            return nullcontext()
+        self._watched = True
+        compute = to_torch(self.policy.compute_dtype)
+        return outside_reads.refused(self._module, self._pin_map, compute, mixed=self.policy.mixed)
 
     def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
         """The loss to run backward on: times the scale where there is one."""
