@@ -194,11 +194,14 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             global_step=self._global_step,
         )
         engine.check(module, faults)
+        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if strategy is not None:
+            engine.synced = for_strategy.synced(strategy, module, faults) if fitting else []
         layout = None if strategy is None else for_strategy.check(strategy, engine, module, faults)
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
 
             warn_at_fit(module, self.policy)
@@ -262,8 +265,13 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """The forward context; at its end a group of manually stepped optimizers is closed."""
-        with self.forward_context():
+        """The forward context; at its end a group of manually stepped optimizers is closed.
+
+        Raises:
+            PlanError: in the first step: something outside of a pinned module's forward computes with its weight.
+        """
+        watched = nullcontext() if self._engine is None else self._engine.watch_reads()
+        with self.forward_context(), watched:
             yield
         if self._engine is not None:
             self._engine.close_group()

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer as LightningOptimizer
     from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
     from lightning.pytorch.plugins import Precision as Precision
+    from lightning.pytorch.plugins import TorchSyncBatchNorm as TorchSyncBatchNorm
     from lightning.pytorch.plugins.environments import LightningEnvironment as LightningEnvironment
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision as DeepSpeedPrecision
     from lightning.pytorch.plugins.precision import DoublePrecision as DoublePrecision
@@ -78,6 +79,7 @@ _PLACES = {
     "TrainingEpochLoop": "loops",
     "DataLoaderIterDataFetcher": "loops.fetchers",
     "Precision": "plugins",
+    "TorchSyncBatchNorm": "plugins",
     "LightningEnvironment": "plugins.environments",
     "DeepSpeedPrecision": "plugins.precision",
     "DoublePrecision": "plugins.precision",
@@ -166,6 +168,7 @@ PLAN = _Names(
         "FSDPPrecision()": ("_desired_input_dtype",),
         "LightningModule()": ("_compiler_ctx", "_trainer"),
         "ModelParallelStrategy()": ("_device_mesh",),
+        "ParallelStrategy()": ("_layer_sync",),
         "Precision": ("_after_closure", "_wrap_closure"),
     },
 )
@@ -192,7 +195,7 @@ FSDP1 = _Names(
     "lightning",
     {
         "FSDPStrategy": ("_setup_model",),
-        "FSDPStrategy()": ("_layer_sync", "_state_dict_type"),
+        "FSDPStrategy()": ("_state_dict_type",),
     },
 )
 FSDP2 = _Names(
@@ -288,6 +291,11 @@ def keep_sampler(trainer: Trainer) -> None:
 def ddp_hooks(strategy: Any) -> tuple[Any, Any]:
     """The communication hook that ``DDPStrategy`` was given, and the wrapper around it; ``None`` for each not given."""
     return getattr(strategy, "_ddp_comm_hook", None), getattr(strategy, "_ddp_comm_wrapper", None)
+
+
+def layer_sync_of(strategy: Any) -> Any:
+    """What ``sync_batchnorm=True``, or a plugin, put there to synchronize layers over ranks; ``None`` where nothing."""
+    return getattr(strategy, "given_layer_sync", None) or getattr(strategy, "_layer_sync", None)
 
 
 def mesh_of(strategy: ModelParallelStrategy) -> Any:

@@ -30,6 +30,8 @@ STEP = PrivateNames(
         "torch.nn:Module": ("_apply", "_compiled_call_impl", "_load_from_state_dict"),
         "torch.nn:Module()": ("_buffers", "_forward_hooks", "_forward_pre_hooks", "_non_persistent_buffers_set"),
         "torch.nn:MultiheadAttention": ("_reset_parameters",),
+        "torch.nn:SyncBatchNorm": ("_check_non_zero_input_channels",),
+        "torch.nn.modules.batchnorm": ("_BatchNorm",),
         "torch.nn.modules.loss": ("_Loss",),
         "torch.optim:AdamW()": ("_step_supports_amp_scaling",),
         "torch.optim.lr_scheduler:LRScheduler()": ("_last_lr",),
@@ -225,6 +227,11 @@ def own_reset(module: nn.Module) -> Callable[[], Any] | None:
 def is_loss(module: nn.Module) -> bool:
     """Whether it is one of torch's losses, or made of one."""
     return isinstance(module, cast("Any", nn.modules.loss)._Loss)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether it is a batch norm of any dimension, torch's ``SyncBatchNorm`` included."""
+    return isinstance(module, cast("Any", nn.modules.batchnorm)._BatchNorm)
 
 
 def is_compiled(module: nn.Module) -> bool:

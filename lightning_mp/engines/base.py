@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +14,9 @@ from torch.optim import Optimizer
 from lightning_mp.engines import diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.budget import SkipBudget
 from lightning_mp.errors import Faults, NonFiniteError
-from lightning_mp.modules import checkpointing, pins
+from lightning_mp.modules import checkpointing, outside_reads, pins, sync_batchnorm
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.dtypes import cast_module_, to_torch
+from lightning_mp.numerics.dtypes import cast_module_, is_plain, to_torch
 from lightning_mp.numerics.no_op_scaler import NoOpScaler
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
@@ -51,6 +52,9 @@ class StepEngine(ABC):
         #: the global gradient norm of the last clipping, before it, on the device
         self.last_norm: Tensor | None = None
         self._budget = SkipBudget(policy.nonfinite, self.scaler, step_counter)
+        #: the batch norms that take their statistics over all ranks
+        self.synced: list[nn.Module] = []
+        self._watched = False
         self._module: nn.Module | None = None
         self._pin_map = pins.PinMap((), ())
         self._checkpointed: list[nn.Module] = []
@@ -64,6 +68,7 @@ class StepEngine(ABC):
         """Note what in ``module`` the policy cannot be carried out on; change nothing."""
         self._module = module
         self._pin_map = pins.resolve(module, self.policy.pins, faults)
+        outside_reads.check(module, self._pin_map, self.policy.compute_dtype, faults)
         if self.policy.checkpointing is not None:
             self._checkpointed = checkpointing.select(module, self.policy.checkpointing, faults)
 
@@ -78,20 +83,26 @@ class StepEngine(ABC):
         return lambda parameter: to_torch(pinned.get(id(parameter), storage))
 
     def prepare(self, module: nn.Module) -> None:
-        """Cast what no pin covers, then pin, then checkpoint, in place; ``check`` came before."""
+        """Cast what no pin covers, then synchronize, pin and checkpoint, in place; ``check`` came before."""
         policy = self.policy
         covered = {id(member.module) for member in self._pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
         if self.may_be_reverted():
             self._before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
         storage = to_torch(policy.storage_dtype)
-        # Buffers follow half-precision parameters; beside fp32 ones they stay what the user made them.
+        uncovered = [submodule for submodule in module.modules() if id(submodule) not in covered]
+        # Buffers follow half-precision parameters, and those that become fp32 here (the statistics of a batch norm that
+        # was made half); any other stays what the user made it.
         buffers = policy.buffer_dtype or (policy.storage_dtype if policy.storage_dtype != "fp32" else None)
-        for submodule in module.modules():
-            if id(submodule) not in covered:
-                cast_module_(submodule, storage, buffers=False)
-                if buffers is not None:
-                    cast_module_(submodule, to_torch(buffers), parameters=False)
+        owned = (tensor for submodule in uncovered for tensor in submodule.parameters(recurse=False))
+        moved = {tensor.dtype for tensor in owned if is_plain(tensor)}
+        for submodule in uncovered:
+            cast_module_(submodule, storage, buffers=False)
+            if buffers is not None:
+                cast_module_(submodule, to_torch(buffers), parameters=False)
+            else:
+                cast_module_(submodule, storage, parameters=False, only=moved)
+        sync_batchnorm.apply(self.synced)
         pins.apply(
             self._pin_map,
             mixed=policy.mixed,
@@ -109,6 +120,8 @@ class StepEngine(ABC):
         """Bring the module back to what ``prepare`` found."""
         if self._module is not None:
             pins.remove(self._module.modules())
+        sync_batchnorm.remove(self.synced)
+        self.synced = []
         for tensor, data in self._before:
             if tensor.dtype != data.dtype:
                 tensor.data = data
@@ -135,15 +148,25 @@ class StepEngine(ABC):
         self._budget.restart()
 
     def release(self) -> None:
-        """Take activation checkpointing out again; pins stay, as the dtypes they protect do."""
+        """Take activation checkpointing and synchronization out again; pins stay, as the dtypes they protect do."""
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
+        sync_batchnorm.remove(self.synced)
+        self.synced = []
         self._module, self._loss, self._before = None, None, []
         self._pin_map, self._checkpointed = pins.PinMap((), ()), []
         self.optimizers, self.pending = [], False
 
     # ------------------------------------------------------------------ the step
+
+    def watch_reads(self) -> AbstractContextManager[None]:
+        """Around the first forward: refuse where something outside a pinned module computes with its weight."""
+        if self._watched or self._module is None:
+            return nullcontext()
+        self._watched = True
+        compute = to_torch(self.policy.compute_dtype)
+        return outside_reads.refused(self._module, self._pin_map, compute, mixed=self.policy.mixed)
 
     def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
         """The loss to run backward on: times the scale where there is one."""

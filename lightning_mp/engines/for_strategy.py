@@ -14,7 +14,9 @@ from lightning_mp.compat.lightning import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
+    TorchSyncBatchNorm,
     ddp_hooks,
+    layer_sync_of,
     mesh_of,
 )
 from lightning_mp.compat.torch import STEP
@@ -23,6 +25,7 @@ from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Faults
+from lightning_mp.modules import sync_batchnorm
 from lightning_mp.policy import PrecisionPolicy
 
 
@@ -75,6 +78,36 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     elif not isinstance(strategy, SingleDeviceStrategy):
         _refuse_stock(strategy, "mp_ddp", "what it makes of a plan is not tested", faults)
     return None
+
+
+def synced(strategy: Strategy, module: nn.Module, faults: Faults) -> list[nn.Module]:
+    """The batch norms that ``sync_batchnorm=True`` means; notes why they cannot be synchronized, if so."""
+    layer_sync = layer_sync_of(strategy)
+    if layer_sync is None:
+        return []
+    host = type(strategy).__name__
+    if type(layer_sync) is not TorchSyncBatchNorm:
+        if isinstance(strategy, (ModelParallelStrategy, DeepSpeedStrategy)):
+            faults.add(
+                f"plugin {type(layer_sync).__name__} with {host}, which has no place for it",
+                "sync_batchnorm=True, or a strategy that calls the plugin",
+                "use strategy='mp_ddp', or do in the module what the plugin does",
+            )
+        return []
+    mesh = mesh_of(strategy) if isinstance(strategy, ModelParallelStrategy) else None
+    if mesh is not None and "tensor_parallel" in mesh.mesh_dim_names and mesh["tensor_parallel"].size() > 1:
+        faults.add(
+            "sync_batchnorm=True with tensor parallelism, whose ranks see the same batch",
+            "strategies whose ranks each see a part of the batch",
+            "leave tensor_parallel out, or sync_batchnorm=True",
+        )
+    if type(strategy) is DDPStrategy and strategy.root_device.type == "cpu":  # it has replaced them by now
+        faults.add(
+            "sync_batchnorm=True with Lightning's own DDPStrategy on a CPU, where torch's SyncBatchNorm does not run",
+            "a GPU, or this package's own strategies, which synchronize batch norms on a CPU as well",
+            "use strategy='mp_ddp'",
+        )
+    return sync_batchnorm.select(module, faults)
 
 
 def _refuse_stock(strategy: Strategy, instead: str, why: str, faults: Faults) -> None:

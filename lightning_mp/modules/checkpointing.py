@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_mp.compat import torch as compat
@@ -49,10 +50,61 @@ class CheckpointedForward(class_swap.Swapped):
         if state is None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         options: dict[str, Any] = {"preserve_rng_state": state.preserve_rng}
-        if state.save_ops is not None:
-            options["context_fn"] = partial(_selective_contexts, state.save_ops)
+        if torch.compiler.is_compiling():  # a compiled graph changes buffers at its end, once
+            if state.save_ops is not None:
+                options["context_fn"] = partial(_selective_contexts, state.save_ops)
+        else:
+            options["context_fn"] = partial(_contexts, state.save_ops, _SameBuffers(cast("nn.Module", self)))
         # Not the reentrant form: with frozen inputs (LoRA) it computes no gradients at all.
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+
+
+class _SameBuffers:
+    """Within, a module's buffers are as they were when this was made; afterwards as they were before.
+
+    Else the recomputation would count a batch twice in the statistics of a batch norm, and compute something else where
+    an output depends on a buffer that forward changes (the vectors of a spectral norm, an EMA).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        owners = (compat.buffers_of(submodule) for submodule in module.modules())
+        self._found = [(buffers, _copied(buffers)) for buffers in owners if buffers]
+        self._now: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+
+    def __enter__(self) -> None:
+        # Other tensors for the time being: to write into those that are there would spoil what autograd has saved.
+        self._now = [(buffers, dict(buffers)) for buffers, _ in self._found]
+        for buffers, found in self._found:
+            buffers.update(_copied(found))
+
+    def __exit__(self, *_: object) -> None:
+        for buffers, values in self._now:
+            buffers.update(values)
+        self._now = []
+
+
+class _Both(ExitStack):
+    """Two context managers as one, as often as it is entered."""
+
+    def __init__(self, *both: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._both = both
+
+    def __enter__(self) -> Any:
+        for one in self._both:
+            self.enter_context(one)
+
+
+def _contexts(save_ops: frozenset[str] | None, same_buffers: _SameBuffers) -> tuple[Any, Any]:
+    """Around the forward, and around each time it is run again."""
+    if save_ops is None:
+        return nullcontext(), same_buffers
+    forward, again = _selective_contexts(save_ops)
+    return forward, _Both(same_buffers, again)
+
+
+def _copied(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if tensor is None else tensor.detach().clone() for name, tensor in buffers.items()}
 
 
 def _selective_contexts(save_ops: frozenset[str]) -> tuple[Any, Any]:

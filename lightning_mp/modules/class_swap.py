@@ -76,10 +76,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
             return cls
 
 
-def swap_in(module: nn.Module, mixin: type[Swapped]) -> None:
-    """Make ``module`` an instance of ``mixin`` over its present class, unless it is one."""
-    if not isinstance(module, mixin):
-        module.__class__ = _swapped_class(mixin, type(module))
+def swap_in(module: nn.Module, mixin: type[Swapped], *, innermost: bool = False) -> None:
+    """Make ``module`` an instance of ``mixin`` over its present class, or below all that was swapped in."""
+    if isinstance(module, mixin):
+        return
+    mixins, base = _layers(type(module)) if innermost else ((), type(module))
+    module.__class__ = _combined((mixin, *mixins), base)
 
 
 def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,17 +31,29 @@ def floating_dtype(data: Any) -> torch.dtype | None:
     return found[0].dtype if found else None
 
 
-def cast_module_(module: nn.Module, dtype: torch.dtype, *, parameters: bool = True, buffers: bool = True) -> int:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is a real floating tensor of torch's own class; a quantised weight chooses its own storage."""
+    return type(tensor.data) is Tensor and tensor.is_floating_point()
+
+
+def cast_module_(
+    module: nn.Module,
+    dtype: torch.dtype,
+    *,
+    parameters: bool = True,
+    buffers: bool = True,
+    only: Collection[torch.dtype] | None = None,
+) -> int:
     """Cast a module's own floating parameters and buffers in place (not its children's); how many changed.
 
     The ``Parameter`` objects stay the same, so that optimizers and ties built on them hold. Tensor subclasses are left
-    alone: a quantised weight chooses its own storage.
+    alone, and where ``only`` is given tensors of other dtypes than those in it.
     """
     changed = 0
     chosen: list[Tensor] = list(module.parameters(recurse=False)) if parameters else []
     chosen += module.buffers(recurse=False) if buffers else []
     for tensor in chosen:
-        if type(tensor.data) is not Tensor or not tensor.is_floating_point() or tensor.dtype == dtype:
+        if not is_plain(tensor) or tensor.dtype == dtype or (only is not None and tensor.dtype not in only):
             continue
         tensor.data = tensor.data.to(dtype)
         tensor.grad = None  # a gradient of the old dtype could not be added to

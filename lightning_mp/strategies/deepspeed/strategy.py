@@ -42,11 +42,12 @@ from lightning_mp.strategies.deepspeed import patches
 from lightning_mp.strategies.deepspeed.load_weights import load_full_state
 from lightning_mp.strategies.deepspeed.param_groups import by_dtype, regroup, split_by_dtype
 from lightning_mp.strategies.fail_together import FailTogether
+from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
 
 Json = Mapping[str, Any] | str | PathLike[str]
 
 
-class PlanDeepSpeedStrategy(FailTogether, PortableCheckpoints, DeepSpeedStrategy):
+class PlanDeepSpeedStrategy(FailTogether, PlanSyncsBatchNorm, PortableCheckpoints, DeepSpeedStrategy):
     """ZeRO stage 1, 2 or 3 under a plan, on CUDA, and on the CPU with gloo.
 
     Args:

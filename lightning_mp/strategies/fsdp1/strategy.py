@@ -47,12 +47,13 @@ from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learn
 from lightning_mp.strategies.common import plan_of
 from lightning_mp.strategies.fail_together import FailTogether
 from lightning_mp.strategies.fsdp1 import wrapping as flat
+from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
 from lightning_mp.strategies.meta_device import cannot_initialise
 from lightning_mp.strategies.shard_units import Units, Wrap, units
 from lightning_mp.strategies.sharding import broadcast_from_first
 
 
-class PlanFSDP1Strategy(FailTogether, PortableCheckpoints, FSDPStrategy):
+class PlanFSDP1Strategy(FailTogether, PlanSyncsBatchNorm, PortableCheckpoints, FSDPStrategy):
     """``FullyShardedDataParallel`` under a plan, on CUDA and on the CPU (gloo).
 
     Args:

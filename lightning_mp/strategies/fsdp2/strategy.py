@@ -38,6 +38,7 @@ from lightning_mp.strategies.common import StepAsForward, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
 from lightning_mp.strategies.fsdp2 import tensor_parallel
 from lightning_mp.strategies.fsdp2.root_unit import RootUnit
+from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
 from lightning_mp.strategies.shard_units import Units, Wrap, for_compiling, inside, units
 from lightning_mp.strategies.sharding import (
     Sharding,
@@ -58,7 +59,9 @@ class Layout:
     split: Mapping[str, ParallelStyle]
 
 
-class PlanFSDP2Strategy(FailTogether, StepAsForward, PortableDTensorCheckpoints, ModelParallelStrategy):
+class PlanFSDP2Strategy(
+    FailTogether, StepAsForward, PlanSyncsBatchNorm, PortableDTensorCheckpoints, ModelParallelStrategy
+):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 
     Args:

@@ -1,0 +1,114 @@
+"""Batch norms on every strategy: with ``sync_batchnorm=True`` they are those of one process with the whole batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import TorchSyncBatchNorm
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from lightning_mp.compat.lightning import ModelParallelStrategy
+from lightning_mp.engines import for_strategy
+from lightning_mp.errors import Faults
+from lightning_mp.modules import pins, sync_batchnorm
+from lightning_mp.policy import Pin
+from support.comparing import of_training, same
+from support.norms import RATE, STEPS, Direct, Normed, Run, run
+from support.ranks import Ranks
+
+PINS = {"32-true": None, "bf16-mixed": {"BatchNorm1d": "fp32", "net.5": "fp32"}}
+slow = pytest.mark.slow
+HOSTS = ["ddp", "fsdp1", "fsdp2", pytest.param("hsdp", marks=slow)]
+ZERO = [pytest.param(f"zero{stage}", marks=slow) for stage in (1, 2, 3)]
+
+
+@cache
+def _alone(mode: str) -> dict[str, Any]:
+    return run("single", mode, Normed(), pins=PINS[mode])
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mode", ["bf16-mixed", pytest.param("32-true", marks=slow)])
+@pytest.mark.parametrize("host", HOSTS + ZERO)
+def test_synchronized_batch_norms_are_those_of_the_whole_batch(ranks: Ranks, host: str, mode: str) -> None:
+    found = ranks.run(Run(host, mode, options={"sync_batchnorm": True, "pins": PINS[mode]}))
+    alone = _alone(mode)
+    for one in found:
+        assert same(one["tensors"], alone["tensors"], of_training(mode, RATE, STEPS, summands=64, update=10.0))
+        assert one["classes"] >= {"BatchNorm1d", "BatchNorm2d"}
+        assert one["hooked"] == alone["hooked"] == STEPS
+
+
+class AndReLU(nn.BatchNorm1d):
+    """More than a norm."""
+
+    def forward(self, input: Any) -> Any:
+        return super().forward(input).relu()
+
+
+class Own(TorchSyncBatchNorm):
+    """A user's own."""
+
+
+def _refused(strategy: Any, layer_sync: Any, module: nn.Module) -> str:
+    strategy._layer_sync = layer_sync
+    strategy.parallel_devices = [torch.device("cpu")]
+    faults = Faults()
+    for_strategy.synced(strategy, module, faults)
+    return "; ".join(f"{fault.given} {fault.fix}" for fault in faults.found)
+
+
+def test_what_cannot_be_synchronized_is_refused() -> None:
+    norm = nn.Sequential(nn.BatchNorm1d(4))
+    assert "mp_ddp" in _refused(DDPStrategy(), TorchSyncBatchNorm(), norm)
+    assert "plugin Own" in _refused(ModelParallelStrategy(), Own(), norm)
+    assert "'0', a AndReLU" in _refused(ModelParallelStrategy(), TorchSyncBatchNorm(), nn.Sequential(AndReLU(4)))
+    assert not _refused(DDPStrategy(), Own(), norm)
+    assert not _refused(ModelParallelStrategy(), TorchSyncBatchNorm(), norm)
+
+
+def test_a_pin_by_a_class_that_lightning_replaced_says_so() -> None:
+    faults = Faults()
+    pins.resolve(nn.Sequential(nn.SyncBatchNorm(4)), [Pin(pattern="BatchNorm1d", dtype="fp32")], faults)
+    assert "mp_ddp" in faults.found[0].fix
+
+
+def test_synchronizing_goes_below_a_pin_and_comes_out_again() -> None:
+    norm = nn.BatchNorm1d(4)
+    root = nn.Sequential(norm)
+    pins.apply(
+        pins.resolve(root, [Pin(pattern="0", dtype="bf16")], Faults()),
+        mixed=True,
+        compute_dtype=norm.weight.dtype,
+        device_type="cpu",
+    )
+    sync_batchnorm.apply([norm])
+    assert [cls.__name__ for cls in type(norm).__mro__ if "Forward" in cls.__name__] == [
+        "PinnedForward",
+        "SyncedForward",
+    ]
+    sync_batchnorm.remove([norm])
+    assert isinstance(norm, pins.PinnedForward)
+    assert not isinstance(norm, sync_batchnorm.SyncedForward)
+
+
+@pytest.mark.gloo
+def test_on_a_cpu_a_synchronized_norm_is_the_norm_of_the_whole_batch(ranks: Ranks) -> None:
+    for found in ranks.run(Direct("cpu")):
+        for whole, synchronized in found:
+            torch.testing.assert_close(synchronized, whole)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("host", HOSTS + ZERO)
+def test_recomputed_batch_norms_are_counted_once(ranks: Ranks, host: str, sync: bool) -> None:
+    options = {"sync_batchnorm": sync, "pins": PINS["bf16-mixed"]}
+    once = ranks.run(Run(host, "bf16-mixed", options=options))
+    again = ranks.run(Run(host, "bf16-mixed", options={**options, "checkpointing": "net"}))
+    assert same([one["tensors"] for one in again], [one["tensors"] for one in once])
+    assert again[0]["tensors"]["net.1.num_batches_tracked"] == STEPS
