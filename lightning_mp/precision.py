@@ -126,6 +126,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """
         return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
+    def same_as(self, other: object) -> bool:
+        """Whether ``other`` is a plan of the same class that declares the same policy: either may run for the other."""
+        return type(other) is type(self) and cast("MixedPrecisionPlan", other)._declared == self._declared
+
     def _start_over(self) -> None:
         self.precision = cast("Any", self.policy.precision)
         self.step_counter = StepCounter()
