@@ -24,7 +24,7 @@ from lightning_mp.compat.lightning import (
     trainer_of,
 )
 from lightning_mp.deepspeed_config import DeepSpeedJson
-from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts
+from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts, users_hooks
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults
@@ -320,9 +320,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
                 return result  # training_step returned None: neither applied nor skipped
             engine.unscale(optimizer)
             self._after_closure(model, optimizer)
+            if users_hooks.may_change_gradients(model):
+                engine.look_again(optimizer)
             if engine.may_call_closure(optimizer):
                 again = partial(self._wrap_closure, model, optimizer, closure)
-                kwargs["closure"] = closures.Evaluated(result, again if self.scaler is None else closures.refuse)
+                kwargs["closure"] = closures.Evaluated(optimizer, result, again)
             engine.step(optimizer, **kwargs)
         self._stepped = True
         engine.settle(replay)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.engines import diagnosis, optimizer_facts, reduce
+from lightning_mp.engines import closures, diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.budget import SkipBudget
-from lightning_mp.errors import Faults, NonFiniteError
+from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.modules import checkpointing, pins
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import cast_module_, to_torch
@@ -54,6 +55,8 @@ class StepEngine(ABC):
         self._applied: checkpointing.Applied | None = None
         self._loss: Tensor | None = None
         self._before: list[tuple[Tensor, Tensor]] = []
+        #: by ``id``, of the optimizers that may evaluate a closure again: whether they do
+        self._evaluates_again: dict[int, bool | None] = {}
 
     # ------------------------------------------------------------------ the module
 
@@ -126,7 +129,7 @@ class StepEngine(ABC):
         if faults.found:
             self.revert()
         faults.raise_if_any()
-        self.optimizers, self._before = list(optimizers), []
+        self.optimizers, self._before, self._evaluates_again = list(optimizers), [], {}
         self.scaler.forget()
         self.scaler.flags.sync_with(reduce.max_over_ranks_ if self.distributed else None)
         self._budget.restart()
@@ -167,24 +170,67 @@ class StepEngine(ABC):
         return optimizer_facts.takes_closure(optimizer)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring gradients into true units and find out, in the same pass, whether they are finite on every rank."""
+        """Bring gradients into true units and find out, in the same pass, whether they are finite on this rank."""
         if self.scaler.stepped(optimizer):  # it steps again: what came before was a group of its own
             self.scaler.update()
-        self.scaler.found_inf(optimizer)
+        self.scaler.look_(optimizer)
+
+    def look_again(self, optimizer: Optimizer) -> None:
+        """The same once hooks of the user's have had the gradients."""
+        self.scaler.look_(optimizer)
 
     @abstractmethod
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the global 2-norm, in fp32, and note it."""
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
-        """Clip every entry to ``[-value, value]``."""
+        """Clip every entry to ``[-value, value]``, which makes infinite ones finite: look before."""
+        self.scaler.look_(optimizer)
         torch.nn.utils.clip_grad_value_(grads.parameters_of(optimizer), value)
 
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step the optimizer, or leave everything as it was if a gradient was not finite."""
+    def step(self, optimizer: Optimizer, *, closure: closures.Evaluated | None = None, **kwargs: Any) -> Any:
+        """Step the optimizer, or leave everything as it was if a gradient was not finite on some rank.
+
+        Returns what the optimizer returned, ``None`` where the host knows of a skip.
+
+        Raises:
+            PlanError: under loss scaling the optimizer evaluates ``closure`` again; weights and state are as before.
+            NonFiniteError: it does so for the first time after steps in which it did not, and meets a bad gradient.
+        """
         self.pending = False
-        self.scaler.step_checked(optimizer, **kwargs)
+        if closure is None:
+            result = self.scaler.step_checked(optimizer, **kwargs)
+        else:
+            result = self._step_evaluated(optimizer, closure, **kwargs)
         self.count()
+        return result
+
+    def _step_evaluated(self, optimizer: Optimizer, closure: closures.Evaluated, **kwargs: Any) -> Any:
+        """A step of an optimizer that may evaluate again, undone where a gradient of that evaluation is not finite."""
+        again = self._evaluates_again.get(id(optimizer))
+        before = None if again is False else closures.Before(optimizer)  # not known before its first step
+        found = torch.zeros((), dtype=torch.float32, device=self.device)
+        scaler, parameters = self.scaler, grads.parameters_of(optimizer)
+        if isinstance(scaler, LossScaler):
+            closure.again = partial(closures.refuse, optimizer, self.policy)
+        else:
+            closure.look = lambda: scaler.check_(parameters, found)
+        try:
+            result = scaler.step_checked(optimizer, closure=closure, **kwargs)
+        except PlanError:
+            if before is not None:
+                before.restore()
+            raise
+        if closure.called:
+            self._evaluates_again[id(optimizer)] = again or closure.evaluated_again
+        if closure.evaluated_again and self.policy.nonfinite.action != "ignore":
+            scaler.flags.reduce_(found)
+            if scaler.flags.read(found):
+                if before is None:
+                    raise closures.moved_already(optimizer, self._global_step())
+                before.restore()
+                scaler.flags.begin_step(found)
+        return result
 
     def step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """The whole step of an optimizer that evaluates the closure itself; what it returns."""

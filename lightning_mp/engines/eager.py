@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -45,9 +44,7 @@ class EagerEngine(StepEngine):
         """A step of an optimizer that evaluates the closure itself (LBFGS), undone if a gradient was not finite."""
         scaler = self.scaler
         assert isinstance(scaler, NoOpScaler), "refused under loss scaling"
-        parameters = grads.parameters_of(optimizer)
-        before = [parameter.detach().clone() for parameter in parameters]
-        state = deepcopy(optimizer.state_dict())
+        parameters, before = grads.parameters_of(optimizer), closures.Before(optimizer)
         found = torch.zeros((), dtype=torch.float32, device=self.device)
 
         def watched() -> Any:
@@ -61,9 +58,6 @@ class EagerEngine(StepEngine):
             found.zero_()
         scaler.note_step(optimizer, found)
         if self.policy.nonfinite.action != "ignore" and self.step_counter.step_skipped:
-            with torch.no_grad():
-                for parameter, value in zip(parameters, before, strict=True):
-                    parameter.copy_(value)
-            optimizer.load_state_dict(state)
+            before.restore()
         self.count()
         return result

@@ -27,7 +27,7 @@ class _Stage(IntEnum):
     SCALED = 0
     #: divided by the scale
     TRUE_UNITS = 1
-    #: ``unscale_`` was called, by whomever: the flag is that of all ranks
+    #: the same by a user's ``unscale_``, which may be called once
     CHECKED = 2
     #: ``step`` was called; the next backward pass begins anew
     STEPPED = 3
@@ -134,16 +134,28 @@ class LossScaler(GradScaler):
             raise RuntimeError("unscale_() is being called after step().")
         if stage is _Stage.CHECKED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if stage is _Stage.SCALED:
-            self._divide(optimizer, set())
+        self.look_(optimizer)
         self._stages[id(optimizer)] = _Stage.CHECKED
-        self.flags.reduce_(self._flag(optimizer))
+
+    def look_(self, optimizer: Optimizer) -> None:
+        """Note whether the gradients are finite on this rank; unscale them, in the same pass, if nothing did yet.
+
+        Of gradients that were looked at before it takes another look, since users may have changed them.
+        """
+        optimizer = _plain(optimizer)
+        if self._stage(optimizer) is _Stage.SCALED:
+            self._divide(optimizer, set())
+            self._stages[id(optimizer)] = _Stage.TRUE_UNITS
+        else:
+            flag = self._flag(optimizer)
+            unscale_and_check_(gradients(parameters_of(optimizer)), torch.ones_like(flag), flag)
 
     def found_inf(self, optimizer: Optimizer) -> Tensor:
-        """1 where the optimizer's gradients are not finite on some rank, else 0; unscales them if nothing did yet."""
+        """1 where the optimizer's gradients, when last looked at, were not finite on some rank, else 0."""
         optimizer = _plain(optimizer)
-        if self._stage(optimizer) < _Stage.CHECKED:
-            self.unscale_(optimizer)
+        if self._stage(optimizer) is _Stage.SCALED:
+            self.look_(optimizer)
+        self.flags.reduce_(self._flag(optimizer))
         return self._flag(optimizer)
 
     def multiply_back_(self, optimizers: Iterable[Optimizer]) -> None:
@@ -182,19 +194,24 @@ class LossScaler(GradScaler):
         if _plain(optimizer) is not optimizer:
             cast("Any", optimizer).step(**kwargs)  # a trainer's wrapper counts the step and comes back here
             return
+        self.look_(optimizer)
         self.step_checked(optimizer, **kwargs)
         if self._on_step is not None:
             self._on_step()
 
-    def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """``step`` for the engine's own call: ``on_step`` is not called, and ``closure`` is passed on."""
+    def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """``step`` for the engine, which has looked at the gradients; ``closure`` is passed on.
+
+        Returns what the optimizer returned, ``None`` where the host knows of a skip.
+        """
         if self._stage(optimizer) is _Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         found_inf = self.found_inf(optimizer)
         self.flags.begin_step(found_inf)
-        step_unless(optimizer, found_inf, self.flags.read, **kwargs)
+        result = step_unless(optimizer, found_inf, self.flags.read, **kwargs)
         self._stages[id(optimizer)] = _Stage.STEPPED
         self.flags.end_step(optimizer, found_inf)
+        return result
 
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Take note of a step that DeepSpeed unscaled, checked and made, with its flag."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch.optim import Optimizer
-
 from lightning_mp.errors import Fault, NonFiniteError
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite.replay import Diagnosis
@@ -80,16 +78,6 @@ def nothing_to_rewind_to(event: Event) -> NonFiniteError:
         "save earlier with ModelCheckpoint(every_n_train_steps=...), or use on_trip='skip'",
     )
     return _error(str(fault), event)
-
-
-def moved_already(optimizer: Optimizer, step: int) -> NonFiniteError:
-    """An optimizer that evaluates its closure again found the value after it had moved the weights."""
-    fault = Fault(
-        f"a non-finite value at step {step} when {type(optimizer).__name__} evaluated its closure again",
-        "non-finite values in the first evaluation, before weights are moved",
-        "use an optimizer that evaluates once, such as AdamW, or lower its step size",
-    )
-    return NonFiniteError(str(fault), step=step)
 
 
 def _place(event: Event) -> str:
