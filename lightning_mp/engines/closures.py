@@ -79,10 +79,8 @@ class Before:
     def __init__(self, optimizer: Optimizer) -> None:
         self._parameters = grads.parameters_of(optimizer)
         self._values = [parameter.detach().clone() for parameter in self._parameters]
-        known = {id(parameter): parameter for parameter in self._parameters}
-        self._state = [
-            (part, deepcopy(dict(part.state), dict(known)), _options(part, known)) for part in _parts(optimizer)
-        ]
+        known: dict[int, Any] = {id(parameter): parameter for parameter in self._parameters}
+        self._state = [(part, *deepcopy((dict(part.state), _options(part)), known)) for part in _parts(optimizer)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -96,10 +94,8 @@ class Before:
                 group.update(values)
 
 
-def _options(optimizer: Optimizer, known: dict[int, Any]) -> list[dict[str, Any]]:
-    return [
-        deepcopy({k: v for k, v in group.items() if k != "params"}, dict(known)) for group in optimizer.param_groups
-    ]
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:

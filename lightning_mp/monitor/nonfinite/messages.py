@@ -101,6 +101,8 @@ def _cause(diagnosis: Diagnosis) -> str:
     return {
         "forward": "the output of that module, from finite inputs: a non-finite weight, or an overflow",
         "loss": "the loss, from finite outputs: a logarithm or a division in it",
+        "after backward": "that gradient was changed after the backward pass, which was finite when the batch was run "
+        "again: by a hook, a clip or the sum over ranks",
         "backward": "the backward pass of that module, from finite gradients: an overflow, or a division",
     }[origin.phase]
 
@@ -112,6 +114,8 @@ def _advice(origin: Origin | None, bad_loss: bool) -> str:
         return "check the data of the batch"
     if origin.phase == "loss":
         return "check the loss function and the targets"
+    if origin.phase == "after backward":
+        return "look at what changes gradients after the backward pass: hooks, and clipping of your own"
     pinned = f"{{{origin.module!r}: 'fp32'}}"
     pin = f"under half precision run it in fp32: the plan's pins={pinned}, or DtypePinning({pinned})"
     return f"check its weights and lower the learning rate; {pin}" if bad_loss else f"clip gradients; {pin}"

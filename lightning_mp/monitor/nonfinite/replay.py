@@ -326,11 +326,20 @@ def _plainly_named(origin: Origin) -> Origin:
 def _without_replay(
     module: nn.Module, loss: Tensor | None, window: list[KeptBatch], notes: list[str], *, distributed: bool
 ) -> Diagnosis:
-    """What weights and gradients say; those may have come from any rank, so that only a bad loss names one."""
+    """What weights and gradients say; those may have come from any rank, so that only a bad loss names one.
+
+    Where every rank ran the window again and met nothing, a gradient that is not finite was changed on its own rank.
+    """
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
-    origin = nonfinite.from_parameters(module) or nonfinite.from_gradients(module)
+    origin = nonfinite.from_parameters(module)
+    if origin is None:
+        origin = nonfinite.from_gradients(module)
+        if window and not notes and origin is not None and not bad_loss:
+            origin = replace(origin, phase="after backward")
     origin = None if origin is None else _plainly_named(origin)
     rank, (found, any_bad_loss) = first_bad_rank((origin, bad_loss), distributed=distributed)
+    if found is not None and found.phase == "after backward":
+        return Diagnosis(rank, found, any_bad_loss, window[0].batch_idx if len(window) == 1 else None)
     note = "; ".join(notes) or "run again, no batch of the window was non-finite by itself"
     known = window[0].batch_idx if len(window) == 1 else None
     return Diagnosis(rank if any_bad_loss or not distributed else None, found, any_bad_loss, known, note)
