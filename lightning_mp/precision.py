@@ -27,7 +27,7 @@ from lightning_mp.deepspeed_config import DeepSpeedJson
 from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts, users_hooks
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.scaler import LossScaler
@@ -277,7 +277,18 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     # ------------------------------------------------------------------ backward and step
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Scale the loss."""
+        """Scale the loss.
+
+        Raises:
+            PlanError: Lightning Fabric calls it, which has no Trainer.
+        """
+        if self._trainer is None and trainer_of(module) is None:
+            fault = Fault(
+                "Fabric(plugins=[MixedPrecisionPlan(...)]), or a backward pass without a Trainer",
+                "Trainer(plugins=[plan]): a plan follows the hooks of a Trainer's step",
+                "use a Trainer, or Fabric(precision=...) without the plan",
+            )
+            raise PlanError([fault])
         if self._engine is not None:
             tensor = self._engine.before_backward(tensor, manual=not module.automatic_optimization)
         return super(FSDPPrecision, self).pre_backward(tensor, module)
@@ -322,10 +333,14 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             self._after_closure(model, optimizer)
             if users_hooks.may_change_gradients(model):
                 engine.look_again(optimizer)
+            evaluated = None
             if engine.may_call_closure(optimizer):
                 again = partial(self._wrap_closure, model, optimizer, closure)
-                kwargs["closure"] = closures.Evaluated(optimizer, result, again)
-            engine.step(optimizer, **kwargs)
+                evaluated = closures.Evaluated(optimizer, result, again)
+            returned = engine.step(optimizer, closure=evaluated, **kwargs)
+            if evaluated is not None and model.automatic_optimization and not self.step_counter.found_inf.last_read:
+                evaluated.require_called()
+            result = result if returned is None else returned
         self._stepped = True
         engine.settle(replay)
         return result
@@ -370,7 +385,20 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def teardown(self) -> None:
         """Put back every process-global that was set; Lightning calls this after success and after failure."""
+        trainer = None if self._trainer is None else self._trainer()
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
+            self._warn_of_no_step()
         self._release()
+
+    def _warn_of_no_step(self) -> None:
+        tried = self.step_counter.attempts
+        if self._engine is None or not tried or self.applied_steps:
+            return
+        scale = "" if self.scaler is None else f"; the loss scale ended at {self.scaler.get_scale():g}"
+        rank_zero_warn(
+            f"The run applied 0 of its {tried} optimizer steps: each was skipped, as a gradient was not finite{scale}. "
+            "The weights are those it began with. nonfinite='raise' stops at the first such step and names its module"
+        )
 
     def _release(self) -> None:
         self._hooks.remove()

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.compat.torch import has_step_hooks
 from lightning_mp.engines import closures, diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.budget import SkipBudget
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
@@ -57,6 +59,7 @@ class StepEngine(ABC):
         self._before: list[tuple[Tensor, Tensor]] = []
         #: by ``id``, of the optimizers that may evaluate a closure again: whether they do
         self._evaluates_again: dict[int, bool | None] = {}
+        self._step_hooks: list[RemovableHandle] = []
 
     # ------------------------------------------------------------------ the module
 
@@ -130,6 +133,12 @@ class StepEngine(ABC):
             self.revert()
         faults.raise_if_any()
         self.optimizers, self._before, self._evaluates_again = list(optimizers), [], {}
+        self._close_hooks()
+        self._step_hooks = [
+            optimizer.register_step_pre_hook(self._on_step)
+            for optimizer in self.optimizers
+            if has_step_hooks(optimizer)
+        ]
         self.scaler.forget()
         self.scaler.flags.sync_with(reduce.max_over_ranks_ if self.distributed else None)
         self._budget.restart()
@@ -139,9 +148,14 @@ class StepEngine(ABC):
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
+        self._close_hooks()
         self._module, self._loss, self._before = None, None, []
         self._pin_map, self._checkpointed = pins.PinMap((), ()), []
         self.optimizers, self.pending = [], False
+
+    def _close_hooks(self) -> None:
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
 
     # ------------------------------------------------------------------ the step
 
@@ -235,6 +249,29 @@ class StepEngine(ABC):
     def step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """The whole step of an optimizer that evaluates the closure itself; what it returns."""
         raise NotImplementedError(f"{type(self).__name__} refuses such optimizers in check_optimizers()")
+
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Before any step: one that is made past the plan is checked and counted too, or refused."""
+        if self.scaler.flags.under_way:
+            return None
+        if isinstance(self.scaler, LossScaler):
+            closures.refuse_past_the_plan(optimizer, self.policy)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        evaluated = None
+        if closure is not None and not self.steps_with_closure(optimizer):
+            with torch.enable_grad():
+                evaluated = closures.Evaluated(optimizer, closure(), closure)
+            args, kwargs = args[:1], {**kwargs, "closure": evaluated}
+        self.pending = False
+        flag = self.scaler.found_inf(optimizer)
+        self.scaler.flags.begin_step(flag)
+        if self.scaler.checks and self.scaler.flags.read(flag):
+            grads.drop(optimizer)
+            if evaluated is not None:
+                kwargs["closure"] = lambda: evaluated.result
+        self.count()
+        self.look(None)
+        return args, kwargs
 
     def count(self) -> None:
         """Count the step that was just made, here or by a user's own ``scaler.step``."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_mp.compat.lightning import MisconfigurationException
 from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
 from lightning_mp.numerics import grads
 from lightning_mp.policy import PrecisionPolicy
@@ -31,7 +32,7 @@ class Evaluated:
     """
 
     def __init__(self, optimizer: Optimizer, result: Any, again: Callable[[], Any]) -> None:
-        self._optimizer, self._result, self.again = optimizer, result, again
+        self._optimizer, self.result, self.again = optimizer, result, again
         #: the optimizer has called it
         self.called = False
         #: the optimizer has had it evaluated again
@@ -39,10 +40,22 @@ class Evaluated:
         #: called after every further evaluation
         self.look: Callable[[], None] = lambda: None
 
+    def require_called(self) -> None:
+        """As in stock Lightning, where nothing else would have run the batch.
+
+        Raises:
+            MisconfigurationException: the optimizer takes a closure and did not call it.
+        """
+        if not self.called:
+            raise MisconfigurationException(
+                f"The closure hasn't been executed: {type(self._optimizer).__name__}.step(closure) did not call it. "
+                "Call it there, or leave the argument out."
+            )
+
     def __call__(self) -> Any:
         first, self.called = not self.called, True
         if first and any(parameter.grad is not None for parameter in grads.parameters_of(self._optimizer)):
-            return self._result
+            return self.result
         self.evaluated_again = True
         result = self.again()
         self.look()
@@ -59,6 +72,21 @@ def refuse(optimizer: Optimizer, policy: PrecisionPolicy) -> Any:
         f"{type(optimizer).__name__}, which evaluates its closure again, with precision={policy.precision!r}",
         "optimizers that step once a batch, since the loss scale may change between two evaluations",
         "use AdamW or SGD, or a precision without loss scaling ('bf16-mixed', '32-true')",
+    )
+    raise PlanError([fault])
+
+
+def refuse_past_the_plan(optimizer: Optimizer, policy: PrecisionPolicy) -> None:
+    """A step that nobody asked the plan for, under loss scaling.
+
+    Raises:
+        PlanError: always.
+    """
+    fault = Fault(
+        f"{type(optimizer).__name__}.step() called past the plan, which has to unscale and check, with "
+        f"precision={policy.precision!r}",
+        "steps of the optimizer that Lightning hands to optimizer_step, or that self.optimizers() returns",
+        "call super().optimizer_step(...), or optimizer.step(closure=...) on that optimizer, not on what it wraps",
     )
     raise PlanError([fault])
 

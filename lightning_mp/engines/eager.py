@@ -52,7 +52,8 @@ class EagerEngine(StepEngine):
             scaler.check_(parameters, found)
             return result
 
-        result = optimizer.step(watched, **kwargs)
+        with scaler.flags.stepping():
+            result = optimizer.step(watched, **kwargs)
         scaler.flags.reduce_(found)
         if self.policy.nonfinite.action == "ignore":
             found.zero_()

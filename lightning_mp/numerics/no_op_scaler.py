@@ -22,7 +22,7 @@ class NoOpScaler:
     """
 
     def __init__(self, found_inf: FoundInf, device: torch.device, *, checks: bool) -> None:
-        self.flags, self._checks, self._device = found_inf, checks, device
+        self.flags, self.checks, self._device = found_inf, checks, device
         self._one = torch.ones((), dtype=torch.float32, device=device)
 
     def scale(self, outputs: LossT) -> LossT:
@@ -39,8 +39,17 @@ class NoOpScaler:
 
     def look_(self, optimizer: Optimizer) -> None:
         """Note whether the gradients, as they are now, are finite on this rank."""
-        if self._checks:
+        if self.checks:
             self.check_(parameters_of(optimizer), self.flags.of(optimizer, self._device))
+
+    def found_inf(self, optimizer: Optimizer) -> Tensor:
+        """Look at the gradients once more: 1 where they are not finite on some rank, else 0."""
+        self.look_(optimizer)
+        flag = self.flags.of(optimizer, self._device)
+        self.flags.drop(id(optimizer))
+        if self.checks:
+            self.flags.reduce_(flag)
+        return flag
 
     def check_(self, parameters: Iterable[Tensor], flag: Tensor) -> None:
         """Set ``flag`` to 1 where a gradient of this rank is not finite."""
@@ -53,12 +62,13 @@ class NoOpScaler:
         """
         flag = self.flags.of(optimizer, self._device)
         self.flags.drop(id(optimizer))
-        if self._checks:
+        if self.checks:
             self.flags.reduce_(flag)
         self.flags.begin_step(flag)
-        if not self._checks:
-            return optimizer.step(**kwargs)
-        return step_unless(optimizer, flag, self.flags.read, **kwargs)
+        with self.flags.stepping():
+            if not self.checks:
+                return optimizer.step(**kwargs)
+            return step_unless(optimizer, flag, self.flags.read, **kwargs)
 
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Take note of a step that was checked and made elsewhere, with its flag."""

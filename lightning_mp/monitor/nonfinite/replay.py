@@ -32,6 +32,7 @@ from lightning_mp.monitor.side_run import loss_of, untouched
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import RngState, rng_state, set_rng_state
+from lightning_mp.numerics.scaler import LossScaler
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +315,8 @@ def _scale(trainer: Trainer, device: torch.device) -> Tensor | None:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
         return None
+    if isinstance(scaler, LossScaler):
+        return scaler.place(device).scale.clone()  # asking for it is not to look like a loss
     return scaler.scale(torch.ones((), dtype=torch.float32, device=device))
 
 
