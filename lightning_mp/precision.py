@@ -24,10 +24,10 @@ from lightning_mp.compat.lightning import (
     trainer_of,
 )
 from lightning_mp.deepspeed_config import DeepSpeedJson
-from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts, users_hooks
+from lightning_mp.engines import closures, device_rules, for_strategy, misplaced, optimizer_facts, users_hooks
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.scaler import LossScaler
@@ -148,6 +148,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     def _global_step(self) -> int:
         trainer = None if self._trainer is None else self._trainer()
         return self.step_counter.attempts if trainer is None else trainer.global_step
+
+    @property
+    def state_key(self) -> str:
+        """What a Trainer asks its callbacks for: always a ``PlanError``."""
+        raise PlanError([misplaced.AMONG_CALLBACKS], "Trainer")
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run: neither what it runs on nor what would have to be put back.
@@ -277,18 +282,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     # ------------------------------------------------------------------ backward and step
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Scale the loss.
-
-        Raises:
-            PlanError: Lightning Fabric calls it, which has no Trainer.
-        """
+        """Scale the loss; a ``PlanError`` under Lightning Fabric, which has no Trainer."""
         if self._trainer is None and trainer_of(module) is None:
-            fault = Fault(
-                "Fabric(plugins=[MixedPrecisionPlan(...)]), or a backward pass without a Trainer",
-                "Trainer(plugins=[plan]): a plan follows the hooks of a Trainer's step",
-                "use a Trainer, or Fabric(precision=...) without the plan",
-            )
-            raise PlanError([fault])
+            raise PlanError([misplaced.IN_FABRIC])
         if self._engine is not None:
             tensor = self._engine.before_backward(tensor, manual=not module.automatic_optimization)
         return super(FSDPPrecision, self).pre_backward(tensor, module)
@@ -317,7 +313,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """
         engine = self._engine
         if engine is None:
-            raise RuntimeError("MixedPrecisionPlan.optimizer_step() was called before the plan was attached to a model")
+            raise RuntimeError(str(misplaced.OUTSIDE_OF_A_RUN))
         if not self._hooks.active:
             self._hooks.install(model.trainer, model, lambda: self._stepped and self.step_skipped)
         self._stepped = False
@@ -387,18 +383,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """Put back every process-global that was set; Lightning calls this after success and after failure."""
         trainer = None if self._trainer is None else self._trainer()
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
-            self._warn_of_no_step()
+            tried = self.step_counter.attempts
+            if self._engine is not None and tried and not self.applied_steps:
+                scale = None if self.scaler is None else self.scaler.get_scale()
+                rank_zero_warn(misplaced.no_step_applied(tried, scale))
         self._release()
-
-    def _warn_of_no_step(self) -> None:
-        tried = self.step_counter.attempts
-        if self._engine is None or not tried or self.applied_steps:
-            return
-        scale = "" if self.scaler is None else f"; the loss scale ended at {self.scaler.get_scale():g}"
-        rank_zero_warn(
-            f"The run applied 0 of its {tried} optimizer steps: each was skipped, as a gradient was not finite{scale}. "
-            "The weights are those it began with. nonfinite='raise' stops at the first such step and names its module"
-        )
 
     def _release(self) -> None:
         self._hooks.remove()

@@ -203,3 +203,22 @@ def test_a_run_without_steps_says_nothing() -> None:
     runner = fit(Regression(), plugins=[plan], max_steps=0)
     fit(Regression(overflow_at=tuple(range(7))), plugins=[plan_for("bf16-mixed")])
     assert runner.global_step == 0
+
+
+class TestWhereAPlanDoesNotBelong:
+    def test_among_the_callbacks(self) -> None:
+        with pytest.raises(PlanError, match="Write Trainer"):
+            fit(Regression(), callbacks=[plan_for("bf16-mixed")])
+
+    def test_in_fabric(self) -> None:
+        from lightning.fabric import Fabric
+
+        fabric, net = Fabric(plugins=[plan_for("bf16-mixed")], accelerator="cpu"), torch.nn.Linear(2, 1)
+        model, _ = fabric.setup(net, SGD(net.parameters(), lr=1.0))
+        with pytest.raises(PlanError, match="Use a Trainer"):
+            fabric.backward(model(torch.ones(1, 2)).sum())
+
+    def test_outside_of_a_run(self) -> None:
+        runner = fit(Regression(), plugins=[plan_for("bf16-mixed")])
+        with pytest.raises(RuntimeError, match=r"trainer\.fit\(\.\.\.\) again"):
+            runner.strategy.optimizer_step(runner.optimizers[0], lambda: None)
