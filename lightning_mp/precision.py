@@ -24,11 +24,10 @@ from lightning_mp.compat.lightning import (
     trainer_of,
 )
 from lightning_mp.deepspeed_config import DeepSpeedJson
-from lightning_mp.engines import closures, device_rules, for_strategy, optimizer_facts
-from lightning_mp.engines.announce import announce
+from lightning_mp.engines import announce, closures, device_rules, for_strategy, misplaced, optimizer_facts, users_hooks
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
-from lightning_mp.errors import Faults, near_keywords
+from lightning_mp.errors import Faults, PlanError, near_keywords
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.scaler import LossScaler
@@ -130,6 +129,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """
         return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
+    def same_as(self, other: object) -> bool:
+        """Whether ``other`` is a plan of the same class that declares the same policy: either may run for the other."""
+        return type(other) is type(self) and cast("MixedPrecisionPlan", other)._declared == self._declared
+
     def _start_over(self) -> None:
         self.precision = cast("Any", self.policy.precision)
         self.step_counter = StepCounter()
@@ -148,6 +151,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     def _global_step(self) -> int:
         trainer = None if self._trainer is None else self._trainer()
         return self.step_counter.attempts if trainer is None else trainer.global_step
+
+    @property
+    def state_key(self) -> str:
+        """What a Trainer asks its callbacks for: always a ``PlanError``."""
+        raise PlanError([misplaced.AMONG_CALLBACKS], "Trainer")
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run: neither what it runs on nor what would have to be put back.
@@ -205,7 +213,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
 
             warn_at_fit(module, self.policy)
-            announce(self.policy, module, trainer)
+            announce.began(self.policy, module, trainer)
         self._engine = engine
         engine.prepare(module)
         self._restore_tf32 = device_rules.switch_tf32(self.policy, device)
@@ -287,7 +295,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     # ------------------------------------------------------------------ backward and step
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Scale the loss."""
+        """Scale the loss; a ``PlanError`` under Lightning Fabric, which has no Trainer."""
+        if self._trainer is None and trainer_of(module) is None:
+            raise PlanError([misplaced.IN_FABRIC])
         if self._engine is not None:
             tensor = self._engine.before_backward(tensor, manual=not module.automatic_optimization)
         return super(FSDPPrecision, self).pre_backward(tensor, module)
@@ -316,7 +326,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """
         engine = self._engine
         if engine is None:
-            raise RuntimeError("MixedPrecisionPlan.optimizer_step() was called before the plan was attached to a model")
+            raise RuntimeError(str(misplaced.OUTSIDE_OF_A_RUN))
         if not self._hooks.active:
             self._hooks.install(model.trainer, model, lambda: self._stepped and self.step_skipped)
         self._stepped = False
@@ -330,10 +340,16 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
                 return result  # training_step returned None: neither applied nor skipped
             engine.unscale(optimizer)
             self._after_closure(model, optimizer)
+            if users_hooks.may_change_gradients(model):
+                engine.look_again(optimizer)
+            evaluated = None
             if engine.may_call_closure(optimizer):
                 again = partial(self._wrap_closure, model, optimizer, closure)
-                kwargs["closure"] = closures.Evaluated(result, again if self.scaler is None else closures.refuse)
-            engine.step(optimizer, **kwargs)
+                evaluated = closures.Evaluated(optimizer, result, again)
+            returned = engine.step(optimizer, closure=evaluated, **kwargs)
+            if evaluated is not None and model.automatic_optimization and not self.step_counter.found_inf.last_read:
+                evaluated.require_called()
+            result = result if returned is None else returned
         self._stepped = True
         engine.settle(replay)
         return result
@@ -378,6 +394,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def teardown(self) -> None:
         """Put back every process-global that was set; Lightning calls this after success and after failure."""
+        trainer = None if self._trainer is None else self._trainer()
+        if trainer is not None:
+            announce.ended(self, trainer)
         self._release()
 
     def _release(self) -> None:

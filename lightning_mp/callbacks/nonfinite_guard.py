@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks.acting import ActingCallback
 from lightning_mp.compat.lightning import LightningModule, Trainer, TrainerFn, rank_zero_info
+from lightning_mp.engines import closures
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.actions import ReduceLR, describe
@@ -142,7 +143,7 @@ class NonFiniteGuard(ActingCallback):
         bad = bad_loss or bad_gradient
         run.bad_loss |= bad_loss
         if bad and again and run.tried:
-            raise messages.moved_already(optimizer, trainer.global_step)
+            raise closures.moved_already(optimizer, trainer.global_step)
         if bad:
             run.scale = run.guarded.scale()
         if not again and not run.guarded.steps_by_itself:

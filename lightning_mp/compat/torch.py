@@ -34,6 +34,7 @@ STEP = PrivateNames(
         "torch.nn.modules.batchnorm": ("_BatchNorm",),
         "torch.nn.modules.loss": ("_Loss",),
         "torch.optim:AdamW()": ("_step_supports_amp_scaling",),
+        "torch.optim:Optimizer()": ("_optimizer_step_pre_hooks",),
         "torch.optim.lr_scheduler:LRScheduler()": ("_last_lr",),
         "torch.optim.lr_scheduler:SequentialLR()": ("_schedulers",),
         "torch.utils._python_dispatch": ("TorchDispatchMode",),
@@ -102,6 +103,11 @@ def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = N
 def takes_flag(optimizer: Optimizer) -> bool:
     """Whether the optimizer (a fused one) unscales, and skips by ``found_inf``, on the device."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether the optimizer takes hooks on its step; a wrapper that leaves ``Optimizer.__init__`` out takes none."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 #: where the state dict of a ``GradScaler`` has its count of clean steps

@@ -5,15 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.engines import diagnosis, optimizer_facts, reduce
+from lightning_mp.compat.torch import has_step_hooks
+from lightning_mp.engines import closures, diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.budget import SkipBudget
-from lightning_mp.errors import Faults, NonFiniteError
+from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.modules import checkpointing, outside_reads, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import cast_module_, is_plain, to_torch
@@ -61,6 +64,9 @@ class StepEngine(ABC):
         self._applied: checkpointing.Applied | None = None
         self._loss: Tensor | None = None
         self._before: list[tuple[Tensor, Tensor]] = []
+        #: by ``id``, of the optimizers that may evaluate a closure again: whether they do
+        self._evaluates_again: dict[int, bool | None] = {}
+        self._step_hooks: list[RemovableHandle] = []
 
     # ------------------------------------------------------------------ the module
 
@@ -142,7 +148,13 @@ class StepEngine(ABC):
         if faults.found:
             self.revert()
         faults.raise_if_any()
-        self.optimizers, self._before = list(optimizers), []
+        self.optimizers, self._before, self._evaluates_again = list(optimizers), [], {}
+        self._close_hooks()
+        self._step_hooks = [
+            optimizer.register_step_pre_hook(self._on_step)
+            for optimizer in self.optimizers
+            if has_step_hooks(optimizer)
+        ]
         self.scaler.forget()
         self.scaler.flags.sync_with(reduce.max_over_ranks_ if self.distributed else None)
         self._budget.restart()
@@ -154,9 +166,14 @@ class StepEngine(ABC):
             self._applied = None
         sync_batchnorm.remove(self.synced)
         self.synced = []
+        self._close_hooks()
         self._module, self._loss, self._before = None, None, []
         self._pin_map, self._checkpointed = pins.PinMap((), ()), []
         self.optimizers, self.pending = [], False
+
+    def _close_hooks(self) -> None:
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
 
     # ------------------------------------------------------------------ the step
 
@@ -193,28 +210,94 @@ class StepEngine(ABC):
         return optimizer_facts.takes_closure(optimizer)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring gradients into true units and find out, in the same pass, whether they are finite on every rank."""
+        """Bring gradients into true units and find out, in the same pass, whether they are finite on this rank."""
         if self.scaler.stepped(optimizer):  # it steps again: what came before was a group of its own
             self.scaler.update()
-        self.scaler.found_inf(optimizer)
+        self.scaler.look_(optimizer)
+
+    def look_again(self, optimizer: Optimizer) -> None:
+        """The same once hooks of the user's have had the gradients."""
+        self.scaler.look_(optimizer)
 
     @abstractmethod
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the global 2-norm, in fp32, and note it."""
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
-        """Clip every entry to ``[-value, value]``."""
+        """Clip every entry to ``[-value, value]``, which makes infinite ones finite: look before."""
+        self.scaler.look_(optimizer)
         torch.nn.utils.clip_grad_value_(grads.parameters_of(optimizer), value)
 
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step the optimizer, or leave everything as it was if a gradient was not finite."""
+    def step(self, optimizer: Optimizer, *, closure: closures.Evaluated | None = None, **kwargs: Any) -> Any:
+        """Step the optimizer, or leave everything as it was if a gradient was not finite on some rank.
+
+        Returns what the optimizer returned, ``None`` where the host knows of a skip.
+
+        Raises:
+            PlanError: under loss scaling the optimizer evaluates ``closure`` again; weights and state are as before.
+            NonFiniteError: it does so for the first time after steps in which it did not, and meets a bad gradient.
+        """
         self.pending = False
-        self.scaler.step_checked(optimizer, **kwargs)
+        if closure is None:
+            result = self.scaler.step_checked(optimizer, **kwargs)
+        else:
+            result = self._step_evaluated(optimizer, closure, **kwargs)
         self.count()
+        return result
+
+    def _step_evaluated(self, optimizer: Optimizer, closure: closures.Evaluated, **kwargs: Any) -> Any:
+        """A step of an optimizer that may evaluate again, undone where a gradient of that evaluation is not finite."""
+        again = self._evaluates_again.get(id(optimizer))
+        before = None if again is False else closures.Before(optimizer)  # not known before its first step
+        found = torch.zeros((), dtype=torch.float32, device=self.device)
+        scaler, parameters = self.scaler, grads.parameters_of(optimizer)
+        if isinstance(scaler, LossScaler):
+            closure.again = partial(closures.refuse, optimizer, self.policy)
+        else:
+            closure.look = lambda: scaler.check_(parameters, found)
+        try:
+            result = scaler.step_checked(optimizer, closure=closure, **kwargs)
+        except PlanError:
+            if before is not None:
+                before.restore()
+            raise
+        if closure.called:
+            self._evaluates_again[id(optimizer)] = again or closure.evaluated_again
+        if closure.evaluated_again and self.policy.nonfinite.action != "ignore":
+            scaler.flags.reduce_(found)
+            if scaler.flags.read(found):
+                if before is None:
+                    raise closures.moved_already(optimizer, self._global_step())
+                before.restore()
+                scaler.flags.begin_step(found)
+        return result
 
     def step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """The whole step of an optimizer that evaluates the closure itself; what it returns."""
         raise NotImplementedError(f"{type(self).__name__} refuses such optimizers in check_optimizers()")
+
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Before any step: one that is made past the plan is checked and counted too, or refused."""
+        if self.scaler.flags.under_way:
+            return None
+        if isinstance(self.scaler, LossScaler):
+            closures.refuse_past_the_plan(optimizer, self.policy)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        evaluated = None
+        if closure is not None and not self.steps_with_closure(optimizer):
+            with torch.enable_grad():
+                evaluated = closures.Evaluated(optimizer, closure(), closure)
+            args, kwargs = args[:1], {**kwargs, "closure": evaluated}
+        self.pending = False
+        flag = self.scaler.found_inf(optimizer)
+        self.scaler.flags.begin_step(flag)
+        if self.scaler.checks and self.scaler.flags.read(flag):
+            grads.drop(optimizer)
+            if evaluated is not None:
+                kwargs["closure"] = lambda: evaluated.result
+        self.count()
+        self.look(None)
+        return args, kwargs
 
     def count(self) -> None:
         """Count the step that was just made, here or by a user's own ``scaler.step``."""

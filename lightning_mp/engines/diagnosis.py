@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,14 @@ def error(
     optimizer steps attempted so far.
     """
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
+    at_hand = nonfinite.from_gradients(module)  # of which nothing is left once the batch is run again
     origin = nonfinite.locate(module, replay) if replay is not None else None
-    # Nothing to replay, or random layers drew other numbers: the gradients at hand still say something.
-    origin = origin or nonfinite.from_gradients(module)
-    rank, (origin, bad_loss) = first_bad_rank((origin, bad_loss), distributed=distributed)
+    own_loss = bad_loss
+    rank, (origin, bad_loss) = first_bad_rank((origin, own_loss), distributed=distributed)
+    if origin is None:  # on every rank: no batch to run again, or nothing in it was bad by itself
+        if at_hand is not None and replay is not None and not bad_loss:
+            at_hand = replace(at_hand, phase="after backward")
+        rank, (origin, bad_loss) = first_bad_rank((at_hand, own_loss), distributed=distributed)
     if origin is None:
         place = "no module could be named: the batch is gone or did not reproduce it"
     else:
@@ -77,6 +82,8 @@ def first_bad_rank(mine: Found, *, distributed: bool) -> tuple[int | None, Found
 def _advice(origin: Origin | None, bad_loss: bool, scale: float | None) -> str:
     if bad_loss:
         return "Look at that module's input and weights, and at the batch: no loss scale makes a non-finite loss finite"
+    if origin is not None and origin.phase == "after backward":
+        return "Look at what changes gradients after the backward pass: hooks, and clipping of your own"
     # The root module cannot be pinned, and where none could be named there is nothing to write.
     named = origin is not None and origin.module
     lower = f"Pin that module (pins={{{named!r}: 'fp32'}}), lower" if named else "Lower"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -47,9 +46,7 @@ class EagerEngine(StepEngine):
         """A step of an optimizer that evaluates the closure itself (LBFGS), undone if a gradient was not finite."""
         scaler = self.scaler
         assert isinstance(scaler, NoOpScaler), "refused under loss scaling"
-        parameters = grads.parameters_of(optimizer)
-        before = [parameter.detach().clone() for parameter in parameters]
-        state = deepcopy(optimizer.state_dict())
+        parameters, before = grads.parameters_of(optimizer), closures.Before(optimizer)
         found = torch.zeros((), dtype=torch.float32, device=self.device)
 
         def watched() -> Any:
@@ -57,15 +54,13 @@ class EagerEngine(StepEngine):
             scaler.check_(parameters, found)
             return result
 
-        result = optimizer.step(watched, **kwargs)
+        with scaler.flags.stepping():
+            result = optimizer.step(watched, **kwargs)
         scaler.flags.reduce_(found)
         if self.policy.nonfinite.action == "ignore":
             found.zero_()
         scaler.note_step(optimizer, found)
         if self.policy.nonfinite.action != "ignore" and self.step_counter.step_skipped:
-            with torch.no_grad():
-                for parameter, value in zip(parameters, before, strict=True):
-                    parameter.copy_(value)
-            optimizer.load_state_dict(state)
+            before.restore()
         self.count()
         return result

@@ -19,6 +19,7 @@ from lightning_mp.compat.deepspeed import cast_partition
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.closures import Evaluated
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.numerics.scaler import LossScaler
 
@@ -143,7 +144,7 @@ class ZeroEngine(StepEngine):
         fault = Fault("clip_gradients(gradient_clip_algorithm='value') with ZeRO", "'norm'", "clip by norm")
         raise RuntimeError(str(fault))
 
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
+    def step(self, optimizer: Optimizer, *, closure: Evaluated | None = None, **kwargs: Any) -> None:
         """Let DeepSpeed step or skip, and count what it did.
 
         Raises:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -24,6 +25,8 @@ class FoundInf:
         self._sync: Callable[[Tensor], None] | None = None
         self._last: Tensor | None = None
         self._last_read: bool | None = False
+        #: a step that was decided here is under way; any other is made by somebody else
+        self.under_way = False
 
     def sync_with(self, sync: Callable[[Tensor], None] | None) -> None:
         """Reduce flags with ``sync`` (in place, maximum over ranks) from now on."""
@@ -61,6 +64,15 @@ class FoundInf:
         return torch.zeros((), dtype=torch.float32, device=device)
 
     # ------------------------------------------------------------------ steps
+
+    @contextmanager
+    def stepping(self) -> Generator[None, None, None]:
+        """Within, an optimizer steps for the one that decides: ``under_way`` is true."""
+        before, self.under_way = self.under_way, True
+        try:
+            yield
+        finally:
+            self.under_way = before
 
     def begin_step(self, flag: Tensor) -> None:
         """``flag`` decides the step at hand."""

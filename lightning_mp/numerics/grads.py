@@ -109,19 +109,18 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     return total
 
 
-def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwargs: Any) -> None:
+def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwargs: Any) -> Any:
     """Step the optimizer where ``found_inf`` is 0; where it is 1, leave every parameter and all state as they were.
 
     A fused optimizer takes the flag on the device. Any other has to be asked for on the host: ``read(found_inf)``.
+    Returns what the optimizer returned, ``None`` where it was not called.
     """
     if not _takes_flag(optimizer):
-        if not read(found_inf):
-            optimizer.step(**kwargs)
-        return
+        return None if read(found_inf) else optimizer.step(**kwargs)
     flagged = cast("Any", optimizer)
     flagged.grad_scale, flagged.found_inf = None, found_inf
     try:
-        optimizer.step(**kwargs)
+        return optimizer.step(**kwargs)
     finally:
         del flagged.grad_scale, flagged.found_inf
 

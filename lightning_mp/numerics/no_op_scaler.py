@@ -22,7 +22,7 @@ class NoOpScaler:
     """
 
     def __init__(self, found_inf: FoundInf, device: torch.device, *, checks: bool) -> None:
-        self.flags, self._checks, self._device = found_inf, checks, device
+        self.flags, self.checks, self._device = found_inf, checks, device
         self._one = torch.ones((), dtype=torch.float32, device=device)
 
     def scale(self, outputs: LossT) -> LossT:
@@ -30,17 +30,24 @@ class NoOpScaler:
         return outputs
 
     def multiply_back_(self, optimizers: Iterable[Optimizer]) -> None:
-        """Nothing: gradients are always in true units."""
+        """A backward pass begins: what was seen of gradients that were not stepped with is forgotten."""
+        for optimizer in optimizers:
+            self.flags.drop(id(optimizer))
 
     def divide_(self, optimizers: Iterable[Optimizer]) -> None:
         """Nothing: gradients are always in true units."""
 
+    def look_(self, optimizer: Optimizer) -> None:
+        """Note whether the gradients, as they are now, are finite on this rank."""
+        if self.checks:
+            self.check_(parameters_of(optimizer), self.flags.of(optimizer, self._device))
+
     def found_inf(self, optimizer: Optimizer) -> Tensor:
-        """Check the gradients as they are now: 1 where they are not finite on some rank, else 0."""
-        self.flags.drop(id(optimizer))
+        """Look at the gradients once more: 1 where they are not finite on some rank, else 0."""
+        self.look_(optimizer)
         flag = self.flags.of(optimizer, self._device)
-        if self._checks:
-            self.check_(parameters_of(optimizer), flag)
+        self.flags.drop(id(optimizer))
+        if self.checks:
             self.flags.reduce_(flag)
         return flag
 
@@ -48,15 +55,20 @@ class NoOpScaler:
         """Set ``flag`` to 1 where a gradient of this rank is not finite."""
         unscale_and_check_(gradients(parameters), self._one, flag)
 
-    def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step the optimizer whose gradients were checked, or leave everything as it is if one is not finite."""
+    def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step the optimizer, or leave everything as it is if a gradient that was looked at is not finite.
+
+        Returns what the optimizer returned, ``None`` where the host knows of a skip.
+        """
         flag = self.flags.of(optimizer, self._device)
         self.flags.drop(id(optimizer))
+        if self.checks:
+            self.flags.reduce_(flag)
         self.flags.begin_step(flag)
-        if self._checks:
-            step_unless(optimizer, flag, self.flags.read, **kwargs)
-        else:
-            optimizer.step(**kwargs)
+        with self.flags.stepping():
+            if not self.checks:
+                return optimizer.step(**kwargs)
+            return step_unless(optimizer, flag, self.flags.read, **kwargs)
 
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Take note of a step that was checked and made elsewhere, with its flag."""

@@ -20,18 +20,25 @@ class Origin:
     """The module in which a non-finite value first appeared, in which pass, and the parameter it reached first.
 
     In phase ``"loss"`` every module's output was finite: it is the module that ran last before the loss.
+    In phase ``"after backward"`` the batch, run again, was finite everywhere: the gradient was changed afterwards.
     ``input_bad`` says that the module's input was non-finite already and no module before it produced that: the batch.
     """
 
     module: str
     parameter: str | None
-    phase: Literal["forward", "loss", "backward"]
+    phase: Literal["forward", "loss", "backward", "after backward"]
     input_bad: bool = False
 
     def __str__(self) -> str:
         parameter = f", parameter {self.parameter!r}" if self.parameter else ""
         if self.phase == "loss":
             return f"the loss computed from the finite output of module {self.module!r}{parameter}"
+        if self.phase == "after backward":
+            return (
+                f"the gradient of parameter {self.parameter!r}, which was finite when the batch was run again: it was "
+                "changed after the backward pass, by a hook, a clip or the sum over ranks (or random layers drew other "
+                "numbers)"
+            )
         batch = ", whose input from the batch was non-finite already" if self.input_bad else ""
         return f"module {self.module!r} ({self.phase}){parameter}{batch}"
 

@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_mp.compat import torch as compat
+from lightning_mp.errors import Fault, PlanError
 from lightning_mp.numerics import loss_scale
 from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.numerics.found_inf import FoundInf
@@ -27,7 +28,7 @@ class _Stage(IntEnum):
     SCALED = 0
     #: divided by the scale
     TRUE_UNITS = 1
-    #: ``unscale_`` was called, by whomever: the flag is that of all ranks
+    #: the same by a user's ``unscale_``, which may be called once
     CHECKED = 2
     #: ``step`` was called; the next backward pass begins anew
     STEPPED = 3
@@ -61,6 +62,8 @@ class LossScaler(GradScaler):
         self._stages: dict[int, _Stage] = {}
         #: optimizers whose gradients wait in true units, to be multiplied back before a backward pass adds to them
         self._in_true_units: set[int] = set()
+        #: a loss was scaled since the scale was adjusted last
+        self._scaled = False
         self._state = loss_scale.init(config)
 
     # ------------------------------------------------------------------ the state
@@ -114,6 +117,7 @@ class LossScaler(GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """A tensor, or each of a list, tuple or iterable of tensors, times the scale; half ones become fp32 first."""
+        self._scaled = True
         if isinstance(outputs, Tensor):
             state = self.place(outputs.device)
             # the scale itself may be beyond fp16
@@ -134,16 +138,33 @@ class LossScaler(GradScaler):
             raise RuntimeError("unscale_() is being called after step().")
         if stage is _Stage.CHECKED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if stage is _Stage.SCALED:
-            self._divide(optimizer, set())
+        self.look_(optimizer)
         self._stages[id(optimizer)] = _Stage.CHECKED
-        self.flags.reduce_(self._flag(optimizer))
+
+    def look_(self, optimizer: Optimizer) -> None:
+        """Note whether the gradients are finite on this rank; unscale them, in the same pass, if nothing did yet.
+
+        Of gradients that were looked at before it takes another look, since users may have changed them.
+
+        Raises:
+            PlanError: the loss of these gradients was not scaled, so that nothing is to be divided.
+        """
+        optimizer = _plain(optimizer)
+        if self._stage(optimizer) is _Stage.SCALED:
+            if not self._scaled:
+                self._refuse_bare(optimizer)
+            self._divide(optimizer, set())
+            self._stages[id(optimizer)] = _Stage.TRUE_UNITS
+        else:
+            flag = self._flag(optimizer)
+            unscale_and_check_(gradients(parameters_of(optimizer)), torch.ones_like(flag), flag)
 
     def found_inf(self, optimizer: Optimizer) -> Tensor:
-        """1 where the optimizer's gradients are not finite on some rank, else 0; unscales them if nothing did yet."""
+        """1 where the optimizer's gradients, when last looked at, were not finite on some rank, else 0."""
         optimizer = _plain(optimizer)
-        if self._stage(optimizer) < _Stage.CHECKED:
-            self.unscale_(optimizer)
+        if self._stage(optimizer) is _Stage.SCALED:
+            self.look_(optimizer)
+        self.flags.reduce_(self._flag(optimizer))
         return self._flag(optimizer)
 
     def multiply_back_(self, optimizers: Iterable[Optimizer]) -> None:
@@ -182,19 +203,25 @@ class LossScaler(GradScaler):
         if _plain(optimizer) is not optimizer:
             cast("Any", optimizer).step(**kwargs)  # a trainer's wrapper counts the step and comes back here
             return
+        self.look_(optimizer)
         self.step_checked(optimizer, **kwargs)
         if self._on_step is not None:
             self._on_step()
 
-    def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """``step`` for the engine's own call: ``on_step`` is not called, and ``closure`` is passed on."""
+    def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """``step`` for the engine, which has looked at the gradients; ``closure`` is passed on.
+
+        Returns what the optimizer returned, ``None`` where the host knows of a skip.
+        """
         if self._stage(optimizer) is _Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         found_inf = self.found_inf(optimizer)
         self.flags.begin_step(found_inf)
-        step_unless(optimizer, found_inf, self.flags.read, **kwargs)
+        with self.flags.stepping():
+            result = step_unless(optimizer, found_inf, self.flags.read, **kwargs)
         self._stages[id(optimizer)] = _Stage.STEPPED
         self.flags.end_step(optimizer, found_inf)
+        return result
 
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Take note of a step that DeepSpeed unscaled, checked and made, with its flag."""
@@ -213,9 +240,11 @@ class LossScaler(GradScaler):
         """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
         if new_scale is not None:
             cast("Tensor", self._placed().scale).copy_(torch.as_tensor(new_scale))
+            self._scaled = False
             self._stages.clear()
             self.flags.clear()
         elif self.flags.group_open:
+            self._scaled = False
             for key in [key for key, stage in self._stages.items() if stage is _Stage.STEPPED]:
                 self.flags.drop(key)
                 del self._stages[key]
@@ -223,6 +252,7 @@ class LossScaler(GradScaler):
 
     def forget(self) -> None:
         """Drop what is known of gradients and steps since the last update."""
+        self._scaled = False
         self._stages.clear()
         self.flags.clear()
         self._in_true_units.clear()
@@ -258,7 +288,20 @@ class LossScaler(GradScaler):
         return self._state if isinstance(scale, Tensor) else self.place("cpu")
 
     def _stage(self, optimizer: Optimizer) -> _Stage:
-        return self._stages.get(id(optimizer), _Stage.SCALED)
+        # Without a scaled loss, gradients that are left from before, and what was added to them, are in true units.
+        left = not self._scaled and id(optimizer) in self._in_true_units
+        return self._stages.get(id(optimizer), _Stage.TRUE_UNITS if left else _Stage.SCALED)
+
+    @staticmethod
+    def _refuse_bare(optimizer: Optimizer) -> None:
+        if all(parameter.grad is None for parameter in parameters_of(optimizer)):
+            return
+        fault = Fault(
+            "gradients of a loss that was not scaled, as a bare loss.backward() leaves them, under a loss scale",
+            "self.manual_backward(loss), or scaler.scale(loss).backward() with the plan's scaler",
+            "write self.manual_backward(loss), or choose a precision without loss scaling ('bf16-mixed', '32-true')",
+        )
+        raise PlanError([fault])
 
     def _begin_anew(self, optimizer: Optimizer) -> None:
         self._stages.pop(id(optimizer), None)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_mp.compat.lightning import Strategy
+from lightning_mp.compat.both_copies import check_copy
+from lightning_mp.compat.lightning import DeepSpeedPrecision, FSDPPrecision, Precision, Strategy
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.precision import MixedPrecisionPlan
 
@@ -25,11 +26,59 @@ def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
     if isinstance(plugin, MixedPrecisionPlan):
         return plugin
     fault = Fault(
-        f"{type(strategy).__name__} with {type(plugin).__name__}",
+        f"{type(strategy).__name__} with {_written(plugin)}",
         "a MixedPrecisionPlan, which says what to run",
-        "write Trainer(plugins=[MixedPrecisionPlan(...)], strategy=...), or use trainer_kwargs(plan, strategy=...)",
+        "write Trainer(plugins=[MixedPrecisionPlan(...)], strategy=...), or use make_strategy or trainer_kwargs",
     )
     raise PlanError([fault], "strategy")
+
+
+class RunsPlan(_Base):
+    """Runs the plan it was made for, or the one that the Trainer has; anything else is refused where it is given."""
+
+    #: the plan that ``make_strategy`` was given
+    made_for: MixedPrecisionPlan | None = None
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The plan of the run; what Lightning chose where there is none yet."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Not before: a Trainer refuses plugins= beside a strategy that has its own, be it the same.
+        host: Any = super(RunsPlan, type(self)).precision_plugin
+        host.fset(self, self._plan_beside(precision_plugin))
+        if precision_plugin is not None:
+            plan_of(self)
+
+    def _plan_beside(self, plugin: Precision | None) -> Precision | None:
+        if not isinstance(plugin, MixedPrecisionPlan):
+            check_copy(plugin, type(self).__name__)
+        plan = self.made_for
+        if plan is None or plugin is None or plan.same_as(plugin):
+            return plugin
+        if type(plugin) in (Precision, FSDPPrecision, DeepSpeedPrecision) and plugin.precision == "32-true":
+            return plan  # what a Trainer chooses where nothing is given
+        raise PlanError([_another(plan, plugin)], "Trainer")
+
+
+def _another(plan: MixedPrecisionPlan, plugin: Precision) -> Fault:
+    """What to say of a ``plugin``, given in ``plugins=`` or by ``precision=``, beside the strategy's ``plan``."""
+    ours, theirs = (one.policy.to_dict() if isinstance(one, MixedPrecisionPlan) else {} for one in (plan, plugin))
+    apart = [
+        f"{key} is {value!r} and {theirs[key]!r}" for key, value in ours.items() if theirs.get(key, value) != value
+    ]
+    where = f": {'; '.join(apart)}" if apart else ""
+    return Fault(
+        f"{_written(plugin)} in a Trainer whose strategy was made for {_written(plan)}{where}",
+        "the plan that the strategy was made for",
+        "remove plugins= or precision= from the Trainer, or make the strategy for the plan that is to run",
+    )
+
+
+def _written(plugin: Precision) -> str:
+    return f"{type(plugin).__name__}({plugin.precision!r})"
 
 
 class StepAsForward(_Base):

@@ -10,10 +10,13 @@ from lightning_mp.compat.lightning import Precision, Strategy, Trainer
 from lightning_mp.errors import Faults
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies import registry
+from lightning_mp.strategies.common import RunsPlan
 
 
 def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Strategy:
-    """The strategy of that name for ``Trainer(plugins=[plan], strategy=...)``.
+    """The strategy of that name for ``plan``, which runs under it: ``Trainer(strategy=make_strategy("fsdp2", plan))``.
+
+    The plan may be given to the Trainer too; another one, another plugin or ``precision=`` is refused by the Trainer.
 
     Args:
         name: ``auto``, ``ddp``, ``fsdp2`` (or ``fsdp``), ``hsdp``, ``fsdp1``, ``deepspeed_zero1`` to ``3`` and their
@@ -27,7 +30,7 @@ def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Stra
     """
     with Faults("make_strategy") as faults:
         _check_plan(plan, faults)
-    return registry.build(name, plan.policy, overrides)
+    return _built(name, plan, overrides)
 
 
 def trainer_kwargs(
@@ -47,18 +50,25 @@ def trainer_kwargs(
     """
     faults = Faults("trainer_kwargs")
     _check_plan(plan, faults)
+    faults.raise_if_any()
     plugins = trainer_args.pop("plugins", None) or []
     plugins = list(cast("Sequence[Any]", plugins)) if isinstance(plugins, (list, tuple)) else [plugins]
-    for other in (plugin for plugin in plugins if isinstance(plugin, Precision) and plugin is not plan):
+    others = [plugin for plugin in plugins if not plan.same_as(plugin)]
+    for other in (plugin for plugin in others if isinstance(plugin, Precision)):
         faults.add(f"plugins=[{type(other).__name__}] beside the plan", "one precision plugin", "remove it")
     _check_trainer_args(trainer_args, faults)
     built = strategy
     if not faults.found and isinstance(strategy, str):
-        built = registry.build(strategy, plan.policy, {})
+        built = _built(strategy, plan, {})
     faults.raise_if_any()
     given = {} if callbacks is None else {"callbacks": callbacks}
-    others = [plugin for plugin in plugins if plugin is not plan]
     return {"plugins": [plan, *others], "strategy": built, "devices": devices, **given, **trainer_args}
+
+
+def _built(name: str, plan: MixedPrecisionPlan, overrides: dict[str, Any]) -> Strategy:
+    strategy = registry.build(name, plan.policy, overrides)
+    cast(RunsPlan, strategy).made_for = plan
+    return strategy
 
 
 def _check_plan(plan: object, faults: Faults) -> None:

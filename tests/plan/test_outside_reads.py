@@ -53,7 +53,7 @@ def _said(read: str, mode: str, name: str = "single", pin: str = "inner", **opti
     before = module.inner.weight.detach().clone()
     plan = plan_for(mode, pins={pin: "fp32"}, **options)
     said = refused(lambda: fit(module, max_steps=2, **host(name, plan)))
-    moved = said == "not refused" or (not torch.equal(before, module.inner.weight.detach()) and name == "single")
+    moved = said == "not refused" or (name == "single" and not torch.equal(before, module.inner.weight.detach()))
     return said, moved
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.plugins import AsyncCheckpointIO, HalfPrecision
+from lightning.pytorch.plugins import AsyncCheckpointIO, DoublePrecision, FSDPPrecision, HalfPrecision
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -19,6 +19,8 @@ from lightning.pytorch.strategies import (
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError, make_strategy, trainer_kwargs
 from lightning_mp.strategies.registry import STRATEGIES
+from support.models import Regression, same_weights, weights
+from support.running import fit, trainer
 
 HOSTS: dict[str, Any] = {
     "auto": DDPStrategy,
@@ -171,3 +173,88 @@ class TestTrainerArguments:
         assert "HalfPrecision" in given
         assert "'max_step'" in given
         assert any("'max_steps'" in fault.fix for fault in caught.value.faults)
+
+
+def _another_pin() -> MixedPrecisionPlan:
+    return MixedPrecisionPlan("16-mixed", pins={"*norm*": "fp32"})
+
+
+#: what stands in a Trainer beside a strategy made for ``_plan()``, and what is said of it
+BESIDE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "another plan": ({"plugins": [MixedPrecisionPlan("bf16-mixed")]}, ("'bf16-mixed'", "'16-mixed'")),
+    "a plan that differs in a pin": ({"plugins": [_another_pin()]}, ("pins", "'*norm*'")),
+    "a stock plugin": ({"plugins": [DoublePrecision()]}, ("DoublePrecision", "'16-mixed'")),
+    "precision=": ({"precision": "bf16-mixed"}, ("bf16-mixed", "'16-mixed'")),
+    "precision= in half": ({"precision": "bf16-true"}, ("bf16-true", "'16-mixed'")),
+}
+NONE_OF_ITS_OWN: dict[str, dict[str, Any]] = {
+    "precision='32-true'": {"precision": "32-true"},
+    "another kind of plugin": {"plugins": [AsyncCheckpointIO()]},
+}
+
+
+def _trainer(**given: Any) -> Trainer:
+    return Trainer(accelerator="cpu", devices=2, logger=False, **given)
+
+
+#: a name of every class
+EACH = ("ddp", "fsdp2", "hsdp", "fsdp1", "deepspeed_zero2")
+by_class = pytest.mark.parametrize("name", EACH)
+
+
+class TestTheStrategyBringsItsPlan:
+    @pytest.mark.parametrize("name", HOSTS)
+    def test_where_the_trainer_has_none(self, name: str) -> None:
+        plan = _plan()
+        assert _trainer(strategy=make_strategy(name, plan)).precision_plugin is plan
+
+    @pytest.mark.parametrize("given", NONE_OF_ITS_OWN)
+    @by_class
+    def test_where_the_trainer_has_none_of_its_own(self, name: str, given: str) -> None:
+        plan = _plan()
+        runner = _trainer(strategy=make_strategy(name, plan), **NONE_OF_ITS_OWN[given])
+        assert runner.precision_plugin is plan
+        assert runner.precision == "16-mixed"
+
+    @by_class
+    def test_the_trainers_own_may_be_the_same_or_an_equal_one(self, name: str) -> None:
+        one, equal = _plan(), _plan()
+        for given in (one, equal):
+            runner = _trainer(strategy=make_strategy(name, one), plugins=[given])
+            assert runner.precision_plugin is given
+        assert _trainer(**_arguments(equal, make_strategy(name, one))).precision_plugin is equal
+
+    @pytest.mark.parametrize("beside", BESIDE)
+    @by_class
+    def test_another_is_refused_and_both_are_named(self, name: str, beside: str) -> None:
+        given, said = BESIDE[beside]
+        with pytest.raises(PlanError) as caught:
+            _trainer(strategy=make_strategy(name, _plan()), **given)
+        assert all(word in _given(caught.value) for word in said), str(caught.value)
+
+    @pytest.mark.parametrize("name", HOSTS)
+    def test_a_registered_name_without_a_plan_is_refused(self, name: str) -> None:
+        for given in ({}, {"precision": "bf16-mixed"}, {"plugins": [FSDPPrecision("bf16-mixed")]}):
+            with pytest.raises(PlanError, match="a MixedPrecisionPlan, which says what to run"):
+                _trainer(strategy=f"mp_{name}", **given)
+
+
+def _arguments(plan: MixedPrecisionPlan, strategy: Strategy) -> dict[str, Any]:
+    return {key: value for key, value in trainer_kwargs(plan, strategy=strategy).items() if key != "devices"}
+
+
+def test_a_plan_that_is_auto_is_the_same_after_it_was_decided() -> None:
+    plan, other = MixedPrecisionPlan("auto"), MixedPrecisionPlan("auto")
+    fit(Regression(), max_steps=1, strategy=make_strategy("ddp", plan))
+    assert plan.policy.precision != "auto"
+    assert trainer(max_steps=1, strategy=make_strategy("ddp", plan), plugins=[other]).precision_plugin is other
+
+
+@pytest.mark.parametrize("name", ["auto", "ddp"])
+def test_a_run_under_the_strategys_own_plan_is_that_of_the_plan(name: str) -> None:
+    plan, alone, beside = _plan(), Regression(overflow_at=(2,)), Regression(overflow_at=(2,))
+    fit(alone, strategy=make_strategy(name, plan))
+    fit(beside, strategy=f"mp_{name}", plugins=[_plan()])
+    assert same_weights(weights(alone), weights(beside))
+    assert plan.skipped_steps > 0
+    assert plan.applied_steps + plan.skipped_steps == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -164,7 +165,9 @@ class HealthRun:
         self._steps_done = 0
         events = self._early_events
         if not (self._early and self._automatic):
-            events = [*self._nonfinite_events(trainer, reading), *events]
+            # skipped for what was finite when it was measured: a hook that came later changed it
+            changed = reading.skipped and not self.withheld
+            events = [*self._nonfinite_events(trainer, reading, changed=changed and _is_finite(reading)), *events]
         self._replayer.forget()
         return _row(values, self.throughput), reading, events
 
@@ -211,9 +214,11 @@ class HealthRun:
             memory_gib=values.get(metric_names.MEMORY_ALLOCATED),
         )
 
-    def _nonfinite_events(self, trainer: Trainer, reading: Reading) -> list[Event]:
+    def _nonfinite_events(self, trainer: Trainer, reading: Reading, *, changed: bool = False) -> list[Event]:
         """The event of a non-finite step; a NonFiniteGuard writes its own."""
-        step: NonFiniteStep | None = self._nonfinite.look(reading) if self._guard is None else None
+        step: NonFiniteStep | None = None
+        if self._guard is None:
+            step = self._nonfinite.look(reading, changed=changed)
         if step is None:
             return []
         diagnosis = self._replayer.locate(trainer, self._module) if step.alert else Diagnosis()
@@ -259,6 +264,10 @@ def _row(values: Values, throughput: Throughput) -> Values:
     groups = sorted(name for name in values if name.startswith(f"{metric_names.GRAD_NORM}/"))
     names = (metric_names.LOSS, metric_names.GRAD_NORM, *groups, *_AFTER_GROUPS)
     return {name: mfu if name == metric_names.MFU else values.get(name) for name in names}
+
+
+def _is_finite(reading: Reading) -> bool:
+    return all(value is not None and math.isfinite(value) for value in (reading.loss, reading.grad_norm))
 
 
 def _skips_bad_steps(trainer: Trainer, source: ScaleSource | None) -> bool:

@@ -60,16 +60,22 @@ class NonFiniteClassifier:
         self._in_a_row = self._applied = 0
         self._reported = False
 
-    def look(self, reading: Reading) -> NonFiniteStep | None:
-        """The step, if it is non-finite and not reported yet."""
+    def look(self, reading: Reading, *, changed: bool = False) -> NonFiniteStep | None:
+        """The step, if it is non-finite and not reported yet; ``changed``: its gradients became so once measured."""
         bad_loss = reading.loss is not None and not math.isfinite(reading.loss)
         bad_gradient = reading.grad_norm is not None and not math.isfinite(reading.grad_norm)
-        if not (bad_loss or bad_gradient):
+        if not (bad_loss or bad_gradient or changed):
             self._applied += not reading.skipped
             self._in_a_row, self._reported = 0, False
             return None
         self._in_a_row = max(self._in_a_row + 1, reading.skips_in_a_row)
-        alert = bad_loss or reading.loss_scale is None or reading.scale_at_floor or self._too_many(reading.loss_scale)
+        alert = (
+            bad_loss
+            or changed
+            or reading.loss_scale is None
+            or reading.scale_at_floor
+            or self._too_many(reading.loss_scale)
+        )
         if alert and self._reported:
             return None
         self._reported = alert

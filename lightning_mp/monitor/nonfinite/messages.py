@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch.optim import Optimizer
-
 from lightning_mp.errors import Fault, NonFiniteError
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite.replay import Diagnosis
@@ -82,16 +80,6 @@ def nothing_to_rewind_to(event: Event) -> NonFiniteError:
     return _error(str(fault), event)
 
 
-def moved_already(optimizer: Optimizer, step: int) -> NonFiniteError:
-    """An optimizer that evaluates its closure again found the value after it had moved the weights."""
-    fault = Fault(
-        f"a non-finite value at step {step} when {type(optimizer).__name__} evaluated its closure again",
-        "non-finite values in the first evaluation, before weights are moved",
-        "use an optimizer that evaluates once, such as AdamW, or lower its step size",
-    )
-    return NonFiniteError(str(fault), step=step)
-
-
 def _place(event: Event) -> str:
     """Where the value first appeared, as the middle of a sentence."""
     parameter = "" if event.parameter is None else f", parameter {event.parameter!r}"
@@ -113,6 +101,8 @@ def _cause(diagnosis: Diagnosis) -> str:
     return {
         "forward": "the output of that module, from finite inputs: a non-finite weight, or an overflow",
         "loss": "the loss, from finite outputs: a logarithm or a division in it",
+        "after backward": "that gradient was changed after the backward pass, which was finite when the batch was run "
+        "again: by a hook, a clip or the sum over ranks",
         "backward": "the backward pass of that module, from finite gradients: an overflow, or a division",
     }[origin.phase]
 
@@ -124,6 +114,8 @@ def _advice(origin: Origin | None, bad_loss: bool) -> str:
         return "check the data of the batch"
     if origin.phase == "loss":
         return "check the loss function and the targets"
+    if origin.phase == "after backward":
+        return "look at what changes gradients after the backward pass: hooks, and clipping of your own"
     pinned = f"{{{origin.module!r}: 'fp32'}}"
     pin = f"under half precision run it in fp32: the plan's pins={pinned}, or DtypePinning({pinned})"
     return f"check its weights and lower the learning rate; {pin}" if bad_loss else f"clip gradients; {pin}"

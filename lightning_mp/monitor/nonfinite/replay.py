@@ -32,6 +32,7 @@ from lightning_mp.monitor.side_run import loss_of, untouched
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import RngState, rng_state, set_rng_state
+from lightning_mp.numerics.scaler import LossScaler
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +315,8 @@ def _scale(trainer: Trainer, device: torch.device) -> Tensor | None:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
         return None
+    if isinstance(scaler, LossScaler):
+        return scaler.place(device).scale.clone()  # asking for it is not to look like a loss
     return scaler.scale(torch.ones((), dtype=torch.float32, device=device))
 
 
@@ -326,11 +329,20 @@ def _plainly_named(origin: Origin) -> Origin:
 def _without_replay(
     module: nn.Module, loss: Tensor | None, window: list[KeptBatch], notes: list[str], *, distributed: bool
 ) -> Diagnosis:
-    """What weights and gradients say; those may have come from any rank, so that only a bad loss names one."""
+    """What weights and gradients say; those may have come from any rank, so that only a bad loss names one.
+
+    Where every rank ran the window again and met nothing, a gradient that is not finite was changed on its own rank.
+    """
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
-    origin = nonfinite.from_parameters(module) or nonfinite.from_gradients(module)
+    origin = nonfinite.from_parameters(module)
+    if origin is None:
+        origin = nonfinite.from_gradients(module)
+        if window and not notes and origin is not None and not bad_loss:
+            origin = replace(origin, phase="after backward")
     origin = None if origin is None else _plainly_named(origin)
     rank, (found, any_bad_loss) = first_bad_rank((origin, bad_loss), distributed=distributed)
+    if found is not None and found.phase == "after backward":
+        return Diagnosis(rank, found, any_bad_loss, window[0].batch_idx if len(window) == 1 else None)
     note = "; ".join(notes) or "run again, no batch of the window was non-finite by itself"
     known = window[0].batch_idx if len(window) == 1 else None
     return Diagnosis(rank if any_bad_loss or not distributed else None, found, any_bad_loss, known, note)

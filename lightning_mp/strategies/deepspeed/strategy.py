@@ -37,7 +37,7 @@ from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
-from lightning_mp.strategies.common import plan_of
+from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.deepspeed import patches
 from lightning_mp.strategies.deepspeed.load_weights import load_full_state
 from lightning_mp.strategies.deepspeed.param_groups import by_dtype, regroup, split_by_dtype
@@ -47,7 +47,7 @@ from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
 Json = Mapping[str, Any] | str | PathLike[str]
 
 
-class PlanDeepSpeedStrategy(FailTogether, PlanSyncsBatchNorm, PortableCheckpoints, DeepSpeedStrategy):
+class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableCheckpoints, DeepSpeedStrategy):
     """ZeRO stage 1, 2 or 3 under a plan, on CUDA, and on the CPU with gloo.
 
     Args:

@@ -44,7 +44,7 @@ from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.patterns import named_submodules
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
-from lightning_mp.strategies.common import plan_of
+from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
 from lightning_mp.strategies.fsdp1 import wrapping as flat
 from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
@@ -53,7 +53,7 @@ from lightning_mp.strategies.shard_units import Units, Wrap, units
 from lightning_mp.strategies.sharding import broadcast_from_first
 
 
-class PlanFSDP1Strategy(FailTogether, PlanSyncsBatchNorm, PortableCheckpoints, FSDPStrategy):
+class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableCheckpoints, FSDPStrategy):
     """``FullyShardedDataParallel`` under a plan, on CUDA and on the CPU (gloo).
 
     Args:

@@ -34,7 +34,7 @@ from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import meta_device
 from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
-from lightning_mp.strategies.common import StepAsForward, plan_of
+from lightning_mp.strategies.common import RunsPlan, StepAsForward, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
 from lightning_mp.strategies.fsdp2 import tensor_parallel
 from lightning_mp.strategies.fsdp2.root_unit import RootUnit
@@ -60,7 +60,7 @@ class Layout:
 
 
 class PlanFSDP2Strategy(
-    FailTogether, StepAsForward, PlanSyncsBatchNorm, PortableDTensorCheckpoints, ModelParallelStrategy
+    RunsPlan, FailTogether, StepAsForward, PlanSyncsBatchNorm, PortableDTensorCheckpoints, ModelParallelStrategy
 ):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 

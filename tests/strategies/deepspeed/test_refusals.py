@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError, make_strategy
 from lightning_mp.compat.deepspeed import casts_left_out
+from lightning_mp.strategies import registry
 from support.models import Regression, same_weights, weights
 from support.running import trainer
 
@@ -29,7 +30,7 @@ def _attach(
     """The module as it is when the strategy hands it to the plan, in a run on two processes."""
     given = {key: options.pop(key) for key in ("config",) if key in options}
     # Without the plan: what a name does that is given to Trainer(strategy="mp_...").
-    strategy: Any = make_strategy(name, MixedPrecisionPlan("auto"), cluster_environment=LightningEnvironment(), **given)
+    strategy: Any = registry.build(name, None, {"cluster_environment": LightningEnvironment(), **given})
     module.trainer = trainer(plugins=[plan], strategy=strategy, devices=2, **options)
     strategy.connect(module)
     return module

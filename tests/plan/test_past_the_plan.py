@@ -1,0 +1,224 @@
+"""Steps and backward passes that a user makes past the plan, and what a step hands back."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import SGD, AdamW
+
+from lightning_mp import PlanError
+from support.manual import Manual
+from support.models import Regression, same_weights, weights
+from support.oracles import SCALED, UNSCALED, plan_for
+from support.running import fit
+from support.traces import Trace
+
+PLAIN = partial(SGD, lr=1e-3)
+WITHOUT_A_SCALE = ("32-true", "bf16-mixed")
+
+
+def bare(m: Any, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()
+    opt.zero_grad()
+    m.loss(batch).backward()
+    opt.step()
+
+
+def bare_added(m: Any, batch: Any, batch_idx: int) -> None:
+    """After ``manual_backward`` gradients are in true units, and so are those of a bare ``backward``."""
+    opt = m.optimizers()
+    opt.zero_grad()
+    m.manual_backward(m.loss(batch))
+    with torch.autocast("cpu", enabled=False):
+        m.loss(batch).backward()
+    opt.step()
+
+
+def twice_with_the_same(m: Any, batch: Any, batch_idx: int) -> None:
+    """The second step uses the gradients of the first."""
+    opt = m.optimizers()
+    opt.zero_grad()
+    m.manual_backward(m.loss(batch))
+    opt.step()
+    opt.step()
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_a_bare_backward_under_a_loss_scale_is_refused_before_it_is_applied(mode: str) -> None:
+    module, trace = Manual(bare), Trace()
+    with pytest.raises(PlanError, match=r"a loss that was not scaled.*manual_backward"):
+        fit(module, plugins=[plan_for(mode)], callbacks=[trace])
+    assert same_weights(weights(module), trace.start)
+
+
+@pytest.mark.parametrize("way", [bare, bare_added], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("mode", WITHOUT_A_SCALE)
+def test_without_a_scale_it_is_what_it_is_in_stock(mode: str, way: Any) -> None:
+    ours, stock = Manual(way, PLAIN), Manual(way, PLAIN)
+    fit(ours, plugins=[plan_for(mode)])
+    fit(stock, precision=mode)
+    assert same_weights(weights(ours), weights(stock))
+
+
+@pytest.mark.parametrize("way", [bare_added, twice_with_the_same], ids=lambda way: way.__name__)
+def test_gradients_in_true_units_are_not_divided_again(way: Any) -> None:
+    ours, stock = Manual(way, PLAIN), Manual(way, PLAIN)
+    fit(ours, plugins=[plan_for("16-mixed", pins={"net": "fp32"})])
+    fit(stock, precision="32-true")
+    assert same_weights(weights(ours), weights(stock))
+
+
+class Raw(Regression):
+    """Steps what the optimizer that Lightning hands over is wrapped around; batch 3 has an infinite gradient."""
+
+    spoilt = False
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.trainer.optimizers[0].step(optimizer_closure)
+
+    def on_after_backward(self) -> None:
+        if self.spoilt and len(self.losses) == 4:
+            self.net[0].weight.grad[0, 0] = float("inf")
+
+
+def raw(m: Any, batch: Any, batch_idx: int) -> None:
+    opt = m.optimizers()
+    opt.zero_grad()
+    m.manual_backward(m.loss(batch))
+    opt.optimizer.step()
+
+
+RAW: dict[str, Any] = {"optimizer_step": Raw, "by hand": partial(Manual, raw)}
+
+
+@pytest.mark.parametrize("how", RAW)
+@pytest.mark.parametrize("mode", SCALED)
+def test_a_raw_step_under_a_loss_scale_is_refused(mode: str, how: str) -> None:
+    module, trace = RAW[how](optimizer=PLAIN), Trace()
+    with pytest.raises(PlanError, match=r"SGD\.step\(\) called past the plan"):
+        fit(module, plugins=[plan_for(mode)], callbacks=[trace])
+    assert same_weights(weights(module), trace.start)
+
+
+@pytest.mark.parametrize("how", RAW)
+@pytest.mark.parametrize("mode", WITHOUT_A_SCALE)
+def test_without_a_scale_a_raw_step_is_that_of_stock_and_counted(mode: str, how: str) -> None:
+    ours, stock, plan = RAW[how](optimizer=PLAIN), RAW[how](optimizer=PLAIN), plan_for(mode)
+    fit(ours, plugins=[plan])
+    fit(stock, precision=mode)
+    assert same_weights(weights(ours), weights(stock))
+    assert ours.losses == stock.losses
+    assert (plan.applied_steps, plan.skipped_steps) == (8, 0)
+
+
+@pytest.mark.parametrize("mode", UNSCALED)
+def test_a_raw_step_is_skipped_like_any_other(mode: str) -> None:
+    module, trace, plan = Raw(partial(AdamW, lr=1e-3)), Trace(), plan_for(mode)
+    module.spoilt = True
+    fit(module, plugins=[plan], callbacks=[trace])
+    assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
+    assert same_weights(trace.weights[2], trace.weights[3])
+
+
+class Returns(SGD):
+    """Returns a number of its own, and calls the closure unless it forgets."""
+
+    forgets = False
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if self.forgets or closure is None else closure()
+        super().step()
+        return "mine", None if loss is None else float(loss)
+
+
+class WithoutClosure(SGD):
+    def step(self) -> Any:  # type: ignore[override]
+        super().step()
+        return "its own"
+
+
+class Forgets(Returns):
+    forgets = True
+
+
+def _returned(make: Any, with_closure: bool) -> Any:
+    """A training_step that keeps what ``step`` returned."""
+
+    def way(m: Any, batch: Any, batch_idx: int) -> None:
+        opt = m.optimizers()
+
+        def closure() -> Any:
+            opt.zero_grad()
+            loss = m.loss(batch)
+            m.manual_backward(loss)
+            return loss.detach()
+
+        if with_closure:
+            m.got.append(opt.step(closure))
+        else:
+            closure()
+            m.got.append(opt.step())
+
+    module: Any = Manual(way, partial(make, lr=1e-3))
+    module.got = []
+    return module
+
+
+@pytest.mark.parametrize("with_closure", [True, False], ids=["closure", "no closure"])
+@pytest.mark.parametrize("make", [SGD, AdamW, Returns])
+def test_a_step_by_hand_returns_what_the_optimizer_returned(make: Any, with_closure: bool) -> None:
+    ours, stock = _returned(make, with_closure), _returned(make, with_closure)
+    fit(ours, plugins=[plan_for("32-true")])
+    fit(stock, precision="32-true")
+    assert ours.got == stock.got
+
+
+def test_also_of_one_that_takes_no_closure() -> None:
+    module = _returned(WithoutClosure, with_closure=False)
+    fit(module, plugins=[plan_for("16-mixed")])
+    assert module.got == ["its own"] * 8
+
+
+@pytest.mark.parametrize(
+    "precision", [{"precision": "32-true"}, {"plugins": [plan_for("32-true")]}], ids=["stock", "plan"]
+)
+def test_an_optimizer_that_forgets_its_closure_raises(precision: dict[str, Any]) -> None:
+    with pytest.raises(MisconfigurationException, match="The closure hasn't been executed"):
+        fit(Regression(partial(Forgets, lr=1e-3)), **precision)
+
+
+@pytest.mark.parametrize(("mode", "said"), [("bf16-mixed", ""), ("16-mixed", "the loss scale ended at 1")])
+def test_a_run_that_applied_no_step_says_so_with_the_numbers(mode: str, said: str) -> None:
+    module = Regression(overflow_at=tuple(range(8)))
+    with pytest.warns(UserWarning, match=f"applied 0 of its 8 optimizer steps.*{said}"):
+        fit(module, plugins=[plan_for(mode)])
+
+
+def test_a_run_without_steps_says_nothing() -> None:
+    plan = plan_for("bf16-mixed")
+    runner = fit(Regression(), plugins=[plan], max_steps=0)
+    fit(Regression(overflow_at=tuple(range(7))), plugins=[plan_for("bf16-mixed")])
+    assert runner.global_step == 0
+
+
+class TestWhereAPlanDoesNotBelong:
+    def test_among_the_callbacks(self) -> None:
+        with pytest.raises(PlanError, match="Write Trainer"):
+            fit(Regression(), callbacks=[plan_for("bf16-mixed")])
+
+    def test_in_fabric(self) -> None:
+        from lightning.fabric import Fabric
+
+        fabric, net = Fabric(plugins=[plan_for("bf16-mixed")], accelerator="cpu"), torch.nn.Linear(2, 1)
+        model, _ = fabric.setup(net, SGD(net.parameters(), lr=1.0))
+        with pytest.raises(PlanError, match="Use a Trainer"):
+            fabric.backward(model(torch.ones(1, 2)).sum())
+
+    def test_outside_of_a_run(self) -> None:
+        runner = fit(Regression(), plugins=[plan_for("bf16-mixed")])
+        with pytest.raises(RuntimeError, match=r"trainer\.fit\(\.\.\.\) again"):
+            runner.strategy.optimizer_step(runner.optimizers[0], lambda: None)
