@@ -291,7 +291,7 @@ class StepEngine(ABC):
         self.pending = False
         flag = self.scaler.found_inf(optimizer)
         self.scaler.flags.begin_step(flag)
-        if self.scaler.checks and self.scaler.flags.read(flag):
+        if self.scaler.flags.read(flag):
             grads.drop(optimizer)
             if evaluated is not None:
                 kwargs["closure"] = lambda: evaluated.result
