@@ -129,10 +129,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """
         return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
-    def same_as(self, other: object) -> bool:
-        """Whether ``other`` is a plan of the same class that declares the same policy: either may run for the other."""
-        return type(other) is type(self) and cast("MixedPrecisionPlan", other)._declared == self._declared
-
     def _start_over(self) -> None:
         self.precision = cast("Any", self.policy.precision)
         self.step_counter = StepCounter()
@@ -151,11 +147,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     def _global_step(self) -> int:
         trainer = None if self._trainer is None else self._trainer()
         return self.step_counter.attempts if trainer is None else trainer.global_step
-
-    @property
-    def state_key(self) -> str:
-        """What a Trainer asks its callbacks for: always a ``PlanError``."""
-        raise PlanError([misplaced.AMONG_CALLBACKS], "Trainer")
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run: neither what it runs on nor what would have to be put back.

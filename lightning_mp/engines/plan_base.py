@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from typing import cast
 
 from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import Trainer
-from lightning_mp.engines import for_strategy
+from lightning_mp.engines import for_strategy, misplaced
 from lightning_mp.engines.base import StepEngine
+from lightning_mp.errors import PlanError
 from lightning_mp.modules import describe
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
@@ -19,6 +21,7 @@ class PlanBase:
     """The base class by which a precision plugin is known to be a plan."""
 
     policy: PrecisionPolicy
+    _declared: PrecisionPolicy
     #: counts of applied and skipped steps
     step_counter: StepCounter
     #: ``None`` in a mode without loss scaling
@@ -50,6 +53,15 @@ class PlanBase:
     def last_grad_norm(self) -> Tensor | None:
         """The global gradient norm of the last clipping by norm, before it: an fp32 scalar on the device."""
         return None if self._engine is None else self._engine.last_norm
+
+    def same_as(self, other: object) -> bool:
+        """Whether ``other`` is a plan of the same class that declares the same policy: either may run for the other."""
+        return type(other) is type(self) and cast("PlanBase", other)._declared == self._declared
+
+    @property
+    def state_key(self) -> str:
+        """What a Trainer asks its callbacks for: always a ``PlanError``."""
+        raise PlanError([misplaced.AMONG_CALLBACKS], "Trainer")
 
     def describe(self, module: nn.Module | None = None) -> str:
         """What is declared, as a table: what is stored, computed, reduced and kept in which dtype, and by what rules.

@@ -316,7 +316,7 @@ def _scale(trainer: Trainer, device: torch.device) -> Tensor | None:
     if scaler is None or not scaler.is_enabled():
         return None
     if isinstance(scaler, LossScaler):
-        return scaler.place(device).scale.clone()  # asking for it is not to look like a loss
+        return cast("Tensor", scaler.place(device).scale).clone()  # asking for it is not to look like a loss
     return scaler.scale(torch.ones((), dtype=torch.float32, device=device))
 
 
