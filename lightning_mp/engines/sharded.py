@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_mp.compat.torch import FSDP1_WRAPPER
 from lightning_mp.engines import closures
 from lightning_mp.engines.base import Replay, StepEngine
+from lightning_mp.engines.unused import UnusedParameters
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.numerics import grad_norm, grads
 from lightning_mp.numerics.scaler import LossScaler
@@ -25,6 +26,7 @@ class ShardedEngine(StepEngine):
 
     #: the groups that plain gradients are split over
     _flat_groups: grad_norm.Groups = ()
+    _unused: UnusedParameters | None = None
 
     def may_be_reverted(self) -> bool:
         """No: what is sharded by then cannot be brought back, and keeping the originals would keep it whole."""
@@ -43,9 +45,11 @@ class ShardedEngine(StepEngine):
             )
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers, and find out how FSDP1 split its flat parameters."""
+        """Take the optimizers, watch FSDP2's units, and find out how FSDP1 split its flat parameters."""
         super().connect(model, optimizers)
         self._flat_groups = flat_groups(model)
+        if optimizers and self.distributed:
+            self._unused = UnusedParameters(model, self.device)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the local shards; the flag is reduced over every rank of every mesh dimension."""
@@ -54,10 +58,19 @@ class ShardedEngine(StepEngine):
 
     def after_backward(self, *, manual: bool) -> None:
         """Reduce partial gradients, and bring them into true units, before users look at them."""
+        if self._unused is not None:
+            self._unused.settle()
         if manual:
             for optimizer in self.optimizers:
                 grad_norm.sum_partial_(grads.parameters_of(optimizer))
         super().after_backward(manual=manual)
+
+    def release(self) -> None:
+        """Let go of FSDP2's units too."""
+        super().release()
+        if self._unused is not None:
+            self._unused.release()
+            self._unused = None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all shards, in fp32."""
