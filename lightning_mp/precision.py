@@ -257,6 +257,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """The forward context; at its end a group of manually stepped optimizers is closed."""
+        if self._engine is not None:
+            self._engine.begin_step()
         with self.forward_context():
             yield
         if self._engine is not None:

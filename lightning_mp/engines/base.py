@@ -54,6 +54,9 @@ class StepEngine(ABC):
         self._applied: checkpointing.Applied | None = None
         self._loss: Tensor | None = None
         self._before: list[tuple[Tensor, Tensor]] = []
+        #: of each parameter, whether it is trained
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []
 
     # ------------------------------------------------------------------ the module
 
@@ -130,6 +133,11 @@ class StepEngine(ABC):
         self.scaler.forget()
         self.scaler.flags.sync_with(reduce.max_over_ranks_ if self.distributed else None)
         self._budget.restart()
+        self._parameters = [] if self._module is None else list(self._module.parameters())
+        self._trained = self._are_trained()
+
+    def _are_trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
 
     def release(self) -> None:
         """Take activation checkpointing out again; pins stay, as the dtypes they protect do."""
@@ -139,8 +147,19 @@ class StepEngine(ABC):
         self._module, self._loss, self._before = None, None, []
         self._pin_map, self._checkpointed = pins.PinMap((), ()), []
         self.optimizers, self.pending = [], False
+        self._parameters, self._trained = [], []
 
     # ------------------------------------------------------------------ the step
+
+    def begin_step(self) -> None:
+        """Before the forward of a training step: see whether parameters were frozen or unfrozen."""
+        trained = self._are_trained()
+        if trained != self._trained:
+            self._trained = trained
+            self.train_others()
+
+    def train_others(self) -> None:
+        """Other parameters are trained from now on than before."""
 
     def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
         """The loss to run backward on: times the scale where there is one."""
