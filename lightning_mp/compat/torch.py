@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -61,6 +62,7 @@ FSDP1 = PrivateNames(
     "torch",
     {
         "torch.distributed.fsdp:FullyShardedDataParallel": ("_flat_param",),
+        "torch.nn.utils.clip_grad": ("_get_total_norm",),
         "torch.distributed.fsdp:MixedPrecision": ("_module_classes_to_ignore",),
         "torch.distributed.fsdp._flat_param:FlatParameter()": ("_params", "_shapes"),
         "torch.distributed.fsdp.wrap:ModuleWrapPolicy": ("_run_policy",),
@@ -115,6 +117,18 @@ def takes_flag(optimizer: Optimizer) -> bool:
     """
     own = inspect.getattr_static(optimizer, "_step_supports_amp_scaling", False)
     return own is True and all(group.get("fused", True) for group in optimizer.param_groups)
+
+
+def take_total_norms_by(norm: Callable[..., Tensor]) -> Callable[[], None]:
+    """Have ``clip_grad_norm_`` call ``norm(torch's own, gradients, norm_type, ...)``; what is returned ends that."""
+    place: Any = import_module("torch.nn.utils.clip_grad")
+    own = place._get_total_norm
+    place._get_total_norm = partial(norm, own)
+
+    def undo() -> None:
+        place._get_total_norm = own
+
+    return undo
 
 
 #: where the state dict of a ``GradScaler`` has its count of clean steps

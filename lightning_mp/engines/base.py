@@ -158,7 +158,7 @@ class StepEngine(ABC):
             self._trained = trained
             self.train_others()
 
-    def train_others(self) -> None:
+    def train_others(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
         """Other parameters are trained from now on than before."""
 
     def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:

@@ -53,3 +53,45 @@ OPTIMIZERS: dict[str, Any] = {
     "around": lambda parameters: Around(_fused(parameters)),
     "partly-fused": partly_fused,
 }
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (arXiv 1904.00962) without bias correction: an Adam whose step is scaled by the weight's norm."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                first, second = group["betas"]
+                state["m"].lerp_(parameter.grad, 1 - first)
+                state["v"].lerp_(parameter.grad.square(), 1 - second)
+                update = state["m"] / (state["v"].sqrt() + 1e-6)
+                parameter.sub_(update * (group["lr"] * parameter.norm() / update.norm().clamp(min=1e-6)))
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675): the sign of a momentum."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["m"] = torch.zeros_like(parameter)
+                first, second = group["betas"]
+                parameter.sub_(torch.lerp(state["m"], parameter.grad, 1 - first).sign() * group["lr"])
+                state["m"].lerp_(parameter.grad, 1 - second)

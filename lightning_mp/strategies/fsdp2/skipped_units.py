@@ -43,9 +43,10 @@ class SkippedUnits:
     def __init__(self, root: nn.Module, *, compiled: bool) -> None:
         self._active, self._recording = False, False
         self._learnt: set[str] = set()
-        units = {name: _Unit(name, part) for name, part in root.named_modules() if isinstance(part, FSDPModule)}
+        parts: list[tuple[str, nn.Module]] = list(root.named_modules())
+        units = {name: _Unit(name, part) for name, part in parts if _is_unit(part)}
         self._units = list(units.values())
-        apart = torch.compiler.disable if compiled else _as_it_is
+        apart: Any = torch.compiler.disable if compiled else _as_it_is
         self._hooks: list[RemovableHandle] = []
         for name, unit in units.items() if dist.get_world_size() > 1 else ():
             above = _above(name, units)
@@ -107,6 +108,10 @@ class SkippedUnits:
             named = {below.name: below for below in unit.below}
             unit.below = [named[name] for name in merged(list(named), calls)]
             unit.rounds = any(one != calls[0] for one in calls)
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 def _as_it_is(hook: Callable[..., Any]) -> Callable[..., Any]:
