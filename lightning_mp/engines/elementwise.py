@@ -48,13 +48,11 @@ def fault_on_dtensors(optimizer: Optimizer) -> str | None:
     return _tried(optimizer, lambda whole: [distribute_tensor(whole.clone(), mesh, placements)])
 
 
-def fault(optimizer: Optimizer, where: str, why: str) -> tuple[str, str, str]:
-    """What is given, allowed and to do."""
-    return (
-        f"{type(optimizer).__name__} on {where}, {why}",
-        "an optimizer that updates each number by itself (AdamW, SGD, Lion)",
-        "use one of these, or strategy='mp_ddp'",
-    )
+#: what is allowed where an optimizer gets pieces, and what to do
+INSTEAD = (
+    "an optimizer that updates each number by itself (AdamW, SGD, Lion)",
+    "use one of these, or strategy='mp_ddp'",
+)
 
 
 def _tried(optimizer: Optimizer, split: Callable[[Tensor], Sequence[Tensor]]) -> str | None:

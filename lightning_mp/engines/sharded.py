@@ -53,7 +53,7 @@ class ShardedEngine(StepEngine):
             if why is None and self._flat_groups:
                 why = elementwise.fault_on_flat_pieces(optimizer)
             if why is not None and optimizer not in refused:
-                faults.add(*elementwise.fault(optimizer, "sharded parameters", why))
+                faults.add(f"{type(optimizer).__name__} on sharded parameters, {why}", *elementwise.INSTEAD)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, watch FSDP2's units, and find out how FSDP1 split its flat parameters."""

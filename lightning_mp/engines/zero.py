@@ -58,7 +58,7 @@ class ZeroEngine(StepEngine):
                     "use AdamW or SGD, or strategy='mp_ddp'",
                 )
             elif (why := elementwise.fault_on_flat_pieces(optimizer)) is not None:
-                faults.add(*elementwise.fault(optimizer, "ZeRO's flat partitions", why))
+                faults.add(f"{type(optimizer).__name__} on ZeRO's flat partitions, {why}", *elementwise.INSTEAD)
 
     def train_others(self) -> None:
         """Refuse: ZeRO partitioned what was trained when it began.
