@@ -269,8 +269,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         Raises:
             PlanError: in the first step: something outside of a pinned module's forward computes with its weight.
         """
-        watched = nullcontext() if self._engine is None else self._engine.watch_reads()
-        with self.forward_context(), watched:
+        begun = nullcontext() if self._engine is None else self._engine.begin_step()
+        with self.forward_context(), begun:
             yield
         if self._engine is not None:
             self._engine.close_group()

@@ -67,6 +67,9 @@ class StepEngine(ABC):
         #: by ``id``, of the optimizers that may evaluate a closure again: whether they do
         self._evaluates_again: dict[int, bool | None] = {}
         self._step_hooks: list[RemovableHandle] = []
+        #: of each parameter, whether it is trained
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []
 
     # ------------------------------------------------------------------ the module
 
@@ -158,6 +161,11 @@ class StepEngine(ABC):
         self.scaler.forget()
         self.scaler.flags.sync_with(reduce.max_over_ranks_ if self.distributed else None)
         self._budget.restart()
+        self._parameters = [] if self._module is None else list(self._module.parameters())
+        self._trained = self._are_trained()
+
+    def _are_trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
 
     def release(self) -> None:
         """Take activation checkpointing and synchronization out again; pins stay, as the dtypes they protect do."""
@@ -170,6 +178,7 @@ class StepEngine(ABC):
         self._module, self._loss, self._before = None, None, []
         self._pin_map, self._checkpointed = pins.PinMap((), ()), []
         self.optimizers, self.pending = [], False
+        self._parameters, self._trained = [], []
 
     def _close_hooks(self) -> None:
         while self._step_hooks:
@@ -177,13 +186,24 @@ class StepEngine(ABC):
 
     # ------------------------------------------------------------------ the step
 
-    def watch_reads(self) -> AbstractContextManager[None]:
+    def _watch_reads(self) -> AbstractContextManager[None]:
         """Around the first forward: refuse where something outside a pinned module computes with its weight."""
         if self._watched or self._module is None:
             return nullcontext()
         self._watched = True
         compute = to_torch(self.policy.compute_dtype)
         return outside_reads.refused(self._module, self._pin_map, compute, mixed=self.policy.mixed)
+
+    def begin_step(self) -> AbstractContextManager[None]:
+        """Before the forward of a training step: see whether parameters were frozen or unfrozen; what to run it in."""
+        trained = self._are_trained()
+        if trained != self._trained:
+            self._trained = trained
+            self.train_others()
+        return self._watch_reads()
+
+    def train_others(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
+        """Other parameters are trained from now on than before."""
 
     def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
         """The loss to run backward on: times the scale where there is one."""

@@ -22,6 +22,7 @@ class EagerEngine(StepEngine):
     """Carries a policy out where gradients are whole."""
 
     holds = "every process holds all parameters"
+    _ddp: DistributedDataParallel | None = None
 
     def may_be_reverted(self) -> bool:
         """Under loss scaling: there LBFGS and its kind are refused."""
@@ -35,8 +36,14 @@ class EagerEngine(StepEngine):
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, and set in which dtype DDP sums gradients."""
         super().connect(model, optimizers)
-        if isinstance(model, DistributedDataParallel) and reduce.needs_hook(model, self.policy.reduce_dtype):
-            reduce.reduce_in(model, self.policy.reduce_dtype)
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        if self._ddp is not None and reduce.needs_hook(self._ddp, self.policy.reduce_dtype):
+            reduce.reduce_in(self._ddp, self.policy.reduce_dtype)
+
+    def train_others(self) -> None:
+        """DDP leaves the gradients of parameters that are unfrozen in the midst of a run unsummed unless it is told."""
+        if self._ddp is not None:
+            reduce.sum_anew(self._ddp, self.policy.reduce_dtype)
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the global 2-norm, in fp32."""

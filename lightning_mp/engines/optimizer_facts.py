@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch.optim import Optimizer
 
+from lightning_mp.errors import is_number
 from lightning_mp.numerics.dtypes import HALF
 
 
@@ -60,7 +61,8 @@ def loses_updates(optimizer: Optimizer) -> bool:
 def eps_is_zero(optimizer: Optimizer) -> bool:
     """Whether an ``eps`` added to fp16 state rounds to 0 (below 2**-25); fused kernels compute in fp32."""
     return any(
-        not group.get("fused") and 0 < group.get("eps", 1.0) <= 2.0**-25 and parameter.dtype is torch.float16
+        not group.get("fused") and 0 < group["eps"] <= 2.0**-25 and parameter.dtype is torch.float16
         for group in optimizer.param_groups
+        if is_number(group.get("eps"))  # Adafactor has two
         for parameter in group["params"]
     )

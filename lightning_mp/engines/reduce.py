@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.numerics.dtypes import to_torch
 
 
@@ -43,3 +44,10 @@ def needs_hook(module: nn.Module, reduce_dtype: str) -> bool:
 def reduce_in(model: DistributedDataParallel, reduce_dtype: str) -> None:
     """Make DDP sum gradients in ``reduce_dtype``, whatever their own dtype."""
     model.register_comm_hook(_ReduceIn(to_torch(reduce_dtype)), _average_in)
+
+
+def sum_anew(model: DistributedDataParallel, reduce_dtype: str) -> None:
+    """Have DDP sum the gradients of what is trained now: it notes the parameters when it is made, or unpickled."""
+    model.__setstate__(model.__getstate__())
+    if not compat.register_comm_hooks(model) and needs_hook(model, reduce_dtype):
+        reduce_in(model, reduce_dtype)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.compat.torch import FSDP1_WRAPPER
-from lightning_mp.engines import closures
+from lightning_mp.engines import closures, elementwise
 from lightning_mp.engines.base import Replay, StepEngine
+from lightning_mp.engines.unused import UnusedParameters
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.numerics import grad_norm, grads
 from lightning_mp.numerics.scaler import LossScaler
@@ -27,13 +31,16 @@ class ShardedEngine(StepEngine):
 
     #: the groups that plain gradients are split over
     _flat_groups: grad_norm.Groups = ()
+    _unused: UnusedParameters | None = None
+    _undo_norm: Callable[[], None] | None = None
 
     def may_be_reverted(self) -> bool:
         """No: what is sharded by then cannot be brought back, and keeping the originals would keep it whole."""
         return False
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
-        """Refuse optimizers that evaluate the closure themselves: they update all parameters as one vector."""
+        """Refuse optimizers that cannot update shards, and those that evaluate the closure: LBFGS needs one vector."""
+        optimizers = list(optimizers)
         refused = list(filter(self.steps_with_closure, optimizers))
         if isinstance(self.scaler, LossScaler):
             closures.refuse_under_scaling(refused, self.policy, faults)
@@ -43,11 +50,21 @@ class ShardedEngine(StepEngine):
                 "an optimizer that updates each parameter by itself",
                 "use AdamW or SGD, or strategy='mp_ddp'",
             )
+        for optimizer in optimizers if self.distributed else ():
+            why = elementwise.fault_on_dtensors(optimizer)
+            if why is None and self._flat_groups:
+                why = elementwise.fault_on_flat_pieces(optimizer)
+            if why is not None and optimizer not in refused:
+                faults.add(f"{type(optimizer).__name__} on sharded parameters, {why}", *elementwise.INSTEAD)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers, and find out how FSDP1 split its flat parameters."""
-        super().connect(model, optimizers)
+        """Take the optimizers, watch FSDP2's units, and find out how FSDP1 split its flat parameters."""
         self._flat_groups = flat_groups(model)
+        super().connect(model, optimizers)
+        if self._flat_groups and self._undo_norm is None:
+            self._undo_norm = compat.take_total_norms_by(self._users_norm)
+        if optimizers and self.distributed:
+            self._unused = UnusedParameters(model, self.device)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the local shards; the flag is reduced over every rank of every mesh dimension."""
@@ -56,16 +73,44 @@ class ShardedEngine(StepEngine):
 
     def after_backward(self, *, manual: bool) -> None:
         """Reduce partial gradients, and bring them into true units, before users look at them."""
+        if self._unused is not None:
+            self._unused.settle()
         if manual:
             for optimizer in self.optimizers:
                 grad_norm.sum_partial_(grads.parameters_of(optimizer))
         super().after_backward(manual=manual)
+
+    def release(self) -> None:
+        """Let go of FSDP2's units too, and of ``clip_grad_norm_``."""
+        super().release()
+        if self._undo_norm is not None:
+            self._undo_norm()
+            self._undo_norm = None
+        if self._unused is not None:
+            self._unused.release()
+            self._unused = None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all shards, in fp32."""
         parameters = grads.parameters_of(optimizer)
         self.last_norm = grad_norm.global_norm(parameters, self.device, self._flat_groups)
         grad_norm.clip_to_(parameters, max_norm, self.last_norm)
+
+    def _users_norm(
+        self,
+        own: Callable[..., Tensor],
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """What the user's own ``clip_grad_norm_`` clips by: over all shards where FSDP1 split the gradients."""
+        members: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        shards = {id(p.grad) for optimizer in self.optimizers for p in grads.parameters_of(optimizer)}
+        if members and not any(id(member) in shards for member in members):
+            return own(members, norm_type, error_if_nonfinite, foreach)
+        norm = torch.as_tensor(own(members, norm_type, False, foreach), dtype=torch.float32, device=self.device)
+        return grad_norm.over_shards(norm, norm_type, self._flat_groups, error_if_nonfinite=error_if_nonfinite)
 
     def _error(self, replay: Replay, what: str, *, at_min: bool = False) -> NonFiniteError:
         alone = None if replay is None else partial(_alone, self._module, replay)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat.deepspeed import cast_partition
 from lightning_mp.compat.lightning import trainer_of
-from lightning_mp.engines import optimizer_facts
+from lightning_mp.engines import elementwise, optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.closures import Evaluated
 from lightning_mp.errors import Fault, Faults
@@ -60,6 +60,21 @@ class ZeroEngine(StepEngine):
                     "an optimizer that does not evaluate the closure itself",
                     "use AdamW or SGD, or strategy='mp_ddp'",
                 )
+            elif (why := elementwise.fault_on_flat_pieces(optimizer)) is not None:
+                faults.add(f"{type(optimizer).__name__} on ZeRO's flat partitions, {why}", *elementwise.INSTEAD)
+
+    def train_others(self) -> None:
+        """Refuse: ZeRO partitioned what was trained when it began.
+
+        Raises:
+            RuntimeError: always, on every rank.
+        """
+        fault = Fault(
+            "parameters frozen or unfrozen in the midst of a run with ZeRO",
+            "what is trained when the run begins: ZeRO partitions it then",
+            "unfreeze it before fit(), or use strategy='mp_fsdp2' or 'mp_ddp'",
+        )
+        raise RuntimeError(str(fault))
 
     def hand_over(self) -> None:
         """DeepSpeed takes the module now: it cannot be brought back any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -49,6 +50,22 @@ def global_norm(parameters: Iterable[Tensor], device: torch.device, plain: Group
             dist.all_reduce(squares[groups], group=group)
     total = sum(squares.values(), torch.zeros((), dtype=torch.float32, device=device))
     return total.sqrt()
+
+
+def over_shards(norm: Tensor, order: float, groups: Groups, *, error_if_nonfinite: bool = False) -> Tensor:
+    """The norm of all shards from that of this rank's, ``norm``.
+
+    Raises:
+        RuntimeError: it is not finite, under ``error_if_nonfinite``; as ``clip_grad_norm_`` does.
+    """
+    largest = math.isinf(order)
+    total = norm.clone() if largest else norm.pow(order)
+    for group in groups:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    total = total if largest else total.pow(1.0 / order)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(f"The total norm of order {order} for gradients is non-finite, so it cannot be clipped.")
+    return total
 
 
 def _by_groups(parameters: Iterable[Tensor], plain: Groups) -> dict[Groups, list[Tensor]]:

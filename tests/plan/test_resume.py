@@ -162,3 +162,18 @@ def test_validating_with_a_checkpoint_keeps_what_it_says(tmp_path: Path) -> None
     oracle.load_state_dict(whole.state_dict())
     trainer(precision="bf16-mixed").validate(oracle, batches(), verbose=False)
     assert module.losses == oracle.losses
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("fused", [(False, True), (True, False)], ids=["into fused", "out of fused"])
+def test_an_optimizer_steps_as_its_groups_in_the_checkpoint_say(
+    precision: str, fused: tuple[bool, bool], tmp_path: Path
+) -> None:
+    """torch takes ``fused`` from the saved groups, also where the optimizer was made otherwise."""
+    bad, data = (0, 5), ResumableBatches()
+    before, after = (Regression(partial(adamw, fused=kind), overflow_at=bad) for kind in fused)
+    fit(before, plugins=[plan_for(precision)], callbacks=[SaveAt(tmp_path, 3)], data=data)
+    plan = plan_for(precision)
+    fit(after, plugins=[plan], data=ResumableBatches(), ckpt_path=tmp_path / "3.ckpt")
+    assert plan.skipped_steps == 2
+    assert same_weights(weights(after), weights(before))

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.utils.data import DataLoader, Subset
 
 from lightning_mp import LossScaling
+from support import optimizers
 from support.models import Regression, batches, same_weights
 from support.oracles import MODES, SCALED, plan_for
 from support.running import fit
@@ -24,6 +25,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd-momentum-fused": partial(SGD, lr=1e-3, momentum=0.9, fused=True),
     "adagrad-fused": partial(Adagrad, lr=1e-2, fused=True),
     "rmsprop": partial(RMSprop, lr=1e-3, eps=1e-4),
+    **optimizers.OPTIMIZERS,
 }
 STEPS = 8
 every_mode = pytest.mark.parametrize("mode", MODES)

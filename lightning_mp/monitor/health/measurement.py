@@ -68,7 +68,8 @@ class StepMeasurement:
         """
         parameters = self._trained
         if not self._seen:
-            self.lr = optimizer.param_groups[0]["lr"] * lr_factor
+            lr = optimizer.param_groups[0]["lr"]
+            self.lr = None if lr is None else lr * lr_factor  # Adafactor may have its own
             self._snapshot = Snapshot(self._parameters())
             self._snapshot.add_before(self._sums, _BEFORE)
         if not self._layout.zero:

@@ -38,6 +38,7 @@ from lightning_mp.strategies.common import RunsPlan, StepAsForward, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
 from lightning_mp.strategies.fsdp2 import tensor_parallel
 from lightning_mp.strategies.fsdp2.root_unit import RootUnit
+from lightning_mp.strategies.fsdp2.skipped_units import SkippedUnits
 from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
 from lightning_mp.strategies.shard_units import Units, Wrap, for_compiling, inside, units
 from lightning_mp.strategies.sharding import (
@@ -131,6 +132,7 @@ class PlanFSDP2Strategy(
         self._shards, self._tp_plan = data_parallel_size, tp_plan
         self._sharded = False
         self._root: RootUnit | None = None
+        self._skipped: SkippedUnits | None = None
 
     # ------------------------------------------------------------------ processes
 
@@ -208,6 +210,7 @@ class PlanFSDP2Strategy(
         if layout is not None:
             self._shard(self.model, layout, plan.policy)
         self._root = RootUnit(self.model)
+        self._skipped = SkippedUnits(self.model, compiled=self.sharding.compile)
         self.model_to_device()
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -227,6 +230,12 @@ class PlanFSDP2Strategy(
         shard(model, layout.units, self._shard_mesh, policy, self.sharding)
         self._sharded = True
 
+    def teardown(self) -> None:
+        """As the host does; the units are left as ``fully_shard`` made them."""
+        super().teardown()
+        if self._skipped is not None:
+            self._skipped.release()
+
     def model_to_device(self) -> None:
         assert self.model is not None
         if not self.sharding.cpu_offload:
@@ -241,8 +250,12 @@ class PlanFSDP2Strategy(
         assert self._root is not None
         assert self.lightning_module is not None
         manual = method == "training_step" and not self.lightning_module.automatic_optimization
+        assert self._skipped is not None
+        if not manual:  # else backward passes come in between
+            self._skipped.start(method)
         with self._root.step(backward_inside=manual):
             output = super()._as_forward(method, args, kwargs)
+        self._skipped.stop()
         if method != "training_step" or manual or output is None:  # else backward follows, and shards again
             self._root.reshard()
         return output

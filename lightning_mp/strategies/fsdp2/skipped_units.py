@@ -1,0 +1,188 @@
+"""Units whose forward runs on some ranks only: an expert that is a unit of its own, a layer that is dropped.
+
+A gather is a collective: where one rank runs a unit and another does not, they wait for each other, or take the weights
+of one for another's. Here every rank goes through the units in one order, and passes through those it skips: they are
+gathered and resharded, forward and backward, and nothing is computed. Where all ranks run all units nothing is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.compat import torch as compat
+from lightning_mp.numerics.nested import floating_in, map_tensors
+
+
+@dataclass(eq=False, slots=True)
+class _Unit:
+    """A unit, and those directly below it in the order in which every rank goes through them."""
+
+    name: str
+    module: nn.Module
+    below: list[_Unit] = field(default_factory=list["_Unit"])
+    #: how many of ``below`` this rank is past
+    place: int = 0
+    #: the names of those below, as this rank came to them
+    calls: list[str] = field(default_factory=list[str])
+    #: a unit that runs once more begins a round anew, in which all units are passed again
+    rounds: bool = True
+
+
+class SkippedUnits:
+    """Keeps the ranks together in the forward of ``root``, from ``start`` to ``stop``."""
+
+    def __init__(self, root: nn.Module, *, compiled: bool) -> None:
+        self._active, self._recording = False, False
+        self._learnt: set[str] = set()
+        parts: list[tuple[str, nn.Module]] = list(root.named_modules())
+        units = {name: _Unit(name, part) for name, part in parts if _is_unit(part)}
+        self._units = list(units.values())
+        apart: Any = torch.compiler.disable if compiled else _as_it_is
+        self._hooks: list[RemovableHandle] = []
+        for name, unit in units.items() if dist.get_world_size() > 1 else ():
+            above = _above(name, units)
+            if above is not None:
+                above.below.append(unit)
+                enter = apart(partial(self._enter, above, unit))
+                self._hooks.append(unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+        for unit in self._units:
+            if unit.below:
+                begin, end = apart(partial(self._begin, unit)), apart(partial(self._end, unit))
+                self._hooks.append(unit.module.register_forward_pre_hook(begin, prepend=True))
+                self._hooks.append(unit.module.register_forward_hook(end, prepend=True))
+
+    def release(self) -> None:
+        """Leave the units."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _begin(self, unit: _Unit, _module: nn.Module, _inputs: Any) -> None:
+        unit.place = 0
+
+    def _enter(self, above: _Unit, unit: _Unit, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before a unit: pass through those in front of it that this rank skipped."""
+        if not self._active or compat.in_backward():
+            return None
+        if self._recording:
+            above.calls.append(unit.name)
+        place, skipped = above.below.index(unit), list[_Unit]()
+        if place < above.place:
+            if not above.rounds:
+                return None
+            skipped, above.place = above.below[above.place :], 0
+        skipped += above.below[above.place : place]
+        above.place = place + 1
+        return _through(skipped, (args, kwargs)) if skipped else None
+
+    def _end(self, unit: _Unit, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        """After the last unit below ``unit``: pass through the rest."""
+        if not self._active or compat.in_backward():
+            return None
+        skipped, unit.place = unit.below[unit.place :], len(unit.below)
+        return _through(skipped, output) if skipped else None
+
+    def start(self, method: str) -> None:
+        """A call of ``method`` begins."""
+        self._active, self._recording = True, method not in self._learnt
+        self._learnt.add(method)
+
+    def stop(self) -> None:
+        """The call is over; after a method's first, go on in the order in which the ranks ran the units."""
+        learns = self._active and self._recording and self._hooks
+        self._active = self._recording = False
+        if not learns:
+            return
+        parents = [unit for unit in self._units if unit.below]
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, [unit.calls for unit in parents])
+        for unit, calls in zip(parents, zip(*everywhere, strict=True), strict=True):
+            named = {below.name: below for below in unit.below}
+            unit.below = [named[name] for name in merged(list(named), calls)]
+            unit.rounds = any(one != calls[0] for one in calls)
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _as_it_is(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return hook
+
+
+def _above(name: str, units: dict[str, _Unit]) -> _Unit | None:
+    while name:
+        name = name.rpartition(".")[0]
+        if name in units:
+            return units[name]
+    return None
+
+
+def merged(known: list[str], calls: Sequence[list[str]]) -> list[str]:
+    """``known`` in an order in which every rank first called them; as it is where there is none.
+
+    What no rank called comes after what came before other items of its list.
+    """
+    before: dict[str, set[str]] = {}
+    lists: dict[str, set[str]] = {}
+    for order in (list(dict.fromkeys(names)) for names in calls):
+        for first, second in zip([None, *order], order, strict=False):
+            earlier = {first} if first is not None else set[str]()
+            before.setdefault(second, set()).update(earlier)
+            lists.setdefault(_list_of(second), set()).update(earlier)
+    for name in known:
+        if name not in before:
+            before[name] = {one for one in lists.get(_list_of(name), ()) if _list_of(one) != _list_of(name)}
+    found: dict[str, None] = {}
+    while len(found) < len(known):
+        free = next((name for name in known if name not in found and before[name] <= found.keys()), None)
+        if free is None:
+            return known
+        found[free] = None
+    return list(found)
+
+
+def _list_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _through(skipped: list[_Unit], values: Any) -> Any:
+    """``values`` with one floating tensor, if any that takes part in the backward pass, led through ``skipped``."""
+    there = floating_in(values)
+    led = next((tensor for tensor in there if tensor.requires_grad), there[0] if there else None)
+    start = torch.zeros((), device=next(skipped[0].module.parameters()).device) if led is None else led
+    end = start
+    for unit in skipped:
+        end = _pass(unit, end)
+    return values if led is None else map_tensors(values, lambda tensor: end if tensor is led else tensor)
+
+
+def _pass(unit: _Unit, tensor: Tensor) -> Tensor:
+    """What FSDP2 does around the unit's forward, and nothing in between."""
+    asks = torch.zeros((), requires_grad=torch.is_grad_enabled())
+    tensor = _Same.apply(compat.enter_unit(unit.module, tensor), asks)
+    for below in unit.below:
+        tensor = _pass(below, tensor)
+    if unit.below:  # hooks of one tensor would run for the inner unit first
+        tensor = _Same.apply(tensor, asks)
+    return compat.leave_unit(unit.module, tensor)
+
+
+class _Same(torch.autograd.Function):
+    """The same numbers, which take part in the backward pass: the unit around them then does so too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, _asks: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None

@@ -1,0 +1,97 @@
+"""Optimizers that people use besides torch's plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Adafactor, AdamW
+from transformers.optimization import Adafactor as TransformersAdafactor
+
+
+class Delegating:
+    """A wrapper that is no ``Optimizer`` and hands on whatever it does not have itself."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper that shares groups, state and defaults with the optimizer in it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return getattr(self.inner, "_step_supports_amp_scaling", False)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.inner.step(closure)
+
+
+def partly_fused(parameters: Any) -> AdamW:
+    """A group that is fused and one that is not."""
+    first, *others = list(parameters)
+    return AdamW([{"params": [first]}, {"params": others, "fused": False}], lr=1e-2, eps=1e-4, fused=True)
+
+
+_fused = partial(AdamW, lr=1e-2, eps=1e-4, fused=True)
+OPTIMIZERS: dict[str, Any] = {
+    "adafactor": partial(Adafactor, lr=1e-2),
+    "adafactor-transformers": partial(TransformersAdafactor, lr=None),
+    "delegating": lambda parameters: Delegating(_fused(parameters)),
+    "around": lambda parameters: Around(_fused(parameters)),
+    "partly-fused": partly_fused,
+}
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (arXiv 1904.00962) without bias correction: an Adam whose step is scaled by the weight's norm."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                first, second = group["betas"]
+                state["m"].lerp_(parameter.grad, 1 - first)
+                state["v"].lerp_(parameter.grad.square(), 1 - second)
+                update = state["m"] / (state["v"].sqrt() + 1e-6)
+                parameter.sub_(update * (group["lr"] * parameter.norm() / update.norm().clamp(min=1e-6)))
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675): the sign of a momentum."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["m"] = torch.zeros_like(parameter)
+                first, second = group["betas"]
+                parameter.sub_(torch.lerp(state["m"], parameter.grad, 1 - first).sign() * group["lr"])
+                state["m"].lerp_(parameter.grad, 1 - second)
