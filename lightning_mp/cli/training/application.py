@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -170,9 +171,13 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
         assert model is not None
         if getattr(rank_zero_only, "rank", 0) == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            if (folder / CONFIG).exists() and not config.get("ckpt_path"):
-                say(f"{folder} holds an earlier run, whose checkpoints stay: run_dir=... keeps the two apart")
-            (folder / CONFIG).write_text(_as_yaml(config), encoding="utf-8")
+            name = CONFIG
+            if (folder / CONFIG).exists():
+                if config.get("ckpt_path"):
+                    name = beside(CONFIG, lambda other: (folder / other).exists())
+                else:
+                    say(f"{folder} holds an earlier run, whose checkpoints stay: run_dir=... keeps the two apart")
+            (folder / name).write_text(_as_yaml(config), encoding="utf-8")
         try:
             trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
         except (InputError, MisconfigurationException) as error:
@@ -183,6 +188,13 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
         page = folder / "report.html"
         say(f"{folder}: {trainer.global_step} steps" + (f", {page}" if page.exists() else ""))
     return 1 if trainer.interrupted else 0
+
+
+def beside(config: str, exists: Callable[[str], bool]) -> str:
+    """What the config of a run that goes on is called, in the folder of the first: ``config_2.yaml``, …."""
+    stem, dot, suffix = config.rpartition(".")
+    names = (f"{stem}_{number}{dot}{suffix}" for number in itertools.count(2))
+    return next(name for name in names if not exists(name))
 
 
 @contextmanager
