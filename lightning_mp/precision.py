@@ -41,6 +41,7 @@ from lightning_mp.policy import (
     PrecisionPolicy,
     hardware,
     load,
+    places,
     presets,
 )
 
@@ -122,9 +123,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """A plan from a mapping of its arguments, an OmegaConf ``DictConfig``, or the path of a YAML file of one.
 
         Raises:
-            PlanError: an unknown key or a bad value; every fault is named at once.
+            PlanError: an unknown key or a bad value; every fault is named at once, with the line of a file.
         """
-        return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
+        with places.named_lines(config):
+            return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
     def _start_over(self) -> None:
         self.precision = cast("Any", self.policy.precision)

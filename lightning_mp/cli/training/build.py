@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_mp.cli.training.places import Places, plan_fault
 from lightning_mp.cli.training.targets import HYDRA_KEYS, locate, parameters
 from lightning_mp.compat.lightning import Callback, Checkpoint, LightningDataModule, LightningModule, Trainer
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
+from lightning_mp.policy.places import Places, plan_fault
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.cli.training import primary, targets
-from lightning_mp.cli.training.places import Places
 from lightning_mp.errors import Faults, MissingExtraError, did_you_mean, one_line
 from lightning_mp.policy import PRECISIONS
+from lightning_mp.policy.places import Places
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
