@@ -79,5 +79,6 @@ def _advice(origin: Origin | None, bad_loss: bool, scale: float | None) -> str:
         return "Look at that module's input and weights, and at the batch: no loss scale makes a non-finite loss finite"
     # The root module cannot be pinned, and where none could be named there is nothing to write.
     named = origin is not None and origin.module
-    lower = f"Pin that module (pins={{{named!r}: 'fp32'}}), lower" if named else "Lower"
-    return f"{lower} the learning rate, or " + ("clip gradients" if scale is None else "use 'bf16-mixed'")
+    lower = f"Pin that module (pins={{{named!r}: 'fp32'}}, before any other pin), lower" if named else "Lower"
+    instead = "clip gradients" if scale is None else "use 'bf16-mixed', without loss_scaling"
+    return f"{lower} the learning rate, or {instead}"
