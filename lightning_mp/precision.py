@@ -41,6 +41,7 @@ from lightning_mp.policy import (
     PrecisionPolicy,
     hardware,
     load,
+    places,
     presets,
 )
 from lightning_mp.policy.expression import call
@@ -125,9 +126,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """A plan from a mapping of its arguments, an OmegaConf ``DictConfig``, or the path of a YAML file of one.
 
         Raises:
-            PlanError: an unknown key or a bad value; every fault is named at once.
+            PlanError: an unknown key or a bad value; every fault is named at once, with the line of a file.
         """
-        return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
+        with places.named_lines(config):
+            return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
     def _start_over(self) -> None:
         self.precision = cast("Any", self.policy.precision)
@@ -145,7 +147,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             self._engine.look(None)
 
     def _global_step(self) -> int:
-        trainer = None if self._trainer is None else self._trainer()
+        trainer = self.trainer
         return self.step_counter.attempts if trainer is None else trainer.global_step
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,7 +219,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             self._device = torch.device("cpu") if first is None else first.device
             return
         self._device = trainer.strategy.root_device
-        before = None if self._trainer is None else self._trainer()
+        before = self.trainer
         if self._ran and before is not trainer:  # a new run, not the next stage of this one
             self.policy = self._declared
             self._start_over()
@@ -385,9 +387,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def teardown(self) -> None:
         """Put back every process-global that was set; Lightning calls this after success and after failure."""
-        trainer = None if self._trainer is None else self._trainer()
-        if trainer is not None:
-            announce.ended(self, trainer)
+        announce.ended(self, self.trainer)
         self._release()
 
     def _release(self) -> None:

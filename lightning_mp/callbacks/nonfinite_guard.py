@@ -184,6 +184,7 @@ class NonFiniteGuard(ActingCallback):
             allowed=allowed,
             scale=run.scale,
             saved=run.saved.next_name(diagnosis, run.steps.step),
+            under_plan=False,  # beside which it is refused
         )
         run.saved.save(run.replayer.kept(diagnosis.batch_idx), event)
         self._write(run, event)

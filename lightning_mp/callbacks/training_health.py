@@ -15,6 +15,7 @@ from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
 from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.compat.deepspeed import is_partitioned
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_warn
+from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.monitor import actions as acts
 from lightning_mp.monitor import metric_names
@@ -130,6 +131,7 @@ class TrainingHealth(Callback):
         self._close()
         if is_fresh(trainer):
             self._alerts = Alerts(self._alert_settings)
+        self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
         throughput = Throughput(self.tokens, self.peak_flops)
         beside = callbacks_of(trainer)
         self._run = HealthRun(

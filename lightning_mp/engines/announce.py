@@ -21,12 +21,12 @@ def began(policy: PrecisionPolicy, module: nn.Module, trainer: Trainer) -> None:
         logger.log_hyperparams(hyperparameters(policy))
 
 
-def ended(plan: PlanBase, trainer: Trainer) -> None:
+def ended(plan: PlanBase, trainer: Trainer | None) -> None:
     """Warn at the end of a fit that took steps and applied none of them."""
     tried = plan.step_counter.attempts
-    if trainer.state.fn != TrainerFn.FITTING or trainer.interrupted or plan.engine is None or not tried:
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.interrupted or plan.engine is None:
         return
-    if not plan.applied_steps:
+    if tried and not plan.applied_steps:
         rank_zero_warn(no_step_applied(tried, None if plan.scaler is None else plan.scaler.get_scale()))
 
 

@@ -86,5 +86,6 @@ def _advice(origin: Origin | None, bad_loss: bool, scale: float | None) -> str:
         return "Look at what changes gradients after the backward pass: hooks, and clipping of your own"
     # The root module cannot be pinned, and where none could be named there is nothing to write.
     named = origin is not None and origin.module
-    lower = f"Pin that module (pins={{{named!r}: 'fp32'}}), lower" if named else "Lower"
-    return f"{lower} the learning rate, or " + ("clip gradients" if scale is None else "use 'bf16-mixed'")
+    lower = f"Pin that module (pins={{{named!r}: 'fp32'}}, before any other pin), lower" if named else "Lower"
+    instead = "clip gradients" if scale is None else "use 'bf16-mixed', without loss_scaling"
+    return f"{lower} the learning rate, or {instead}"

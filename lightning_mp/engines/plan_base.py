@@ -50,6 +50,11 @@ class PlanBase:
         return self._engine
 
     @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer of the present run, or of the last one while it lives."""
+        return None if self._trainer is None else self._trainer()
+
+    @property
     def last_grad_norm(self) -> Tensor | None:
         """The global gradient norm of the last clipping by norm, before it: an fp32 scalar on the device."""
         return None if self._engine is None else self._engine.last_norm
@@ -74,8 +79,8 @@ class PlanBase:
         return describe.as_html(self._described(None))
 
     def _described(self, module: nn.Module | None) -> describe.Rows:
-        trainer = None if self._trainer is None else self._trainer()
-        strategy = None if trainer is None or self._engine is None else trainer.strategy
-        if module is None and trainer is not None and self._engine is not None:
-            module = trainer.lightning_module
-        return describe.rows(self.policy, module, None if strategy is None else for_strategy.describe(strategy))
+        trainer = None if self._engine is None else self.trainer
+        if trainer is None:
+            return describe.rows(self.policy, module)
+        module = module or trainer.lightning_module
+        return describe.rows(self.policy, module, for_strategy.describe(trainer.strategy))

@@ -66,11 +66,9 @@ def _resolved(config: Any, name: str) -> Any:
     try:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        text = " ".join(str(error).split())
+        given = f"{error.full_key} of {name}, which does not resolve: {str(error).splitlines()[0]}"
         fix = "give every '???' a value and every ${...} a target"
-        raise PlanError(
-            [Fault(f"a config, {name}, that does not resolve: {text}", "values for every key", fix)]
-        ) from error
+        raise PlanError([Fault(given, "values for every key", fix)]) from error
 
 
 def _built(value: Any, path: str, faults: Faults) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from lightning_mp.errors import Faults, PlanError, did_you_mean, is_number
 from lightning_mp.policy.expression import call, expression
@@ -149,10 +149,22 @@ class NonFinite:
 
 _Piece = TypeVar("_Piece", LossScaling, Checkpointing, NonFinite, Pin)
 
-LossScalingLike = LossScaling | Mapping[str, Any] | None
-PinsLike = Mapping[str, Any] | Iterable[Pin | Mapping[str, Any]] | None
-CheckpointingLike = Checkpointing | Mapping[str, Any] | str | None
-NonFiniteLike = NonFinite | Mapping[str, Any] | str
+if TYPE_CHECKING:
+    LossScalingLike = LossScaling | Mapping[str, Any] | None
+    PinsLike = Mapping[str, Any] | Iterable[Pin | Mapping[str, Any]] | None
+    CheckpointingLike = Checkpointing | Mapping[str, Any] | str | None
+    NonFiniteLike = NonFinite | Mapping[str, Any] | str
+else:
+    # What jsonargparse reads. It takes the fields of each of these classes for the class, and whatever for a Mapping: a
+    # misspelt key would pass the parser, and end in a traceback of the constructor.
+    class _PinFields(TypedDict, total=False):
+        dtype: str
+        output: str
+
+    LossScalingLike = LossScaling | None
+    PinsLike = Mapping[str, str | _PinFields] | Iterable[Pin] | None
+    CheckpointingLike = Checkpointing | str | None
+    NonFiniteLike = NonFinite | str
 TF32_SETTINGS = ("highest", "high", "medium")
 
 

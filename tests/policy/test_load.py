@@ -149,3 +149,40 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(content: str, tmp_path: P
     path.write_text(content)
     with pytest.raises(PlanError, match=r"plan\.yaml"):
         plain_mapping(path)
+
+
+PLACED = """\
+precision: 16-mixed
+loss_scaling:
+  init_scale: 8
+  growth_factor: 0.5
+pins:
+  - {pattern: '*norm*', dtype: fp32}
+"""
+#: what is written in place of a line of PLACED, and what is said of it
+MISPLACED: dict[str, tuple[str, str, str]] = {
+    "key": ("precision:", "precison:", "unknown key precison (plan.yaml:1)"),
+    "key of a piece": ("init_scale", "init_scal", "unknown key loss_scaling.init_scal (plan.yaml:3)"),
+    "value": ("16-mixed", "17-mixed", "precision='17-mixed' (plan.yaml:1)"),
+    "value of a piece": ("init_scale: 8", "init_scale: 8", "growth_factor=0.5 (plan.yaml:4)"),
+    "contradiction": ("16-mixed", "bf16-mixed", "which has no loss scale (plan.yaml:2)"),
+    "pin": ("dtype: fp32", "dtype: int8", "pin '*norm*': dtype='int8' (plan.yaml:6)"),
+    "target": ("init_scale: 8", "_target_: a.B", "loss_scaling._target_: a.B (plan.yaml:3)"),
+    "missing value": ("16-mixed", "???", "Missing mandatory value: precision"),
+    "interpolation": ("init_scale: 8", "init_scale: ${a}", "(plan.yaml:3)"),
+    "syntax": ("pins:", "pins: [", "line 6"),
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_a_fault_of_a_file_is_named_with_its_line(name: str, tmp_path: Path) -> None:
+    old, new, said = MISPLACED[name]
+    path = tmp_path / "plan.yaml"
+    path.write_text(PLACED.replace(old, new, 1))
+    with pytest.raises(PlanError) as error:
+        MixedPrecisionPlan.from_config(path)
+    assert said in str(error.value)
+    assert all("plan.yaml" in fault.given for fault in error.value.faults)
+    with pytest.raises(PlanError) as bare:
+        MixedPrecisionPlan.from_config(yaml.safe_load(PLACED))
+    assert bare.value.faults[0].given == "growth_factor=0.5"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from lightning_mp.cli.training.compose import SUBJECT, Composed
 from lightning_mp.errors import Faults, MissingExtraError, PlanError, one_line
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from lightning_mp.cli.training.build import Regime
 
 CONFIG = "config.yaml"
@@ -47,9 +50,9 @@ def train(
         jobs = compose.compose(path, overrides, faults, config_dirs=config_dirs, multirun=multirun)
         name = _name(path, overrides)
         sweep = bool(jobs[0].swept)
-        root = _run_dir(jobs[0], name, faults)
+        root = run_dir(jobs[0], name, faults)
         for job in jobs:
-            _set_run_dir(job, root / _job_name(job.swept) if sweep else root)
+            set_run_dir(job, root / _job_name(job.swept) if sweep else root)
         checked = _check_all(jobs, faults)
         if only_show:
             say("---\n".join(_as_yaml(config) for config, _ in checked).rstrip())
@@ -66,7 +69,8 @@ def _check_all(jobs: Sequence[Composed], faults: Faults) -> list[tuple[dict[str,
     found = list[tuple[dict[str, Any], Any]]()
     for job in jobs:
         mine = Faults(SUBJECT)
-        config = check.check(job, mine)
+        with job.under_hydra(Path(job.config.run_dir)):
+            config = check.check(job, mine)
         _check_settings(config, mine)
         regime = build.regime(config, job.places, mine)
         faults.extend(fault for fault in mine.found if fault not in faults.found)
@@ -99,22 +103,34 @@ def _name(path: Path | None, overrides: Sequence[str]) -> str:
     return _file_name(chosen[-1]) if chosen else "train" if path is None else path.stem
 
 
-def _run_dir(job: Composed, name: str, faults: Faults) -> Path:
+def run_dir(job: Composed, name: str, faults: Faults) -> Path:
+    """The folder that ``job`` asks for, as ``run_dir`` or to Hydra; else a new one below ``runs/``."""
+    inherited, hydra = os.environ.get(RUN_DIR), job.whole.hydra
+    folder = Path(inherited) if inherited else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    asked = [(job.config, "run_dir", "run_dir")]
+    if not inherited:
+        kind = "sweep" if job.swept else "run"
+        asked.insert(0, (hydra[kind], "dir", f"hydra.{kind}.dir"))
+    for section, key, path in asked:
+        with job.under_hydra(folder):
+            folder = _folder(section, key, f"{path}{job.places.of(path)}", faults) or folder
+    return folder
+
+
+def _folder(section: DictConfig, key: str, shown: str, faults: Faults) -> Path | None:
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        given = job.config.get("run_dir")
+        given = None if OmegaConf.is_missing(section, key) else section.get(key)
     except OmegaConfBaseException as error:
-        said = str(error).partition("\n")[0]
-        faults.add(f"run_dir{job.places.of('run_dir')}: {said}", "a folder", "give every ${...} a target")
-        given = None
-    if given is not None:
-        return Path(str(given))
-    inherited = os.environ.get(RUN_DIR)
-    return Path(inherited) if inherited else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        faults.add(f"{shown}: {str(error).partition(chr(10))[0]}", "a folder", "give every ${...} a target")
+        return None
+    return None if given is None else Path(str(given))
 
 
-def _set_run_dir(job: Composed, folder: Path) -> None:
+def set_run_dir(job: Composed, folder: Path) -> None:
+    """``run_dir`` is ``folder``, whatever was written."""
     from omegaconf import open_dict
 
     with open_dict(job.config):
@@ -155,9 +171,13 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
         assert model is not None
         if getattr(rank_zero_only, "rank", 0) == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            if (folder / CONFIG).exists() and not config.get("ckpt_path"):
-                say(f"{folder} holds an earlier run, whose checkpoints stay: run_dir=... keeps the two apart")
-            (folder / CONFIG).write_text(_as_yaml(config), encoding="utf-8")
+            name = CONFIG
+            if (folder / CONFIG).exists():
+                if config.get("ckpt_path"):
+                    name = beside(CONFIG, lambda other: (folder / other).exists())
+                else:
+                    say(f"{folder} holds an earlier run, whose checkpoints stay: run_dir=... keeps the two apart")
+            (folder / name).write_text(_as_yaml(config), encoding="utf-8")
         try:
             trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
         except (InputError, MisconfigurationException) as error:
@@ -168,6 +188,13 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
         page = folder / "report.html"
         say(f"{folder}: {trainer.global_step} steps" + (f", {page}" if page.exists() else ""))
     return 1 if trainer.interrupted else 0
+
+
+def beside(config: str, exists: Callable[[str], bool]) -> str:
+    """What the config of a run that goes on is called, in the folder of the first: ``config_2.yaml``, …."""
+    stem, dot, suffix = config.rpartition(".")
+    names = (f"{stem}_{number}{dot}{suffix}" for number in itertools.count(2))
+    return next(name for name in names if not exists(name))
 
 
 @contextmanager

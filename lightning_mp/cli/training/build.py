@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_mp.cli.training.places import Places, plan_fault
 from lightning_mp.cli.training.targets import HYDRA_KEYS, locate, parameters
 from lightning_mp.compat.lightning import Callback, Checkpoint, LightningDataModule, LightningModule, Trainer
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
+from lightning_mp.policy.places import Places, plan_fault
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 
@@ -31,11 +31,10 @@ def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime 
     plan = plan_of(config["plan"], places, faults) if config.get("plan") else None
     if before:
         return None
-    trainer = dict(cast("Mapping[str, Any]", config.get("trainer") or {}))
     callbacks = _callbacks(config.get("callbacks"), str(config["run_dir"]), faults)
-    if trainer.get("enable_checkpointing") is False:
+    arguments = trainer_arguments(config, faults)
+    if arguments.get("enable_checkpointing") is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-    arguments = instantiated({k: v for k, v in trainer.items() if k not in HYDRA_KEYS}, "trainer", faults) or {}
     strategy = "auto" if plan is None else strategy_of(config.get("strategy") or "auto", plan, faults)
     if plan is None or len(faults.found) > before:
         return None
@@ -46,6 +45,12 @@ def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime 
     except PlanError as error:
         faults.extend(error.faults)
     return None
+
+
+def trainer_arguments(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
+    """What the trainer section says, built; empty with a fault."""
+    trainer = cast("Mapping[str, Any]", config.get("trainer") or {})
+    return instantiated({k: v for k, v in trainer.items() if k not in HYDRA_KEYS}, "trainer", faults) or {}
 
 
 def model(config: Mapping[str, Any], faults: Faults) -> LightningModule | None:

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 from lightning_mp.cli.training import targets
 from lightning_mp.cli.training.compose import Composed
-from lightning_mp.cli.training.places import Places
 from lightning_mp.cli.training.primary import SECTIONS, SETTINGS
 from lightning_mp.cli.training.targets import HYDRA_KEYS
 from lightning_mp.errors import Faults, did_you_mean, nearest
+from lightning_mp.policy.places import Places
 
 _NEEDED = {
     "model": "write 'model:' and below it '_target_: package.Class', or choose one of the group: model=llama_tiny",

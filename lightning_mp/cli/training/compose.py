@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.cli.training import primary, targets
-from lightning_mp.cli.training.places import Places
 from lightning_mp.errors import Faults, MissingExtraError, did_you_mean, one_line
 from lightning_mp.policy import PRECISIONS
+from lightning_mp.policy.places import Places
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -30,10 +30,28 @@ class Composed:
     """A config, what made it different from its neighbours in a sweep, and where its keys were written."""
 
     config: DictConfig
+    #: the same, with the section in which Hydra keeps what is its own
+    whole: DictConfig
     places: Places
     #: the arguments, and those of them that the sweep chose
     arguments: tuple[str, ...] = ()
     swept: tuple[str, ...] = ()
+
+    @contextmanager
+    def under_hydra(self, folder: Path) -> Generator[None]:
+        """``${hydra:…}`` resolves as in an application of Hydra's that writes to ``folder``."""
+        from hydra.core.hydra_config import HydraConfig
+        from omegaconf import read_write
+
+        with read_write(self.whole.hydra):
+            self.whole.hydra.runtime.output_dir = str(folder.absolute())
+        instance = HydraConfig.instance()
+        before = instance.cfg
+        instance.set_config(self.whole)
+        try:
+            yield
+        finally:
+            instance.cfg = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +117,7 @@ def _hydra(root: Primary) -> Generator[None]:
     """Hydra, looking into the folder of ``root`` first; what was there before is put back."""
     from hydra import initialize_config_dir
 
-    with initialize_config_dir(str(root.path.parent), version_base="1.3"):
+    with initialize_config_dir(str(root.path.parent), job_name=root.path.stem, version_base="1.3"):
         yield
 
 
@@ -256,10 +274,12 @@ def _check_defaults(root: Primary, arguments: _Arguments, faults: Faults) -> Non
     places, before = Places(), len(faults.found)
     places.add(root.path)
     chosen = {override.key_or_group for override in arguments.groups}
-    for group, option in root.choices():
+    for group, option, optional in root.choices():
         where = places.of_text(root.path, group)
         plain = group.partition("@")[0]
         if plain.startswith("hydra/") or "${" in f"{plain}{option}" or group in chosen:
+            continue
+        if optional and option not in _listed(root, plain, "CONFIG"):
             continue
         if not _is_group(root, plain):
             if option is not None:
@@ -291,9 +311,10 @@ def _composed(root: Primary, arguments: _Arguments, swept: tuple[str, ...], faul
             config = _run(root, name, [*lines, *changes], faults)
     for override in (*arguments.changes, *arguments.others):
         places.add_key(override.key_or_group, "on the command line")
+    whole = config.copy()
     with open_dict(config):
         del config["hydra"]
-    return Composed(config, places, (*lines, *changes), swept)
+    return Composed(config, whole, places, (*lines, *changes), swept)
 
 
 def _run(root: Primary, name: str, overrides: list[str], faults: Faults) -> DictConfig:

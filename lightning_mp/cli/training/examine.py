@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_mp.cli.training import build, check, compose, primary, targets
+from lightning_mp.cli.training import application, build, check, compose, primary, targets
 from lightning_mp.errors import Faults, nearest
 from lightning_mp.modules import checkpointing, pins
 from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.precision import MixedPrecisionPlan
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 SUBJECT = "doctor"
 #: the sections that a run is examined by; the others are left alone
@@ -39,29 +41,45 @@ def examine(arguments: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> li
         faults.raise_if_any()
     with targets.importable(path):
         (job,) = compose.compose(path, overrides, faults, config_dirs=config_dirs)
+        _take_out_plan(job.config)
         sections, needed = list(_SECTIONS), ["model"]
         if not job.config.get("plan"):
             if nearest("plan", {str(key) for key in job.config} - {*primary.SECTIONS}):
                 needed.append("plan")  # misspelt, and no run of Lightning's own
             if build.is_ours(job.config.get("strategy")):
                 sections.remove("strategy")  # the package's choice, for a plan
-        config = check.check(job, faults, needed=needed, only=sections)
-        plan = build.plan_of(config["plan"], job.places, faults) if config.get("plan") else None
+        folder = application.run_dir(job, SUBJECT, faults)
+        with job.under_hydra(folder):
+            config = {"run_dir": str(folder), **check.check(job, faults, needed=needed, only=sections)}
+        regime = build.regime(config, job.places, faults) if config.get("plan") else None
         faults.raise_if_any()
-        return _examined(config, plan, faults)
+        return _examined(config, regime, faults)
 
 
-def _examined(config: dict[str, Any], plan: MixedPrecisionPlan | None, faults: Faults) -> list[Finding]:
+def _take_out_plan(config: DictConfig) -> None:
+    """Where the Trainer's plugins are a plan, and others, that is the plan section."""
+    from omegaconf import OmegaConf, open_dict
+
+    written = OmegaConf.select(config, "trainer.plugins")
+    plugins = list(written) if OmegaConf.is_list(written) else [written]
+    plans = [one for one in plugins if OmegaConf.is_dict(one) and "MixedPrecisionPlan" in str(one.get("_target_"))]
+    if plans and not config.get("plan"):
+        with open_dict(config):
+            config.plan = plans[0]
+            config.trainer.plugins = [plugin for plugin in plugins if plugin is not plans[0]]
+
+
+def _examined(config: dict[str, Any], regime: build.Regime | None, faults: Faults) -> list[Finding]:
     model = build.instantiated(config["model"], "model", faults)
-    trainer = build.instantiated(config.get("trainer") or {}, "trainer", faults)
-    strategy = config.get("strategy")
-    if plan is not None:
-        strategy = build.strategy_of(strategy or "auto", plan, faults)
-        _check_patterns(model, plan.policy, faults)
-    elif not build.is_ours(strategy):
+    if regime is not None:
+        _check_patterns(model, regime.plan.policy, faults)
+        faults.raise_if_any()
+        return doctor(model, regime.plan, regime.trainer["strategy"], regime.trainer)
+    trainer, strategy = build.trainer_arguments(config, faults), config.get("strategy")
+    if not build.is_ours(strategy):
         strategy = build.instantiated(strategy, "strategy", faults)
     faults.raise_if_any()
-    return doctor(model, plan, strategy, trainer)
+    return doctor(model, None, strategy, trainer)
 
 
 def _check_patterns(model: object, policy: PrecisionPolicy, faults: Faults) -> None:

@@ -23,6 +23,8 @@ SECTIONS: Mapping[str, str | None] = {
 #: settings of the run beside its sections
 SETTINGS: Mapping[str, Any] = {"seed": 0, "ckpt_path": None, "run_dir": None}
 EXPERIMENT = "experiment"
+#: Hydra's groups for what this command does itself: where a run writes, and what logs
+_OURS: Mapping[str, str | None] = {"hydra/output": None, "hydra/job_logging": "none", "hydra/hydra_logging": "none"}
 
 
 def shipped_root() -> Path:
@@ -47,9 +49,11 @@ class Primary:
         An entry of the defaults list that the command line changes has to be there, so one of ``null`` is.
         """
         own, overrides = list(self.defaults), list[Any]()
-        while own and _group(own[-1])[1]:
+        while own and "override" in _entry(own[-1])[1]:
             overrides.insert(0, own.pop())
-        named = {_group(entry)[0] for entry in own}
+        overrides = [entry for entry in overrides if _entry(entry)[0] not in _OURS]
+        overrides += [{f"override {name}": option} for name, option in _OURS.items() if name not in chosen]
+        named = {_entry(entry)[0] for entry in own}
         added = [
             {name: None if name in self.written else option} for name, option in SECTIONS.items() if name not in named
         ]
@@ -59,10 +63,10 @@ class Primary:
         hydra = {**cast("dict[str, Any]", body.pop("hydra", None) or {}), "searchpath": list(self.searchpath)}
         return {"defaults": [*added, *own, *overrides], "hydra": hydra, **SETTINGS, **body}
 
-    def choices(self) -> list[tuple[str, Any]]:
-        """The (group, option) pairs of the file's own defaults list."""
+    def choices(self) -> list[tuple[str, Any, bool]]:
+        """Of the file's own defaults list: each group, what is chosen from it, and whether that may be missing."""
         return [
-            (_group(entry)[0], option)
+            (_entry(entry)[0], option, "optional" in _entry(entry)[1])
             for entry in self.defaults
             if isinstance(entry, dict)
             for option in cast("dict[str, Any]", entry).values()
@@ -99,8 +103,8 @@ def read(path: Path, config_dirs: Collection[Path], faults: Faults) -> Primary |
     return Primary(path.resolve(), body, tuple(cast("list[Any]", defaults)), searchpath, written)
 
 
-def _group(entry: Any) -> tuple[str, bool]:
-    """The group an entry of a defaults list chooses from (or the config it names), and whether it overrides one."""
+def _entry(entry: Any) -> tuple[str, list[str]]:
+    """The group an entry of a defaults list chooses from (or the config it names), and the words before it."""
     name = str(next(iter(cast("dict[str, Any]", entry)), "")) if isinstance(entry, dict) else str(entry)
-    words = name.split()
-    return words[-1].lstrip("/") if words else "", "override" in words[:-1]
+    *words, name = name.split() or [""]
+    return name.lstrip("/"), words

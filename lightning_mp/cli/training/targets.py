@@ -12,11 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_mp.cli.training.places import Places
 from lightning_mp.cli.training.primary import SECTIONS, SETTINGS
 from lightning_mp.errors import Faults, did_you_mean, nearest, one_line
 from lightning_mp.policy import Checkpointing, NonFinite, PrecisionPolicy, load
 from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.places import Places
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
+from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.alerts.grad_norm_spike import GradNormSpike
 from lightning_mp.monitor.alerts.loss_divergence import LossDivergence
 from lightning_mp.monitor.alerts.loss_plateau import LossPlateau
@@ -35,6 +37,8 @@ class Alerts:
 
     def __init__(self, settings: bool | Mapping[str, Any] | AlertSettings | None = None) -> None:
         self.settings = AlertSettings.of(settings)
+        #: what is advised is written as the plan's own fields, rather than as callbacks
+        self.under_plan = False
         self.rules = [rule(self.settings) for rule in RULES if rule.kind in self.settings.kinds]
 
     def look(self, reading: Reading, *, only: Collection[Kind] | None = None) -> list[Event]:
@@ -44,8 +48,9 @@ class Alerts:
         the optimizer's step and the rest after it.
         """
         asked = [rule for rule in self.rules if only is None or rule.kind in only]
-        events = [rule.look(reading) for rule in asked]
-        return [event for event in events if event is not None]
+        events = [event for rule in asked if (event := rule.look(reading)) is not None]
+        pinned = pinning(["…"], under_plan=self.under_plan).partition(", before")[0]
+        return [replace(event, advice=event.advice.format(pinned=pinned)) for event in events]
 
     def state_dict(self) -> dict[str, Any]:
         """Every rule's windows and counts by kind, as plain values."""

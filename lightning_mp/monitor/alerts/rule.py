@@ -10,6 +10,9 @@ from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window
 from lightning_mp.monitor.events import Event, Kind, Severity
 
+#: for an overflow that no loss scale can help; ``{pinned}`` is filled in by what the run has
+BEYOND_FP16 = "pin the module that the nonfinite events name: {pinned}; or use 'bf16-mixed', without a loss scale"
+
 
 class Rule(ABC):
     """One condition. An event is made when it begins, and not again before ``calm`` readings without it.
@@ -47,7 +50,7 @@ class Rule(ABC):
         """Take the reading in; an event if the condition holds in it, whether or not one was made before."""
 
     def event(self, step: int, value: float, cause: str, advice: str, **evidence: float) -> Event:
-        """The event of this rule's condition."""
+        """The event of this rule's condition; ``{pinned}`` in the advice is how modules are pinned in this run."""
         return Event(
             step=step,
             kind=self.kind,

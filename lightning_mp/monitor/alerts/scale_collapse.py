@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.rule import BEYOND_FP16, Rule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window
 from lightning_mp.monitor.events import Event, Kind, Severity
@@ -39,8 +39,7 @@ class ScaleCollapse(Rule):
             reading.step,
             scale,
             "gradients overflow whatever the scale: weights or activations have left fp16's range",
-            "stop; go back to the last good checkpoint, pin the module that the nonfinite events name to fp32, or use "
-            "'bf16-mixed'",
+            f"stop; go back to the last good checkpoint, {BEYOND_FP16}",
             loss_scale=scale,
             skipped_at_floor=count,
             of_readings=len(self.skips),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.rule import BEYOND_FP16, Rule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.events import Event, Kind
 
@@ -39,7 +39,7 @@ class SkipStreak(Rule):
 
 _SCALED = (
     "gradients overflow at every scale: an activation or a weight is beyond fp16's 65,504, or not finite",
-    "pin the module that the nonfinite events name to fp32, or use 'bf16-mixed'",
+    BEYOND_FP16,
 )
 _WITHOUT_SCALE = (
     "the data, the loss or a weight is not finite",

@@ -69,6 +69,7 @@ def by_policy(
     without_tf32 = f"tf32={policy.tf32!r} changes nothing on {facts.name}: it has no TF32"
     return Declaration(
         by=f"MixedPrecisionPlan({policy.precision!r})",
+        plan=True,
         storage=policy.storage_dtype,
         compute=policy.compute_dtype,
         reduce=policy.reduce_dtype,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.audit.observer import Observed
 from lightning_mp.monitor.audit.operators import Ran
+from lightning_mp.policy.precision_policy import STORAGE_DTYPES
 
 AS_STORED = "as stored"
 _HALF = frozenset(("bf16", "fp16", "fp8"))
@@ -22,6 +24,8 @@ class Declaration:
     """
 
     by: str
+    #: whether that is a plan; else what is advised is a callback
+    plan: bool = False
     storage: str | None = None
     compute: str | None = None
     reduce: str | None = None
@@ -66,47 +70,61 @@ def computed(seen: Observed) -> set[str]:
 
 def differences(name: str, seen: Observed, declaration: Declaration) -> Iterator[Difference]:
     """What of ``seen`` is not as ``declaration`` has it for the module ``name``."""
+    for what, declared, found, cause in _differences(name, seen, declaration):
+        yield Difference(what, declared, found, cause.reason, _fix(cause, name, found, declaration))
+
+
+def _fix(cause: _Cause, name: str, found: str, declaration: Declaration) -> str:
+    """What to do, with the pin that would declare what was found where one can be written."""
+    dtype = found if cause.pin == _FOUND else cause.pin
+    scaled = declaration.compute == "fp16" and declaration.autocast
+    if cause.fix_of_callback and not declaration.plan:
+        return cause.fix_of_callback
+    if dtype not in STORAGE_DTYPES or not name or (dtype == "fp16" and scaled and not declaration.plan):
+        return cause.fix
+    return f"{cause.fix}, or pin it: {pinning([name], under_plan=declaration.plan, dtype=dtype)}"
+
+
+def _differences(name: str, seen: Observed, declaration: Declaration) -> Iterator[_Found]:
     stored = _wrong_storage(name, seen, declaration)
     if stored is not None:
         yield stored
     computation = _wrong_computation(name, seen, declaration)
-    if computation is not None and not (stored is not None and computed(seen) <= seen.param | {stored.declared}):
+    if computation is not None and not (stored is not None and computed(seen) <= seen.param | {stored[1]}):
         yield computation
     if stored is None:  # else gradients, state and mostly computation follow the parameter
         yield from _wrong_companions(name, seen, declaration)
     if declaration.reduce is not None:
         wanted = declaration.stored(name) if declaration.reduce == AS_STORED else declaration.reduce
         if wanted is not None and seen.reduce - {wanted}:
-            yield Difference("reduce", wanted, joined(seen.reduce) or "", *_REDUCED)
+            yield "reduce", wanted, joined(seen.reduce) or "", _REDUCED
 
 
-def _wrong_storage(name: str, seen: Observed, declaration: Declaration) -> Difference | None:
+def _wrong_storage(name: str, seen: Observed, declaration: Declaration) -> _Found | None:
     wanted = declaration.stored(name)
     judged = seen.trained | (seen.frozen if declaration.frozen or name in declaration.pins else set())
     if wanted is None or not judged - {wanted}:
         return None
     if name in declaration.pins:
-        reason, fix = _LOST_PIN
-    elif wanted == "fp32" and declaration.compute != "fp32":
-        reason, fix = _NO_MASTERS
+        cause = _LOST_PIN
     else:
-        reason, fix = _CAST
-    return Difference("param", wanted, joined(judged) or "", reason, fix)
+        cause = _NO_MASTERS if wanted == "fp32" and declaration.compute != "fp32" else _CAST
+    return "param", wanted, joined(judged) or "", cause
 
 
-def _wrong_companions(name: str, seen: Observed, declaration: Declaration) -> Iterator[Difference]:
+def _wrong_companions(name: str, seen: Observed, declaration: Declaration) -> Iterator[_Found]:
     stored = declaration.stored(name)
     if stored is not None and seen.trained and seen.grad - seen.trained:
-        yield Difference("grad", stored, joined(seen.grad) or "", *_GRADIENT)
+        yield "grad", stored, joined(seen.grad) or "", _GRADIENT
     state = stored if declaration.state == AS_STORED else declaration.state
     if state is not None and seen.state - {state}:
-        yield Difference("optimizer_state", state, joined(seen.state) or "", *_STATE)
+        yield "optimizer_state", state, joined(seen.state) or "", _STATE
 
 
 # ---------------------------------------------------------------------- what was computed
 
 
-def _wrong_computation(name: str, seen: Observed, declaration: Declaration) -> Difference | None:
+def _wrong_computation(name: str, seen: Observed, declaration: Declaration) -> _Found | None:
     wanted = declaration.declared(name)
     if wanted is None:
         return None
@@ -117,12 +135,14 @@ def _wrong_computation(name: str, seen: Observed, declaration: Declaration) -> D
     if name in declaration.pins:
         why = _PIN_NOT_IN_FORCE
     elif declaration.autocast and any(ran.kind in ("norm", "statistic") for ran in wrong):
-        wanted, why = "fp32", _HALF_NORM
+        # an operator of torch's whose weight is half too was given a cast one: a pin to fp32 would not stop that
+        by_itself = not any(ran.kind == "statistic" for ran in wrong)
+        wanted, why = "fp32", replace(_HALF_NORM, pin=_FOUND) if by_itself else _HALF_NORM
     elif "tf32" in (wanted, found):
         why = _TF32
     else:
         why = _OUTSIDE_AUTOCAST if found == "fp32" and declaration.autocast else _CASTS_ITSELF
-    return Difference("compute", wanted, found, *why)
+    return "compute", wanted, found, why
 
 
 def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, wanted: str) -> bool:
@@ -137,7 +157,8 @@ def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, 
         return found <= {"fp32", declaration.stored(name), None if by_lists else wanted}
     if ran.kind == "norm" and by_lists:
         # fp32 weights or statistics beside a half input: the kernel sums in fp32, and autocast leaves it alone
-        return found <= {wanted, "fp32"} and ("fp32" in found or not ran.weighted)
+        # what comes in may be what a pinned module handed on
+        return found <= {wanted, "fp32", *declaration.pins.values()} and ("fp32" in found or not ran.weighted)
     if ran.kind == "norm":
         return found <= {wanted, "fp32"}
     if (pinned and wanted == "fp32") or (by_lists and ran.kind == "statistic" and _is_norm(seen)):
@@ -153,47 +174,71 @@ def _is_norm(seen: Observed) -> bool:
 
 # ---------------------------------------------------------------------- likely causes, and what to do
 
-_LOST_PIN = (
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """``pin`` is a dtype that the module may be pinned to instead; ``fix_of_callback`` is for a run without a plan."""
+
+    reason: str
+    fix: str
+    pin: str | None = None
+    fix_of_callback: str | None = None
+
+
+#: the column, what is declared, what was found, and the likely cause
+_Found = tuple[str, str, str, _Cause]
+#: a pin to the dtype that was found
+_FOUND = "found"
+
+_LOST_PIN = _Cause(
     "its parameters were cast or replaced after the pin was applied (parameter.data = …, load_state_dict(assign=True))",
     "cast before trainer.fit, and do not change pinned parameters afterwards",
 )
-_NO_MASTERS = (
+_NO_MASTERS = _Cause(
     "a half-precision checkpoint was loaded, or the module was cast by hand: there are no fp32 master weights",
-    "load it in fp32 (transformers: dtype=torch.float32) or call .float() before trainer.fit, or pin it to its dtype",
+    "load it in fp32 (transformers: dtype=torch.float32) or call .float() before trainer.fit",
+    pin=_FOUND,
 )
-_CAST = (
+_CAST = _Cause(
     "the module was cast by hand after the precision plugin had converted it, or was made later",
-    "remove the cast, or pin the module to the dtype it should have",
+    "remove the cast",
+    pin=_FOUND,
 )
-_PIN_NOT_IN_FORCE = (
+_PIN_NOT_IN_FORCE = _Cause(
     "the pin is not in force: the plan was not applied yet, the module was replaced or unpinned, or it casts itself",
     "let the Trainer apply the plan (or call plan.convert_module), and remove casts from its forward",
+    fix_of_callback="let the Trainer run DtypePinning, and remove casts from its forward",
 )
-_OUTSIDE_AUTOCAST = (
+_OUTSIDE_AUTOCAST = _Cause(
     "autocast is off where it runs: torch.autocast(enabled=False) around it, or a call outside the step's own context",
-    "remove what turns autocast off, or pin the module to 'fp32'",
+    "remove what turns autocast off",
+    pin="fp32",
 )
-_HALF_NORM = (
+_HALF_NORM = _Cause(
     "its input and its weights were cast to half precision, in its forward or before it",
-    "remove the cast, or pin it: pins={'*norm*': 'fp32'}",
+    "remove the cast",
+    pin="fp32",
 )
-_CASTS_ITSELF = (
+_CASTS_ITSELF = _Cause(
     "it casts its inputs or weights itself, or runs under an autocast of another dtype",
-    "remove the cast from its forward, or pin the module to that dtype",
+    "remove the cast from its forward",
+    pin=_FOUND,
 )
-_TF32 = (
+_TF32 = _Cause(
     "torch's TF32 switches were changed after the run began",
-    "set them with the plan's tf32=, or with EnableTF32, only",
+    "set them with the plan's tf32= only",
+    fix_of_callback="set them with EnableTF32 only",
 )
-_GRADIENT = (
+_GRADIENT = _Cause(
     "a hook gave the gradient another dtype than its parameter",
     "remove the hook, or cast back to the parameter's dtype in it",
 )
-_STATE = (
+_STATE = _Cause(
     "the optimizer keeps its state in another dtype, or loaded a state saved in another",
     "use an optimizer whose state has the dtype of its parameters, or load a state saved under the same precision",
 )
-_REDUCED = (
+_REDUCED = _Cause(
     "a communication hook casts gradients, or they are summed in the dtype they are stored in",
-    "remove the hook; MixedPrecisionPlan(reduce_dtype=...) says what gradients are summed in",
+    "remove the hook; reduce_dtype= says what gradients are summed in",
+    fix_of_callback="remove the hook",
 )

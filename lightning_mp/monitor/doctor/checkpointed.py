@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_mp.compat.torch import has_forward_hooks, reentrant
 from lightning_mp.compat.transformers import checkpointing_function
+from lightning_mp.modules.class_swap import original_class
 from lightning_mp.monitor.doctor.case import Case, below, listed, many
 from lightning_mp.monitor.events import Severity
 from lightning_mp.monitor.findings import Finding
@@ -42,14 +43,16 @@ def no_input_gradients(case: Case) -> Iterator[Finding]:
     if any(id(module) not in behind for _, module in others):
         return
     what = f"reentrant checkpointing of {many(len(blocks), 'block')} whose inputs require no gradient"
+    kind = original_class(blocks[0].module).__name__
+    instead = f"checkpointing={kind!r}" if case.policy is not None else f"ActivationCheckpointing({kind!r})"
     rest = f"only {others[0][0]} and what is behind do" if others else "nothing is left to train and backward raises"
     yield Finding(
         name="lora_checkpoint_no_input_grads",
         severity="error",
         what=f"{what}: {listed([block.name for block in blocks])}",
         why=f"{many(len(trained), 'trained weight')} in there get no gradient; {rest}",
-        fix="call model.enable_input_require_grads(), or checkpoint with "
-        "gradient_checkpointing_kwargs={'use_reentrant': False}, or use MixedPrecisionPlan(checkpointing=...)",
+        fix="call model.enable_input_require_grads(), or checkpoint with gradient_checkpointing_kwargs="
+        f"{{'use_reentrant': False}}, or call model.gradient_checkpointing_disable() and use {instead}",
         where=blocks[0].name,
     )
 

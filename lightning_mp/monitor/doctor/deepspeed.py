@@ -8,11 +8,12 @@ from typing import Any, cast
 
 from lightning_mp.compat.lightning import DeepSpeedStrategy
 from lightning_mp.deepspeed_config.merge import add_trainer, compose
-from lightning_mp.errors import Fault, PlanError
-from lightning_mp.monitor.doctor.case import Case
+from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.monitor.doctor.case import HALF, Case
 from lightning_mp.monitor.findings import Finding
 
 _STEPS = "gradient_accumulation_steps"
+_BLOCK = ".enabled="
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +33,13 @@ def contradicts_trainer(case: Case) -> Iterator[Finding]:
     json = _json(case.strategy)
     if json is None:
         return
-    faults: list[Fault] = []
-    if case.policy is not None and not json.stock:
-        faults += _faults(
-            lambda policy: compose(
-                policy,
-                json.config,
-                stage=json.stage,
-                offload_optimizer=json.offload_optimizer,
-                offload_parameters=json.offload_parameters,
-            ),
-            case.policy,
-        )
+    faults = _faults(lambda case: _against_plan(json, case), case)
     if case.trainer:
         faults += [fault for fault in _faults(_with_trainer(json), case) if fault not in faults]
     for fault in faults:
-        refused = not json.stock or _STEPS in fault.given
+        # Lightning adds the block of its own precision beside the other, and DeepSpeed takes no two
+        two = case.mixed or case.storage in HALF
+        refused = not json.stock or case.policy is not None or _STEPS in fault.given or (_BLOCK in fault.given and two)
         yield Finding(
             name="deepspeed_contradicts_trainer",
             severity="error" if refused else "warning",
@@ -56,6 +48,20 @@ def contradicts_trainer(case: Case) -> Iterator[Finding]:
             fix=fault.fix,
             where=fault.given.partition("=")[0],
         )
+
+
+def _against_plan(json: Json, case: Case) -> None:
+    """Raise what the JSON says otherwise than the plan does, or a precision of Lightning's."""
+    if case.policy is not None:
+        offloads = {"offload_optimizer": json.offload_optimizer, "offload_parameters": json.offload_parameters}
+        compose(case.policy, json.config, stage=json.stage, **offloads)
+        return
+    with Faults() as faults:
+        for block in HALF:
+            half = case.precision.startswith(block.removeprefix("fp"))
+            if not half and (json.config.get(block) or {}).get("enabled") is True:
+                given = f"{block}{_BLOCK}True in the JSON and precision={case.precision!r} in the Trainer"
+                faults.add(given, "the same in both", f"set {block}.enabled to false, or train in it")
 
 
 def _faults(check: Any, given: Any) -> list[Fault]:

@@ -44,13 +44,14 @@ def tf32_off(case: Case) -> Iterator[Finding]:
         return
     found = [name for name, module in case.modules if _multiplies_in_fp32(case, module)]
     if found:
+        planned = "set MixedPrecisionPlan(tf32='high')", "tf32='highest'"
+        high, highest = planned if case.policy is not None else ("add EnableTF32()", "EnableTF32('highest')")
         yield Finding(
             name="tf32_off",
             severity="info",
             what=f"products in IEEE fp32 in {many(len(found), 'module')} on {case.device.name}: {listed(found)}",
             why="its tensor cores take fp32 products in TF32 (10 bits of mantissa, fp32's range), several times faster",
-            fix="set MixedPrecisionPlan(tf32='high'), or torch.set_float32_matmul_precision('high'); "
-            "tf32='highest' says that IEEE fp32 is intended",
+            fix=f"{high}, or torch.set_float32_matmul_precision('high'); {highest} says that IEEE fp32 is intended",
             where=found[0],
         )
 

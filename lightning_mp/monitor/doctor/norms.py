@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_mp.compat.torch import is_loss
 from lightning_mp.modules.class_swap import original_class
+from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.doctor.case import HALF, Case, listed, many
 from lightning_mp.monitor.doctor.probe import reduces_in_half
 from lightning_mp.monitor.findings import Finding
@@ -40,7 +41,6 @@ def in_half(case: Case) -> Iterator[Finding]:
         return
     kinds = list(dict.fromkeys(member.kind for member in found))
     names = listed([member.name for member in found])
-    pins = ", ".join(f"{kind!r}: 'fp32'" for kind in kinds)
     counts = [many(len(norms), "norm")] if norms else []
     counts += [many(len(losses), "loss module")] if losses else []
     yield Finding(
@@ -48,7 +48,7 @@ def in_half(case: Case) -> Iterator[Finding]:
         severity="warning",
         what=f"{' and '.join(counts)} ({', '.join(kinds)}) in {found[0].dtype}: {names}",
         why=_why(case, found),
-        fix=f"pin them, before any other pin: MixedPrecisionPlan({case.precision!r}, pins={{{pins}}})",
+        fix=f"pin them: {pinning(kinds, under_plan=case.policy is not None)}",
         where=found[0].name or None,
     )
 
@@ -64,10 +64,12 @@ def _why(case: Case, found: list[HalfNorm]) -> str:
 def eps_underflows(case: Case) -> Iterator[Finding]:
     """Norms in fp16 whose epsilon is 0 there."""
     found: dict[str, float] = {}
+    kinds: list[str] = []
     for member in half_norms(case):
         eps = next((value for key in _EPS if isinstance(value := getattr(member.module, key, None), float)), 0.0)
         if eps > 0 and torch.tensor(eps, dtype=to_torch(member.dtype)).item() == 0:
             found[member.name] = eps
+            kinds.append(member.kind)
     if found:
         eps = min(found.values())
         yield Finding(
@@ -75,7 +77,7 @@ def eps_underflows(case: Case) -> Iterator[Finding]:
             severity="warning",
             what=f"eps={eps!r} is 0 in fp16, in {many(len(found), 'norm')}: {listed(found)}",
             why="for equal inputs (padding) the variance is 0: the output divides by 0, or its gradient exceeds 65504",
-            fix="set eps=1e-5, or pin the norms to 'fp32'",
+            fix=f"set eps=1e-5, or pin them: {pinning(dict.fromkeys(kinds), under_plan=case.policy is not None)}",
             where=next(iter(found)) or None,
         )
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import unwrap
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.monitor.doctor.case import Case
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.side_run import untouched
+
+#: what a plan says of the last step
+_HELD = "step_skipped"
 
 
 def eps_underflows(case: Case) -> Iterator[Finding]:
@@ -41,19 +46,32 @@ def _vanishes(case: Case, group: Mapping[str, Any]) -> bool:
 
 
 def schedule_counts_skips(case: Case) -> Iterator[Finding]:
-    """A schedule that Lightning advances at every step while a stock scaler skips some; a plan holds it."""
-    if case.policy is not None or case.precision != "16-mixed":
+    """A schedule that goes on at steps that a loss scaler skips; under automatic optimization a plan holds it."""
+    by_hand = isinstance(case.model, LightningModule) and not case.model.automatic_optimization
+    if case.scaling is None or (case.policy is not None and not by_hand):
         return
-    names = [type(scheduler).__name__ for scheduler, interval in configured(case)[1] if interval == "step"]
+    called = _called(case.model) if by_hand else set[str]()
+    if _HELD in called:
+        return
+    stepped = "lr_schedulers" in called
+    names = [type(scheduler).__name__ for scheduler, interval in configured(case)[1] if stepped or interval == "step"]
     if names:
+        plan = [] if case.policy is not None else [f"use MixedPrecisionPlan('{case.precision}')"]
+        held = f"advance it only where not self.trainer.precision_plugin.{_HELD}"
         yield Finding(
             name="schedule_counts_skips",
             severity="warning",
             what=f"{', '.join(names)} advances at every step, including those that the loss scaler skips",
             why="the first steps in fp16 are often skipped: warm-up is cut short, and the schedule runs ahead",
-            fix="use MixedPrecisionPlan('16-mixed'), which holds schedules on a skipped step",
-            where="configure_optimizers",
+            fix=" and ".join([*plan, held]) if by_hand else f"{plan[0]}, which holds schedules on a skipped step",
+            where="training_step" if by_hand else "configure_optimizers",
         )
+
+
+def _called(model: nn.Module) -> set[str]:
+    """The names that the model's own code for a step refers to."""
+    hooks = [unwrap(getattr(type(model), name)) for name in ("training_step", "on_train_batch_end")]
+    return {name for hook in hooks for name in hook.__code__.co_names}
 
 
 def configured(case: Case) -> tuple[list[Optimizer], list[tuple[Any, str]]]:

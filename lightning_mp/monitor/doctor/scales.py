@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.doctor.backward import highest_fitting_scale
 from lightning_mp.monitor.doctor.case import Case
 from lightning_mp.monitor.events import Severity
@@ -31,10 +32,10 @@ def overflows_at_once(case: Case) -> Iterator[Finding]:
     if case.batch is not None:
         yield from _measured(case, rule)
     elif rule.init_scale > HIGH_SCALE:
-        yield _by_size(rule)
+        yield _by_size(case, rule)
 
 
-def _by_size(rule: LossScaling) -> Finding:
+def _by_size(case: Case, rule: LossScaling) -> Finding:
     stuck = rule.floor > HIGH_SCALE
     why = f"a gradient of {FP16_MAX / rule.init_scale:.1g} overflows fp16 once scaled"
     if stuck:
@@ -43,7 +44,7 @@ def _by_size(rule: LossScaling) -> Finding:
     else:
         severity = "warning"
         why += f"; about {_steps(rule, TORCH_INIT_SCALE)} steps are skipped until the scale is down to 65536"
-    return _finding(rule, severity, f"the loss scale starts at {rule.init_scale:g}", why)
+    return _finding(case, rule, severity, f"the loss scale starts at {rule.init_scale:g}", why)
 
 
 def _measured(case: Case, rule: LossScaling) -> Iterator[Finding]:
@@ -53,15 +54,18 @@ def _measured(case: Case, rule: LossScaling) -> Iterator[Finding]:
     what = f"the given batch overflows at the initial loss scale, {rule.init_scale:g}"
     if fits is None:
         why = "its loss, or a gradient of it, is not finite in fp16 at any scale: the overflow is in the forward pass"
-        fix = "find the module with nonfinite='raise', pin it to 'fp32', or use 'bf16-mixed'"
-        yield _finding(rule, "error", what, why, fix)
+        found = "nonfinite='raise'" if case.policy is not None else "NonFiniteGuard(on_trip='raise')"
+        pinned = pinning(["…"], under_plan=case.policy is not None)
+        fix = f"find the module with {found}, pin it, {pinned}, or use 'bf16-mixed', without loss_scaling"
+        yield _finding(case, rule, "error", what, why, fix)
     elif fits < rule.floor:
         why = f"its gradients fit up to a scale of {fits:g}, and the scale never falls below {rule.floor:g}"
-        yield _finding(rule, "error", what, why)
+        yield _finding(case, rule, "error", what, why, f"use {_starting(case, rule, fits)}")
     else:
         steps = _steps(rule, fits)
         why = f"its gradients fit up to a scale of {fits:g}; about {steps} steps are skipped on the way there"
-        yield _finding(rule, "info" if steps <= _WARM_UP else "warning", what, why, _to(fits))
+        fix = f"set {_starting(case, rule, min(fits, TORCH_INIT_SCALE))}"
+        yield _finding(case, rule, "info" if steps <= _WARM_UP else "warning", what, why, fix)
 
 
 def _steps(rule: LossScaling, scale: float) -> int:
@@ -70,19 +74,21 @@ def _steps(rule: LossScaling, scale: float) -> int:
     return backoffs - 1 + rule.hysteresis
 
 
-def _to(scale: float) -> str:
-    return f"set LossScaling(init_scale={min(scale, TORCH_INIT_SCALE):g})"
+def _starting(case: Case, rule: LossScaling, scale: float) -> str:
+    """How the loss scale starts at ``scale``, with a floor that lets it."""
+    if case.policy is None:
+        return f"the plugin MixedPrecision('16-mixed', device, torch.amp.GradScaler(device, init_scale={scale!r}))"
+    floor = f", min_scale={min(1.0, scale)!r}" if rule.min_scale > scale else ""
+    return f"LossScaling(init_scale={scale!r}{floor})" + ("" if rule.dynamic else ", a dynamic scale")
 
 
-def _finding(rule: LossScaling, severity: Severity, what: str, why: str, fix: str | None = None) -> Finding:
-    floor = ", min_scale=1" if rule.min_scale > HIGH_SCALE else ""
-    lower = f"LossScaling(init_scale=65536{floor})" + ("" if rule.dynamic else ", a dynamic scale")
+def _finding(case: Case, rule: LossScaling, severity: Severity, what: str, why: str, fix: str | None = None) -> Finding:
     return Finding(
         name="scale_overflows_at_once",
         severity=severity,
         what=what,
         why=why,
-        fix=fix or f"use {lower}",
+        fix=fix or f"use {_starting(case, rule, TORCH_INIT_SCALE)}",
         where="loss_scaling.init_scale",
     )
 
@@ -110,7 +116,7 @@ def accumulation_overflows(case: Case) -> Iterator[Finding]:
         what=f"{parts} micro-batches are summed in {dtype} at a loss scale of {rule.init_scale:g}",
         why=f"{dtype} ends at {limit:g}: the sum overflows where a gradient is {entry} or more{undivided}, "
         "although the gradient of each micro-batch fits",
-        fix=f"use LossScaling(init_scale={_below(limit / parts):g})"
+        fix=f"use {_starting(case, rule, _below(limit / parts))}"
         + (", or '16-mixed', whose gradients are fp32" if half else ""),
         where="accumulate_grad_batches",
     )

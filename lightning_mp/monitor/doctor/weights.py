@@ -21,8 +21,8 @@ def _lost(dtype: str) -> str:
 
 def loaded_in_half(case: Case) -> Iterator[Finding]:
     """Trained weights that arrive in half precision although nothing asks for it."""
-    if case.storage in HALF:
-        return
+    if case.storage in HALF or (case.policy is None and case.storage is not None):
+        return  # by the mode, or cast to what it stores
     found = {
         name: dtype_name(parameter.dtype)
         for name, _, parameter in case.trained

@@ -222,7 +222,8 @@ class HealthRun:
         if step is None:
             return []
         diagnosis = self._replayer.locate(trainer, self._module) if step.alert else Diagnosis()
-        return [step.event(diagnosis, batch_idx=self._batch_idx)]
+        under_plan = isinstance(trainer.precision_plugin, PlanBase)
+        return [step.event(diagnosis, batch_idx=self._batch_idx, under_plan=under_plan)]
 
     def logged(self, values: Values) -> dict[str, float]:
         """The known values, for the loggers, without those that a LossScaleMonitor logs already."""

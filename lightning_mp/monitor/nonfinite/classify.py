@@ -28,8 +28,8 @@ class NonFiniteStep:
     scale: float | None
     applied: bool
 
-    def event(self, diagnosis: Diagnosis, *, batch_idx: int) -> Event:
-        """The event, with the diagnosis."""
+    def event(self, diagnosis: Diagnosis, *, batch_idx: int, under_plan: bool) -> Event:
+        """The event, with the diagnosis, and advice for a run with or without a plan."""
         if not self.alert:
             assert self.scale is not None, "only a loss scale makes an overflow ordinary"
             return messages.overflow_event(diagnosis, step=self.step, scale=self.scale)
@@ -42,6 +42,7 @@ class NonFiniteStep:
             allowed=0,
             scale=self.scale,
             saved=None,
+            under_plan=under_plan,
         )
         evidence = {"batch_idx": batch_idx, **event.evidence, "bad_steps_in_a_row": self.in_a_row}
         for name in ("allowed", "skips_in_a_row"):  # the guard's budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_mp.errors import Fault, NonFiniteError
+from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite.replay import Diagnosis
 from lightning_mp.numerics.nonfinite import Origin
@@ -18,6 +19,7 @@ def bad_step_event(
     allowed: int,
     scale: float | None,
     saved: str | None,
+    under_plan: bool,
 ) -> Event:
     """The event of a step that was skipped and counts against the budget."""
     numbers: dict[str, float | None] = {
@@ -36,7 +38,7 @@ def bad_step_event(
         parameter=diagnosis.parameter,
         evidence={name: number for name, number in numbers.items() if number is not None},
         cause=_cause(diagnosis),
-        advice=_advice(diagnosis.origin, bad_loss) + replay,
+        advice=_advice(diagnosis.origin, bad_loss, under_plan) + replay,
         action=action,
     )
 
@@ -107,7 +109,7 @@ def _cause(diagnosis: Diagnosis) -> str:
     }[origin.phase]
 
 
-def _advice(origin: Origin | None, bad_loss: bool) -> str:
+def _advice(origin: Origin | None, bad_loss: bool, under_plan: bool) -> str:
     if origin is None:
         return "lower the learning rate, or clip gradients"
     if origin.input_bad:
@@ -116,6 +118,7 @@ def _advice(origin: Origin | None, bad_loss: bool) -> str:
         return "check the loss function and the targets"
     if origin.phase == "after backward":
         return "look at what changes gradients after the backward pass: hooks, and clipping of your own"
-    pinned = f"{{{origin.module!r}: 'fp32'}}"
-    pin = f"under half precision run it in fp32: the plan's pins={pinned}, or DtypePinning({pinned})"
-    return f"check its weights and lower the learning rate; {pin}" if bad_loss else f"clip gradients; {pin}"
+    first = "check its weights and lower the learning rate" if bad_loss else "clip gradients"
+    if not origin.module:  # the root, which no pin covers
+        return first
+    return f"{first}; under half precision run it in fp32: {pinning([origin.module], under_plan=under_plan)}"

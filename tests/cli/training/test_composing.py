@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from lightning_mp.cli.training import application
 from lightning_mp.cli.training.compose import Composed, compose
 from lightning_mp.errors import Faults
 from support.training import PLAIN, write
@@ -148,3 +151,101 @@ def test_hydra_is_left_as_it_was(tmp_path: Path) -> None:
     one(write(tmp_path, PLAIN), "plan=bf16")
     assert not GlobalHydra.instance().is_initialized()
     assert set(ConfigStore.instance().repo) == before
+
+
+# ---------------------------------------------------------------------- a project of Hydra's own making
+
+#: train.yaml of lightning-hydra-template, with a plan in it, and the groups that it chooses from
+TEMPLATE = {
+    "train.yaml": """
+# @package _global_
+defaults:
+  - _self_
+  - plan: bf16
+  - data: plain
+  - model: plain
+  - callbacks: default
+  - logger: null
+  - trainer: default
+  - paths: default
+  - hydra: default
+  - experiment: null
+  - optional local: default
+  - debug: null
+task_name: "train"
+tags: ["dev"]
+ckpt_path: null
+seed: null
+""",
+    "data/plain.yaml": "_target_: support.training.loader\nrows: 12\n",
+    "model/plain.yaml": "_target_: support.training.Net\nwidth: 4\n",
+    "callbacks/default.yaml": """
+checkpoint:
+  _target_: lightning.pytorch.callbacks.ModelCheckpoint
+  dirpath: ${paths.output_dir}/checkpoints
+""",
+    "trainer/default.yaml": "default_root_dir: ${paths.output_dir}\naccelerator: cpu\ndevices: 1\nmax_steps: 2\n",
+    "paths/default.yaml": """
+root_dir: ${oc.env:PROJECT_ROOT}
+log_dir: ${paths.root_dir}/logs/
+output_dir: ${hydra:runtime.output_dir}
+work_dir: ${hydra:runtime.cwd}
+""",
+    "hydra/default.yaml": """
+defaults:
+  - override hydra_logging: colorlog
+  - override job_logging: colorlog
+run:
+  dir: ${paths.log_dir}/${task_name}/runs/${now:%Y}
+job_logging:
+  handlers:
+    file:
+      filename: ${hydra.runtime.output_dir}/${task_name}.log
+""",
+    "debug/default.yaml": "# @package _global_\ntask_name: debug\n",
+}
+
+
+def template(folder: Path) -> str:
+    for name, text in TEMPLATE.items():
+        write(folder, text, name)
+    return str(folder / "train.yaml")
+
+
+def checked(*arguments: str) -> dict[str, Any]:
+    """What would run, resolved and without a fault."""
+    said: list[str] = []
+    assert application.train(arguments, said.append, only_show=True) == 0
+    return OmegaConf.to_container(OmegaConf.create("\n".join(said)))  # pyright: ignore[reportReturnType]
+
+
+def test_the_template_most_projects_begin_with_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its choices that need not be there, its logging that is not installed, and the folder it writes to."""
+    monkeypatch.setenv("PROJECT_ROOT", str(tmp_path))
+    path, home = template(tmp_path), f"{tmp_path}/logs/train/runs/{time.strftime('%Y')}"
+    config = checked(path)
+    assert Path(config["run_dir"]) == Path(config["paths"]["output_dir"]) == Path(home)
+    assert Path(config["callbacks"]["checkpoint"]["dirpath"]) == Path(home, "checkpoints")
+    assert config["paths"]["work_dir"] == str(Path.cwd())
+    assert checked(path, "debug=default")["run_dir"].endswith("/debug/runs/" + time.strftime("%Y"))
+    write(tmp_path, "# @package _global_\nseed: 7\n", "local/default.yaml")
+    assert checked(path)["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("run_dir=here", "here"),
+        ("run_dir='${hydra:runtime.output_dir}/more'", "runs/run-TIME/more"),
+        ("hydra.run.dir=there", "there"),
+    ],
+)
+def test_hydras_output_folder_is_that_of_the_run(
+    given: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(application.time, "strftime", lambda _: "TIME")
+    config = checked(write(tmp_path, PLAIN + "out: ${hydra:runtime.output_dir}\njob: ${hydra:job.name}\n"), given)
+    assert (config["job"], config["out"]) == ("run", str(tmp_path / expected))
+    assert Path(config["run_dir"]).absolute() == tmp_path / expected
+    assert not HydraConfig.initialized()

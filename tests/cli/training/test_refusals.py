@@ -22,6 +22,16 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
         "unknown key loss_scaling.init_scal (run.yaml:4)",
         "'init_scale'",
     ),
+    "bad value of a piece": (
+        ("precision: bf16-mixed", "precision: 16-mixed\n  loss_scaling:\n    growth_factor: 0.5"),
+        "growth_factor=0.5 (run.yaml:4)",
+        "2.0",
+    ),
+    "bad pin of a list": (
+        ("precision: bf16-mixed", "pins:\n  - {pattern: '*', dtype: fp32}\n  - {pattern: a, dtype: int8}"),
+        "pin 'a': dtype='int8' (run.yaml:4)",
+        "",
+    ),
     "misspelt argument of the model": (
         ("width: 4", "width: 4\n  lrr: 1"),
         "unknown key model.lrr (run.yaml:6)",

@@ -115,9 +115,14 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     path = write(tmp_path, PLAIN)
     run(path, "run_dir=whole", "trainer.max_steps=-1", "trainer.max_epochs=2")
     run(path, "run_dir=out", "trainer.max_steps=-1", "trainer.max_epochs=1")
-    run("out/config.yaml", "trainer.max_epochs=2", "ckpt_path=out/checkpoints/last.ckpt")
+    first, last = (Path("out") / "config.yaml").read_bytes(), "out/checkpoints/last.ckpt"
+    run("out/config.yaml", "trainer.max_epochs=2", f"ckpt_path={last}")
     assert [row["step"] for row in readings("out")] == [0, 1, 2, 3, 4, 5]
     assert losses("out") == losses("whole")
+    run("out/config.yaml", "trainer.max_epochs=3", f"ckpt_path={last}")
+    assert (Path("out") / "config.yaml").read_bytes() == first
+    resumed = [yaml.safe_load((Path("out") / f"config_{number}.yaml").read_text()) for number in (2, 3)]
+    assert [(one["ckpt_path"], one["trainer"]["max_epochs"]) for one in resumed] == [(last, 2), (last, 3)]
 
 
 def test_a_folder_that_holds_another_run_is_said(tmp_path: Path) -> None:

@@ -118,6 +118,33 @@ def test_a_strategy_is_built_too(config: Path) -> None:
     assert "LMP015 error deepspeed_contradicts_trainer" in result.stdout
 
 
+PLUGIN = "{_target_: lightning_mp.MixedPrecisionPlan, precision: bf16-true, pins: {wte: fp32}}"
+
+
+@pytest.mark.parametrize("plugins", [PLUGIN, f"[{PLUGIN}]"])
+def test_a_plan_may_stand_among_the_plugins_of_the_trainer(config: Path, plugins: str) -> None:
+    """With a strategy of the package, the Trainer as a target, and what only Hydra knows."""
+    config.write_text(
+        f"model: {{_target_: support.hf.gpt2}}\nstrategy: fsdp2\nout: ${{hydra:runtime.output_dir}}\n"
+        f"trainer: {{_target_: lightning.pytorch.Trainer, default_root_dir: '${{out}}', plugins: {plugins}}}"
+    )
+    assert "LMP001 warning no_fp32_masters" in _run(config).stdout
+    config.write_text(config.read_text().replace("wte", "wtee"))
+    assert "pin 'wtee', which matches no module" in _refusal(config)
+
+
+def test_beside_a_plan_of_its_own_section_it_is_refused_as_the_run_is(config: Path) -> None:
+    config.write_text(f"plan: bf16-mixed\nmodel: {{_target_: support.hf.gpt2}}\ntrainer: {{plugins: [{PLUGIN}]}}")
+    assert "plugins=[MixedPrecisionPlan] beside the plan" in _refusal(config)
+
+
+def test_a_strategys_json_is_read_with_that_plan(config: Path) -> None:
+    pytest.importorskip("deepspeed")
+    strategy = "{name: deepspeed_zero2, config: {fp16: {enabled: true}}}"
+    config.write_text(f"model: {{_target_: support.hf.gpt2}}\nstrategy: {strategy}\ntrainer: {{plugins: {PLUGIN}}}")
+    assert "fp16.enabled=True in the JSON and precision='bf16-true' in the plan" in _refusal(config)
+
+
 # ------------------------------------------------------------------ bad input
 
 

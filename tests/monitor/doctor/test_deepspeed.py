@@ -94,3 +94,36 @@ def test_there_it_may_not_stand_in_the_json_at_all() -> None:
 @pytest.mark.parametrize("strategy", [None, "auto", "ddp", "mp_deepspeed_zero2", DeepSpeedStrategy(stage=2)])
 def test_without_a_json_there_is_nothing_to_contradict(strategy: Any) -> None:
     assert _found("bf16-mixed", strategy, {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}) == []
+
+
+HALF = {"fp16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("plan", "severity"),
+    [(MixedPrecisionPlan("bf16-mixed"), "error"), ("bf16-mixed", "error"), ("32-true", "warning")],
+    ids=str,
+)
+@pytest.mark.parametrize("key", [None, "plugins", "precision"])
+def test_another_precision_in_the_json_of_lightnings_own_strategy(plan: Any, severity: str, key: str | None) -> None:
+    """It refuses a plan; of its own precisions it sets the block beside the other one, or leaves that alone."""
+    if (key == "plugins") == isinstance(plan, str) and key is not None:
+        return
+    findings = _found(plan if key is None else None, DeepSpeedStrategy(config=HALF), key and {key: plan})
+    assert [(finding.severity, finding.where) for finding in findings] == [(severity, "fp16.enabled")]
+    assert f"precision={getattr(plan, 'precision', plan)!r}" in findings[0].what
+
+
+@pytest.mark.parametrize(
+    ("plan", "config"),
+    [
+        (MixedPrecisionPlan("16-mixed"), HALF),
+        (MixedPrecisionPlan("bf16-mixed"), {"bf16": {"enabled": True}, "fp16": {"enabled": False}}),
+        ("16-mixed", HALF),
+        ("bf16-mixed", {"bf16": {"enabled": "auto"}}),
+        (MixedPrecisionPlan("bf16-mixed"), {}),
+    ],
+    ids=str,
+)
+def test_and_the_same_precision_is_no_contradiction(plan: Any, config: Any) -> None:
+    assert _found(plan, DeepSpeedStrategy(config=config or None)) == []

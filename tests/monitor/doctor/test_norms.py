@@ -118,7 +118,7 @@ def test_someones_own_norm_is_judged_by_what_it_does_under_autocast(
     assert set(findings) == ({"norm_in_half"} if half else set())
     if half:
         assert findings["norm_in_half"].where == "1"
-        assert f"pins={{'{norm.__name__}': 'fp32'}}" in findings["norm_in_half"].fix
+        assert f"DtypePinning({{'{norm.__name__}': 'fp32'}})" in findings["norm_in_half"].fix
 
 
 def test_what_is_said_of_the_cpu_is_what_its_autocast_does() -> None:

@@ -99,6 +99,63 @@ def test_what_is_said_is_what_happens(stock: bool, first_lrs: list[float]) -> No
     assert module.lrs[:3] == pytest.approx(first_lrs)
 
 
+class ByHand(Regression):
+    """Manual optimization with a schedule that goes by steps, and once overflows."""
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(lambda p: SGD(p, lr=1.0), scheduler, overflow_at=(1,))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+class Counting(ByHand):
+    """It takes no notice of skips."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        self.lr_schedulers().step()
+
+
+class Holding(ByHand):
+    """As the doctor advises."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        if not self.trainer.precision_plugin.step_skipped:
+            self.lr_schedulers().step()
+
+
+class ByEpoch(ByHand):
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step()
+
+
+@pytest.mark.parametrize("plan", ["16-mixed", MixedPrecisionPlan("16-mixed"), MixedPrecisionPlan("16-true")], ids=str)
+@pytest.mark.parametrize(("kind", "counts"), [(Counting, True), (Holding, False), (ByEpoch, False)])
+def test_under_manual_optimization_nobody_holds_it(plan: Any, kind: Any, counts: bool) -> None:
+    """Whatever interval is written: Lightning reads none there."""
+    for interval in ("step", "epoch"):
+        module = kind(None)
+        schedule = SCHEDULES["LambdaLR"]
+        optimizer = SGD(module.parameters(), lr=1.0)
+        given = {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule(optimizer), "interval": interval}}
+        finding = found(module, plan, optimizer=given).get("schedule_counts_skips")
+        assert (finding is not None) == (counts or (interval == "step" and kind is ByEpoch)), interval
+        assert finding is None or "step_skipped" in finding.fix
+
+
+@pytest.mark.parametrize(("kind", "lrs"), [(Counting, [1.0, 0.5, 1 / 3]), (Holding, [1.0, 0.5, 0.5])])
+def test_and_what_is_advised_holds_it(kind: Any, lrs: list[float]) -> None:
+    module = kind(SCHEDULES["LambdaLR"])
+    fit(module, plugins=[MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling(init_scale=256.0))])
+    assert module.lrs[:3] == pytest.approx(lrs)
+
+
 def _dict(optimizer: Any, interval: str) -> dict[str, Any]:
     return {
         "optimizer": optimizer,

@@ -11,9 +11,9 @@ import yaml
 from jsonargparse import get_loader
 
 from lightning_mp.cli.training.lightning_cli.plan_section import load
-from lightning_mp.cli.training.places import Places
 from lightning_mp.errors import Faults, did_you_mean, one_line
 from lightning_mp.policy import PRECISIONS
+from lightning_mp.policy.places import Places
 from lightning_mp.policy.presets import PRESETS
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")

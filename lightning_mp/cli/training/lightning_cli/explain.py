@@ -15,10 +15,10 @@ from lightning_mp.cli.training import targets
 from lightning_mp.cli.training.application import check_checkpoint
 from lightning_mp.cli.training.lightning_cli.arguments import Arguments, Written
 from lightning_mp.cli.training.lightning_cli.plan_section import CLASS
-from lightning_mp.cli.training.places import Places
 from lightning_mp.compat.lightning import Precision, callbacks
 from lightning_mp.errors import Faults, did_you_mean, nearest
 from lightning_mp.policy import PRECISIONS
+from lightning_mp.policy.places import Places
 
 #: what jsonargparse raises while it parses: its own, and what its actions raise
 REFUSALS = (ArgumentError, TypeError, ValueError, OSError)

@@ -18,7 +18,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 import lightning_mp
-from lightning_mp.cli.training.application import RUN_DIR, check_checkpoint, run_folder
+from lightning_mp.cli.training.application import RUN_DIR, beside, check_checkpoint, run_folder
 from lightning_mp.cli.training.lightning_cli import plan_section
 from lightning_mp.cli.training.lightning_cli.arguments import Arguments, command_of, config_files, flow, read
 from lightning_mp.cli.training.lightning_cli.explain import REFUSALS, check_plugins, explain, note
@@ -337,7 +337,8 @@ def _as_faults(before: str = "") -> Generator[None]:
 class SavePlanConfig(SaveConfigCallback):
     """Writes the resolved config beside the run: ``config.yaml`` of a fit, else ``config_<command>.yaml``.
 
-    A file that a PlanCLI wrote is replaced; any other is left as it is.
+    A file that a PlanCLI wrote is replaced, or left to the run that a fit goes on from (``config_2.yaml``, …); any
+    other is left as it is.
 
     Raises:
         PlanError: such a file is in the way.
@@ -350,6 +351,8 @@ class SavePlanConfig(SaveConfigCallback):
                 self.config_filename = f"config_{command}.yaml"
             folder = trainer.log_dir  # every rank asks: rank 0 tells the others
             assert folder is not None
+            if command == "fit" and (trainer.ckpt_path or self.config.get("ckpt_path")):
+                self._go_on_in(folder)
             path = f"{folder}/{self.config_filename}"
             if not self.overwrite and trainer.strategy.broadcast(trainer.is_global_zero and _is_foreign(path)):
                 given = f"a run in {folder}, where {self.config_filename} is not a PlanCLI's"
@@ -358,6 +361,11 @@ class SavePlanConfig(SaveConfigCallback):
             self.overwrite = True
         with _quiet():
             super().setup(trainer, pl_module, stage)
+
+    def _go_on_in(self, folder: str) -> None:
+        files = get_filesystem(folder)
+        if not self.overwrite and files.isfile(f"{folder}/{self.config_filename}"):
+            self.config_filename = beside(self.config_filename, lambda name: files.isfile(f"{folder}/{name}"))
 
 
 def _is_foreign(path: str) -> bool:

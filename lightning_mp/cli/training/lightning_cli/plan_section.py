@@ -10,11 +10,11 @@ from typing import Any, cast
 import yaml
 from jsonargparse import get_loader
 
-from lightning_mp.cli.training.places import Places, plan_fault
 from lightning_mp.errors import Faults, PlanError, did_you_mean
 from lightning_mp.policy import PRECISIONS, Checkpointing, NonFinite, Pin, PrecisionPolicy
 from lightning_mp.policy.load import plain_mapping
 from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.places import Places, plan_fault
 from lightning_mp.policy.presets import PRESETS, preset
 
 CLASS = "class_path"

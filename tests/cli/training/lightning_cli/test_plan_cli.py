@@ -86,9 +86,17 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     fit("--config", path, *home("whole"))
     fit("--config", path, *home("out"), "--trainer.max_epochs", "1")
     (last,) = Path("out/checkpoints").glob("*.ckpt")
+    first = Path("out/config.yaml").read_bytes()
     fit("--config", "out/config.yaml", "--trainer.max_epochs", "2", "--ckpt_path", str(last))
     assert [row["step"] for row in readings("out")] == [0, 1, 2, 3, 4, 5]
     assert losses("out")[:3] == losses("whole")[:3]
+    fit("--config", "out/config.yaml", "--trainer.max_epochs", "3", "--ckpt_path", str(last))
+    assert Path("out/config.yaml").read_bytes() == first
+    resumed = [yaml.safe_load(Path(f"out/config_{number}.yaml").read_text()) for number in (2, 3)]
+    assert [(config["ckpt_path"], config["trainer"]["max_epochs"]) for config in resumed] == [
+        (str(last), 2),
+        (str(last), 3),
+    ]
 
 
 def test_a_run_without_logger_and_folder_gets_one_of_its_own(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.resources import files
+from os import PathLike
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from lightning_mp.errors import Fault
+from lightning_mp.errors import Fault, PlanError
 
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 
@@ -53,6 +56,13 @@ class Places:
                     return f" ({found})"
         return ""
 
+    def below(self, section: str, key: str) -> str:
+        """As :meth:`of`, for a key of ``section`` or, by its last part alone, of what stands in it."""
+        full, within = (f"{section}.{key}", f".{section}.") if section else (key, "")
+        deeper = [found for found in self._found if found.endswith(f".{key}") and within in f".{found}"]
+        exact = full in self._found or f"{self._section}.{full}" in self._found
+        return self.of(full if exact or len(deeper) != 1 else deeper[0])
+
     def of_text(self, path: Path, word: str) -> str:
         """`` (file:line)`` of the entry for ``word`` in the file's defaults list."""
         pattern = re.compile(rf"^\s*-.*(?<![\w/]){re.escape(word)}\s*:")
@@ -61,11 +71,30 @@ class Places:
         return "" if number is None else f" ({path.name}:{number})"
 
 
-def plan_fault(fault: Fault, places: Places) -> Fault:
+def plan_fault(fault: Fault, places: Places, section: str = "plan") -> Fault:
     """A fault of a plan, with the place of the key that it is about."""
     key = re.match(r"pin '([^']*)'|(?:unknown key )?([\w.]+)", fault.given)
-    path = "plan" if key is None else f"plan.{key.group(2)}" if key.group(2) else f"plan.pins.{key.group(1)}"
-    return Fault(f"plan: {fault.given}{places.of(path)}", fault.allowed, fault.fix)
+    path = "" if key is None else key.group(2) or f"pins.{key.group(1)}"
+    where = places.below(section, path) if path else places.of(section)
+    return replace(fault, given=f"{section}: {fault.given}{where}" if section else f"{fault.given}{where}")
+
+
+@contextmanager
+def named_lines(config: object) -> Generator[None]:
+    """Faults of a plan are named with their lines, where ``config`` is the path of a YAML file."""
+    from yaml import YAMLError
+
+    try:
+        yield
+    except PlanError as error:
+        path = Path(config) if isinstance(config, (str, PathLike)) else None
+        if path is None or not path.is_file():
+            raise
+        places = Places()
+        with suppress(YAMLError, OSError, ValueError):  # which is the fault then
+            places.add(path)
+        placed = [plan_fault(fault, places, "") for fault in error.faults]
+        raise PlanError(placed, error.subject) from None
 
 
 def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
@@ -79,6 +108,9 @@ def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
         for index, value in enumerate(node.value):
             yield f"{prefix}.{index}", value.start_mark.line + 1
             yield from _keys(value, f"{prefix}.{index}")
+            for key, item in value.value if value.id == "mapping" else ():
+                if key.value == "pattern":  # by which a pin is named
+                    yield f"{prefix}.{item.value}", item.start_mark.line + 1
 
 
 def _folder(source: str) -> Path:
