@@ -98,9 +98,8 @@ def plan_of(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | 
             return None
         return built
     try:
-        return (
-            MixedPrecisionPlan(cast("Any", given)) if isinstance(given, str) else MixedPrecisionPlan.from_config(given)
-        )
+        alone = isinstance(given, (str, int))  # a precision: 'plan: bf16', 'plan: 16'
+        return MixedPrecisionPlan(given) if alone else MixedPrecisionPlan.from_config(given)
     except PlanError as error:
         faults.extend(plan_fault(fault, places) for fault in error.faults)
     return None

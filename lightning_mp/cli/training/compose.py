@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.cli.training import primary, targets
 from lightning_mp.errors import Faults, MissingExtraError, did_you_mean, one_line
-from lightning_mp.policy import PRECISIONS
+from lightning_mp.policy import PRECISIONS, precision_word
 from lightning_mp.policy.places import Places
+from lightning_mp.policy.words import precision_fix
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -200,9 +201,10 @@ def _sort(overrides: list[Override], root: Primary) -> _Arguments:
     found = _Arguments()
     for override in overrides:
         key, value = override.key_or_group.lstrip("/"), override.value()
-        if key == "plan" and value in PRECISIONS and value not in _listed(root, key, "CONFIG"):
+        word = precision_word(value) if key == "plan" else None
+        if word is not None and value not in _listed(root, key, "CONFIG"):
             found.groups.append(_removed(key))
-            found.others.append(_parse_one(f"++plan.precision={value}"))
+            found.others.append(_parse_one(f"++plan.precision={word}"))
         elif key == "strategy" and isinstance(value, str) and value.startswith("mp_"):
             found.groups.append(_parse_one(f"strategy={value.removeprefix('mp_')}"))
         elif not isinstance(value, dict) and _is_group(root, key):
@@ -253,9 +255,9 @@ def _check_option(root: Primary, group: str, option: object, where: str, faults:
         if not isinstance(one, str) or (one not in options and one.removesuffix(".yaml") not in options)
     ]
     for one in unknown:
-        faults.add(
-            f"{group}={one}{where}, which is no file of that group", ", ".join(options), did_you_mean(str(one), options)
-        )
+        fix = precision_fix(one) if group == "plan" else did_you_mean(str(one), options)
+        allowed = [*options, *PRECISIONS] if group == "plan" else options
+        faults.add(f"{group}={one}{where}, which is no file of that group", ", ".join(dict.fromkeys(allowed)), fix)
     return not unknown
 
 

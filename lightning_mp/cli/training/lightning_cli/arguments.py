@@ -12,7 +12,7 @@ from jsonargparse import get_loader
 
 from lightning_mp.cli.training.lightning_cli.plan_section import load
 from lightning_mp.errors import Faults, did_you_mean, one_line
-from lightning_mp.policy import PRECISIONS
+from lightning_mp.policy import precision_word
 from lightning_mp.policy.places import Places
 from lightning_mp.policy.presets import PRESETS
 
@@ -173,7 +173,7 @@ def _beside(key: str, value: Any, config: Path, found: Arguments) -> Any:
     """A value of a config, with a plan's file by its path from here."""
     if key == found.command and isinstance(value, Mapping):
         return {name: _beside(name, item, config, found) for name, item in cast("Mapping[str, Any]", value).items()}
-    if key != "plan" or not isinstance(value, str) or value in (*PRECISIONS, *PRESETS):
+    if key != "plan" or not isinstance(value, str) or value in PRESETS or precision_word(value):
         return value
     path = config.parent / value
     if not path.is_file():

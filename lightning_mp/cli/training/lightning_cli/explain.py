@@ -17,7 +17,7 @@ from lightning_mp.cli.training.lightning_cli.arguments import Arguments, Written
 from lightning_mp.cli.training.lightning_cli.plan_section import CLASS
 from lightning_mp.compat.lightning import Precision, callbacks
 from lightning_mp.errors import Faults, did_you_mean, nearest
-from lightning_mp.policy import PRECISIONS
+from lightning_mp.policy import precision_word
 from lightning_mp.policy.places import Places
 
 #: what jsonargparse raises while it parses: its own, and what its actions raise
@@ -179,7 +179,7 @@ def check_plugins(given: Any, places: Places, faults: Faults) -> bool:
 
 def _is_precision(target: Any) -> bool:
     if not isinstance(target, str) or "." not in target:
-        return target in PRECISIONS
+        return precision_word(target) is not None
     try:
         found: Any = targets.locate(target)
     except targets.UnknownTargetError:

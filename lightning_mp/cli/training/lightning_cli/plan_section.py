@@ -10,12 +10,13 @@ from typing import Any, cast
 import yaml
 from jsonargparse import get_loader
 
-from lightning_mp.errors import Faults, PlanError, did_you_mean
-from lightning_mp.policy import PRECISIONS, Checkpointing, NonFinite, Pin, PrecisionPolicy
+from lightning_mp.errors import Faults, PlanError
+from lightning_mp.policy import PRECISIONS, Checkpointing, NonFinite, Pin, PrecisionPolicy, precision_word
 from lightning_mp.policy.load import plain_mapping
 from lightning_mp.policy.loss_scaling import LossScaling
 from lightning_mp.policy.places import Places, plan_fault
 from lightning_mp.policy.presets import PRESETS, preset
+from lightning_mp.policy.words import precision_fix
 
 CLASS = "class_path"
 #: fields of a plan that have fields of their own
@@ -37,7 +38,7 @@ def policy(layers: Iterable[tuple[str, Any]], places: Places, faults: Faults) ->
         plan = _overlaid(plan, _fields(_nested(key, value)))
     where = places.of("plan")
     if isinstance(plan, str):
-        fix = did_you_mean(plan, [*PRECISIONS, *PRESETS], "write a precision, or check the path")
+        fix = precision_fix(plan) if "." not in plan else "check the path"
         faults.add(f"plan={plan!r}{where}", ", ".join([*PRECISIONS, *PRESETS, "the path of a YAML file"]), fix)
     elif not isinstance(plan, Mapping):
         faults.add(f"plan: {plan!r}{where}", "a precision or a mapping of its fields", "write 'precision: bf16-mixed'")
@@ -61,9 +62,10 @@ def _nested(key: str, value: Any) -> Any:
 
 def _fields(plan: Any) -> Any:
     """A plan as a mapping: of a precision, of a preset's name, of a YAML file; else as it is."""
+    word = precision_word(plan)
+    if word is not None:
+        return {"precision": word}
     if isinstance(plan, str):
-        if plan in PRECISIONS:
-            return {"precision": plan}
         if plan in PRESETS:
             return {key: value for key, value in preset(plan).to_dict().items() if value is not None}
         loaded = load(Path(plan).read_text(encoding="utf-8")) if Path(plan).is_file() else plan
