@@ -10,7 +10,9 @@ from conformance import expected, judge
 from conformance.cells import SAVED_AT
 from conformance.judge import Verdict
 from conformance.matrix import Matrix
-from conformance.model import CLIP, ROWS, STEPS
+from conformance.model import CLIP, STEPS
+from conformance.models import ROWS
+from conformance.rows import PLAN
 from conformance.strategies import STRATEGIES
 
 PACKAGES = ("torch", "lightning", "deepspeed", "transformers")
@@ -53,14 +55,14 @@ activations.
 def text(matrix: Matrix) -> str:
     """The whole page."""
     strategies = [name for name in STRATEGIES if any(key[0] == name for key in matrix.verdicts)]
-    policies = list(dict.fromkeys(policy for _, policy in matrix.verdicts))
+    policies = list(dict.fromkeys(row for _, row in matrix.verdicts))
     notes: dict[str, int] = {}
     lines = [_header(matrix), "", "## Summary", "", *_summary(matrix, strategies, policies, notes), ""]
     lines += [f"{_superscript(number)} {reason}\n" for reason, number in notes.items()]
     lines += ["## Observed", "", *_legend(), ""]
     for strategy in strategies:
         verdicts = {policy: matrix.verdicts[strategy, policy] for policy in policies}
-        if any(verdict.figures for verdict in verdicts.values()):
+        if any("dtypes" in verdict.figures for verdict in verdicts.values()):
             lines += [f"### {strategy}", "", f"Bytes a rank by formula: {expected.FORMULAS[strategy]}.", ""]
             lines += [*_observed(verdicts), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -78,7 +80,7 @@ def _header(matrix: Matrix) -> str:
         cores=matrix.cores,
         saved=SAVED_AT,
         versions=", ".join([f"Python {platform.python_version()}", *map(_version, PACKAGES)]),
-        numbers=sum(expected.whole().values()),
+        numbers=sum(expected.whole(PLAN["32-true"]).values()),
         steps=STEPS,
         rows=ROWS,
         clip=CLIP,
@@ -139,7 +141,7 @@ def _observed(verdicts: dict[str, Verdict]) -> Iterable[str]:
     yield _row(["---"] * len(heads))
     for policy, verdict in verdicts.items():
         figures = verdict.figures
-        if not figures:
+        if "dtypes" not in figures:
             continue
         dtypes = [figures["dtypes"][key] for key in ("stored", "products", "norms", "reduced", "state")]
         yield _row([f"`{policy}`", *(_figure(figures.get(key)) for key in ("loss", "norm")), *dtypes, *_bytes(figures)])
