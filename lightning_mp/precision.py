@@ -292,7 +292,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """Under manual optimization, bring gradients into true units before users see them."""
         if self._engine is not None:
             self._engine.after_backward(manual=not module.automatic_optimization)
-        return super().post_backward(tensor, module)
+        with nullcontext() if self._engine is None else self._engine.user_hooks():
+            return super().post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, check, clip, then step or skip (``docs/architecture.md``, "the life of one step").
@@ -315,7 +316,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             if model.automatic_optimization and not engine.pending:
                 return result  # training_step returned None: neither applied nor skipped
             engine.unscale(optimizer)
-            self._after_closure(model, optimizer)
+            with engine.user_hooks():
+                self._after_closure(model, optimizer)
             if engine.may_call_closure(optimizer):
                 again = partial(self._wrap_closure, model, optimizer, closure)
                 kwargs["closure"] = closures.Evaluated(result, again if self.scaler is None else closures.refuse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -157,6 +158,10 @@ class StepEngine(ABC):
         """Under manual optimization gradients are in true units at once: users clip them before they step."""
         if manual:
             self.scaler.divide_(self.optimizers)
+
+    def user_hooks(self) -> AbstractContextManager[Any]:
+        """Around hooks in which users may look at gradients."""
+        return nullcontext()
 
     def steps_with_closure(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer cannot step without evaluating the closure itself (LBFGS)."""

@@ -8,7 +8,7 @@ ZeRO optimizer asks the plan's scaler what to divide by.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat.deepspeed import cast_partition
 from lightning_mp.compat.lightning import trainer_of
-from lightning_mp.engines import optimizer_facts
+from lightning_mp.engines import elementwise, optimizer_facts
 from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights, keeps_moments
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.numerics.scaler import LossScaler
 
@@ -33,6 +34,11 @@ class ZeroEngine(StepEngine):
     _scale: Any = None
     #: ``gradient_clipping`` of the JSON, where the Trainer says nothing
     _default_clip = 0.0
+    _weights: Weights | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._decayed: dict[int, bool] = {}
 
     def check(self, module: nn.Module, faults: Faults) -> None:
         """Match patterns, and refuse what a ZeRO optimizer cannot be made to do."""
@@ -49,13 +55,23 @@ class ZeroEngine(StepEngine):
         return True
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
-        """Refuse optimizers that evaluate a closure; the strategy asks before a ZeRO optimizer takes their place."""
+        """Refuse what does not step pieces of flat tensors; the strategy asks before a ZeRO optimizer takes its place."""
         for optimizer in optimizers:
-            if optimizer_facts.calls_closure_again(optimizer) or optimizer_facts.takes_closure(optimizer):
+            groups: list[dict[str, Any]] = optimizer.param_groups
+            self._decayed |= {id(p): bool(group.get("weight_decay")) for group in groups for p in group["params"]}
+            name = type(optimizer).__name__
+            alone = not optimizer_facts.takes_closure(optimizer) or elementwise.steps_alone(optimizer)
+            if optimizer_facts.calls_closure_again(optimizer) or not alone:
                 faults.add(
-                    f"{type(optimizer).__name__} with ZeRO, whose step takes no closure",
-                    "an optimizer that does not evaluate the closure itself",
+                    f"{name} with ZeRO, whose step takes no closure",
+                    "an optimizer that steps its parameters itself, without a closure",
                     "use AdamW or SGD, or strategy='mp_ddp'",
+                )
+            elif reason := elementwise.why_not(optimizer):
+                faults.add(
+                    f"{name} with ZeRO, which steps pieces of flat tensors: {reason}",
+                    "an optimizer that steps each number by itself, such as AdamW, SGD or Lion",
+                    "use one of those, or strategy='mp_ddp'",
                 )
 
     def hand_over(self) -> None:
@@ -75,6 +91,7 @@ class ZeroEngine(StepEngine):
         if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
             self._default_clip = float(self._zero.clip_grad)
         self._zero.clip_grad = self._default_clip
+        self._weights = Weights(cast("nn.Module", self._module).named_parameters(), self._decayed)
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:
@@ -155,9 +172,15 @@ class ZeroEngine(StepEngine):
                 "return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'",
             )
             raise RuntimeError(str(fault))
+        weights = cast("Weights", self._weights)
+        weights.refuse_unfrozen()
+        weights.refuse_left_out(keeps_moments(self._zero.optimizer))
+        if weights.changed():  # a user's hook clamped them, or put others in: the masters follow
+            self._zero.refresh_fp32_params()
         self.pending = False
         with nullcontext() if self._scale is None else self._scale.read_once():
             self._deepspeed.step()
+        weights.stepped()
         self._zero.clip_grad = self._default_clip
         skipped = float(not self._deepspeed.was_step_applied())
         self.scaler.note_step(optimizer, torch.full((), skipped, dtype=torch.float32, device=self.device))
@@ -165,7 +188,13 @@ class ZeroEngine(StepEngine):
         norm = self._deepspeed.get_global_grad_norm()
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
+    def user_hooks(self) -> AbstractContextManager[Any]:
+        """Gradients are not where users look for them: who looks is told."""
+        return GradientsElsewhere()
+
     def release(self) -> None:
         """Drop the DeepSpeedEngine too."""
         super().release()
-        self._deepspeed = self._zero = self._scale = None
+        if self._weights is not None:
+            self._weights.release()
+        self._deepspeed = self._zero = self._scale = self._weights = None

@@ -166,7 +166,7 @@ def _losses(row: Row, mains: Sequence[Run], reference: Run, figures: dict[str, A
     figures["loss"] = worst = max(deviations)
     if worst > tolerance(row):
         step = deviations.index(worst)
-        yield f"loss: {means[step]:.6g} at step {step}, {reference.losses[step]:.6g} in the plain loop ({worst:.1e} off)"
+        yield f"loss: {means[step]:.6g} at step {step}, {reference.losses[step]:.6g} in a plain loop ({worst:.1e} off)"
 
 
 def norm_of(row: Row, parts: Sequence[Parts]) -> float | None:
@@ -192,7 +192,7 @@ def _norms(row: Row, mains: Sequence[Run], reference: Run, figures: dict[str, An
     figures["norm"] = worst = max(deviations)
     if worst > tolerance(row):
         step = deviations.index(worst)
-        yield f"norm: clipped by {used[step]:.6g} at step {step}, {wanted[step]:.6g} in the plain loop ({worst:.1e} off)"
+        yield f"norm: clipped by {used[step]:.6g} at step {step}, {wanted[step]:.6g} in a plain loop ({worst:.1e} off)"
     yield from _clipped(row, mains, used)
 
 

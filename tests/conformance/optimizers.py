@@ -76,18 +76,15 @@ class Delegating(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
 
-class Sam(Optimizer):
+class Sam(Delegating):
     """Foret et al., Sharpness-Aware Minimization (2021): the gradient is taken a step uphill."""
 
-    def __init__(self, inner: Optimizer, radius: float = 0.05) -> None:
-        self.inner, self.radius = inner, radius
-        super().__init__(inner.param_groups, inner.defaults)
-        self.param_groups, self.state = inner.param_groups, inner.state
+    radius = 0.05
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = closure()
@@ -103,13 +100,6 @@ class Sam(Optimizer):
                 parameter.sub_(move)
         self.inner.step()
         return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
 
 def _eight_bits(parameters: Any, lr: float) -> Optimizer:

@@ -1,4 +1,4 @@
-"""The smaller matrix: a row of each table under every strategy, in real processes. ``make conformance`` runs all of it."""
+"""The smaller matrix: a row of each table under every strategy, in real processes; ``make conformance`` runs all."""
 
 from __future__ import annotations
 
