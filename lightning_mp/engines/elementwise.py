@@ -1,4 +1,4 @@
-"""Whether an optimizer steps each number by itself, found by letting a copy of it step: strategies that flatten need it."""
+"""Whether an optimizer steps each number by itself, found by letting a copy of it step: flat shards need that."""
 
 from __future__ import annotations
 

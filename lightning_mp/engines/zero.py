@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat.deepspeed import cast_partition
+from lightning_mp.compat.deepspeed import before_reduction, cast_partition
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.engines import elementwise, optimizer_facts
 from lightning_mp.engines.base import StepEngine
@@ -55,7 +55,7 @@ class ZeroEngine(StepEngine):
         return True
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
-        """Refuse what does not step pieces of flat tensors; the strategy asks before a ZeRO optimizer takes its place."""
+        """Refuse what does not step pieces of flat tensors; asked before a ZeRO optimizer takes its place."""
         for optimizer in optimizers:
             groups: list[dict[str, Any]] = optimizer.param_groups
             self._decayed |= {id(p): bool(group.get("weight_decay")) for group in groups for p in group["params"]}
@@ -92,6 +92,7 @@ class ZeroEngine(StepEngine):
             self._default_clip = float(self._zero.clip_grad)
         self._zero.clip_grad = self._default_clip
         self._weights = Weights(cast("nn.Module", self._module).named_parameters(), self._decayed)
+        before_reduction(self._zero, self._weights.refuse_apart)
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:

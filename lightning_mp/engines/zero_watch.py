@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -49,6 +50,7 @@ class Weights:
         self._decayed = decayed
         self._seen: set[int] = set()
         self._ever: set[int] = set()
+        self._compared = False
         self._versions = self._now()
         self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self._named.values()]
 
@@ -57,6 +59,31 @@ class Weights:
 
     def _now(self) -> list[int]:
         return [parameter._version for parameter in self._named.values()]
+
+    def refuse_apart(self) -> None:
+        """After the first backward pass, ask whether all ranks have gradients of the same parameters.
+
+        Raises:
+            RuntimeError: they have not, on every rank: ZeRO would add up different parameters, or wait for ever.
+        """
+        if self._compared or not dist.is_initialized():
+            return
+        self._compared = True
+        device = next(iter(self._named.values())).device
+        mask = torch.tensor([id(p) in self._seen for p in self._named.values()], dtype=torch.float32, device=device)
+        somewhere, everywhere = mask.clone(), mask.clone()
+        dist.all_reduce(somewhere, op=dist.ReduceOp.MAX)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        apart = [name for name, differ in zip(self._named, (somewhere != everywhere).tolist(), strict=True) if differ]
+        if apart:
+            fault = Fault(
+                f"a gradient of {apart[0]!r} and {len(apart) - 1} others on some ranks only, with ZeRO, which sums "
+                "what every rank has",
+                "steps that use the same parameters on every rank",
+                "add 0 times the parameters that a rank does not use to its loss, or use strategy='mp_ddp' with "
+                "find_unused_parameters=True",
+            )
+            raise RuntimeError(str(fault))
 
     def changed(self) -> bool:
         """Whether any was written to in place since the last step."""

@@ -1,4 +1,4 @@
-"""What a user's run may do beside training, under any strategy: each is compared with one device on the same batches."""
+"""What a user's run may do beside training, under any strategy, to be compared with one device on the same batches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
-from lightning_mp.compat.lightning import Callback, LightningModule, MisconfigurationException, Trainer, callbacks
+from lightning_mp.compat.lightning import LightningModule, MisconfigurationException, Trainer
 from support import sharded
 from support.running import trainer as quiet_trainer
 
@@ -139,42 +138,31 @@ class Ran:
     def run(self) -> dict[str, Any]:
         import torch.distributed as dist
 
-        from support import attacks, attacks2  # noqa: F401
+        from support import feature_hooks, feature_loops  # noqa: F401  # they fill the table
 
         if self.strategy != "single" and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        Net.applied = 0
         try:
             return FEATURE[self.name](Host(self.strategy, self.mode, Path(self.folder)))
         except (PlanError, MisconfigurationException, NotImplementedError) as error:
             return {"refused": str(error)}
-        except RuntimeError as error:
-            # what is known in a step only, in a Fault's words
-            told = str(error)
-            return {"refused" if "Allowed:" in told else "failed": told if "Allowed:" in told else traceback.format_exc()}
-        except Exception:
-            return {"failed": traceback.format_exc()}
+        except Exception as error:
+            # what is known in a step only is refused there, in a Fault's words
+            return {"refused": str(error)} if "Allowed:" in str(error) else {"failed": traceback.format_exc()}
 
 
 def difference(one: Any, other: Any, path: str = "") -> tuple[float, str]:
     """The largest relative distance of two nested results, and where; of tensors by the larger one's length."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        one, other = dict(enumerate(one)), dict(enumerate(other))
     if isinstance(one, dict):
         if one.keys() != other.keys():
             return math.inf, f"{path}: {sorted(set(one) ^ set(other))[:4]} on one side"
-        pairs = [difference(one[key], other[key], f"{path}.{key}") for key in one]
-    elif isinstance(one, (list, tuple)):
-        if len(one) != len(other):
-            return math.inf, f"{path}: {len(one)} and {len(other)} of them"
-        pairs = [difference(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(one, other, strict=True))]
-    elif isinstance(one, Tensor):
-        if one.shape != other.shape:
-            return math.inf, f"{path}: {tuple(one.shape)} and {tuple(other.shape)}"
-        far = (one.double() - other.double()).norm() / max(one.double().norm(), other.double().norm(), 1e-6)
-        far = float(far)
-        return (math.inf if math.isnan(far) else far), path
+        return max((difference(one[key], other[key], f"{path}.{key}") for key in one), default=(0.0, ""))
+    far = math.inf if isinstance(one, Tensor) or one != other else 0.0
+    if isinstance(one, Tensor) and one.shape == other.shape:
+        lengths = one.double().norm(), other.double().norm(), torch.tensor(1e-6)
+        far = float((one.double() - other.double()).norm() / max(lengths))
     elif isinstance(one, float):
         far = abs(one - other) / max(abs(one), abs(other), 1e-9)
-        return (math.inf if math.isnan(far) else far), f"{path}: {one!r} and {other!r}"
-    else:
-        return (0.0 if one == other else math.inf), f"{path}: {one!r} and {other!r}"
-    return max(pairs, default=(0.0, ""))
+    return math.inf if math.isnan(far) else far, path if isinstance(one, Tensor) else f"{path}: {one!r} and {other!r}"

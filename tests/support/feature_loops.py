@@ -1,18 +1,19 @@
+"""The features that are loops, schedules, averages and resumes, as functions of a host."""
+
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
-
-from conformance.optimizers import Lamb
-from lightning_mp.compat.lightning import Callback, LightningModule, callbacks
-from support.features import BAD_RANK, FEATURES, HIDDEN, RATE, ROWS, STEPS, Host, Net, data, feature, left
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+
+from conformance.optimizers import Lamb
+from lightning_mp.compat.lightning import Callback, callbacks
+from support.features import STEPS, Host, Net, data, feature, left
 
 
 @feature
@@ -125,16 +126,20 @@ def one_cycle(host: Host) -> dict[str, Any]:
     return host.fit(Net(make_scheduler=partial(OneCycleLR, max_lr=1e-2, total_steps=STEPS)))
 
 
+def _swa() -> Callback:
+    return callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)
+
+
 @feature
 def swa(host: Host) -> dict[str, Any]:
-    return host.fit(Net(), callbacks=[callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)], max_epochs=4)
+    return host.fit(Net(), callbacks=[_swa()], max_epochs=4)
 
 
 @feature
 def swa_with_batch_norm(host: Host) -> dict[str, Any]:
-    from support.attacks import _Normed
+    from support.feature_hooks import _Normed
 
-    return host.fit(_Normed(), callbacks=[callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)], max_epochs=4)
+    return host.fit(_Normed(), callbacks=[_swa()], max_epochs=4)
 
 
 @feature
@@ -145,7 +150,6 @@ def ema(host: Host) -> dict[str, Any]:
 @feature
 def ema_validated(host: Host) -> dict[str, Any]:
     module, keep = Net(), _Metrics()
-    found = host.fit(module, loader=None, callbacks=[callbacks.EMAWeightAveraging(decay=0.5), keep], val_check_interval=4) if False else None
     trainer = host.trainer(callbacks=[callbacks.EMAWeightAveraging(decay=0.5), keep], val_check_interval=4)
     trainer.fit(module, data(), data(2))
     return left(trainer, module) | {"metrics": keep.found}
@@ -190,6 +194,9 @@ def lr_finder(host: Host) -> dict[str, Any]:
 class _OwnLoader(Net):
     def train_dataloader(self) -> Any:
         return data(rows=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return data(2, rows=self.batch_size)
 
 
 @feature

@@ -1,17 +1,15 @@
-"""The features: each a function of a host that returns what is to be the same on every strategy."""
+"""The features that are hooks, parameters and optimizers: functions of a host that return what is to be the same."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from lightning_mp.compat.lightning import Callback, LightningModule, callbacks
-from support.features import BAD_RANK, FEATURES, HIDDEN, ROWS, STEPS, Host, Net, data, feature, left
+from lightning_mp.compat.lightning import callbacks
+from support.features import HIDDEN, Host, Net, feature
 
 # ---------------------------------------------------------------------- gradients, as hooks see them
 
@@ -315,6 +313,20 @@ class _Manual(Net):
 @feature
 def manual_optimization(host: Host) -> dict[str, Any]:
     return host.fit(_Manual())
+
+
+class _ManualClips(_Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        optimizer.step()
+
+
+@feature
+def manual_clips_itself(host: Host) -> dict[str, Any]:
+    return host.fit(_ManualClips())
 
 
 class _ManualAccumulation(_Manual):
