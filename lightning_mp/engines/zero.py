@@ -35,6 +35,8 @@ class ZeroEngine(StepEngine):
     #: ``gradient_clipping`` of the JSON, where the Trainer says nothing
     _default_clip = 0.0
     _weights: Weights | None = None
+    #: from a manual backward pass to the step
+    _told: GradientsElsewhere | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -131,7 +133,20 @@ class ZeroEngine(StepEngine):
         return True
 
     def after_backward(self, *, manual: bool) -> None:
-        """Nothing: gradients are in DeepSpeed's partitions, where users do not look."""
+        """Under manual optimization, whoever looks for gradients, which are in partitions, is told until the step."""
+        if manual and self._told is None:
+            self._told = GradientsElsewhere()
+            self._told.__enter__()
+
+    def close_group(self) -> None:
+        """``training_step`` has returned: nobody looks for gradients any more."""
+        self._tell_no_more()
+        super().close_group()
+
+    def _tell_no_more(self) -> None:
+        if self._told is not None:
+            self._told.__exit__(None, None, None)
+            self._told = None
 
     def steps_with_closure(self, optimizer: Optimizer) -> bool:
         """A ZeRO optimizer takes no closure."""
@@ -143,6 +158,7 @@ class ZeroEngine(StepEngine):
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Left to the step, which divides by the plan's scale and asks every rank."""
+        self._tell_no_more()
         if self.scaler.stepped(optimizer):
             self.scaler.update()
 
@@ -196,6 +212,7 @@ class ZeroEngine(StepEngine):
     def release(self) -> None:
         """Drop the DeepSpeedEngine too."""
         super().release()
+        self._tell_no_more()
         if self._weights is not None:
             self._weights.release()
         self._deepspeed = self._zero = self._scale = self._weights = None

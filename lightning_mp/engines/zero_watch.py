@@ -26,9 +26,9 @@ class GradientsElsewhere(TorchFunctionMode):
         touched = func in (_GRAD.__get__, _GRAD.__set__) and isinstance(args[0], nn.Parameter)
         if touched and args[0].requires_grad and (func == _GRAD.__set__ or result is None) and not _known():
             fault = Fault(
-                "parameter.grad in a hook, with ZeRO, which has moved the gradients into its partitions",
-                "hooks that leave gradients alone; Trainer(gradient_clip_val=...), self.clip_gradients(...), and hooks "
-                "of a tensor, parameter.register_hook(...)",
+                "parameter.grad before the step, with ZeRO, which has moved the gradients into its partitions",
+                "hooks and steps that leave gradients alone, Trainer(gradient_clip_val=...), self.clip_gradients(...), "
+                "and hooks of a tensor, parameter.register_hook(...)",
                 "clip by the Trainer, read deepspeed.utils.safe_get_full_grad(parameter), or use strategy='mp_fsdp2'",
             )
             raise RuntimeError(str(fault))

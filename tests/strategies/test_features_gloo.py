@@ -17,14 +17,30 @@ pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 MODE = "32-true"
 #: of a sum in another order, and of what steps make of it
 WITHIN = 1e-4
-IN_HOOKS = "parameter.grad in a hook, with ZeRO"
+IN_HOOKS = "parameter.grad before the step, with ZeRO"
 NO_GRADIENT = "no gradient for"
+SHARDED = "with sharded weights"
+ONE_PROCESS = {
+    "batch_size_scaler": "currently not supported with distributed strategies",
+    "training_step_returns_none": "returning None in distributed training is not supported",
+}
 FINETUNING = "Finetuning callback does not support running with the DeepSpeed strategy"
 #: strategy → feature → what the refusal says; what is not named here is the same
 REFUSED: dict[str, dict[str, str]] = {
-    "ddp": {},
-    "fsdp2": {},
+    "ddp": ONE_PROCESS,
+    "fsdp2": {
+        **ONE_PROCESS,
+        **dict.fromkeys(["ema", "ema_validated", "ema_resumed", "pruning", "swa", "swa_with_batch_norm"], SHARDED),
+    },
     "deepspeed_zero2": {
+        **ONE_PROCESS,
+        **dict.fromkeys(["swa", "swa_with_batch_norm"], "SWA does not currently support sharded models"),
+        "ema_resumed": "a checkpoint of averaged weights with ZeRO",
+        "pruning": "ModelPruning with ZeRO",
+        "lr_finder": "with ZeRO, whose optimizer takes no other schedule",
+        "two_optimizers": "only supports single optimizer",
+        "accumulates_on_a_schedule": "does not support `accumulate_grad_batches` changing",
+        "manual_clips_itself": IN_HOOKS,
         "clips_in_a_hook": IN_HOOKS,
         "clips_in_configure_gradient_clipping": IN_HOOKS,
         "changes_before_the_step": IN_HOOKS,

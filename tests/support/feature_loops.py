@@ -181,9 +181,14 @@ def pruning(host: Host) -> dict[str, Any]:
 # ---------------------------------------------------------------------- loops
 
 
+class _Whole(Net):
+    def mine(self, batch: Any) -> Any:
+        return batch
+
+
 @feature
 def lr_finder(host: Host) -> dict[str, Any]:
-    module = Net()
+    module = _Whole()  # Lightning looks at the losses of one rank
     trainer = host.trainer()
     found = Tuner(trainer).lr_find(module, data(), num_training=6, update_attr=False, early_stop_threshold=None)
     losses = [float(loss) for loss in found.results["loss"]]

@@ -32,7 +32,7 @@ from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.strategies import meta_device
+from lightning_mp.strategies import meta_device, unfit_callbacks
 from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
 from lightning_mp.strategies.common import StepAsForward, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
@@ -176,6 +176,8 @@ class PlanFSDP2Strategy(FailTogether, StepAsForward, PortableDTensorCheckpoints,
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
         """Decide how to shard; ``None`` where the model is sharded already. Notes what cannot be, changes nothing."""
+        unfit = (*unfit_callbacks.AVERAGES, *unfit_callbacks.PRUNING)
+        unfit_callbacks.refuse(module, faults, unfit, "sharded weights, where it takes whole ones")
         if is_sharded(module):  # by the user's configure_model, or by a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
