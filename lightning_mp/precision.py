@@ -257,7 +257,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """The forward context; at its end a group of manually stepped optimizers is closed."""
-        with self.forward_context():
+        with nullcontext() if self._engine is None else self._engine.training_step(), self.forward_context():
             yield
         if self._engine is not None:
             self._engine.close_group()

@@ -159,6 +159,10 @@ class StepEngine(ABC):
         if manual:
             self.scaler.divide_(self.optimizers)
 
+    def training_step(self) -> AbstractContextManager[Any]:
+        """Around ``training_step``."""
+        return nullcontext()
+
     def user_hooks(self) -> AbstractContextManager[Any]:
         """Around hooks in which users may look at gradients."""
         return nullcontext()

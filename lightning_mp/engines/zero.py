@@ -7,8 +7,8 @@ ZeRO optimizer asks the plan's scaler what to divide by.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -138,10 +138,13 @@ class ZeroEngine(StepEngine):
             self._told = GradientsElsewhere()
             self._told.__enter__()
 
-    def close_group(self) -> None:
-        """``training_step`` has returned: nobody looks for gradients any more."""
-        self._tell_no_more()
-        super().close_group()
+    @contextmanager
+    def training_step(self) -> Generator[None, None, None]:
+        """However it ends, afterwards nobody is told any more."""
+        try:
+            yield
+        finally:
+            self._tell_no_more()
 
     def _tell_no_more(self) -> None:
         if self._told is not None:
@@ -212,7 +215,6 @@ class ZeroEngine(StepEngine):
     def release(self) -> None:
         """Drop the DeepSpeedEngine too."""
         super().release()
-        self._tell_no_more()
         if self._weights is not None:
             self._weights.release()
         self._deepspeed = self._zero = self._scale = self._weights = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from lightning_mp.compat.lightning import TrainerFn, WeightAveraging, callbacks, trainer_of
 from lightning_mp.errors import Faults
@@ -18,7 +18,7 @@ def refuse(module: Any, faults: Faults, kinds: Iterable[Any], why: str) -> None:
     trainer = trainer_of(module)
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return
-    for callback in trainer.callbacks:
+    for callback in cast("Any", trainer).callbacks:
         if isinstance(callback, tuple(kinds)):
             name = type(callback).__name__
             faults.add(f"{name} with {why}", f"runs without {name}", f"remove {name}, or use strategy='mp_ddp'")
@@ -29,6 +29,6 @@ def refuse_with_zero(module: Any, stage: int, faults: Faults) -> None:
     refuse(module, faults, LR_FINDER, "ZeRO, whose optimizer takes no other schedule in a run")
     refuse(module, faults, PRUNING, "ZeRO, which steps copies of the weights that it prunes")
     if stage == 3:
-        refuse(module, faults, AVERAGES, "sharded weights, where it takes whole ones")
+        refuse(module, faults, AVERAGES, "sharded weights")
     elif (trainer := trainer_of(module)) is not None and trainer.checkpoint_callbacks:
         refuse(module, faults, AVERAGES, "ZeRO's checkpoints, which do not hold the average")
