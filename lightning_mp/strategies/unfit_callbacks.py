@@ -24,6 +24,11 @@ def refuse(module: Any, faults: Faults, kinds: Iterable[Any], why: str) -> None:
             faults.add(f"{name} with {why}", f"runs without {name}", f"remove {name}, or use strategy='mp_ddp'")
 
 
+def refuse_with_shards(module: Any, faults: Faults) -> None:
+    """Note what shards cannot serve; the learning-rate finder waits for ever where it restores what it saved."""
+    refuse(module, faults, (*AVERAGES, *PRUNING, *LR_FINDER), "sharded weights")
+
+
 def refuse_with_zero(module: Any, stage: int, faults: Faults) -> None:
     """Note what ZeRO cannot serve; stages 1 and 2 have whole weights, but their checkpoints hold no averages."""
     refuse(module, faults, LR_FINDER, "ZeRO, whose optimizer takes no other schedule in a run")

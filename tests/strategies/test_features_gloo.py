@@ -30,7 +30,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "ddp": ONE_PROCESS,
     "fsdp2": {
         **ONE_PROCESS,
-        **dict.fromkeys(["ema", "ema_validated", "ema_resumed", "pruning", "swa", "swa_with_batch_norm"], SHARDED),
+        **dict.fromkeys(["ema", "ema_validated", "ema_resumed", "swa", "swa_with_batch_norm"], SHARDED),
+        **dict.fromkeys(["pruning", "lr_finder"], SHARDED),
     },
     "deepspeed_zero2": {
         **ONE_PROCESS,

@@ -176,8 +176,7 @@ class PlanFSDP2Strategy(FailTogether, StepAsForward, PortableDTensorCheckpoints,
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
         """Decide how to shard; ``None`` where the model is sharded already. Notes what cannot be, changes nothing."""
-        unfit = (*unfit_callbacks.AVERAGES, *unfit_callbacks.PRUNING)
-        unfit_callbacks.refuse(module, faults, unfit, "sharded weights")
+        unfit_callbacks.refuse_with_shards(module, faults)
         if is_sharded(module):  # by the user's configure_model, or by a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
