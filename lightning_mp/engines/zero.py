@@ -93,7 +93,7 @@ class ZeroEngine(StepEngine):
         if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
             self._default_clip = float(self._zero.clip_grad)
         self._zero.clip_grad = self._default_clip
-        self._weights = Weights(cast("nn.Module", self._module).named_parameters(), self._decayed)
+        self._weights = Weights(() if self._module is None else self._module.named_parameters(), self._decayed)
         before_reduction(self._zero, self._weights.refuse_apart)
         self.override_zero_settings()
 

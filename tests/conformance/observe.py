@@ -163,7 +163,7 @@ class Observer(Callback):
     # ------------------------------------------------------------------ steps
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        found = local.gradients(pl_module)
+        found = {} if zero.optimizer_of(trainer) else local.gradients(pl_module)  # ZeRO has them elsewhere
         self.run.bytes["gradients"] = local.storage_bytes([*found.values(), *zero.gradients(trainer)])
         self.run.before[-1] = local.squares(found)  # of the last evaluation, where an optimizer asks for several
 
