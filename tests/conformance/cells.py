@@ -55,7 +55,8 @@ def _is_refusal(error: Exception) -> bool:
     from lightning_mp import MissingExtraError, PlanError
     from lightning_mp.compat.lightning import MisconfigurationException
 
-    return isinstance(error, (PlanError, MissingExtraError, MisconfigurationException, NotImplementedError))
+    said = (PlanError, MissingExtraError, MisconfigurationException, NotImplementedError)
+    return isinstance(error, said) or (isinstance(error, RuntimeError) and "Allowed: " in str(error))
 
 
 class _Fits:
