@@ -266,13 +266,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """The forward context; at its end a group of manually stepped optimizers is closed.
-
-        Raises:
-            PlanError: in the first step: something outside of a pinned module's forward computes with its weight.
-        """
-        begun = nullcontext() if self._engine is None else self._engine.begin_step()
-        with self.forward_context(), begun:
+        """The forward context; in the first step a pinned weight that is read from outside its module is refused."""
+        with self.forward_context(), nullcontext() if self._engine is None else self._engine.training_step():
             yield
         if self._engine is not None:
             self._engine.close_group()
@@ -309,7 +304,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """Under manual optimization, bring gradients into true units before users see them."""
         if self._engine is not None:
             self._engine.after_backward(manual=not module.automatic_optimization)
-        return super().post_backward(tensor, module)
+        with nullcontext() if self._engine is None else self._engine.user_hooks():
+            return super().post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, check, clip, then step or skip (``docs/architecture.md``, "the life of one step").
@@ -332,7 +328,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             if model.automatic_optimization and not engine.pending:
                 return result  # training_step returned None: neither applied nor skipped
             engine.unscale(optimizer)
-            self._after_closure(model, optimizer)
+            with engine.user_hooks():
+                self._after_closure(model, optimizer)
             if users_hooks.may_change_gradients(model):
                 engine.look_again(optimizer)
             evaluated = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -26,7 +26,10 @@ ZERO = PrivateNames(
             "ds_tensor",
         ),
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3()": ("_z3_optimizer",),
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("_link_all_hp_params",),
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+            "_link_all_hp_params",
+            "overlapping_partition_gradients_reduce_epilogue",
+        ),
         "deepspeed.utils.mixed_precision_linkage()": ("_hp_mapping", "_index_in_param_group"),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer()": (
             "bit16_groups_flat",
@@ -49,6 +52,17 @@ def casts_left_out() -> Generator[None, None, None]:
         yield
     finally:
         engine_class._cast_module_mixed_precision = cast_all
+
+
+def before_reduction(zero: Any, check: Callable[[], None]) -> None:
+    """Have ``check`` run at each backward's end, before a ZeRO optimizer sums what it has not summed yet."""
+    reduce = zero.overlapping_partition_gradients_reduce_epilogue
+
+    def checked() -> None:
+        check()
+        reduce()
+
+    zero.overlapping_partition_gradients_reduce_epilogue = checked
 
 
 def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -194,13 +194,15 @@ class StepEngine(ABC):
         compute = to_torch(self.policy.compute_dtype)
         return outside_reads.refused(self._module, self._pin_map, compute, mixed=self.policy.mixed)
 
-    def begin_step(self) -> AbstractContextManager[None]:
-        """Before the forward of a training step: see whether parameters were frozen or unfrozen; what to run it in."""
+    @contextmanager
+    def training_step(self) -> Generator[None, None, None]:
+        """Around ``training_step``; before it, see whether parameters were frozen or unfrozen."""
         trained = self._are_trained()
         if trained != self._trained:
             self._trained = trained
             self.train_others()
-        return self._watch_reads()
+        with self._watch_reads():
+            yield
 
     def train_others(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
         """Other parameters are trained from now on than before."""
@@ -220,6 +222,10 @@ class StepEngine(ABC):
         """Under manual optimization gradients are in true units at once: users clip them before they step."""
         if manual:
             self.scaler.divide_(self.optimizers)
+
+    def user_hooks(self) -> AbstractContextManager[Any]:
+        """Around hooks in which users may look at gradients."""
+        return nullcontext()
 
     def steps_with_closure(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer cannot step without evaluating the closure itself (LBFGS)."""

@@ -7,19 +7,20 @@ ZeRO optimizer asks the plan's scaler what to divide by.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat.deepspeed import cast_partition
+from lightning_mp.compat.deepspeed import before_reduction, cast_partition
 from lightning_mp.compat.lightning import trainer_of
-from lightning_mp.engines import elementwise, optimizer_facts
+from lightning_mp.engines import flat_steps, optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.closures import Evaluated
+from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights, keeps_moments
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.numerics.scaler import LossScaler
 
@@ -36,6 +37,13 @@ class ZeroEngine(StepEngine):
     _scale: Any = None
     #: ``gradient_clipping`` of the JSON, where the Trainer says nothing
     _default_clip = 0.0
+    _weights: Weights | None = None
+    #: from a manual backward pass to the step
+    _told: GradientsElsewhere | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._decayed: dict[int, bool] = {}
 
     def check(self, module: nn.Module, faults: Faults) -> None:
         """Match patterns, and refuse what a ZeRO optimizer cannot be made to do."""
@@ -52,29 +60,24 @@ class ZeroEngine(StepEngine):
         return True
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
-        """Refuse optimizers that evaluate a closure; the strategy asks before a ZeRO optimizer takes their place."""
+        """Refuse what does not step pieces of flat tensors; asked before a ZeRO optimizer takes its place."""
         for optimizer in optimizers:
-            if optimizer_facts.calls_closure_again(optimizer) or optimizer_facts.takes_closure(optimizer):
+            groups: list[dict[str, Any]] = optimizer.param_groups
+            self._decayed |= {id(p): bool(group.get("weight_decay")) for group in groups for p in group["params"]}
+            name = type(optimizer).__name__
+            alone = not optimizer_facts.takes_closure(optimizer) or flat_steps.steps_alone(optimizer)
+            if optimizer_facts.calls_closure_again(optimizer) or not alone:
                 faults.add(
-                    f"{type(optimizer).__name__} with ZeRO, whose step takes no closure",
-                    "an optimizer that does not evaluate the closure itself",
+                    f"{name} with ZeRO, whose step takes no closure",
+                    "an optimizer that steps its parameters itself, without a closure",
                     "use AdamW or SGD, or strategy='mp_ddp'",
                 )
-            elif (why := elementwise.fault_on_flat_pieces(optimizer)) is not None:
-                faults.add(f"{type(optimizer).__name__} on ZeRO's flat partitions, {why}", *elementwise.INSTEAD)
-
-    def train_others(self) -> None:
-        """Refuse: ZeRO partitioned what was trained when it began.
-
-        Raises:
-            RuntimeError: always, on every rank.
-        """
-        fault = Fault(
-            "parameters frozen or unfrozen in the midst of a run with ZeRO",
-            "what is trained when the run begins: ZeRO partitions it then",
-            "unfreeze it before fit(), or use strategy='mp_fsdp2' or 'mp_ddp'",
-        )
-        raise RuntimeError(str(fault))
+            elif reason := flat_steps.why_not(optimizer):
+                faults.add(
+                    f"{name} with ZeRO, which steps pieces of flat tensors: {reason}",
+                    "an optimizer that steps each number by itself, such as AdamW, SGD or Lion",
+                    "use one of those, or strategy='mp_ddp'",
+                )
 
     def hand_over(self) -> None:
         """DeepSpeed takes the module now: it cannot be brought back any more."""
@@ -93,6 +96,8 @@ class ZeroEngine(StepEngine):
         if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
             self._default_clip = float(self._zero.clip_grad)
         self._zero.clip_grad = self._default_clip
+        self._weights = Weights(() if self._module is None else self._module.named_parameters(), self._decayed)
+        before_reduction(self._zero, self._weights.refuse_apart)
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:
@@ -131,7 +136,24 @@ class ZeroEngine(StepEngine):
         return True
 
     def after_backward(self, *, manual: bool) -> None:
-        """Nothing: gradients are in DeepSpeed's partitions, where users do not look."""
+        """Under manual optimization, whoever looks for gradients, which are in partitions, is told until the step."""
+        if manual and self._told is None:
+            self._told = GradientsElsewhere()
+            self._told.__enter__()
+
+    @contextmanager
+    def training_step(self) -> Generator[None, None, None]:
+        """However it ends, afterwards nobody is told any more."""
+        try:
+            with super().training_step():
+                yield
+        finally:
+            self._tell_no_more()
+
+    def _tell_no_more(self) -> None:
+        if self._told is not None:
+            self._told.__exit__(None, None, None)
+            self._told = None
 
     def steps_with_closure(self, optimizer: Optimizer) -> bool:
         """A ZeRO optimizer takes no closure."""
@@ -143,6 +165,7 @@ class ZeroEngine(StepEngine):
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Left to the step, which divides by the plan's scale and asks every rank."""
+        self._tell_no_more()
         if self.scaler.stepped(optimizer):
             self.scaler.update()
 
@@ -173,9 +196,15 @@ class ZeroEngine(StepEngine):
                 "return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'",
             )
             raise RuntimeError(str(fault))
+        weights = cast("Weights", self._weights)
+        weights.refuse_unfrozen()
+        weights.refuse_left_out(keeps_moments(self._zero.optimizer))
+        if weights.changed():  # a user's hook clamped them, or put others in: the masters follow
+            self._zero.refresh_fp32_params()
         self.pending = False
         with nullcontext() if self._scale is None else self._scale.read_once():
             self._deepspeed.step()
+        weights.stepped()
         self._zero.clip_grad = self._default_clip
         skipped = float(not self._deepspeed.was_step_applied())
         self.scaler.note_step(optimizer, torch.full((), skipped, dtype=torch.float32, device=self.device))
@@ -183,7 +212,13 @@ class ZeroEngine(StepEngine):
         norm = self._deepspeed.get_global_grad_norm()
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
+    def user_hooks(self) -> AbstractContextManager[Any]:
+        """Gradients are not where users look for them: who looks is told."""
+        return GradientsElsewhere()
+
     def release(self) -> None:
         """Drop the DeepSpeedEngine too."""
         super().release()
-        self._deepspeed = self._zero = self._scale = None
+        if self._weights is not None:
+            self._weights.release()
+        self._deepspeed = self._zero = self._scale = self._weights = None

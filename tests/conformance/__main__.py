@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from conformance import matrix, report, sample
 from conformance.judge import Verdict
-from conformance.policies import POLICIES
+from conformance.rows import TABLES
 from conformance.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 
 
-def _progress(strategy: str, policy: str, verdict: Verdict, seconds: float) -> None:
+def _progress(strategy: str, row: str, verdict: Verdict, seconds: float) -> None:
     first = verdict.reasons[0].strip().splitlines() if verdict.reasons else [""]
     why = first[-1] if verdict.word == "FAILED" else " ".join(first)
-    print(f"{strategy:24} {policy:22} {verdict.word:8} {seconds:5.1f} s  {why[:300]}", flush=True)
+    print(f"{strategy:24} {row:30} {verdict.word:8} {seconds:5.1f} s  {why[:300]}", flush=True)
     for reason in verdict.reasons[1:]:
         if verdict.word == "DIFFERS":
             print(f"{'':58}{reason[:300]}", flush=True)
@@ -27,17 +28,21 @@ def _progress(strategy: str, policy: str, verdict: Verdict, seconds: float) -> N
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 where every cell is the same or refused."""
     parser = argparse.ArgumentParser(prog="conformance", description=__doc__)
+    parser.add_argument("--table", nargs="+", default=list(TABLES), choices=TABLES)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES, metavar="NAME")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="NAME")
+    parser.add_argument("--rows", nargs="+", metavar="PATTERN", default=["*"], help='such as "*+pins*" or "moe *"')
     parser.add_argument("--out", type=Path, help="by default docs/conformance.md, if nothing is filtered")
     parser.add_argument("--sample", metavar="SEED", help="cells that cover each two of strategy, mode and flags")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".venv" / "torch_extensions"))
-    cells = [(strategy, policy) for strategy in options.strategies for policy in options.policies]
-    whole = set(cells) == {(strategy, policy) for strategy in STRATEGIES for policy in POLICIES}
+    every = [(column, row) for rows, columns in TABLES.values() for column in columns for row in rows]
+    rows = [row for table in options.table for row in TABLES[table][0]]
+    rows = [row for row in rows if any(fnmatchcase(row, pattern) for pattern in options.rows)]
+    cells = [(column, row) for column, row in every if column in options.strategies and row in rows]
+    whole = cells == every
     if options.sample is not None:
-        whole, cells = False, sample.choose(options.strategies, options.policies, options.sample)
+        whole, cells = False, sample.choose(cells, options.sample)
         print(f"{len(cells)} cells chosen by the seed {options.sample!r}")
     result = matrix.run(cells, _progress)
     out = options.out or (ROOT / "docs" / "conformance.md" if whole else None)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conformance import plain
-from conformance.model import CLIP, Batches, Language, batches
+from conformance.model import CLIP, STEPS, Batches, Learner, batches
 from conformance.observe import Observer, Run
-from conformance.policies import POLICIES, Policy
+from conformance.rows import ROWS, Row
 from conformance.strategies import trainer_arguments
 
 SAVED_AT = 12
@@ -35,18 +34,17 @@ class Cell:
     steps_begun: int = 0
 
 
-def run_cell(strategy: str, policy_name: str, folder: str) -> Cell:
+def run_cell(strategy: str, row: str, folder: str) -> Cell:
     """Every fit of a cell; a refusal or failure ends it and is written down."""
     cell = Cell(rank=int(os.environ.get("RANK", "0")))
-    policy = POLICIES[policy_name]
-    fits = _Fits(strategy, policy, Path(folder))
+    fits = _Fits(strategy, ROWS[row], Path(folder))
     try:
         for name in fits.names():
-            Language.steps_begun = 0
+            Learner.steps_begun = 0
             cell.runs[name] = getattr(fits, name)()
     except Exception as error:
-        cell.steps_begun = Language.steps_begun
-        early = not cell.runs and cell.steps_begun == 0
+        cell.steps_begun = Learner.steps_begun
+        early = not cell.runs and cell.steps_begun <= 1  # some optimizers show what they do in their first step only
         cell.word = "refused" if early and _is_refusal(error) else "FAILED"
         cell.reason = str(error) if cell.word == "refused" else traceback.format_exc()
     return cell
@@ -57,45 +55,40 @@ def _is_refusal(error: Exception) -> bool:
     from lightning_mp import MissingExtraError, PlanError
     from lightning_mp.compat.lightning import MisconfigurationException
 
-    return isinstance(error, (PlanError, MissingExtraError, MisconfigurationException, NotImplementedError))
+    said = (PlanError, MissingExtraError, MisconfigurationException, NotImplementedError)
+    return isinstance(error, said) or (isinstance(error, RuntimeError) and "Allowed: " in str(error))
 
 
 class _Fits:
     """The fits of one cell, by name."""
 
-    def __init__(self, strategy: str, policy: Policy, folder: Path) -> None:
-        self.strategy, self.policy, self.folder = strategy, policy, folder
+    def __init__(self, strategy: str, row: Row, folder: Path) -> None:
+        self.strategy, self.row, self.folder = strategy, row, folder
         self.checkpoint = folder / "step.ckpt"
 
     def names(self) -> list[str]:
         """In the order they run; the first one decides whether a cell is refused."""
-        names = ["main", "resumed", "overflow", "clean"]
-        names += ["dynamic"] if self.policy.scaled else []
-        return names + (["plain"] if self.strategy == "single" else [])
+        return ["main", "resumed", "overflow", "clean", *(["dynamic"] if self.row.policy.scaled else [])]
 
     def main(self) -> Run:
-        """20 steps, dtypes watched in the first two, the scale growing twice, saved on the way."""
-        return self._fit(Observer(watch=True, save_at=(self.checkpoint, SAVED_AT)), batches())
+        """All steps, dtypes watched in the first two, the scale growing twice, saved on the way."""
+        return self._fit(Observer(True, (self.checkpoint, SAVED_AT), whole=not self.row.declared))
 
     def resumed(self) -> Run:
         """From the checkpoint of ``main`` to its end."""
-        return self._fit(Observer(), batches(), ckpt_path=self.checkpoint)
+        return self._fit(Observer(), ckpt_path=self.checkpoint)
 
     def overflow(self) -> Run:
         """One rank alone has infinite gradients in one step."""
-        return self._fit(Observer(), batches(SHORT), scale=self._static(), overflow_at=(BAD_STEP,))
+        return self._fit(Observer(), steps=SHORT, scale=self._static(), overflow_at=(BAD_STEP,))
 
     def clean(self) -> Run:
         """``overflow`` without that batch."""
-        return self._fit(Observer(), batches(SHORT, without=(BAD_STEP,)), scale=self._static())
+        return self._fit(Observer(), steps=SHORT, without=(BAD_STEP,), scale=self._static())
 
     def dynamic(self) -> Run:
         """``overflow`` under a scale that moves."""
-        return self._fit(Observer(), batches(SHORT), overflow_at=(BAD_STEP,))
-
-    def plain(self) -> Run:
-        """No Lightning, no plan."""
-        return plain.train(self.policy)
+        return self._fit(Observer(), steps=SHORT, overflow_at=(BAD_STEP,))
 
     def _static(self) -> Any:
         from lightning_mp import LossScaling
@@ -103,24 +96,23 @@ class _Fits:
         return LossScaling.static(STATIC_SCALE)
 
     def _fit(
-        self, observer: Observer, data: Any, *, scale: Any = None, overflow_at: Any = (), ckpt_path: Any = None
+        self,
+        observer: Observer,
+        *,
+        steps: int = STEPS,
+        without: tuple[int, ...] = (),
+        scale: Any = None,
+        overflow_at: tuple[int, ...] = (),
+        ckpt_path: Path | None = None,
     ) -> Run:
         from lightning_mp import LossScaling
         from support.running import fit
 
-        scale = scale or LossScaling(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
-        plan = self.policy.plan(scale)
-        arguments = trainer_arguments(self.strategy, plan)
-        module = Language(overflow_at)
+        plan = self.row.policy.plan(scale or LossScaling(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL))
+        arguments = trainer_arguments(self.strategy, plan, self.row.subject)
+        module, data = Learner(self.row, overflow_at), Batches(batches(self.row.subject, steps, without))
         try:
-            fit(
-                module,
-                data=Batches(data),
-                ckpt_path=ckpt_path,
-                callbacks=[observer],
-                gradient_clip_val=CLIP,
-                **arguments,
-            )
+            fit(module, data=data, ckpt_path=ckpt_path, callbacks=[observer], gradient_clip_val=CLIP, **arguments)
         finally:
             observer.stop_watching()
         return observer.run

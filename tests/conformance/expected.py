@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
-from torch import nn
+from torch import Tensor, nn
 
 from conformance.cells import GROWTH_INTERVAL, INIT_SCALE
-from conformance.model import LEARNING_RATE, learning_rate, llama
-from conformance.policies import CHECKPOINTED, Policy
+from conformance.model import learning_rate, model_of
+from conformance.policies import CHECKPOINTED
+from conformance.rows import Row
 from conformance.strategies import plain, world
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -17,25 +18,36 @@ REDUCED = "fp32"
 
 
 @cache
-def _model() -> nn.Module:
-    return llama()
+def _model(row: Row) -> nn.Module:
+    return model_of(row)
 
 
 @cache
-def whole() -> dict[str, int]:
+def whole(row: Row) -> dict[str, int]:
     """Parameter name → how many numbers it has before anything is sharded."""
-    return {f"model.{name}": parameter.numel() for name, parameter in _model().named_parameters()}
+    return {f"model.{name}": parameter.numel() for name, parameter in _model(row).named_parameters()}
 
 
-def stored(policy: Policy) -> dict[str, str]:
+def trained(row: Row) -> set[str]:
+    """The parameters that are not frozen."""
+    return {f"model.{name}" for name, parameter in _model(row).named_parameters() if parameter.requires_grad}
+
+
+def start(row: Row) -> dict[str, Tensor]:
+    """Parameters and buffers before the first step."""
+    model = _model(row)
+    return {f"model.{name}": tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def stored(row: Row) -> dict[str, str]:
     """Parameter name → dtype."""
-    return {name: policy.norm_storage if "norm" in name else policy.storage for name in whole()}
+    return {name: row.policy.norm_storage if "norm" in name else row.policy.storage for name in whole(row)}
 
 
-def computed(policy: Policy) -> dict[str, str]:
+def computed(row: Row) -> dict[str, str]:
     """Module name → the dtype it computes in: products of linears and attention, a norm's last factor, a look-up."""
-    found = {}
-    for name, module in _model().named_modules():
+    found, policy = {}, row.policy
+    for name, module in _model(row).named_modules():
         if isinstance(module, nn.Linear) or name.endswith("self_attn"):
             found[f"model.{name}"] = policy.compute
         elif "norm" in name:  # under autocast the residual stream, and so a norm, is fp32
@@ -45,24 +57,24 @@ def computed(policy: Policy) -> dict[str, str]:
     return found
 
 
-def handed_on(policy: Policy) -> dict[str, str]:
+def handed_on(row: Row) -> dict[str, str]:
     """Module name → the dtype of its output: under the true modes a pinned norm returns to what came in."""
-    found = {name: dtype for name, dtype in computed(policy).items() if not name.endswith("self_attn")}
-    return {name: policy.storage if "norm" in name else dtype for name, dtype in found.items()}
+    found = {name: dtype for name, dtype in computed(row).items() if not name.endswith("self_attn")}
+    return {name: row.policy.storage if "norm" in name else dtype for name, dtype in found.items()}
 
 
-def calls(policy: Policy) -> dict[str, float]:
+def calls(row: Row) -> dict[str, float]:
     """Module name → how often its forward begins in a step: once more where its activations are recomputed."""
-    again = CHECKPOINTED if policy.checkpointing else None
-    inside = [name for name, module in _model().named_modules() if type(module).__name__ == again]
-    leaves = [name for name, module in _model().named_modules() if isinstance(module, nn.Linear)]
+    again = CHECKPOINTED if row.policy.checkpointing else None
+    inside = [name for name, module in _model(row).named_modules() if type(module).__name__ == again]
+    leaves = [name for name, module in _model(row).named_modules() if isinstance(module, nn.Linear)]
     return {f"model.{leaf}": 1.0 + any(leaf.startswith(f"{name}.") for name in inside) for leaf in leaves}
 
 
-def rates(attempts: int, skipped: tuple[int, ...] = ()) -> list[float]:
+def rates(row: Row, attempts: int, skipped: tuple[int, ...] = ()) -> list[float]:
     """The learning rate of each attempt; a skipped one holds the next one where it is."""
     done = [attempt - sum(step < attempt for step in skipped) for attempt in range(attempts)]
-    return [LEARNING_RATE * learning_rate(step) for step in done]
+    return [row.stepper.rate * learning_rate(step) for step in done]
 
 
 def growing_scales(steps: int) -> list[float]:
@@ -75,10 +87,10 @@ def halved_scales(steps: int, bad: int) -> list[float]:
     return [INIT_SCALE / 2 if step >= bad else INIT_SCALE for step in range(steps)]
 
 
-def bytes_per_rank(strategy: str, policy: Policy) -> dict[str, float]:
+def bytes_per_rank(strategy: str, row: Row) -> dict[str, float]:
     """Parameters, gradients and optimizer state at the optimizer step. S: bytes as stored, N: ranks."""
-    numbers = sum(whole().values())
-    as_stored = float(sum(count * SIZES[stored(policy)[name]] for name, count in whole().items()))
+    numbers = sum(whole(row).values())
+    as_stored = float(sum(count * SIZES[stored(row)[name]] for name, count in whole(row).items()))
     ranks = SHARDS.get(strategy, world(strategy))
     parts = {"parameters": as_stored, "gradients": as_stored, "optimizer": 2 * as_stored}
     if plain(strategy) in REPLICATED:

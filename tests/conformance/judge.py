@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance import expected
+from conformance import expected, plain
 from conformance.cells import BAD_STEP, SAVED_AT, SHORT, Cell
 from conformance.model import CLIP, STEPS
 from conformance.observe import Parts, Run
-from conformance.policies import Policy
+from conformance.rows import Row
 
 SAME, REFUSED, DIFFERS, FAILED = "same", "refused", "DIFFERS", "FAILED"
 FP32_TOLERANCE, HALF_TOLERANCE = 1e-5, 2e-2
 MEMORY_TOLERANCE = 0.10
+WEIGHTS_TOLERANCE = 1e-2
 
 
 @dataclass
@@ -36,29 +37,31 @@ class Verdict:
         return self.word in (SAME, REFUSED)
 
 
-def judge(strategy: str, policy: Policy, cells: Sequence[Cell], reference: Run | None) -> Verdict:
-    """The verdict on what every rank saw, beside the run on a single device."""
+def judge(strategy: str, row: Row, cells: Sequence[Cell], reference: Run | None) -> Verdict:
+    """The verdict on what every rank saw, beside a plain loop."""
     ended = [cell for cell in cells if cell.word]
     if ended:
         return _ended(cells, ended)
     if reference is None:
-        return Verdict(FAILED, ["there is no run on a single device to compare with"])
-    mains = [cell.runs["main"] for cell in cells]
+        return Verdict(FAILED, ["there is no plain loop to compare with"])
+    mains, policy = [cell.runs["main"] for cell in cells], row.policy
     figures: dict[str, Any] = {}
     differences = [
-        *_dtypes(policy, mains),
-        *_reductions(mains),
-        *_recomputation(policy, mains),
-        *_losses(policy, mains, reference, figures),
-        *_norms(policy, mains, reference, figures),
-        *_steps("main", mains, STEPS, ()),
+        *(_dtypes(row, mains) if row.declared else _dtypes_of(row, mains, reference)),
+        *_reductions(row, mains),
+        *_losses(row, mains, reference, figures),
+        *_norms(row, mains, reference, figures),
+        *_steps("main", row, mains, STEPS, ()),
         *_scales("main", mains, expected.growing_scales(STEPS) if policy.scaled else []),
-        *_ranks_agree("main", mains),
-        *_skip(policy, cells),
-        *_resume(policy, cells),
-        *_memory(strategy, policy, mains, figures),
+        *_ranks_agree("main", row, mains),
+        *_skip(row, cells),
+        *_resume(row, cells),
     ]
-    figures["dtypes"] = _summary(mains)
+    if row.declared:
+        differences += [*_recomputation(row, mains), *_memory(strategy, row, mains, figures)]
+        figures["dtypes"] = _summary(mains)
+    else:
+        differences += _ended_at(row, mains, reference, figures)
     return Verdict(DIFFERS if differences else SAME, differences, figures)
 
 
@@ -73,8 +76,9 @@ def _ended(cells: Sequence[Cell], ended: Sequence[Cell]) -> Verdict:
 # ---------------------------------------------------------------------- dtypes
 
 
-def _dtypes(policy: Policy, mains: Sequence[Run]) -> Iterator[str]:
-    stored, computed, handed_on = expected.stored(policy), expected.computed(policy), expected.handed_on(policy)
+def _dtypes(row: Row, mains: Sequence[Run]) -> Iterator[str]:
+    policy = row.policy
+    stored, computed, handed_on = expected.stored(row), expected.computed(row), expected.handed_on(row)
     state = {policy.storage, policy.norm_storage}
     for rank, run in enumerate(mains):
         yield from _differing(rank, "is stored", stored, {name: {dtype} for name, dtype in run.stored.items()})
@@ -86,6 +90,21 @@ def _dtypes(policy: Policy, mains: Sequence[Run]) -> Iterator[str]:
             yield f"dtype: rank {rank} keeps optimizer state in {_list(run.state)}, not {_list(state)}"
 
 
+def _dtypes_of(row: Row, mains: Sequence[Run], reference: Run) -> Iterator[str]:
+    """Stored as declared; computed, module by module, and kept as in the plain loop under autocast."""
+    for rank, run in enumerate(mains):
+        yield from _differing(rank, "is stored", expected.stored(row), {n: {d} for n, d in run.stored.items()})
+        wrong = {n: d for n, d in run.computed.items() if d != reference.computed.get(n, d)}
+        if wrong:
+            name, seen = next(iter(wrong.items()))
+            wanted = _list(reference.computed[name])
+            yield f"dtype: rank {rank}, {name} computed in {_list(seen)}, not {wanted}; {len(wrong)} differ"
+        for what in ("backward", "state"):
+            seen, wanted = getattr(run, what), getattr(reference, what)
+            if seen != wanted:
+                yield f"dtype: rank {rank}, {what} was in {_list(seen)}, not {_list(wanted)}"
+
+
 def _differing(rank: int, what: str, declared: dict[str, str], seen: dict[str, set[str]]) -> Iterator[str]:
     wrong = [(name, dtype) for name, dtype in declared.items() if seen.get(name) != {dtype}]
     if wrong:
@@ -94,16 +113,16 @@ def _differing(rank: int, what: str, declared: dict[str, str], seen: dict[str, s
         yield f"dtype: rank {rank}, {name} {what} in {found}, not {dtype}; {len(wrong)} of {len(declared)} differ"
 
 
-def _reductions(mains: Sequence[Run]) -> Iterator[str]:
+def _reductions(row: Row, mains: Sequence[Run]) -> Iterator[str]:
     for rank, run in enumerate(mains):
         seen = {dtype for _, dtype in run.reduced}
         if len(mains) > 1 and seen != {expected.REDUCED}:
             yield f"dtype: rank {rank} reduced gradients in {_list(seen) or 'nothing'}, not {expected.REDUCED}"
 
 
-def _recomputation(policy: Policy, mains: Sequence[Run]) -> Iterator[str]:
+def _recomputation(row: Row, mains: Sequence[Run]) -> Iterator[str]:
     for rank, run in enumerate(mains):
-        for name, wanted in expected.calls(policy).items():
+        for name, wanted in expected.calls(row).items():
             if run.calls.get(name) != wanted:
                 yield f"checkpointing: rank {rank}, {name} ran {run.calls.get(name, 0):g} times a step, not {wanted:g}"
                 break
@@ -129,32 +148,32 @@ def _summary(mains: Sequence[Run]) -> dict[str, str]:
 # ---------------------------------------------------------------------- numbers
 
 
-def tolerance(policy: Policy) -> float:
-    """How far a loss or a norm may be from the single device's, relatively."""
-    return FP32_TOLERANCE if policy.mode == "32-true" else HALF_TOLERANCE
+def tolerance(row: Row) -> float:
+    """How far a loss or a norm may be from the plain loop's, relatively."""
+    return FP32_TOLERANCE if row.policy.mode == "32-true" else HALF_TOLERANCE
 
 
 def _deviation(seen: float, wanted: float) -> float:
     return abs(seen - wanted) / abs(wanted) if math.isfinite(seen) else math.inf
 
 
-def _losses(policy: Policy, mains: Sequence[Run], reference: Run, figures: dict[str, Any]) -> Iterator[str]:
+def _losses(row: Row, mains: Sequence[Run], reference: Run, figures: dict[str, Any]) -> Iterator[str]:
     means = [sum(losses) / len(mains) for losses in zip(*(run.losses for run in mains), strict=True)]
     if len(means) != len(reference.losses):
         yield f"loss: {len(means)} steps, not {len(reference.losses)}"
         return
     deviations = [_deviation(*pair) for pair in zip(means, reference.losses, strict=True)]
     figures["loss"] = worst = max(deviations)
-    if worst > tolerance(policy):
+    if worst > tolerance(row):
         step = deviations.index(worst)
-        yield f"loss: {means[step]:.6g} at step {step}, {reference.losses[step]:.6g} on one device ({worst:.1e} off)"
+        yield f"loss: {means[step]:.6g} at step {step}, {reference.losses[step]:.6g} in a plain loop ({worst:.1e} off)"
 
 
-def norm_of(parts: Sequence[Parts]) -> float | None:
+def norm_of(row: Row, parts: Sequence[Parts]) -> float | None:
     """The global norm from every rank's parts; a number that lies on two ranks counts once."""
-    whole, total = expected.whole(), 0.0
+    whole, total = expected.whole(row), 0.0
     names = {name for part in parts for name in part}
-    if names != set(whole):
+    if names != expected.trained(row):
         return None
     for name in names:
         here = sum(part.get(name, (0, 0.0))[0] for part in parts)
@@ -162,7 +181,7 @@ def norm_of(parts: Sequence[Parts]) -> float | None:
     return math.sqrt(total)
 
 
-def _norms(policy: Policy, mains: Sequence[Run], reference: Run, figures: dict[str, Any]) -> Iterator[str]:
+def _norms(row: Row, mains: Sequence[Run], reference: Run, figures: dict[str, Any]) -> Iterator[str]:
     if any(run.norms != mains[0].norms for run in mains[1:]):
         yield "norm: the ranks clipped by different norms"
     used, wanted = mains[0].norms, reference.norms
@@ -171,30 +190,49 @@ def _norms(policy: Policy, mains: Sequence[Run], reference: Run, figures: dict[s
         return
     deviations = [_deviation(*pair) for pair in zip(used, wanted, strict=True)]  # type: ignore[arg-type]
     figures["norm"] = worst = max(deviations)
-    if worst > tolerance(policy):
+    if worst > tolerance(row):
         step = deviations.index(worst)
-        yield f"norm: clipped by {used[step]:.6g} at step {step}, {wanted[step]:.6g} on one device ({worst:.1e} off)"
-    yield from _clipped(policy, mains, used)
+        yield f"norm: clipped by {used[step]:.6g} at step {step}, {wanted[step]:.6g} in a plain loop ({worst:.1e} off)"
+    yield from _clipped(row, mains, used)
 
 
-def _clipped(policy: Policy, mains: Sequence[Run], used: Sequence[Any]) -> Iterator[str]:
+def _clipped(row: Row, mains: Sequence[Run], used: Sequence[Any]) -> Iterator[str]:
     """Where gradients lie in ``.grad``: their norm before is the one used, after it the clipped one."""
     for when, limit in (("before", math.inf), ("after", CLIP)):
         for step, parts in enumerate(zip(*(getattr(run, when) for run in mains), strict=True)):
-            seen, wanted = norm_of(parts), min(used[step], limit)
-            if seen is not None and _deviation(seen, wanted) > tolerance(policy):
+            seen, wanted = norm_of(row, parts), min(used[step], limit)
+            if seen is not None and _deviation(seen, wanted) > tolerance(row):
                 yield f"norm: {when} clipping the gradients' norm was {seen:.6g} at step {step}, not {wanted:.6g}"
                 break
+
+
+def _ended_at(row: Row, mains: Sequence[Run], reference: Run, figures: dict[str, Any]) -> Iterator[str]:
+    """Weights and buffers of the first rank are where the plain loop's are, by how far those went."""
+    ended, wanted = mains[0].whole, reference.whole
+    if missing := wanted.keys() - ended.keys():
+        yield f"weights: there is no {min(missing)} at the end, and {len(missing) - 1} others"
+        return
+    for name, tensor in wanted.items():
+        if not tensor.is_floating_point() and not torch.equal(ended[name], tensor):
+            yield f"weights: {name} is {ended[name].tolist()} at the end, {tensor.tolist()} in the plain loop"
+    off = {n: math.inf if math.isnan(far) else far for n, far in plain.distances(row, ended, wanted).items()}
+    name = max(off, key=lambda name: off[name])
+    figures["weights"], limit = off[name], WEIGHTS_TOLERANCE + 5 * reference.sway
+    if off[name] > limit:
+        many = sum(far > limit for far in off.values())
+        yield f"weights: {name} ended {off[name]:.1e} of its way from the plain loop's; so did {many - 1} others"
 
 
 # ---------------------------------------------------------------------- steps, skips and scales
 
 
-def _steps(name: str, runs: Sequence[Run], attempts: int, skipped: tuple[int, ...], begun: int = 0) -> Iterator[str]:
+def _steps(
+    name: str, row: Row, runs: Sequence[Run], attempts: int, skipped: tuple[int, ...], begun: int = 0
+) -> Iterator[str]:
     """Counts, flags and the schedule; ``begun``: attempts made before, in the run this one goes on from."""
     counts = attempts - len(skipped), len(skipped)
     flags = [step in skipped for step in range(begun, attempts)]
-    rates = expected.rates(attempts, skipped)[begun:]
+    rates = expected.rates(row, attempts, skipped)[begun:]
     for rank, run in enumerate(runs):
         if run.counts != counts:
             yield f"counters: {name}, rank {rank} counts (applied, skipped) {run.counts}, not {counts}"
@@ -211,9 +249,9 @@ def _scales(name: str, runs: Sequence[Run], wanted: list[float]) -> Iterator[str
             yield f"scale: {name}, rank {rank}, {run.scales}, not {wanted}"
 
 
-def _ranks_agree(name: str, runs: Sequence[Run]) -> Iterator[str]:
+def _ranks_agree(name: str, row: Row, runs: Sequence[Run]) -> Iterator[str]:
     """Whatever lies whole on several ranks is equal there, bit for bit."""
-    for parameter, numbers in expected.whole().items():
+    for parameter, numbers in expected.whole(row).items():
         copies = [run.weights[parameter] for run in runs if parameter in run.weights]
         copies = [copy for copy in copies if copy.numel() == numbers]
         if any(not torch.equal(copy, copies[0]) for copy in copies[1:]):
@@ -221,24 +259,24 @@ def _ranks_agree(name: str, runs: Sequence[Run]) -> Iterator[str]:
             return
 
 
-def _skip(policy: Policy, cells: Sequence[Cell]) -> Iterator[str]:
+def _skip(row: Row, cells: Sequence[Cell]) -> Iterator[str]:
     """One rank alone overflowed: all skip, and nothing is left of that batch."""
     overflow, clean = ([cell.runs[name] for cell in cells] for name in ("overflow", "clean"))
-    yield from _steps("overflow", overflow, SHORT, (BAD_STEP,))
-    yield from _ranks_agree("overflow", overflow)
+    yield from _steps("overflow", row, overflow, SHORT, (BAD_STEP,))
+    yield from _ranks_agree("overflow", row, overflow)
     yield from _equal("skip", overflow, clean, "a run without that batch")
-    if policy.scaled:
+    if row.policy.scaled:
         dynamic = [cell.runs["dynamic"] for cell in cells]
-        yield from _steps("dynamic", dynamic, SHORT, (BAD_STEP,))
-        yield from _ranks_agree("dynamic", dynamic)
+        yield from _steps("dynamic", row, dynamic, SHORT, (BAD_STEP,))
+        yield from _ranks_agree("dynamic", row, dynamic)
         yield from _scales("dynamic", dynamic, expected.halved_scales(SHORT, BAD_STEP))
 
 
-def _resume(policy: Policy, cells: Sequence[Cell]) -> Iterator[str]:
+def _resume(row: Row, cells: Sequence[Cell]) -> Iterator[str]:
     """From the checkpoint on, the run is the one that was not interrupted."""
     mains, resumed = ([cell.runs[name] for cell in cells] for name in ("main", "resumed"))
-    yield from _steps("resumed", resumed, STEPS, (), begun=SAVED_AT)
-    yield from _scales("resumed", resumed, expected.growing_scales(STEPS)[SAVED_AT:] if policy.scaled else [])
+    yield from _steps("resumed", row, resumed, STEPS, (), begun=SAVED_AT)
+    yield from _scales("resumed", resumed, expected.growing_scales(STEPS)[SAVED_AT:] if row.policy.scaled else [])
     yield from _equal("resume", resumed, mains, "the run that was not interrupted")
     for rank, (one, other) in enumerate(zip(resumed, mains, strict=True)):
         if one.losses != other.losses[SAVED_AT:]:
@@ -264,8 +302,8 @@ def _first_unequal(what: str, one: dict[str, Tensor], other: dict[str, Tensor], 
         yield f"{what} differ from {than} in {len(unequal)} of {len(one)}, {unequal[0]} first, by up to {off:.1e}"
 
 
-def _memory(strategy: str, policy: Policy, mains: Sequence[Run], figures: dict[str, Any]) -> Iterator[str]:
-    formula = expected.bytes_per_rank(strategy, policy)
+def _memory(strategy: str, row: Row, mains: Sequence[Run], figures: dict[str, Any]) -> Iterator[str]:
+    formula = expected.bytes_per_rank(strategy, row)
     measured = {key: max(run.bytes.get(key, 0) for run in mains) for key in formula}
     figures["measured"], figures["formula"] = measured, formula
     for key, wanted in formula.items():

@@ -55,7 +55,15 @@ def moments(optimizer: Any) -> list[dict[str, Tensor]]:
     members = [parameter for group in inner.param_groups for parameter in group["params"]]
     # ZeRO-3 fills the groups for the length of a step only
     states = [inner.state.get(parameter, {}) for parameter in members or list(inner.state)]
-    return [{k: local(v) for k, v in sorted(state.items()) if isinstance(v, Tensor)} for state in states]
+    return [dict(part for kv in sorted(state.items()) for part in _stored(*kv)) for state in states]
+
+
+def _stored(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """A state tensor's local part; of a quantized one, what it is made of."""
+    if isinstance(value, Tensor):
+        value = local(value)
+        inside = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
+        yield from ((f"{name}.{part}", getattr(value, part)) for part in inside) if inside else ((name, value),)
 
 
 def floating(states: Iterable[dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

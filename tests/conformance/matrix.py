@@ -12,16 +12,18 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from conformance import judge
+from conformance import judge, plain
 from conformance.cells import Cell, run_cell
 from conformance.judge import Verdict
 from conformance.observe import Run
-from conformance.policies import POLICIES
+from conformance.rows import ROWS
 from conformance.strategies import TIMEOUT, environment, world
 from support.ranks import RankError, Ranks
 
 Progress = Callable[[str, str, Verdict, float], None]
 Key = tuple[str, str]
+#: row → by the number of ranks
+References = dict[str, dict[int, Run | None]]
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,23 @@ class OnRanks:
     """A cell, on every rank."""
 
     strategy: str
-    policy: str
+    row: str
     folder: Path
 
     def run(self) -> Cell:
         if world(self.strategy) > 1 and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=TIMEOUT)  # every strategy then uses this group
-        return run_cell(self.strategy, self.policy, str(self.folder))
+        return run_cell(self.strategy, self.row, str(self.folder))
+
+
+@dataclass(frozen=True)
+class PlainLoop:
+    """The reference of a row for one process, and for two."""
+
+    row: str
+
+    def run(self) -> dict[int, Run]:
+        return plain.reference(ROWS[self.row])
 
 
 @dataclass
@@ -48,13 +60,12 @@ class Matrix:
 
 
 def run(cells: Iterable[Key], progress: Progress) -> Matrix:
-    """Every cell; what they need of ``single`` always, as what the others are compared with."""
-    start = time.monotonic()
-    columns: dict[str, list[str]] = {"single": []}
-    for strategy, policy in cells:
-        columns.setdefault(strategy, []).append(policy)
-    columns["single"] = [name for name in POLICIES if any(name in names for names in columns.values())]
-    matrix, references = Matrix(), {}
+    """Every cell, beside a plain loop of its row."""
+    start, matrix = time.monotonic(), Matrix()
+    columns: dict[str, list[str]] = {}
+    for strategy, row in cells:
+        columns.setdefault(strategy, []).append(row)
+    references: References = {}
     for strategy, names in columns.items():
         verdicts = column(strategy, names, references, progress)
         matrix.verdicts |= {(strategy, name): verdict for name, verdict in verdicts.items()}
@@ -63,16 +74,19 @@ def run(cells: Iterable[Key], progress: Progress) -> Matrix:
 
 
 def column(
-    strategy: str, names: Sequence[str], references: dict[str, Run], progress: Progress | None = None
+    strategy: str, names: Sequence[str], references: References, progress: Progress | None = None
 ) -> dict[str, Verdict]:
-    """The cells of one strategy by policy; ``single`` fills ``references``, the others are compared with them."""
+    """The cells of one strategy by row; ``references`` keeps the plain loops that were run."""
     folder = Path(tempfile.mkdtemp(prefix=f"conformance-{strategy}-"))
     verdicts: dict[str, Verdict] = {}
+    missing = [name for name in names if name not in references]
     try:
+        with Ranks(1) as one:
+            references |= {name: _reference(one, name) for name in missing}
         with Ranks(world(strategy), environment=environment(strategy)) as ranks:
             for name in names:
                 start = time.monotonic()
-                verdicts[name] = _cell(ranks, strategy, name, references, folder / name)
+                verdicts[name] = _cell(ranks, strategy, name, references[name][world(strategy)], folder / name)
                 if progress is not None:
                     progress(strategy, name, verdicts[name], time.monotonic() - start)
     finally:
@@ -80,7 +94,15 @@ def column(
     return verdicts
 
 
-def _cell(ranks: Ranks, strategy: str, name: str, references: dict[str, Run], folder: Path) -> Verdict:
+def _reference(one: Ranks, name: str) -> dict[int, Run | None]:
+    try:
+        return one.run(PlainLoop(name))[0]
+    except RankError as error:
+        print(error)
+        return {1: None, 2: None}
+
+
+def _cell(ranks: Ranks, strategy: str, name: str, reference: Run | None, folder: Path) -> Verdict:
     folder.mkdir()
     try:
         cells: list[Cell] = ranks.run(OnRanks(strategy, name, folder))
@@ -88,10 +110,7 @@ def _cell(ranks: Ranks, strategy: str, name: str, references: dict[str, Run], fo
         return Verdict(judge.FAILED, [str(error)])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if strategy == "single" and not cells[0].word:
-        references[name] = cells[0].runs["main"]
-    reference = cells[0].runs.get("plain") if strategy == "single" else references.get(name)
-    verdict = judge.judge(strategy, POLICIES[name], cells, reference)
+    verdict = judge.judge(strategy, ROWS[name], cells, reference)
     if verdict.word == judge.FAILED:  # a rank that raised leaves the other's collectives behind
         ranks.stop(kill=True)
     return verdict

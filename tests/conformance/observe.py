@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conformance import local, zero
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
 
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "convolution"}
 REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter", "reduce_")
 #: reductions of flags, counts and norms are a few numbers; the smallest gradient here is a norm's, 64 numbers or half
 LEAST_GRADIENT = 16
@@ -52,6 +52,10 @@ class Run:
     bytes: dict[str, int] = field(default_factory=dict)
     #: the local part of everything at the end
     weights: dict[str, Tensor] = field(default_factory=dict)
+    #: parameters and buffers in full, where that was asked for
+    whole: dict[str, Tensor] = field(default_factory=dict)
+    #: of a reference: how far from ``whole`` the same loop ended where a sum was rounded another way
+    sway: float = 0.0
     moments: list[dict[str, Tensor]] = field(default_factory=list)
 
 
@@ -63,6 +67,7 @@ class Watch(TorchDispatchMode):
         self.inside: list[str] = []
         self.last: list[str | None] = []
         self.computed: Names = defaultdict(set)
+        self.handed_on: Names = defaultdict(set)
         self.calls: Counter[str] = Counter()
         self.backward: set[str] = set()
         self.reduced: set[tuple[str, str]] = set()
@@ -107,6 +112,19 @@ class Watch(TorchDispatchMode):
             self.computed[name].add(last)
 
 
+def hook(watch: Watch, name: str, module: nn.Module) -> list[Any]:
+    """Tell ``watch`` when the module's forward begins and ends; what takes that back."""
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        watch.leave(name, finished=output is not None)
+        if output is not None:
+            watch.handed_on[name].update(_floating(output))
+
+    first = module.register_forward_pre_hook(lambda module, args: watch.enter(name))
+    # always: a checkpointed region's recomputation leaves by an exception
+    return [first, module.register_forward_hook(leave, always_call=True)]
+
+
 def _floating(value: Any) -> set[str]:
     items = value if isinstance(value, (tuple, list)) else [value]
     return {local.dtype_name(i.dtype) for i in items if isinstance(i, Tensor) and i.is_floating_point()}
@@ -115,8 +133,9 @@ def _floating(value: Any) -> set[str]:
 class Observer(Callback):
     """Fills ``run``; saves a checkpoint after step ``save_at`` where one is given."""
 
-    def __init__(self, watch: bool = False, save_at: tuple[Path, int] | None = None) -> None:
+    def __init__(self, watch: bool = False, save_at: tuple[Path, int] | None = None, whole: bool = False) -> None:
         self.run = Run()
+        self.whole = whole
         self.watch = Watch() if watch else None
         self.save_at = save_at
         self._hooks: list[Any] = []
@@ -126,21 +145,11 @@ class Observer(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.watch is not None:
-            self._hooks = [hook for n, m in pl_module.named_modules() if n for hook in self._hook(self.watch, n, m)]
-
-    def _hook(self, watch: Watch, name: str, module: nn.Module) -> list[Any]:
-        name = local.plain_name(name + ".").rstrip(".")
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            watch.leave(name, finished=output is not None)
-            if output is not None:
-                self.run.handed_on.setdefault(name, set()).update(_floating(output))
-
-        first = module.register_forward_pre_hook(lambda module, args: watch.enter(name))
-        # always: a checkpointed region's recomputation leaves by an exception
-        return [first, module.register_forward_hook(leave, always_call=True)]
+            modules = [(local.plain_name(n + ".").rstrip("."), m) for n, m in pl_module.named_modules() if n]
+            self._hooks = [each for n, m in modules for each in hook(self.watch, n, m)]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.run.before.append({})
         if self.watch is not None and batch_idx < WATCHED_STEPS:
             self.watch.__enter__()
             self._watching = True
@@ -154,9 +163,9 @@ class Observer(Callback):
     # ------------------------------------------------------------------ steps
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        found = local.gradients(pl_module)
+        found = {} if zero.optimizer_of(trainer) else local.gradients(pl_module)  # ZeRO has them elsewhere
         self.run.bytes["gradients"] = local.storage_bytes([*found.values(), *zero.gradients(trainer)])
-        self.run.before.append(local.squares(found))
+        self.run.before[-1] = local.squares(found)  # of the last evaluation, where an optimizer asks for several
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -180,6 +189,7 @@ class Observer(Callback):
         watch, run, states = self.watch, self.run, local.moments(trainer.optimizers[0])
         assert watch is not None
         run.computed, run.backward, run.reduced = dict(watch.computed), watch.backward, watch.reduced
+        run.handed_on = dict(watch.handed_on)
         run.calls = {name: count / WATCHED_STEPS for name, count in watch.calls.items()}
         stored = local.parameters(module)
         run.stored = {name: local.dtype_name(tensor.dtype) for name, tensor in stored.items()}
@@ -190,8 +200,12 @@ class Observer(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plan: Any = trainer.precision_plugin
         run = self.run
-        run.losses, run.lrs = list(pl_module.losses), list(pl_module.lrs)
+        run.losses, run.lrs = list(pl_module.losses.values()), list(pl_module.lrs.values())
         run.counts = plan.applied_steps, plan.skipped_steps
         run.weights = {name: tensor.clone() for name, tensor in local.parameters(pl_module).items()}
+        if self.whole:
+            from support import sharded  # not at the top: it imports one of Lightning's two copies
+
+            run.whole = sharded.whole(pl_module)
         states = local.moments(trainer.optimizers[0])
         run.moments = [{key: value.clone() for key, value in state.items()} for state in states]

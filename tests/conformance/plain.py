@@ -1,16 +1,23 @@
-"""The reference of the reference: a plain torch loop without Lightning and without a plan, on the global batch."""
+"""The reference: a plain torch loop without Lightning and without a plan, on one device.
+
+It takes each global batch whole, or in the parts that ranks have of it, each with buffers of its own: statistics of a
+batch are then those of a rank's rows.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Sequence
+from typing import Any
 
-from conformance.model import CLIP, batches, llama, next_token_loss, optimizer_for
-from conformance.observe import Run
-from conformance.policies import Policy
+import torch
+from torch import Tensor, nn
+
+from conformance import expected, local
+from conformance.model import CLIP, STEPS, batches, loss_of, model_of, optimizer_for, share
+from conformance.observe import WATCHED_STEPS, Run, Watch, hook
+from conformance.rows import Row
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SCALE = 256.0
 
 
 def _pin_norms(model: nn.Module, outside: torch.dtype) -> None:
@@ -25,28 +32,109 @@ def _norm(parameters: list[nn.Parameter]) -> float:
     return float(sum(p.grad.double().pow(2).sum() for p in parameters if p.grad is not None)) ** 0.5
 
 
-def train(policy: Policy) -> Run:
-    """Losses, learning rates and gradient norms of 20 steps."""
-    model, run = llama(), Run()
-    storage, compute = DTYPES[policy.storage], DTYPES[policy.compute]
-    model.to(storage)
-    if policy.pins and not policy.mixed:
-        _pin_norms(model, storage)
-    parameters = list(model.parameters())
-    optimizer, schedule = optimizer_for(parameters)
-    scale = SCALE if policy.scaled else 1.0
-    for tokens in batches():
-        with torch.autocast("cpu", compute, enabled=policy.mixed, cache_enabled=False):
-            loss = next_token_loss(model(input_ids=tokens).logits, tokens)
-        optimizer.zero_grad()
-        (loss * scale).backward()
-        norm = _norm(parameters) / scale
-        factor = min(1.0, CLIP / (norm + 1e-6)) / scale
-        for parameter in parameters:
-            parameter.grad.mul_(factor)
-        run.losses.append(loss.item())
-        run.lrs.append(optimizer.param_groups[0]["lr"])
-        run.norms.append(norm)
-        optimizer.step()
-        schedule.step()
+class _Loop:
+    """A model and what changes as it trains."""
+
+    def __init__(self, row: Row, parts: int, clip: float) -> None:
+        self.clip = clip
+        self.row, self.run, self.model = row, Run(), model_of(row)
+        self.model.to(DTYPES[row.policy.storage])
+        if row.policy.pins and not row.policy.mixed:
+            _pin_norms(self.model, DTYPES[row.policy.storage])
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer, self.schedule = optimizer_for(row, self.parameters)
+        self.parts = 1 if row.subject.synced else parts
+        #: by part
+        self.buffers = [{n: b.clone() for n, b in self.model.named_buffers()} for _ in range(self.parts)]
+
+    def backward(self, batch: Sequence[Tensor], scale: float) -> float:
+        """Gradients of the batch, clipped, in ``.grad``; its loss."""
+        policy, losses = self.row.policy, []
+        self.optimizer.zero_grad()
+        for part, buffers in enumerate(self.buffers):
+            self._exchange(buffers)
+            with torch.autocast("cpu", DTYPES[policy.compute], enabled=policy.mixed, cache_enabled=False):
+                answer = self.row.subject.answer(self.model, share(tuple(batch), part, self.parts))
+                loss = loss_of(*answer)
+            (loss * scale / self.parts).backward()
+            losses.append(loss.item())
+            self._exchange(buffers)
+        norm = _norm(self.parameters) / scale
+        factor = min(1.0, self.clip / (norm + 1e-6)) / scale
+        for gradient in (p.grad for p in self.parameters if p.grad is not None):
+            gradient.mul_(factor)
+        self._norm_seen = norm
+        return sum(losses) / len(losses)
+
+    def _exchange(self, buffers: dict[str, Tensor]) -> None:
+        """The model's buffers for these, and these for the model's."""
+        for name, buffer in self.model.named_buffers():
+            held = buffer.clone()
+            buffer.copy_(buffers[name])
+            buffers[name] = held
+
+    def step(self, batch: Sequence[Tensor], scale: float) -> None:
+        """One optimizer step; some optimizers ask for the gradient twice."""
+        seen: list[float] = []
+        rate = self.optimizer.param_groups[0]["lr"]
+
+        def closure() -> Any:
+            seen.append(self.backward(batch, scale))
+            return torch.tensor(seen[-1])
+
+        self.optimizer.step(closure)
+        self.schedule.step()
+        self.run.losses.append(seen[-1])
+        self.run.lrs.append(rate)
+        self.run.norms.append(self._norm_seen)
+
+
+def reference(row: Row) -> dict[int, Run]:
+    """What one process is compared with, and two; and how far from it what is right may end."""
+    runs = {parts: _train(row, parts) for parts in (1, 2)}
+    if not row.declared:
+        # another order of the norm's sum is as little as may be different, and half precision makes more of it
+        nudged = _train(row, 1, CLIP * (1 + 2 * torch.finfo(torch.float32).eps))
+        for run in runs.values():
+            run.sway = max(distances(row, nudged.whole, runs[1].whole).values())
+    return runs
+
+
+def distances(row: Row, ended: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """By name, how far apart weights and buffers ended, in parts of the way they went."""
+    start = expected.start(row)
+    moved = {name: _length(wanted[name] - start[name]) for name in wanted if wanted[name].is_floating_point()}
+    usual = sum(distance**2 for distance in moved.values()) ** 0.5 / len(moved) ** 0.5
+    return {n: _length(ended[n] - wanted[n]) / max(distance, usual / 10) for n, distance in moved.items()}
+
+
+def _length(tensor: Tensor) -> float:
+    """The root mean square of its numbers."""
+    return tensor.double().pow(2).mean().sqrt().item()
+
+
+def _train(row: Row, parts: int, clip: float = CLIP) -> Run:
+    """Losses, learning rates and gradient norms of all steps; weights and buffers at the end, the first part's."""
+    loop, watch = _Loop(row, parts, clip), Watch()
+    hooks = [
+        each for name, module in loop.model.named_modules() if name for each in hook(watch, f"model.{name}", module)
+    ]
+    scales = [1.0] * STEPS
+    if row.policy.scaled:
+        scales = [expected.INIT_SCALE, *expected.growing_scales(STEPS)]
+    for step, batch in enumerate(batches(row.subject)):
+        if step < WATCHED_STEPS:
+            with watch:
+                loop.step(batch, scales[step])
+            continue
+        for each in hooks:
+            each.remove()
+        hooks = []
+        loop.step(batch, scales[step])
+    run, model = loop.run, loop.model
+    run.computed, run.backward = dict(watch.computed), watch.backward
+    states = local.moments(loop.optimizer)
+    run.state = {local.dtype_name(tensor.dtype) for _, tensor in local.floating(states)}
+    tensors = {**dict(model.named_parameters()), **loop.buffers[0]}
+    run.whole = {f"model.{name}": tensor.detach().clone() for name, tensor in tensors.items()}
     return run

@@ -1,4 +1,4 @@
-"""The matrix as a page: a summary with its footnotes, then what was observed, a table a strategy."""
+"""The tables as a page, with their footnotes, then what was observed under every policy, a table a strategy."""
 
 from __future__ import annotations
 
@@ -10,60 +10,92 @@ from conformance import expected, judge
 from conformance.cells import SAVED_AT
 from conformance.judge import Verdict
 from conformance.matrix import Matrix
-from conformance.model import CLIP, ROWS, STEPS
+from conformance.model import CLIP, STEPS
+from conformance.models import ROWS
+from conformance.rows import PLAN, TABLES
 from conformance.strategies import STRATEGIES
 
-PACKAGES = ("torch", "lightning", "deepspeed", "transformers")
+PACKAGES = ("torch", "lightning", "deepspeed", "transformers", "peft", "torchao")
 DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 PARTS = ("parameters", "gradients", "optimizer")
 
 HEADER = """# Conformance
 
-`make conformance` wrote this page: every policy was run under every strategy, and what that did was compared with what
-the policy declares. Nothing here is written by hand.
+`make conformance` wrote this page: what every policy declares, models and optimizers that people use, under every
+strategy, beside a plain torch loop. Nothing here is written by hand.
 
 {cells}: {same} the same, {refused} refused, {other} otherwise; {seconds:.0f} seconds on {cores} cores.
 {versions}.
 
-**What ran.** A two-layer Llama of {numbers} parameters from its configuration, {steps} steps of fused AdamW on global
-batches of {rows} rows, clipped to a norm of {clip}. `single` is one process; every other strategy is two processes on
-CPU joined by gloo, each with its half of every global batch. They import `lightning.pytorch`, or the copy of Lightning
-named after the `@`. `+pins` keeps the norms in fp32 (`{{"*norm*": "fp32"}}`), `+ckpt` recomputes the decoder layers'
-activations.
+**What ran.** {steps} steps on global batches of {rows} rows, clipped to a norm of {clip}. `single` is one process;
+every other strategy is two processes on CPU joined by gloo, each with its half of every global batch. They import
+`lightning.pytorch`, or the copy of Lightning named after the `@`. The plain loop is one process without Lightning and
+without a plan; beside two ranks it takes each batch in the two parts that they have of it.
 
 **`same`** means that in that cell
 
-- parameters are stored, linears, norms, embeddings and attention compute and hand on, gradients are summed over ranks
-  and optimizer state is kept in the declared dtype, as seen operator by operator in the first steps; activations are
-  recomputed where declared and nowhere else;
-- losses, and the norm that gradients are clipped by, are those of one device on the same global batches at every step,
-  within {fp32:.0e} of it in `32-true` and {half:.0e} in the other modes; for `single`, those of a plain torch loop;
+- losses, and the norm that gradients are clipped by, are those of the plain loop at every step, within {fp32:.0e} of it
+  in `32-true` and {half:.0e} in the other modes;
+- parameters are stored and gradients summed over ranks in the declared dtype, ranks have the same weights bit for bit;
 - where one rank alone has infinite gradients in one step, all ranks skip it: afterwards weights and optimizer state
   equal those of a run without that batch bit for bit, the learning rate was held, the counters say one skip, and a
   dynamic scale was halved once;
 - a run that was saved at step {saved} and taken up again ends with the losses, weights, optimizer state, schedule,
-  scale and counters of the one that was not interrupted, bit for bit;
-- parameters, gradients and optimizer state take the bytes of the strategy's formula, within {memory:.0%}.
+  scale and counters of the one that was not interrupted, bit for bit.
 
-**`refused`** means that it raised, with the reason below, before the first training step. **`DIFFERS`** and
+**`refused`** means that it raised, with the reason below, before the first optimizer step. **`DIFFERS`** and
 **`FAILED`** are faults: it ran and was not the same, or it ended in another exception.
 """
+
+TOLD = {
+    "plan": """
+A two-layer Llama of {numbers} parameters from its configuration and fused AdamW. `+pins` keeps the norms in fp32
+(`{{"*norm*": "fp32"}}`), `+ckpt` recomputes the decoder layers' activations. `same` means here also that
+
+- linears, norms, embeddings and attention compute and hand on, and optimizer state is kept in the declared dtype, as
+  seen operator by operator in the first steps; activations are recomputed where declared and nowhere else;
+- parameters, gradients and optimizer state take the bytes of the strategy's formula, within {memory:.0%}.
+""",
+    "models": """
+Each tiny, from its configuration, with random weights, under fused AdamW. `moe` sends each row to one of four experts
+of two sizes, and one rank's rows to others than the other's. `resnet+sync` has `Trainer(sync_batchnorm=True)`; without
+it, statistics are those of a rank's rows. `same` means here also that
+
+- each module computes in what it computes in under autocast in the plain loop; optimizer state has the dtypes it has
+  there;
+- all weights and buffers end where the plain loop's do, within {weights:.0%} of the way they went and five times as
+  much as the plain loop itself is off where its norm is rounded another way.
+""",
+    "optimizers": """
+The Llama of the first table. `lamb`, `lion`, `sam` and `wrapper`, which holds an optimizer and steps that, are written
+out in `tests/conformance/optimizers.py`; `muon` takes the matrices, and the rest is frozen. `same` as for models.
+""",
+}
 
 
 def text(matrix: Matrix) -> str:
     """The whole page."""
-    strategies = [name for name in STRATEGIES if any(key[0] == name for key in matrix.verdicts)]
-    policies = list(dict.fromkeys(policy for _, policy in matrix.verdicts))
     notes: dict[str, int] = {}
-    lines = [_header(matrix), "", "## Summary", "", *_summary(matrix, strategies, policies, notes), ""]
+    lines = [_header(matrix), ""]
+    for name, (all_rows, all_columns) in TABLES.items():
+        rows = [row for row in all_rows if any(key[1] == row for key in matrix.verdicts)]
+        columns = [column for column in all_columns if any((column, row) in matrix.verdicts for row in rows)]
+        if rows:
+            lines += [f"## {name.capitalize()}", "", _told(name), "", *_summary(matrix, columns, rows, notes), ""]
     lines += [f"{_superscript(number)} {reason}\n" for reason, number in notes.items()]
     lines += ["## Observed", "", *_legend(), ""]
-    for strategy in strategies:
-        verdicts = {policy: matrix.verdicts[strategy, policy] for policy in policies}
+    for strategy in STRATEGIES:
+        verdicts = {row: matrix.verdicts[strategy, row] for row in PLAN if (strategy, row) in matrix.verdicts}
         if any(verdict.figures for verdict in verdicts.values()):
             lines += [f"### {strategy}", "", f"Bytes a rank by formula: {expected.FORMULAS[strategy]}.", ""]
             lines += [*_observed(verdicts), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _told(table: str) -> str:
+    numbers = sum(expected.whole(PLAN["32-true"]).values())
+    told = TOLD[table].strip()
+    return told.format(numbers=numbers, memory=judge.MEMORY_TOLERANCE, weights=judge.WEIGHTS_TOLERANCE)
 
 
 def _header(matrix: Matrix) -> str:
@@ -78,13 +110,11 @@ def _header(matrix: Matrix) -> str:
         cores=matrix.cores,
         saved=SAVED_AT,
         versions=", ".join([f"Python {platform.python_version()}", *map(_version, PACKAGES)]),
-        numbers=sum(expected.whole().values()),
         steps=STEPS,
         rows=ROWS,
         clip=CLIP,
         fp32=judge.FP32_TOLERANCE,
         half=judge.HALF_TOLERANCE,
-        memory=judge.MEMORY_TOLERANCE,
     ).rstrip()
 
 
@@ -95,11 +125,12 @@ def _version(package: str) -> str:
         return f"no {package}"
 
 
-def _summary(matrix: Matrix, strategies: list[str], policies: list[str], notes: dict[str, int]) -> Iterable[str]:
+def _summary(matrix: Matrix, strategies: list[str], rows: list[str], notes: dict[str, int]) -> Iterable[str]:
     yield _row(["", *strategies])
     yield _row(["---"] * (len(strategies) + 1))
-    for policy in policies:
-        yield _row([f"`{policy}`", *(_word(matrix.verdicts[strategy, policy], notes) for strategy in strategies)])
+    for row in rows:
+        found = (matrix.verdicts.get((strategy, row)) for strategy in strategies)
+        yield _row([f"`{row}`", *("" if verdict is None else _word(verdict, notes) for verdict in found)])
 
 
 def _word(verdict: Verdict, notes: dict[str, int]) -> str:
@@ -139,7 +170,7 @@ def _observed(verdicts: dict[str, Verdict]) -> Iterable[str]:
     yield _row(["---"] * len(heads))
     for policy, verdict in verdicts.items():
         figures = verdict.figures
-        if not figures:
+        if "dtypes" not in figures:
             continue
         dtypes = [figures["dtypes"][key] for key in ("stored", "products", "norms", "reduced", "state")]
         yield _row([f"`{policy}`", *(_figure(figures.get(key)) for key in ("loss", "norm")), *dtypes, *_bytes(figures)])

@@ -1,33 +1,37 @@
-"""A part of the matrix for CI: every strategy meets every mode, and each flag both, in cells that a seed chooses."""
+"""A part of the tables for CI: every two of strategy, mode and flags, every model and optimizer, in cells by a seed."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import combinations
 
-from conformance.policies import POLICIES
+from conformance.rows import ROWS
 
 Key = tuple[str, str]
 Pair = tuple[tuple[str, object], ...]
 
 
 def pairs(cell: Key) -> set[Pair]:
-    """Every two of a cell's strategy, mode, pins and checkpointing."""
+    """Every two of what a cell is made of; in the tables of models and of optimizers, every one."""
     strategy, name = cell
-    policy = POLICIES[name]
+    row = ROWS[name]
+    if not row.declared:
+        table = row.of != "llama"
+        return {(("models", table), ("strategy", strategy)), (("of", row.of), ("by", row.by))}
     values = {
         "strategy": strategy,
-        "mode": policy.mode,
-        "pins": policy.pins,
-        "checkpointing": policy.checkpointing,
+        "mode": row.policy.mode,
+        "pins": row.policy.pins,
+        "checkpointing": row.policy.checkpointing,
     }
     return set(combinations(values.items(), 2))
 
 
-def choose(strategies: Sequence[str], policies: Iterable[str], seed: str) -> list[Key]:
-    """Cells in which every pair occurs that occurs in the whole matrix; another seed chooses others."""
-    cells = [(strategy, policy) for policy in policies for strategy in strategies]
+def choose(cells: Iterable[Key], seed: str) -> list[Key]:
+    """Of ``cells``, some in which every pair occurs that occurs in them; another seed chooses others."""
+    cells = list(cells)
+    order = list(dict.fromkeys(strategy for strategy, _ in cells))
     random.Random(seed).shuffle(cells)
     covered = {cell: pairs(cell) for cell in cells}
     missing: set[Pair] = set().union(*covered.values())
@@ -35,4 +39,4 @@ def choose(strategies: Sequence[str], policies: Iterable[str], seed: str) -> lis
     while missing:
         chosen.append(max(cells, key=lambda cell: len(covered[cell] & missing)))
         missing -= covered[chosen[-1]]
-    return sorted(chosen, key=lambda cell: strategies.index(cell[0]))
+    return sorted(chosen, key=lambda cell: order.index(cell[0]))

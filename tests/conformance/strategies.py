@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from conformance import HOST
+from conformance.models import Subject
 from lightning_mp import make_strategy
 from lightning_mp.compat.host import host as used
 
@@ -50,12 +51,12 @@ def world(strategy: str) -> int:
     return 1 if strategy == "single" else 2
 
 
-def trainer_arguments(strategy: str, plan: Any) -> dict[str, Any]:
+def trainer_arguments(strategy: str, plan: Any, subject: Subject) -> dict[str, Any]:
     """What a Trainer needs to run ``plan`` under ``strategy``."""
     assert used() == host(strategy), "the process imported the other copy of Lightning"
-    shared = {"plugins": [plan], "devices": world(strategy), "use_distributed_sampler": False}
+    shared = {"plugins": [plan], "devices": world(strategy), "use_distributed_sampler": False, **subject.trainer}
     if strategy == "single":
         return shared
     # one node has one replica by default: with two, gradients are summed over both mesh dimensions
-    own = {"device_mesh": (2, 1)} if strategy == "hsdp" else {}
+    own = {"hsdp": {"device_mesh": (2, 1)}, "ddp": dict(subject.ddp)}.get(plain(strategy), {})
     return {**shared, "strategy": make_strategy(plain(strategy), plan, timeout=TIMEOUT, **own)}

@@ -15,72 +15,74 @@ from conformance.judge import DIFFERS, FAILED, REFUSED, SAME, Verdict, judge
 from conformance.matrix import Matrix
 from conformance.model import CLIP, STEPS
 from conformance.observe import Parts, Run
-from conformance.policies import POLICIES, Policy
+from conformance.rows import MODELS, PLAN, Row
 
 NORM = 2.0
-SCALED = POLICIES["16-mixed+pins+ckpt"]
-FP32 = POLICIES["32-true"]
-TRUE = POLICIES["bf16-true+pins"]
+SCALED = PLAN["16-mixed+pins+ckpt"]
+FP32 = PLAN["32-true"]
+TRUE = PLAN["bf16-true+pins"]
+GPT2 = MODELS["gpt2 16-mixed"]
 
 
-def _parts(norm: float) -> Parts:
+def _parts(norm: float, row: Row = PLAN["32-true"]) -> Parts:
     """Every rank holds every gradient whole."""
-    whole = expected.whole()
+    whole = expected.whole(row)
     return {name: (numbers, norm**2 / len(whole)) for name, numbers in whole.items()}
 
 
-def _run(policy: Policy, attempts: int, skipped: tuple[int, ...] = (), begun: int = 0) -> Run:
+def _run(row: Row, attempts: int, skipped: tuple[int, ...] = (), begun: int = 0) -> Run:
     here = attempts - begun
     return Run(
         losses=[5.0 - 0.1 * step for step in range(begun, attempts)],
-        lrs=expected.rates(attempts, skipped)[begun:],
-        scales=expected.growing_scales(attempts)[begun:] if policy.scaled else [],
+        lrs=expected.rates(row, attempts, skipped)[begun:],
+        scales=expected.growing_scales(attempts)[begun:] if row.policy.scaled else [],
         skipped=[step in skipped for step in range(begun, attempts)],
         counts=(attempts - len(skipped), len(skipped)),
         norms=[NORM] * here,
-        before=[_parts(NORM)] * here,
-        after=[_parts(CLIP)] * here,
-        weights={name: torch.arange(numbers) / numbers for name, numbers in expected.whole().items()},
+        before=[_parts(NORM, row)] * here,
+        after=[_parts(CLIP, row)] * here,
+        weights={name: torch.arange(numbers) / numbers for name, numbers in expected.whole(row).items()},
         moments=[{"exp_avg": torch.ones(2), "step": torch.tensor(float(attempts))}],
     )
 
 
-def _main(policy: Policy) -> Run:
-    run = _run(policy, STEPS)
-    run.stored = expected.stored(policy)
-    run.computed = {name: {dtype} for name, dtype in expected.computed(policy).items()}
-    run.handed_on = {name: {dtype} for name, dtype in expected.handed_on(policy).items()}
-    run.calls = expected.calls(policy)
+def _main(row: Row) -> Run:
+    run, policy = _run(row, STEPS), row.policy
+    run.stored = expected.stored(row)
+    run.computed = {name: {dtype} for name, dtype in expected.computed(row).items()}
+    run.handed_on = {name: {dtype} for name, dtype in expected.handed_on(row).items()}
+    run.calls = expected.calls(row)
     run.backward, run.reduced = {policy.compute}, {("allreduce", "fp32")}
     run.state = {policy.storage, policy.norm_storage}
-    run.bytes = {key: int(value) for key, value in expected.bytes_per_rank("ddp", policy).items()}
+    run.bytes = {key: int(value) for key, value in expected.bytes_per_rank("ddp", row).items()}
+    run.whole = {name: tensor + tensor.new_ones(()) for name, tensor in expected.start(row).items()}
     return run
 
 
-def _cells(policy: Policy) -> list[Cell]:
+def _cells(row: Row) -> list[Cell]:
     """What two ranks of DDP see where everything is as declared."""
     cells = []
     for rank in range(2):
-        overflow, clean = _run(policy, SHORT, (BAD_STEP,)), _run(policy, SHORT - 1)
+        overflow, clean = _run(row, SHORT, (BAD_STEP,)), _run(row, SHORT - 1)
         overflow.moments = clean.moments
-        runs = {"main": _main(policy), "resumed": _run(policy, STEPS, begun=SAVED_AT)}
+        runs = {"main": _main(row), "resumed": _run(row, STEPS, begun=SAVED_AT)}
         runs |= {"overflow": overflow, "clean": clean}
-        if policy.scaled:
-            runs["dynamic"] = _run(policy, SHORT, (BAD_STEP,))
+        if row.policy.scaled:
+            runs["dynamic"] = _run(row, SHORT, (BAD_STEP,))
             runs["dynamic"].scales = expected.halved_scales(SHORT, BAD_STEP)
         cells.append(Cell(rank, runs))
     return cells
 
 
-def _verdict(policy: Policy, tamper: Callable[[list[Cell]], Any] = lambda cells: None) -> Verdict:
-    cells = _cells(policy)
+def _verdict(row: Row, tamper: Callable[[list[Cell]], Any] = lambda cells: None) -> Verdict:
+    cells = _cells(row)
     tamper(cells)
-    return judge("ddp", policy, cells, _main(policy))
+    return judge("ddp", row, cells, _main(row))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*PLAN, "gpt2 16-mixed"])
 def test_what_is_as_declared_is_the_same(name: str) -> None:
-    verdict = _verdict(POLICIES[name])
+    verdict = _verdict((PLAN | MODELS)[name])
     assert (verdict.word, verdict.reasons) == (SAME, [])
 
 
@@ -109,7 +111,7 @@ def _nudge(run: Run) -> None:
 
 
 def _move_on(run: Run) -> None:
-    run.lrs = expected.rates(SHORT)
+    run.lrs = expected.rates(FP32, SHORT)
 
 
 def _forget_moments(cells: list[Cell]) -> None:
@@ -121,8 +123,12 @@ def _nan(run: Run) -> None:
     run.losses[3] = math.nan
 
 
+def _further(name: str, by: float) -> Callable[[Run], None]:
+    return lambda run: run.whole.__setitem__(name, run.whole[name] + by)
+
+
 NORM_MODULE = "model.model.layers.1.input_layernorm"
-TAMPERED: dict[str, tuple[Policy, Callable[[list[Cell]], None], str]] = {
+TAMPERED: dict[str, tuple[Row, Callable[[list[Cell]], None], str]] = {
     "a pinned norm stored in half": (TRUE, _runs("main", _put("stored", f"{NORM_MODULE}.weight", "bf16")), "dtype: "),
     "a pinned norm computed in half": (TRUE, _runs("main", _put("computed", NORM_MODULE, {"bf16"})), NORM_MODULE),
     "a norm that hands on fp32": (TRUE, _runs("main", _put("handed_on", NORM_MODULE, {"fp32"})), "handed on in fp32"),
@@ -181,20 +187,41 @@ TAMPERED: dict[str, tuple[Policy, Callable[[list[Cell]], None], str]] = {
     ),
     "a schedule that began again": (
         FP32,
-        _runs("resumed", _set("lrs", expected.rates(STEPS - SAVED_AT))),
+        _runs("resumed", _set("lrs", expected.rates(FP32, STEPS - SAVED_AT))),
         "schedule: resumed",
     ),
     "counts that began again": (FP32, _runs("resumed", _set("counts", (8, 0))), "counters: resumed"),
     "weights that were not saved": (FP32, _runs("resumed", _nudge), "resume: rank 0, weights differ"),
     "other losses after a resume": (FP32, _runs("resumed", _each("losses", 1.001)), "resume: rank 0, losses"),
     "gradients kept twice": (FP32, _runs("main", _put("bytes", "gradients", 2 * 361728)), "memory: gradients"),
+    "a layer that computed otherwise": (
+        GPT2,
+        _runs("main", _put("computed", "model.lm_head", {"fp32"})),
+        "model.lm_head computed in fp32, not fp16",
+    ),
+    "state as the optimizer does not keep it": (GPT2, _runs("main", _set("state", {"fp16"})), "state was in fp16"),
+    "weights that went too far": (
+        GPT2,
+        _runs("main", _further("model.transformer.wte.weight", 0.02)),
+        "2.0e-02 of its way",
+    ),
+    "weights that are no numbers": (
+        GPT2,
+        _runs("main", _further("model.transformer.wte.weight", math.nan)),
+        "inf of its way",
+    ),
+    "a tensor nobody has": (
+        GPT2,
+        _runs("main", lambda run: run.whole.pop("model.transformer.wte.weight")),
+        "there is no",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", TAMPERED)
 def test_what_is_not_as_declared_differs_and_is_named(case: str) -> None:
-    policy, tamper, named = TAMPERED[case]
-    verdict = _verdict(policy, tamper)
+    row, tamper, named = TAMPERED[case]
+    verdict = _verdict(row, tamper)
     assert verdict.word == DIFFERS
     assert any(named in reason for reason in verdict.reasons), verdict.reasons
     assert not verdict.good
@@ -210,7 +237,7 @@ def test_half_precision_may_be_two_percent_off() -> None:
 
 def test_a_norm_over_shards_counts_every_number_once() -> None:
     """Rank 0 holds one parameter whole, rank 1 another; a third is split, the rest lie on both."""
-    cells, names = _cells(FP32), list(expected.whole())
+    cells, names = _cells(FP32), list(expected.whole(FP32))
     for step in range(STEPS):
         parts = [dict(cell.runs["main"].before[step]) for cell in cells]
         numbers, square = parts[0][names[2]]
@@ -220,6 +247,13 @@ def test_a_norm_over_shards_counts_every_number_once() -> None:
         for cell, part in zip(cells, parts, strict=True):
             cell.runs["main"].before = [part if i == step else p for i, p in enumerate(cell.runs["main"].before)]
     assert judge("ddp", FP32, cells, _main(FP32)).word == SAME
+
+
+def test_weights_may_be_as_far_off_as_rounding_takes_a_plain_loop() -> None:
+    cells, reference = _cells(GPT2), _main(GPT2)
+    _runs("main", _further("model.transformer.wte.weight", 0.02))(cells)
+    reference.sway = 0.01
+    assert judge("ddp", GPT2, cells, reference).word == SAME
 
 
 def _ended(word: str, reason: str, steps: int = 0) -> Callable[[Cell], None]:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from conformance import plain
 from conformance.cells import Cell, run_cell
 from conformance.judge import DIFFERS, SAME, judge
-from conformance.policies import POLICIES
+from conformance.observe import Run
+from conformance.rows import PLAN
 
 CONFUSED = {
     # what ran, what was declared, what gives it away
@@ -29,12 +31,18 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cell]:
     return {name: run_cell("single", name, str(tmp_path_factory.mktemp(name))) for name in names}
 
 
+@pytest.fixture(scope="module")
+def references(ran: dict[str, Cell]) -> dict[str, Run]:
+    """The plain loops of the same."""
+    return {name: plain.reference(PLAN[name])[1] for name in ran}
+
+
 @pytest.mark.parametrize("case", CONFUSED)
-def test_one_policy_does_not_pass_for_another(case: str, ran: dict[str, Cell]) -> None:
+def test_one_policy_does_not_pass_for_another(case: str, ran: dict[str, Cell], references: dict[str, Run]) -> None:
     name, declared, named = CONFUSED[case]
     cell = ran[name]
-    assert judge("single", POLICIES[name], [cell], cell.runs["plain"]).word == SAME
-    verdict = judge("single", POLICIES[declared], [cell], cell.runs["plain"])
+    assert judge("single", PLAN[name], [cell], references[name]).word == SAME
+    verdict = judge("single", PLAN[declared], [cell], references[name])
     assert verdict.word == DIFFERS
     assert any(named in reason for reason in verdict.reasons), verdict.reasons
 

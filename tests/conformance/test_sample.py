@@ -5,25 +5,30 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.policies import MODES, POLICIES
+from conformance.policies import MODES
+from conformance.rows import TABLES
 from conformance.sample import choose, pairs
 from conformance.strategies import STRATEGIES
 
-WHOLE = [(strategy, policy) for strategy in STRATEGIES for policy in POLICIES]
+TABLE = {name: [(column, row) for column in columns for row in rows] for name, (rows, columns) in TABLES.items()}
+WHOLE = [cell for cells in TABLE.values() for cell in cells]
 
 
 @given(st.text())
 @settings(max_examples=10, deadline=None)
-def test_every_pair_of_strategy_mode_and_flags_is_in_it(seed: str) -> None:
-    chosen = choose(STRATEGIES, POLICIES, seed)
+def test_every_pair_of_strategy_mode_and_flags_and_every_model_and_optimizer_is_in_it(seed: str) -> None:
+    chosen = choose(WHOLE, seed)
     assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, WHOLE))
-    assert len(set(chosen)) == len(chosen) <= 1.1 * len(STRATEGIES) * len(MODES)
-    assert chosen == choose(STRATEGIES, POLICIES, seed)
+    assert len(set(chosen)) == len(chosen)
+    assert len(set(chosen) & set(TABLE["plan"])) <= 1.1 * len(STRATEGIES) * len(MODES)
+    assert all(len(set(chosen) & set(TABLE[name])) <= 1.5 * len(STRATEGIES) for name in ("models", "optimizers"))
+    assert chosen == choose(WHOLE, seed)
 
 
 def test_another_commit_chooses_other_cells() -> None:
-    assert choose(STRATEGIES, POLICIES, "a") != choose(STRATEGIES, POLICIES, "b")
+    assert choose(WHOLE, "a") != choose(WHOLE, "b")
 
 
 def test_in_time_every_cell_is_chosen() -> None:
-    assert set().union(*(choose(STRATEGIES, POLICIES, str(seed)) for seed in range(40))) == set(WHOLE)
+    plan = TABLE["plan"]
+    assert set().union(*(choose(plan, str(seed)) for seed in range(40))) == set(plan)

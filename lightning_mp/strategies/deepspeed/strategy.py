@@ -36,6 +36,7 @@ from lightning_mp.engines.zero import ZeroEngine
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.strategies import unfit_callbacks
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.deepspeed import patches
@@ -154,6 +155,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
                 "move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
             )
         _check_storage(engine, module, self._stage, any(self._offloads), faults)
+        unfit_callbacks.refuse_with_zero(module, self._stage, faults)
         try:
             composed = self._composed(engine.policy)
         except PlanError as error:
@@ -293,7 +295,18 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save through DeepSpeed; schedulers as if no param group had been split."""
+        """Save through DeepSpeed; schedulers as if no param group had been split.
+
+        Raises:
+            RuntimeError: a callback averages weights: DeepSpeed would leave the average out.
+        """
+        if "averaging_state" in checkpoint:
+            fault = Fault(
+                "a checkpoint of averaged weights with ZeRO, which saves those that are trained alone",
+                "checkpoints without WeightAveraging",
+                "remove the callback, or use strategy='mp_ddp'",
+            )
+            raise RuntimeError(str(fault))
         if len(self._came_from) != self._groups_before:
             first = [self._came_from.index(group) for group in range(self._groups_before)]
             for state in checkpoint.get("lr_schedulers", ()):

@@ -32,7 +32,7 @@ from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.strategies import meta_device
+from lightning_mp.strategies import meta_device, unfit_callbacks
 from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
 from lightning_mp.strategies.common import RunsPlan, StepAsForward, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
@@ -181,6 +181,7 @@ class PlanFSDP2Strategy(
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
         """Decide how to shard; ``None`` where the model is sharded already. Notes what cannot be, changes nothing."""
+        unfit_callbacks.refuse_with_shards(module, faults)
         if is_sharded(module):  # by the user's configure_model, or by a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)

@@ -1,0 +1,39 @@
+"""Lightning's callbacks that take weights for whole, or for those that are stepped, and would fail in the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from lightning_mp.compat.lightning import TrainerFn, WeightAveraging, callbacks, trainer_of
+from lightning_mp.errors import Faults
+
+AVERAGES: tuple[Any, ...] = (WeightAveraging, callbacks.StochasticWeightAveraging)
+PRUNING: tuple[Any, ...] = (callbacks.ModelPruning,)
+LR_FINDER: tuple[Any, ...] = (callbacks.LearningRateFinder,)
+
+
+def refuse(module: Any, faults: Faults, kinds: Iterable[Any], why: str) -> None:
+    """Note each callback of a fit that is one of ``kinds``, and ``why`` it cannot do its work."""
+    trainer = trainer_of(module)
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        return
+    for callback in cast("Any", trainer).callbacks:
+        if isinstance(callback, tuple(kinds)):
+            name = type(callback).__name__
+            faults.add(f"{name} with {why}", f"runs without {name}", f"remove {name}, or use strategy='mp_ddp'")
+
+
+def refuse_with_shards(module: Any, faults: Faults) -> None:
+    """Note what shards cannot serve; the learning-rate finder waits for ever where it restores what it saved."""
+    refuse(module, faults, (*AVERAGES, *PRUNING, *LR_FINDER), "sharded weights")
+
+
+def refuse_with_zero(module: Any, stage: int, faults: Faults) -> None:
+    """Note what ZeRO cannot serve; stages 1 and 2 have whole weights, but their checkpoints hold no averages."""
+    refuse(module, faults, LR_FINDER, "ZeRO, whose optimizer takes no other schedule in a run")
+    refuse(module, faults, PRUNING, "ZeRO, which steps copies of the weights that it prunes")
+    if stage == 3:
+        refuse(module, faults, AVERAGES, "sharded weights")
+    elif (trainer := trainer_of(module)) is not None and trainer.checkpoint_callbacks:
+        refuse(module, faults, AVERAGES, "ZeRO's checkpoints, which do not hold the average")

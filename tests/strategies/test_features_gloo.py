@@ -1,0 +1,93 @@
+"""What a run may do beside training: on two processes it ends as on one device on the same batches, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import feature_hooks, feature_loops  # noqa: F401  # they fill the table
+from support.features import FEATURE, Ran, difference
+from support.ranks import Ranks
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+MODE = "32-true"
+#: of a sum in another order, and of what steps make of it
+WITHIN = 1e-4
+IN_HOOKS = "parameter.grad before the step, with ZeRO"
+NO_GRADIENT = "no gradient for"
+SHARDED = "with sharded weights"
+ONE_PROCESS = {
+    "batch_size_scaler": "currently not supported with distributed strategies",
+    "training_step_returns_none": "returning None in distributed training is not supported",
+}
+FINETUNING = "Finetuning callback does not support running with the DeepSpeed strategy"
+#: strategy → feature → what the refusal says; what is not named here is the same
+REFUSED: dict[str, dict[str, str]] = {
+    "ddp": ONE_PROCESS,
+    "fsdp2": {
+        **ONE_PROCESS,
+        **dict.fromkeys(["ema", "ema_validated", "ema_resumed", "swa", "swa_with_batch_norm"], SHARDED),
+        **dict.fromkeys(["pruning", "lr_finder"], SHARDED),
+    },
+    "deepspeed_zero2": {
+        **ONE_PROCESS,
+        **dict.fromkeys(["swa", "swa_with_batch_norm"], "SWA does not currently support sharded models"),
+        "ema_resumed": "a checkpoint of averaged weights with ZeRO",
+        "pruning": "ModelPruning with ZeRO",
+        "lr_finder": "with ZeRO, whose optimizer takes no other schedule",
+        "two_optimizers": "only supports single optimizer",
+        "accumulates_on_a_schedule": "does not support `accumulate_grad_batches` changing",
+        "manual_clips_itself": IN_HOOKS,
+        "clips_in_a_hook": IN_HOOKS,
+        "clips_in_configure_gradient_clipping": IN_HOOKS,
+        "changes_before_the_step": IN_HOOKS,
+        "changes_after_backward": IN_HOOKS,
+        "poisons_before_the_step": IN_HOOKS,
+        "logs_grad_norm": IN_HOOKS,
+        "clips_by_value": "gradient_clip_algorithm='value' with ZeRO",
+        "a_layer_is_never_used": NO_GRADIENT,
+        "a_layer_is_used_every_other_step": NO_GRADIENT,
+        "a_layer_is_used_on_one_rank": "on some ranks only, with ZeRO",
+        "freezes_by_hand": NO_GRADIENT,
+        "unfreezes_by_hand": "unfrozen in a run with ZeRO",
+        "unfreezes_in_the_midst": FINETUNING,
+        "backbone_finetuning": FINETUNING,
+        "manual_accumulation": "two manual_backward() before a step with ZeRO",
+        "lamb": "Lamb with ZeRO, which steps pieces of flat tensors",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def one_device() -> Iterator[Ranks]:
+    """A process, and what ran in it."""
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module", params=REFUSED)
+def strategy(request: pytest.FixtureRequest) -> Any:
+    """Two processes that run one strategy."""
+    with Ranks(2) as ranks:
+        yield request.param, ranks
+
+
+@pytest.mark.parametrize("name", FEATURE)
+def test_it_is_the_same_as_on_one_device_or_refused(
+    name: str, strategy: tuple[str, Ranks], one_device: Ranks, tmp_path: Path
+) -> None:
+    column, ranks = strategy
+    (alone,) = one_device.run(Ran(name, "single", MODE, str(tmp_path / "alone")))
+    ended = ranks.run(Ran(name, column, MODE, str(tmp_path / column)))
+    refusal = REFUSED[column].get(name)
+    for each in ended:
+        assert "failed" not in each, each["failed"]
+        if refusal is None:
+            far, where = difference(alone, each)
+            assert far <= WITHIN, (far, where)
+        else:
+            assert refusal in each.get("refused", "it ran")
