@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -152,5 +153,6 @@ STEPPERS = {
     "lion": Stepper(Lion, rate=1e-3),
     "wrapper": Stepper(_delegating),
     "sam": Stepper(_sam),
-    "adamw_8bit": Stepper(_eight_bits),
 }
+if find_spec("torchao") is not None:
+    STEPPERS["adamw_8bit"] = Stepper(_eight_bits)
