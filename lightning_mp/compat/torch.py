@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -39,7 +41,7 @@ STEP = PrivateNames(
         "torch.nn.modules.loss": ("_Loss",),
         "torch.nn.parallel:DistributedDataParallel()": ("_comm_hooks",),
         "torch.optim:AdamW()": ("_step_supports_amp_scaling",),
-        "torch.optim:Optimizer()": ("_optimizer_step_pre_hooks",),
+        "torch.optim:Optimizer()": ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
         "torch.optim.lr_scheduler:LRScheduler()": ("_last_lr",),
         "torch.optim.lr_scheduler:SequentialLR()": ("_schedulers",),
         "torch.utils._python_dispatch": ("TorchDispatchMode",),
@@ -132,6 +134,23 @@ def take_total_norms_by(norm: Callable[..., Tensor]) -> Callable[[], None]:
         place._get_total_norm = own
 
     return undo
+
+
+def makes_optimizer_state() -> bool:
+    """Whether the step under way is one of ``torch.distributed.checkpoint``: of rate 0, to have state to load into."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def without_step_hooks(optimizer: Any) -> Any:
+    """A shallow copy of an optimizer, which no hook on a step knows of."""
+    alike = copy(optimizer)
+    alike._optimizer_step_pre_hooks, alike._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return alike
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

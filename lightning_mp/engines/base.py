@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.compat.torch import has_step_hooks
+from lightning_mp.compat.torch import has_step_hooks, makes_optimizer_state
 from lightning_mp.engines import closures, diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.budget import SkipBudget
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
@@ -159,6 +159,8 @@ class StepEngine(ABC):
             if has_step_hooks(optimizer)
         ]
         self.scaler.forget()
+        if isinstance(self.scaler, LossScaler):
+            self.scaler.within_run = True
         self.scaler.flags.sync_with(reduce.max_over_ranks_ if self.distributed else None)
         self._budget.restart()
         self._parameters = [] if self._module is None else list(self._module.parameters())
@@ -174,6 +176,8 @@ class StepEngine(ABC):
             self._applied = None
         sync_batchnorm.remove(self.synced)
         self.synced = []
+        if isinstance(self.scaler, LossScaler):
+            self.scaler.within_run = False
         self._close_hooks()
         self._module, self._loss, self._before = None, None, []
         self._pin_map, self._checkpointed = pins.PinMap((), ()), []
@@ -304,7 +308,7 @@ class StepEngine(ABC):
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Before any step: one that is made past the plan is checked and counted too, or refused."""
-        if self.scaler.flags.under_way:
+        if self.scaler.flags.under_way or makes_optimizer_state():
             return None
         if isinstance(self.scaler, LossScaler):
             closures.refuse_past_the_plan(optimizer, self.policy)

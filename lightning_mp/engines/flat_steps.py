@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
-from typing import Any, cast
+from collections import defaultdict
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_mp.compat.torch import without_step_hooks
 
 #: where a flat tensor of two rows is cut, neither at a row's end nor in its middle
 _CUT = 5
@@ -50,12 +50,10 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
 
 def _stepped(optimizer: Optimizer, tensors: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
     """The tensors after a step for each of ``gradients``, with the options of the first group."""
-    alike = cast("Any", copy.copy(optimizer))
+    alike = without_step_hooks(optimizer)
     parameters = [torch.nn.Parameter(tensor.clone()) for tensor in tensors]
     alike.state = defaultdict(dict)
     alike.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(alike, hooks, OrderedDict())
     step = type(optimizer).step  # a scheduler has put a method of the original into its instance
     with torch.random.fork_rng(devices=[]):
         for each in gradients:

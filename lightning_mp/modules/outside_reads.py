@@ -34,9 +34,9 @@ def check(root: nn.Module, pin_map: PinMap, compute: str, faults: Faults) -> Non
         member = pinned.get(id(module.out_proj))
         around = pinned[id(module)].pin.dtype if id(module) in pinned else compute
         if member is not None and member.pin.dtype != around:
-            dtype, given = member.pin.dtype, f"pin {member.pin.pattern!r} on {member.name!r}"
+            dtype, pattern = member.pin.dtype, member.pin.pattern
             faults.add(
-                f"{given}, whose weight MultiheadAttention reads without calling it",
+                f"pin {pattern!r} on {member.name!r}, whose weight MultiheadAttention reads without calling it",
                 f"a pin on the whole attention, {name!r}: what is computed with the weight runs in its dtype, {around}",
                 f"write pins={{{name!r}: {dtype!r}}}, or remove the pin",
             )

@@ -59,6 +59,8 @@ class LossScaler(GradScaler):
         self.config = config
         self.flags = FoundInf() if found_inf is None else found_inf
         self._on_step = on_step
+        #: a plan's, in a fit: gradients come from losses that it scaled, and others are refused
+        self.within_run = False
         self._stages: dict[int, _Stage] = {}
         #: optimizers whose gradients wait in true units, to be multiplied back before a backward pass adds to them
         self._in_true_units: set[int] = set()
@@ -151,7 +153,7 @@ class LossScaler(GradScaler):
         """
         optimizer = _plain(optimizer)
         if self._stage(optimizer) is _Stage.SCALED:
-            if not self._scaled:
+            if self.within_run and not self._scaled:
                 self._refuse_bare(optimizer)
             self._divide(optimizer, set())
             self._stages[id(optimizer)] = _Stage.TRUE_UNITS

@@ -30,16 +30,19 @@ def precision_word(value: object) -> str | None:
     return word if word in PRECISIONS else None
 
 
-def precision_fix(value: object, presets: Iterable[str] = ()) -> str:
-    """What to write instead of ``value``, which is no precision; bf16 is offered to nobody who wrote fp16."""
+def precision_fix(value: object, presets: Iterable[str] = (), others: Iterable[str] = ()) -> str:
+    """What to write instead of ``value``, which is no precision; bf16 is offered to nobody who wrote fp16.
+
+    ``presets`` are told by their call, ``others`` are names that may be written as well.
+    """
     text = str(value).strip().lower().replace("_", "-").removeprefix("torch.")
     if text in {name.replace("_", "-") for name in presets}:
         return f"MixedPrecisionPlan.preset({text.replace('-', '_')!r}) is the plan of that name"
     if "64" in text or "double" in text:
         return "double precision is not offered: write '32-true', or use Trainer(precision='64-true') without a plan"
-    near = PRECISIONS
+    near = [*PRECISIONS, *others]
     if "bf" in text or "brain" in text:
-        near = tuple(word for word in PRECISIONS if "bf16" in word)
+        near = [word for word in near if "bf16" in word]
     elif "16" in text or "half" in text:
-        near = tuple(word for word in PRECISIONS if word.startswith("16"))
+        near = [word for word in near if word.startswith(("16", "fp16"))]
     return did_you_mean(text, near)

@@ -136,7 +136,7 @@ def test_a_plan_is_converted_without_a_trainer() -> None:
 
 
 def test_a_step_before_attachment_says_so() -> None:
-    with pytest.raises(RuntimeError, match="before the plan was attached"):
+    with pytest.raises(RuntimeError, match="an optimizer step outside of a run"):
         MixedPrecisionPlan("bf16-mixed").optimizer_step(None, Regression(), lambda: None)
 
 

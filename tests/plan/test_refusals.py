@@ -208,5 +208,5 @@ def test_an_optimizer_that_turns_out_to_evaluate_its_closure_is_refused_by_name(
             closure()
             return first
 
-    with pytest.raises(PlanError, match="evaluates its closure again, under loss scaling"):
+    with pytest.raises(PlanError, match="which evaluates its closure again, with precision="):
         fit(Regression(partial(Sharp, lr=1e-3)), plugins=[plan_for(mode)])

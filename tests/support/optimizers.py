@@ -63,6 +63,9 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -85,6 +88,9 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

@@ -255,7 +255,7 @@ def _check_option(root: Primary, group: str, option: object, where: str, faults:
         if not isinstance(one, str) or (one not in options and one.removesuffix(".yaml") not in options)
     ]
     for one in unknown:
-        fix = precision_fix(one) if group == "plan" else did_you_mean(str(one), options)
+        fix = precision_fix(one, (), options) if group == "plan" else did_you_mean(str(one), options)
         allowed = [*options, *PRECISIONS] if group == "plan" else options
         faults.add(f"{group}={one}{where}, which is no file of that group", ", ".join(dict.fromkeys(allowed)), fix)
     return not unknown

@@ -38,7 +38,7 @@ def policy(layers: Iterable[tuple[str, Any]], places: Places, faults: Faults) ->
         plan = _overlaid(plan, _fields(_nested(key, value)))
     where = places.of("plan")
     if isinstance(plan, str):
-        fix = precision_fix(plan) if "." not in plan else "check the path"
+        fix = precision_fix(plan, (), PRESETS) if "." not in plan else "check the path"
         faults.add(f"plan={plan!r}{where}", ", ".join([*PRECISIONS, *PRESETS, "the path of a YAML file"]), fix)
     elif not isinstance(plan, Mapping):
         faults.add(f"plan: {plan!r}{where}", "a precision or a mapping of its fields", "write 'precision: bf16-mixed'")

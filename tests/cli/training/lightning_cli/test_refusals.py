@@ -41,7 +41,7 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
         "plan='longspc' (run.yaml:1)",
         "'longspec'",
     ),
-    "plan that is a number": (("plan:\n  precision: bf16-mixed", "plan: 16"), "plan: 16 (run.yaml:1)", "precision:"),
+    "plan that is a number": (("plan:\n  precision: bf16-mixed", "plan: 17"), "plan: 17 (run.yaml:1)", "precision:"),
     "misspelt argument of the model": (
         ("width: 4", "width: 4\n    lrr: 1"),
         "unknown key model.init_args.lrr (run.yaml:7)",
