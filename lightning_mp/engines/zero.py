@@ -169,6 +169,9 @@ class ZeroEngine(StepEngine):
         if self.scaler.stepped(optimizer):
             self.scaler.update()
 
+    def look_again(self, optimizer: Optimizer) -> None:
+        """Nothing: DeepSpeed looks in its step, and what an offloaded partition holds by now is not to be divided."""
+
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Have the step clip by the norm over all partitions."""
         self._zero.clip_grad = max_norm
