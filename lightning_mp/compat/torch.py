@@ -6,13 +6,11 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
@@ -45,32 +43,6 @@ STEP = PrivateNames(
         "torch.optim.lr_scheduler:LRScheduler()": ("_last_lr",),
         "torch.optim.lr_scheduler:SequentialLR()": ("_schedulers",),
         "torch.utils._python_dispatch": ("TorchDispatchMode",),
-    },
-)
-FSDP2 = PrivateNames(
-    "torch",
-    {
-        "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
-        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": (
-            "_lazy_init",
-            "_post_forward",
-            "_pre_backward",
-            "_pre_forward",
-        ),
-        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()": ("_fsdp_param_group", "_mp_policy"),
-        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam()": ("_unsharded_param",),
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup()": ("_training_state",),
-        "torch.distributed.tensor.parallel:ParallelStyle": ("_apply",),
-    },
-)
-FSDP1 = PrivateNames(
-    "torch",
-    {
-        "torch.distributed.fsdp:FullyShardedDataParallel": ("_flat_param",),
-        "torch.nn.utils.clip_grad": ("_get_total_norm",),
-        "torch.distributed.fsdp:MixedPrecision": ("_module_classes_to_ignore",),
-        "torch.distributed.fsdp._flat_param:FlatParameter()": ("_params", "_shapes"),
-        "torch.distributed.fsdp.wrap:ModuleWrapPolicy": ("_run_policy",),
     },
 )
 #: looked for where they may be; without them nothing of the kind is found
@@ -122,18 +94,6 @@ def takes_flag(optimizer: Optimizer) -> bool:
     """
     own = inspect.getattr_static(optimizer, "_step_supports_amp_scaling", False)
     return own is True and all(group.get("fused", True) for group in optimizer.param_groups)
-
-
-def take_total_norms_by(norm: Callable[..., Tensor]) -> Callable[[], None]:
-    """Have ``clip_grad_norm_`` call ``norm(torch's own, gradients, norm_type, ...)``; what is returned ends that."""
-    place: Any = import_module("torch.nn.utils.clip_grad")
-    own = place._get_total_norm
-    place._get_total_norm = partial(norm, own)
-
-    def undo() -> None:
-        place._get_total_norm = own
-
-    return undo
 
 
 def makes_optimizer_state() -> bool:
@@ -299,112 +259,3 @@ def reentrant(module: nn.Module) -> bool | None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 
     return module.checkpoint_impl is CheckpointImpl.REENTRANT if isinstance(module, CheckpointWrapper) else None
-
-
-# ------------------------------------------------------------------ DDP
-
-
-def register_comm_hooks(model: Any) -> bool:
-    """Give DDP's reducer, which is new, the communication hooks that the last one had; whether there are any."""
-    for hook, state in model._comm_hooks:
-        cast("Any", dist)._register_comm_hook(model.reducer, state, hook)
-    return bool(model._comm_hooks)
-
-
-# ------------------------------------------------------------------ FSDP2
-
-
-def fsdp2_policy(unit: Any) -> Any:
-    """The ``MixedPrecisionPolicy`` that the unit was given."""
-    return _fsdp2_state(unit)._mp_policy
-
-
-def fsdp2_groups(unit: Any) -> list[Any]:
-    """The unit's groups of parameters, ``fsdp_params``, each of which is gathered and reduced as one."""
-    state = _fsdp2_state(unit)
-    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one, under the other name
-    return [group for group in several or [state._fsdp_param_group] if group is not None]
-
-
-def fsdp2_parameters(unit: Any) -> Iterator[Any]:
-    """The unit's parameters as torch records them, with ``sharded_param`` and ``unsharded_accumulated_grad``."""
-    for group in fsdp2_groups(unit):
-        yield from group.fsdp_params
-
-
-def has_unsharded_gradient(parameter: Any) -> bool:
-    """Whether backward passes left a gradient of the parameter that is not reduced yet."""
-    unsharded = getattr(parameter, "_unsharded_param", None)  # none before it was gathered for the first time
-    there = unsharded is not None and unsharded.grad is not None
-    return there or parameter.unsharded_accumulated_grad is not None
-
-
-def in_backward_pass(group: Any) -> bool:
-    """Whether the backward pass under way came to the output of the group's unit."""
-    return group._training_state.name == "PRE_BACKWARD"
-
-
-def before_reduction(group: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """Call ``call`` each time before the group's gradients are reduced over ranks; what is returned ends that."""
-    reduce = group.post_backward
-
-    def post_backward(*hook: Any) -> None:
-        if group.reduce_grads:
-            call()
-        reduce(*hook)
-
-    group.post_backward = post_backward
-    return lambda: vars(group).pop("post_backward", None)
-
-
-def drop_unsharded_gradients(unit: Any) -> None:
-    """Let go of what a backward pass without a reduction collected."""
-    for parameter in fsdp2_parameters(unit):
-        parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
-
-
-def make_root(unit: Any) -> None:
-    """Make it the root now: a unit that is called before the first step must not become one."""
-    _fsdp2_state(unit)._lazy_init()
-
-
-def enter_unit(unit: Any, tensor: Tensor) -> Tensor:
-    """What FSDP2 does before the unit's forward: gather; the tensor that its backward pass ends with."""
-    return _fsdp2_state(unit)._pre_forward(unit, (tensor,), {})[0][0]
-
-
-def leave_unit(unit: Any, tensor: Tensor) -> Tensor:
-    """What FSDP2 does after the unit's forward: reshard; the tensor that its backward pass starts from."""
-    return _fsdp2_state(unit)._post_forward(unit, (tensor,), tensor)
-
-
-def before_backward_from(loss: Tensor, unit: Any) -> None:
-    """Have the unit gathered when a backward pass comes to ``loss``."""
-    loss.register_hook(_fsdp2_state(unit)._pre_backward)
-
-
-def _fsdp2_state(unit: Any) -> Any:
-    return unit._get_fsdp_state()
-
-
-# ------------------------------------------------------------------ FSDP1
-
-
-def flat_members(unit: Any) -> Iterator[tuple[Tensor, torch.Size]]:
-    """Each parameter in the unit's flat parameter, and its shape when whole."""
-    flat = unit._flat_param
-    if flat is not None:
-        yield from zip(flat._params, flat._shapes, strict=True)
-
-
-def leave_all_modules() -> dict[str, Any]:
-    """The keyword of FSDP1's ``MixedPrecision`` by which it wraps no module (batch norms, else) apart."""
-    return {"_module_classes_to_ignore": ()}
-
-
-def run_wrap_policy(policy: Any, root: nn.Module) -> dict[nn.Module, dict[str, Any]] | None:
-    """The modules a policy of ``torch.distributed.fsdp.wrap`` chooses, and their keywords; ``None`` for a function."""
-    run: Any = getattr(policy, "_run_policy", None)
-    return None if run is None else run(root, ignored_modules=set(), root_kwargs={})

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mp.compat import torch as compat
+from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.numerics.dtypes import to_torch
 
 
@@ -49,5 +49,5 @@ def reduce_in(model: DistributedDataParallel, reduce_dtype: str) -> None:
 def sum_anew(model: DistributedDataParallel, reduce_dtype: str) -> None:
     """Have DDP sum the gradients of what is trained now: it notes the parameters when it is made, or unpickled."""
     model.__setstate__(model.__getstate__())
-    if not compat.register_comm_hooks(model) and needs_hook(model, reduce_dtype):
+    if not sharding_compat.register_comm_hooks(model) and needs_hook(model, reduce_dtype):
         reduce_in(model, reduce_dtype)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
-from lightning_mp.compat import torch as compat
+from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.torch import FSDP1_WRAPPER
 from lightning_mp.engines import closures, elementwise
 from lightning_mp.engines.base import Replay, StepEngine
@@ -62,7 +62,7 @@ class ShardedEngine(StepEngine):
         self._flat_groups = flat_groups(model)
         super().connect(model, optimizers)
         if self._flat_groups and self._undo_norm is None:
-            self._undo_norm = compat.take_total_norms_by(self._users_norm)
+            self._undo_norm = sharding_compat.take_total_norms_by(self._users_norm)
         if optimizers and self.distributed:
             self._unused = UnusedParameters(model, self.device)
 

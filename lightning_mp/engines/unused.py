@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_mp.compat import torch as compat
+from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.engines import reduce
 
 
@@ -28,8 +28,8 @@ class UnusedParameters:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        groups = [group for unit in units for group in compat.fsdp2_groups(unit)]
-        self._undo = [compat.before_reduction(group, partial(self._complete, group)) for group in groups]
+        groups = [group for unit in units for group in sharding_compat.fsdp2_groups(unit)]
+        self._undo = [sharding_compat.before_reduction(group, partial(self._complete, group)) for group in groups]
         self._members: list[Any] = [member for group in groups for member in group.fsdp_params]
         #: by ``id``, what had a gradient on this rank, and what had none since the step before either
         self._used: set[int] = set()
@@ -46,9 +46,9 @@ class UnusedParameters:
         """Before a unit's gradients are reduced: zeros where this rank has none."""
         self._reduced = True
         members = [member for member in group.fsdp_params if member.sharded_param.requires_grad]
-        missing = [member for member in members if not compat.has_unsharded_gradient(member)]
+        missing = [member for member in members if not sharding_compat.has_unsharded_gradient(member)]
         self._used |= {id(member) for member in members} - {id(member) for member in missing}
-        if len(missing) == len(members) and not compat.in_backward_pass(group):
+        if len(missing) == len(members) and not sharding_compat.in_backward_pass(group):
             return  # it took no part in this pass
         for member in missing:
             if member.sharded_param.grad is None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_mp.compat import torch as compat
+from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.errors import Faults
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import to_torch
@@ -79,7 +79,7 @@ def _policies(module: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
     for name, submodule in module.named_modules():
         if not isinstance(submodule, FSDPModule):
             continue
-        held = (item.sharded_param for item in compat.fsdp2_parameters(submodule))
+        held = (item.sharded_param for item in sharding_compat.fsdp2_parameters(submodule))
         stored = next((parameter.dtype for parameter in held if parameter.requires_grad), None)
         if stored is not None:
-            yield name, compat.fsdp2_policy(submodule), stored
+            yield name, sharding_compat.fsdp2_policy(submodule), stored

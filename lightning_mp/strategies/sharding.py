@@ -14,7 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mp.compat.torch import make_root, saved_buffers
+from lightning_mp.compat.torch import saved_buffers
+from lightning_mp.compat.torch_sharding import make_root
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import meta_device

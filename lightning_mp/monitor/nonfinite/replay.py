@@ -25,7 +25,7 @@ from lightning_mp.compat.lightning import (
     draws_batches_itself,
     step_inputs,
 )
-from lightning_mp.compat.torch import drop_unsharded_gradients
+from lightning_mp.compat.torch_sharding import drop_unsharded_gradients
 from lightning_mp.engines.diagnosis import Found, first_bad_rank
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.monitor.side_run import loss_of, untouched

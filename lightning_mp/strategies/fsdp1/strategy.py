@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import SHARDED_EXTRA, Kind
 from lightning_mp.checkpoints.names import plain_names
-from lightning_mp.compat import torch as compat
+from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
     FSDP1,
     FSDPStrategy,
@@ -76,7 +76,7 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
     """
 
     plan_engine = ShardedEngine
-    private_names = (FSDP1, compat.FSDP1)
+    private_names = (FSDP1, sharding_compat.FSDP1)
     own_formats: frozenset[Kind] = frozenset({"sharded"})
 
     def __init__(
@@ -142,7 +142,7 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
             reduce_dtype=to_torch(plan_of(self).policy.reduce_dtype),
             cast_forward_inputs=False,
             cast_root_forward_inputs=False,
-            **compat.leave_all_modules(),
+            **sharding_compat.leave_all_modules(),
         )
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Units | None:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
-from lightning_mp.compat.torch import flat_members, run_wrap_policy
+from lightning_mp.compat.torch_sharding import flat_members, run_wrap_policy
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch

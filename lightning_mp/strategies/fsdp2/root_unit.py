@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_mp.compat.torch import before_backward_from
+from lightning_mp.compat.torch_sharding import before_backward_from
 
 
 class RootUnit:

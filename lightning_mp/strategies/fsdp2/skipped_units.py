@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat import torch as compat
+from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.numerics.nested import floating_in, map_tensors
 
 
@@ -168,12 +169,12 @@ def _through(skipped: list[_Unit], values: Any) -> Any:
 def _pass(unit: _Unit, tensor: Tensor) -> Tensor:
     """What FSDP2 does around the unit's forward, and nothing in between."""
     asks = torch.zeros((), requires_grad=torch.is_grad_enabled())
-    tensor = _Same.apply(compat.enter_unit(unit.module, tensor), asks)
+    tensor = _Same.apply(sharding_compat.enter_unit(unit.module, tensor), asks)
     for below in unit.below:
         tensor = _pass(below, tensor)
     if unit.below:  # hooks of one tensor would run for the inner unit first
         tensor = _Same.apply(tensor, asks)
-    return compat.leave_unit(unit.module, tensor)
+    return sharding_compat.leave_unit(unit.module, tensor)
 
 
 class _Same(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
-from lightning_mp.compat import torch as compat
+from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
     FSDP2,
     LightningOptimizer,
@@ -90,7 +90,7 @@ class PlanFSDP2Strategy(
     """
 
     plan_engine = ShardedEngine
-    private_names = (FSDP2, compat.FSDP2)
+    private_names = (FSDP2, sharding_compat.FSDP2)
 
     def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
         self,
