@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from os import PathLike
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from lightning_mp.compat.both_copies import check_copy, meet_other_copy
 from lightning_mp.compat.lightning import (
     FSDPPrecision,
     LightningModule,
-    ParallelStrategy,
     Trainer,
     TrainerFn,
     rank_zero_warn,
@@ -45,6 +44,9 @@ from lightning_mp.policy import (
     presets,
 )
 from lightning_mp.policy.expression import call
+
+if TYPE_CHECKING:
+    from lightning_mp.monitor.plan_run import PlanRun
 
 #: the keys under which stock Lightning's plugins keep a GradScaler's state
 _STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
@@ -106,6 +108,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         self._stepped = False
         self._engine = None
         self._hooks = SkipAwareHooks()
+        self._run: PlanRun | None = None
         self._restore_tf32: Callable[[], None] | None = None
         self._start_over()
 
@@ -152,8 +155,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run: neither what it runs on nor what would have to be put back.
-        detached = {"_trainer": None, "_engine": None, "_hooks": SkipAwareHooks(), "_restore_tf32": None}
-        return {**self.__dict__, **detached}
+        detached = dict.fromkeys(("_trainer", "_engine", "_run", "_restore_tf32"))
+        return {**self.__dict__, **detached, "_hooks": SkipAwareHooks()}
 
     def __repr__(self) -> str:
         precision, *others = self._declared.arguments().items()
@@ -186,28 +189,30 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if refused is not None:
             faults.add(*refused)
         strategy = None if trainer is None else trainer.strategy
-        engine = for_strategy.engine_of(strategy)(
+        engine = for_strategy.make_engine(
+            strategy,
             self.policy,
-            device=self._device,
-            step_counter=self.step_counter,
+            self._device,
+            steps=self.step_counter,
             scaler=self.scaler,
-            distributed=isinstance(strategy, ParallelStrategy) and strategy.world_size > 1,
             global_step=self._global_step,
         )
         engine.check(module, faults)
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if strategy is not None:
             engine.synced = for_strategy.synced(strategy, module, faults) if fitting else []
+        run = None
+        if fitting and trainer is not None:
+            from lightning_mp.monitor.plan_run import PlanRun  # here: much to load for a plan that runs no fit
+
+            run = PlanRun(self, trainer, faults)
         layout = None if strategy is None else for_strategy.check(strategy, engine, module, faults)
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
-        if fitting and trainer is not None:
-            from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
-
-            warn_at_fit(module, self.policy)
-            announce.began(self.policy, module, trainer)
-        self._engine = engine
+        if run is not None:
+            run.begin(module)
+        self._run, self._engine = run, engine
         engine.prepare(module)
         self._restore_tf32 = device_rules.switch_tf32(self.policy, device)
         return layout
@@ -319,7 +324,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if not self._hooks.active:
             self._hooks.install(model.trainer, model, lambda: self._stepped and self.step_skipped)
         self._stepped = False
-        replay = partial(self._replay, optimizer, model, closure) if model.automatic_optimization else None
+        replay = partial(closures.run_again, optimizer, model, closure) if model.automatic_optimization else None
         if engine.steps_with_closure(optimizer):
             wrapped = partial(self._wrap_closure, model, optimizer, closure)
             result = engine.step_with_closure(optimizer, wrapped, **kwargs)
@@ -343,13 +348,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         self._stepped = True
         engine.settle(replay)
         return result
-
-    def _replay(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Tensor | None:
-        """The last batch again, forward and backward, this rank's gradients alone."""
-        optimizer.zero_grad()
-        strategy = model.trainer.strategy
-        with strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext():
-            return closure()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the global norm, taken in fp32."""
@@ -389,6 +387,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def _release(self) -> None:
         self._hooks.remove()
+        if self._run is not None:
+            self._run.end()
+            self._run = None
         if self._engine is not None:
             self._engine.release()
             self._engine = None

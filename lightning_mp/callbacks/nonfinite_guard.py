@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks.acting import ActingCallback
-from lightning_mp.compat.lightning import LightningModule, Trainer, TrainerFn, rank_zero_info
+from lightning_mp.compat.lightning import LightningModule, Trainer, TrainerFn
 from lightning_mp.engines import closures
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults
@@ -17,11 +17,9 @@ from lightning_mp.monitor.actions import ReduceLR, describe
 from lightning_mp.monitor.callback_utils import StepTracker
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite import messages, rewind
+from lightning_mp.monitor.nonfinite.bad_steps import BadSteps
 from lightning_mp.monitor.nonfinite.guarded_step import FLOOR, GuardedStep, guarded_step
-from lightning_mp.monitor.nonfinite.replay import Replayer
-from lightning_mp.monitor.nonfinite.saved_batch import SavedBatches
-from lightning_mp.monitor.run_folder import RunFolder
-from lightning_mp.monitor.run_log import RunDir, is_fresh, open_folder
+from lightning_mp.monitor.run_log import RunDir
 
 OnTrip = Literal["skip", "reduce_lr", "raise", "rewind"]
 _WORDS = ", ".join(map(repr, get_args(OnTrip)))
@@ -81,12 +79,12 @@ class NonFiniteGuard(ActingCallback):
         if trainer.state.fn != TrainerFn.FITTING:
             return None
         if self.on_trip == "rewind":
-            rewind.check(trainer, faults)
+            rewind.check(trainer, "on_trip='rewind'", "on_trip='skip'", faults)
         faults.raise_if_any()
         if self._before is None or self._before() is not trainer:  # a new run, not the next stage of this one
             self._before, self.events, self.step_skipped = weakref.ref(trainer), [], False
             self.skipped_steps = self.applied_steps = self._in_a_row = 0
-        self._run = _Run(trainer, self.run_dir, self._count)
+        self._run = _Run(trainer, self.run_dir, self._count, rewinds=self.on_trip == "rewind")
         return self._end
 
     def _end(self) -> None:
@@ -118,8 +116,6 @@ class NonFiniteGuard(ActingCallback):
         """Keep a reference to the batch until its step is over."""
         assert self._run is not None
         self._run.begin(trainer, batch, batch_idx)
-        if self.on_trip == "rewind":
-            self._run.checkpoints.note(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Note the loss."""
@@ -169,7 +165,7 @@ class NonFiniteGuard(ActingCallback):
         run.close()
 
     def _explain(self, run: _Run, trainer: Trainer, pl_module: LightningModule) -> None:
-        diagnosis = run.replayer.locate(trainer, pl_module)
+        diagnosis = run.log.locate(pl_module)
         if run.scale is not None and run.scale > FLOOR and not run.bad_loss:
             self._write(run, messages.overflow_event(diagnosis, step=run.steps.step, scale=run.scale))
             return
@@ -183,10 +179,10 @@ class NonFiniteGuard(ActingCallback):
             in_a_row=self._in_a_row,
             allowed=allowed,
             scale=run.scale,
-            saved=run.saved.next_name(diagnosis, run.steps.step),
+            saved=run.log.name(diagnosis, run.steps.step),
             under_plan=False,  # beside which it is refused
         )
-        run.saved.save(run.replayer.kept(diagnosis.batch_idx), event)
+        run.log.save(diagnosis, event)
         self._write(run, event)
         self._act(run, event, trainer)
 
@@ -196,16 +192,11 @@ class NonFiniteGuard(ActingCallback):
         if self._reduce is not None:
             self._reduce.start(trainer)
         elif self.on_trip == "rewind":
-            path = run.checkpoints.rewind(trainer)
-            if path is None:
-                raise messages.nothing_to_rewind_to(event)
-            rank_zero_info(f"{_NAME}: loaded {path}, and continues after the batch of step {event.step}")
+            run.log.rewind(event)
 
     def _write(self, run: _Run, event: Event) -> None:
         self.events.append(event)
-        if run.folder is not None:
-            run.folder.event(event)
-        rank_zero_info(f"{_NAME}: {event}")
+        run.log.write(event)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -233,11 +224,9 @@ def _word(on_trip: ReduceLR | str) -> str:
 class _Run:
     """The state of one guarded run, and of the current batch."""
 
-    def __init__(self, trainer: Trainer, run_dir: RunDir, on_step: Callable[[bool], None]) -> None:
-        self.folder: RunFolder | None = open_folder(trainer, run_dir, _NAME)
-        self.saved = SavedBatches(trainer, None if self.folder is None else self.folder.path, fresh=is_fresh(trainer))
-        self.replayer, self.hooks, self.steps = Replayer(), SkipAwareHooks(), StepTracker()
-        self.checkpoints = rewind.Checkpoints()
+    def __init__(self, trainer: Trainer, run_dir: RunDir, on_step: Callable[[bool], None], *, rewinds: bool) -> None:
+        self.log = BadSteps(trainer, run_dir, _NAME, rewinds=rewinds)
+        self.hooks, self.steps = SkipAwareHooks(), StepTracker()
         self.guard: GuardedStep | None = None
         self._on_step = on_step
         self._empty()
@@ -259,7 +248,7 @@ class _Run:
         if not trainer.lightning_module.automatic_optimization:
             self.guarded.forget_losses()
         self.steps.batch_starts(trainer)
-        self.replayer.remember(trainer, batch, batch_idx)
+        self.log.remember(batch, batch_idx)
 
     def settle(self) -> None:
         """Ask an engine that steps by itself whether it skipped."""
@@ -284,13 +273,11 @@ class _Run:
         self.steps.batch_ends()
         if self.tried or self.dropped:
             self.guarded.forget_losses()
-            self.replayer.forget()
+            self.log.forget()
 
     def end(self) -> None:
         """Undo everything."""
         self.hooks.remove()
-        self.replayer.forget()
         if self.guard is not None:
             self.guard.release()
-        if self.folder is not None:
-            self.folder.close(_NAME)
+        self.log.close()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.optim import Optimizer
 
@@ -27,6 +27,7 @@ from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.health.health_run import HealthRun
 from lightning_mp.monitor.health.throughput import Throughput, Tokens
+from lightning_mp.monitor.nonfinite.plan_guard import PlanGuard
 from lightning_mp.monitor.run_log import RunDir, RunLog, is_fresh
 from lightning_mp.numerics.device import describe
 
@@ -140,7 +141,7 @@ class TrainingHealth(Callback):
             self.groups,
             skips=self._skips,
             throughput=throughput,
-            guard=next((callback for callback in beside if isinstance(callback, NonFiniteGuard)), None),
+            guard=next(filter(_writes_bad_steps, beside), None),
             scale_logged=any(isinstance(callback, LossScaleMonitor) for callback in beside),
         )
         self._log.open(trainer, self.run_dir, fresh=is_fresh(trainer))
@@ -284,6 +285,11 @@ def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None
         return doctor(module, trainer.precision_plugin, trainer_args=arguments, optimizer=(), device=device)
     except PlanError:
         return None
+
+
+def _writes_bad_steps(callback: object) -> TypeGuard[NonFiniteGuard | PlanGuard]:
+    """Whether it writes the events of bad steps itself."""
+    return isinstance(callback, NonFiniteGuard) or (isinstance(callback, PlanGuard) and callback.rule.save_batch)
 
 
 def _is_split(parameter: object) -> bool:

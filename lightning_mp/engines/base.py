@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat.torch import has_step_hooks, makes_optimizer_state
 from lightning_mp.engines import closures, diagnosis, optimizer_facts, reduce
-from lightning_mp.engines.budget import SkipBudget
+from lightning_mp.engines.budget import BAD_LOSS, SkipBudget, Verdict
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.modules import checkpointing, outside_reads, pins, sync_batchnorm
 from lightning_mp.numerics import grads
@@ -54,7 +54,7 @@ class StepEngine(ABC):
         self.pending = False
         #: the global gradient norm of the last clipping, before it, on the device
         self.last_norm: Tensor | None = None
-        self._budget = SkipBudget(policy.nonfinite, self.scaler, step_counter)
+        self.budget = SkipBudget(policy.nonfinite, self.scaler, step_counter)
         #: the batch norms that take their statistics over all ranks
         self.synced: list[nn.Module] = []
         self._watched = False
@@ -162,7 +162,7 @@ class StepEngine(ABC):
         if isinstance(self.scaler, LossScaler):
             self.scaler.within_run = True
         self.scaler.flags.sync_with(reduce.max_over_ranks_ if self.distributed else None)
-        self._budget.restart()
+        self.budget.restart()
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trained = self._are_trained()
 
@@ -349,13 +349,10 @@ class StepEngine(ABC):
 
     def look(self, replay: Replay) -> None:
         """Raise if the budget of skips, or the floor under ``at_min="raise"``, was passed."""
-        if self.policy.nonfinite.action == "raise" and self._loss_is_bad():
-            raise self._error(replay, "the loss itself is not finite, which no loss scale can help (nonfinite='raise')")
-        exceeded = self._budget.exceeded()
-        if exceeded is not None:
-            raise self._error(replay, exceeded)
-        if self._budget.floor_hit():
-            raise self._error(replay, "overflow at the minimum loss scale (at_min='raise')", at_min=True)
+        bad_loss = self.policy.nonfinite.action == "raise" and self._loss_is_bad()
+        verdict = BAD_LOSS if bad_loss else self.budget.verdict()
+        if verdict is not None and not self.budget.defer(verdict):
+            raise self._error(replay, verdict)
 
     def _loss_is_bad(self) -> bool:
         """Whether a scaled step was skipped and its loss, on any rank, was non-finite before it was scaled."""
@@ -366,15 +363,20 @@ class StepEngine(ABC):
             reduce.max_over_ranks_(bad)
         return bool(bad.item())
 
-    def _error(self, replay: Replay, what: str, *, at_min: bool = False) -> NonFiniteError:
+    @property
+    def loss_scale(self) -> float | None:
+        """The loss scale, ``None`` without one; a host read."""
+        return self.scaler.get_scale() if isinstance(self.scaler, LossScaler) else None
+
+    def _error(self, replay: Replay, verdict: Verdict) -> NonFiniteError:
         assert self._module is not None, "settle() before check()"
         return diagnosis.error(
             self._module,
             replay,
-            what=what,
+            what=verdict.what,
             step=self._global_step(),
             loss=self._loss,
-            scale=self.scaler.get_scale() if isinstance(self.scaler, LossScaler) else None,
-            at_min=at_min,
+            scale=self.loss_scale,
+            at_min=verdict.at_min,
             distributed=self.distributed,
         )

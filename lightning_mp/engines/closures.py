@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.compat.lightning import MisconfigurationException
+from lightning_mp.compat.lightning import LightningModule, MisconfigurationException, ParallelStrategy
 from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
 from lightning_mp.numerics import grads
 from lightning_mp.policy import PrecisionPolicy
@@ -131,3 +133,11 @@ def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
     for inner in vars(optimizer).values():
         if isinstance(inner, Optimizer):
             yield from _parts(inner)
+
+
+def run_again(optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Tensor | None:
+    """The last batch again, forward and backward, this rank's gradients alone."""
+    optimizer.zero_grad()
+    strategy = model.trainer.strategy
+    with strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext():
+        return closure()

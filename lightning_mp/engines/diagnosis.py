@@ -41,6 +41,13 @@ def error(
         if at_hand is not None and replay is not None and not bad_loss:
             at_hand = replace(at_hand, phase="after backward")
         rank, (origin, bad_loss) = first_bad_rank((at_hand, own_loss), distributed=distributed)
+    return named(rank, origin, bad_loss, what=what, step=step, scale=scale, at_min=at_min)
+
+
+def named(
+    rank: int | None, origin: Origin | None, bad_loss: bool, *, what: str, step: int, scale: float | None, at_min: bool
+) -> NonFiniteError:
+    """The error, of what is known already."""
     if origin is None:
         place = "no module could be named: the batch is gone or did not reproduce it"
     else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from lightning_mp.compat.lightning import (
@@ -12,6 +14,7 @@ from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
+    ParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
     TorchSyncBatchNorm,
@@ -26,6 +29,8 @@ from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Faults
 from lightning_mp.modules import sync_batchnorm
+from lightning_mp.numerics.scaler import LossScaler
+from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.policy import PrecisionPolicy
 
 
@@ -35,6 +40,26 @@ def engine_of(strategy: Strategy | None) -> type[StepEngine]:
     if own is not None:
         return cast("type[StepEngine]", own)
     return ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
+
+
+def make_engine(
+    strategy: Strategy | None,
+    policy: PrecisionPolicy,
+    device: torch.device,
+    *,
+    steps: StepCounter,
+    scaler: LossScaler | None,
+    global_step: Callable[[], int],
+) -> StepEngine:
+    """The engine that carries ``policy`` out on ``strategy``; ``None``: on one device, without a Trainer."""
+    return engine_of(strategy)(
+        policy,
+        device=device,
+        step_counter=steps,
+        scaler=scaler,
+        distributed=isinstance(strategy, ParallelStrategy) and strategy.world_size > 1,
+        global_step=global_step,
+    )
 
 
 def describe(strategy: Strategy) -> str:

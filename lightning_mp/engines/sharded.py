@@ -18,6 +18,7 @@ from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.torch import FSDP1_WRAPPER
 from lightning_mp.engines import closures, elementwise
 from lightning_mp.engines.base import Replay, StepEngine
+from lightning_mp.engines.budget import Verdict
 from lightning_mp.engines.unused import UnusedParameters
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.numerics import grad_norm, grads
@@ -112,9 +113,9 @@ class ShardedEngine(StepEngine):
         norm = torch.as_tensor(own(members, norm_type, False, foreach), dtype=torch.float32, device=self.device)
         return grad_norm.over_shards(norm, norm_type, self._flat_groups, error_if_nonfinite=error_if_nonfinite)
 
-    def _error(self, replay: Replay, what: str, *, at_min: bool = False) -> NonFiniteError:
+    def _error(self, replay: Replay, verdict: Verdict) -> NonFiniteError:
         alone = None if replay is None else partial(_alone, self._module, replay)
-        error = super()._error(alone, what, at_min=at_min)
+        error = super()._error(alone, verdict)
         error.args = (str(error).replace(FSDP1_WRAPPER, ""), *error.args[1:])
         error.module, error.parameter = (
             name and name.replace(FSDP1_WRAPPER, "") for name in (error.module, error.parameter)

@@ -65,6 +65,10 @@ class StepCounter:
         """How many skips in a row, the last one included, count against the budget; a host read, once a step."""
         return self._counts()[1]
 
+    def end_streak(self) -> None:
+        """The skips so far count no more against the budget."""
+        self.load_state_dict({**self.state_dict(), "streak": 0})
+
     def state_dict(self) -> dict[str, int | bool]:
         """The counts as Python numbers."""
         return {

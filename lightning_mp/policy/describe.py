@@ -51,11 +51,13 @@ def power(value: float) -> str:
 
 def nonfinite(rule: NonFinite) -> str:
     """What a step with a non-finite gradient leads to."""
-    return {
-        "skip": f"the step is skipped; more than {rule.max_consecutive} in a row raise",
+    then = "raise" if rule.on_budget == "raise" else "bring the last good checkpoint back"
+    done = {
+        "skip": f"the step is skipped; more than {rule.max_consecutive} in a row {then}",
         "raise": "the first one raises",
         "ignore": "the step is applied, as in stock Lightning",
     }[rule.action]
+    return f"{done}; its batch is saved" if rule.save_batch else done
 
 
 def tf32(policy: PrecisionPolicy) -> str:

@@ -88,15 +88,17 @@ def test_in_a_window_of_four_the_bad_batch_is_named(ranks: Ranks, folder: Path, 
     assert (event["rank"], event["module"], event["evidence"]["batch_idx"]) == (GUILTY, "net.0", 5)
 
 
+@pytest.mark.parametrize("planned", [False, True], ids=["guard", "plan"])
 @pytest.mark.parametrize("host", HOSTS)
-def test_a_rewind_brings_every_rank_back(ranks: Ranks, tmp_path: Path, host: str) -> None:
-    for result in ranks.run(Rewound(host, tmp_path)):
+def test_a_rewind_brings_every_rank_back(ranks: Ranks, tmp_path: Path, host: str, planned: bool) -> None:
+    for result in ranks.run(Rewound(host, tmp_path, planned)):
         kept = result["kept"]
         assert result["events"] == ["rewind"]
         assert result["batches"] == 8
         assert same_weights(kept[6], kept[4])
         assert not same_weights(kept[5], kept[4])
         assert not same_weights(kept[8], kept[6])
+        assert result["files"] == ["step_000005_rank1.pt"]
 
 
 def test_deepspeed_without_zero_is_guarded_in_fp32_and_refused_in_half_precision(ranks: Ranks, tmp_path: Path) -> None:

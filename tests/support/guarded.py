@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim import AdamW
 
-from lightning_mp import NonFiniteError, make_strategy
+from lightning_mp import NonFinite, NonFiniteError, make_strategy
 from lightning_mp.callbacks import NonFiniteGuard
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 from support import sharded_hosts
@@ -192,27 +193,46 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Rewound:
-    """Rewinds at batch 5 to the checkpoint of step 4."""
+    """Rewinds at batch 5 to the checkpoint of step 4: a guard on a stock strategy, or a plan on its own."""
 
     host: str
     folder: Path
+    planned: bool = False
+
+    def _who(self) -> dict[str, Any]:
+        """Who rewinds, and on what."""
+        if not self.planned:
+            return {"callbacks": [NonFiniteGuard("rewind", run_dir=self.folder)], **_host(self.host)}
+        rule = NonFinite(max_consecutive=0, on_budget="rewind", save_batch=True, run_dir=str(self.folder))
+        plan = plan_for("32-true", nonfinite=rule)
+        name = f"deepspeed_{self.host}" if self.host.startswith("zero") else self.host
+        strategy = make_strategy(name, plan, timeout=timedelta(seconds=60))
+        return {"callbacks": [], "plugins": [plan], **on(strategy)}
 
     def run(self) -> dict[str, Any]:
-        guard = NonFiniteGuard("rewind", run_dir=self.folder)
         kept: dict[int, Any] = {}
 
         class Keeps(Callback):
             def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
                 kept[trainer.global_step] = whole(pl_module)
 
-        class Spoilt(_kind(self.host)):  # type: ignore[misc]
+        # a plan refuses weights that are changed behind ZeRO's partitions: there the step of batch 4 is what is undone
+        spoils = not (self.planned and self.host.startswith("zero"))
+
+        class Spoilt(Ranked if self.planned else _kind(self.host)):  # type: ignore[misc]
             def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-                if batch_idx == 5:
+                if batch_idx == 5 and spoils:
                     with torch.no_grad():
                         for parameter in self.parameters():
                             parameter.add_(1)
 
-        module = Spoilt("loss", (5,))
-        callbacks = [guard, Keeps(), ModelCheckpoint(self.folder / "saved", every_n_train_steps=4)]
-        fit(module, callbacks=callbacks, enable_checkpointing=True, **_host(self.host))
-        return {"kept": kept, "events": [event.action for event in guard.events], "batches": len(module.losses)}
+        module, who = Spoilt("loss", (5,)), self._who()
+        callbacks = [*who.pop("callbacks"), Keeps(), ModelCheckpoint(self.folder / "saved", every_n_train_steps=4)]
+        fit(module, callbacks=callbacks, enable_checkpointing=True, **who)
+        lines = (self.folder / "events.jsonl").read_text().splitlines()
+        return {
+            "kept": kept,
+            "events": [json.loads(line)["action"] for line in lines],
+            "files": sorted(path.name for path in (self.folder / "nonfinite").glob("*.pt")),
+            "batches": len(module.losses),
+        }

@@ -48,9 +48,12 @@ Judge = Callable[[Reading], list[Event]]
 
 
 class CountsSkips(Protocol):
-    """A callback that skips non-finite steps itself, counts them, and writes their events (NonFiniteGuard)."""
+    """Counts skipped steps, and writes the events of non-finite ones (NonFiniteGuard, a plan that saves batches)."""
 
-    skipped_steps: int
+    @property
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped."""
+        ...
 
 
 class HealthRun:

@@ -72,12 +72,12 @@ def nonfinite_error(event: Event) -> NonFiniteError:
 
 
 def nothing_to_rewind_to(event: Event) -> NonFiniteError:
-    """``on_trip="rewind"`` before there is a checkpoint."""
+    """A rewind before there is a checkpoint."""
     fault = Fault(
-        f"a non-finite step {event.step} under on_trip='rewind' before any checkpoint with finite weights was written"
+        f"a non-finite step {event.step} that is to be rewound before any checkpoint with finite weights was written"
         f"{_place(event)}: {event.cause}",
         "a checkpoint of the Trainer's ModelCheckpoint to go back to",
-        "save earlier with ModelCheckpoint(every_n_train_steps=...), or use on_trip='skip'",
+        "save earlier with ModelCheckpoint(every_n_train_steps=...)",
     )
     return _error(str(fault), event)
 

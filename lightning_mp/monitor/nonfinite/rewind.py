@@ -12,13 +12,13 @@ from lightning_mp.errors import Faults
 from lightning_mp.numerics import nonfinite
 
 
-def check(trainer: Trainer, faults: Faults) -> None:
-    """Add a fault if the Trainer writes no checkpoint to go back to."""
+def check(trainer: Trainer, given: str, instead: str, faults: Faults) -> None:
+    """Add a fault if the Trainer writes no checkpoint to go back to, as ``given`` asks for."""
     if not any(not callback.save_weights_only for callback in _writers(trainer)):
         faults.add(
-            "on_trip='rewind' without a ModelCheckpoint that saves optimizer states",
+            f"{given} without a ModelCheckpoint that saves optimizer states",
             "a checkpoint to go back to",
-            "add ModelCheckpoint(every_n_train_steps=...) to the callbacks, or use on_trip='skip'",
+            f"add ModelCheckpoint(every_n_train_steps=...) to the callbacks, or use {instead}",
         )
 
 

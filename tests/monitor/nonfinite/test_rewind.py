@@ -1,7 +1,9 @@
-"""``on_trip="rewind"``: back to the last good checkpoint, on behind the bad batch."""
+"""Back to the last good checkpoint, on behind the bad batch: of a guard on stock plugins, and of a plan."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_mp import NonFiniteError, PlanError
+from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard
 from support.models import same_weights, weights
 from support.nonfinite import STOCK, Breaks
@@ -23,10 +25,14 @@ BAD = 5
 
 
 class Spoilt(Breaks):
-    """Its weights, optimizer state and scale are changed by hand just before batch ``BAD`` breaks."""
+    """Its weights and optimizer state are changed by hand just before the batch ``at``."""
+
+    def __init__(self, how: str, bad: tuple[int, ...], at: int = BAD) -> None:
+        super().__init__(how, bad)
+        self.at = at
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx != BAD:
+        if batch_idx != self.at:
             return
         with torch.no_grad():
             self.net[0].weight.add_(1)
@@ -38,9 +44,36 @@ def _every(folder: Path, steps: int, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder, every_n_train_steps=steps, **options)
 
 
-@pytest.fixture
-def guard(tmp_path: Path) -> NonFiniteGuard:
-    return NonFiniteGuard("rewind", run_dir=tmp_path / "run")
+@dataclass
+class Rewinds:
+    """Who rewinds, as Trainer arguments, and what it wrote."""
+
+    kind: str
+    run: Path
+
+    def arguments(self, mode: str = "32-true", max_consecutive: int | None = None) -> dict[str, Any]:
+        if self.kind == "guard":
+            budget = {} if max_consecutive is None else {"max_consecutive": max_consecutive}
+            return {"callbacks": [NonFiniteGuard("rewind", run_dir=self.run, **budget)], **stock_for(mode)}
+        rule = NonFinite(max_consecutive=max_consecutive or 0, on_budget="rewind", run_dir=str(self.run))
+        # under loss scaling only what is skipped at the scale's floor counts
+        scaling = {"loss_scaling": LossScaling(init_scale=1)} if mode.startswith("16") else {}
+        return {"callbacks": [], "plugins": [MixedPrecisionPlan(mode, nonfinite=rule, **scaling)]}
+
+    def fit(self, module: Any, *callbacks: Callback, mode: str = "32-true", **budget: int) -> Trainer:
+        arguments = self.arguments(mode, **budget)
+        beside = [*arguments.pop("callbacks"), *callbacks]
+        saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+        return fit(module, callbacks=beside, enable_checkpointing=saves, **arguments)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(params=["guard", "plan"])
+def rewinds(request: pytest.FixtureRequest, tmp_path: Path) -> Rewinds:
+    return Rewinds(request.param, tmp_path / "run")
 
 
 def _scheduled(module: Breaks) -> Breaks:
@@ -62,11 +95,11 @@ class Scales(Callback):
 @pytest.mark.parametrize("mode", STOCK)
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_all_is_as_the_checkpoint_was_and_the_run_goes_on(
-    tmp_path: Path, guard: NonFiniteGuard, every: int, mode: str
+    tmp_path: Path, rewinds: Rewinds, every: int, mode: str
 ) -> None:
     module, trace, scales = _scheduled(Spoilt("loss", (BAD,))), Trace(), Scales()
     saved = _every(tmp_path / "saved", every)
-    runner = fit(module, callbacks=[guard, trace, scales, saved], enable_checkpointing=True, **stock_for(mode))
+    runner = rewinds.fit(module, trace, scales, saved, mode=mode)
     assert runner.ckpt_path is None
     last = BAD // every * every  # the step after which it was written
     assert same_weights(trace.weights[BAD], trace.weights[last - 1])
@@ -76,22 +109,22 @@ def test_all_is_as_the_checkpoint_was_and_the_run_goes_on(
     assert module.lrs[BAD + 1] == module.lrs[last]
     assert len(module.losses) == 8
     assert not same_weights(trace.weights[7], trace.weights[BAD])
-    assert [(event.step, event.action) for event in guard.events] == [(BAD, "rewind")]
+    assert [(event["step"], event["action"]) for event in rewinds.events] == [(BAD, "rewind")]
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
-def test_it_is_the_run_from_that_checkpoint_without_the_batches_between(tmp_path: Path, guard: NonFiniteGuard) -> None:
+def test_it_is_the_run_from_that_checkpoint_without_the_batches_between(tmp_path: Path, rewinds: Rewinds) -> None:
     class Skips(Breaks):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx in (4, 5) else super().training_step(batch, batch_idx)
 
     rewound, oracle = Spoilt("loss", (BAD,)), Skips("loss", ())
-    fit(rewound, callbacks=[guard, _every(tmp_path / "saved", 4)], enable_checkpointing=True)
+    rewinds.fit(rewound, _every(tmp_path / "saved", 4))
     fit(oracle)
     assert same_weights(weights(rewound), weights(oracle))
 
 
-def test_a_checkpoint_with_bad_weights_is_passed_over(tmp_path: Path, guard: NonFiniteGuard) -> None:
+def test_a_checkpoint_with_bad_weights_is_passed_over(tmp_path: Path, rewinds: Rewinds) -> None:
     class Poisons(Callback):
         def on_train_batch_end(
             self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -101,31 +134,41 @@ def test_a_checkpoint_with_bad_weights_is_passed_over(tmp_path: Path, guard: Non
                     pl_module.net[1].weight[0] = float("nan")
 
     trace, saved = Trace(), _every(tmp_path / "saved", 2, save_top_k=-1)
-    fit(Breaks("loss", ()), callbacks=[guard, trace, Poisons(), saved], enable_checkpointing=True)
-    assert [event.step for event in guard.events] == [4]
-    assert guard.events[0].module == "net.1"
+    rewinds.fit(Breaks("loss", ()), trace, Poisons(), saved)
+    assert [(event["step"], event["module"]) for event in rewinds.events] == [(4, "net.1")]
     assert same_weights(trace.weights[4], trace.weights[1])
 
 
-def test_without_a_model_checkpoint_it_is_refused_at_the_start(guard: NonFiniteGuard, tmp_path: Path) -> None:
+def test_without_a_model_checkpoint_it_is_refused_at_the_start(rewinds: Rewinds, tmp_path: Path) -> None:
     module = Breaks("loss")
-    with pytest.raises(PlanError, match="on_trip='rewind' without a ModelCheckpoint"):
-        fit(module, callbacks=[guard])
+    with pytest.raises(PlanError, match=r"'rewind'.* without a ModelCheckpoint"):
+        rewinds.fit(module)
     with pytest.raises(PlanError, match="without a ModelCheckpoint that saves optimizer states"):
-        fit(module, callbacks=[guard, _every(tmp_path, 1, save_weights_only=True)], enable_checkpointing=True)
+        rewinds.fit(module, _every(tmp_path, 1, save_weights_only=True))
     assert module.losses == []
 
 
-def test_before_the_first_checkpoint_it_raises_and_says_so(guard: NonFiniteGuard, tmp_path: Path) -> None:
+def test_before_the_first_checkpoint_it_raises_and_says_so(rewinds: Rewinds, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="before any checkpoint with finite weights was written") as caught:
-        fit(Breaks("loss"), callbacks=[guard, _every(tmp_path / "saved", 4)], enable_checkpointing=True)
+        rewinds.fit(Breaks("loss"), _every(tmp_path / "saved", 4))
     assert (caught.value.step, caught.value.module) == (3, "net.4")
 
 
-def test_the_budget_holds_for_rewinds_too(tmp_path: Path) -> None:
-    guard = NonFiniteGuard("rewind", max_consecutive=2, run_dir=tmp_path / "run")
-    saved = _every(tmp_path / "saved", 1)
+def test_the_budget_of_the_guard_holds_for_rewinds_too(tmp_path: Path) -> None:
+    guarded, saved = Rewinds("guard", tmp_path / "run"), _every(tmp_path / "saved", 1)
     with pytest.raises(NonFiniteError) as caught:
-        fit(Breaks("loss", (4, 5, 6, 7)), callbacks=[guard, saved], enable_checkpointing=True)
+        guarded.fit(Breaks("loss", (4, 5, 6, 7)), saved, max_consecutive=2)
     assert caught.value.step == 6
-    assert [event.action for event in guard.events] == ["rewind", "rewind", "raise"]
+    assert [event["action"] for event in guarded.events] == ["rewind", "rewind", "raise"]
+
+
+def test_the_plan_rewinds_once_its_budget_is_spent(tmp_path: Path) -> None:
+    """Two skips are allowed; the third rewinds, and the next one is the first of a new row."""
+    planned, trace = Rewinds("plan", tmp_path / "run"), Trace()
+    module = Spoilt("loss", (5, 6, 7), at=4)
+    runner = planned.fit(module, trace, _every(tmp_path / "saved", 4), max_consecutive=2)
+    plan: Any = runner.precision_plugin
+    assert [(event["step"], event["action"]) for event in planned.events] == [(7, "rewind")]
+    assert same_weights(trace.weights[7], trace.weights[3])
+    assert not same_weights(trace.weights[6], trace.weights[3])
+    assert (plan.skipped_steps, plan.applied_steps, plan.step_counter.streak) == (3, 5, 0)

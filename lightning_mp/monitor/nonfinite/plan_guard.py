@@ -1,0 +1,156 @@
+"""What a plan's ``NonFinite`` asks for besides skipping: batches that are saved, a rewind past the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
+from lightning_mp.engines import diagnosis
+from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.budget import Verdict
+from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.errors import Faults
+from lightning_mp.monitor.callback_utils import StepTracker, callbacks_of
+from lightning_mp.monitor.events import Event
+from lightning_mp.monitor.nonfinite import messages, rewind
+from lightning_mp.monitor.nonfinite.bad_steps import BadSteps
+from lightning_mp.monitor.nonfinite.replay import Diagnosis
+
+_WRITER = "MixedPrecisionPlan"
+
+
+class PlanGuard(Callback):
+    """Added by a plan to the callbacks of a fit, before all others, and taken out with :meth:`remove`.
+
+    The engine decides and skips. Where it would raise it leaves its verdict here, and the batch, which is still at hand
+    at its end, is run again, saved and told; then the run is rewound, or ended with the error the engine would raise.
+    """
+
+    def __init__(self, plan: PlanBase, trainer: Trainer) -> None:
+        self._plan, self._trainer = plan, trainer
+        self.rule = plan.policy.nonfinite
+        self.rewinds = self.rule.on_budget == "rewind"
+        self._steps = StepTracker()
+        self._bad: BadSteps | None = None
+        self._attempts = self._skips = 0
+
+    @property
+    def skipped_steps(self) -> int:
+        """The plan's count."""
+        return self._plan.skipped_steps
+
+    def check(self, faults: Faults) -> None:
+        """Note what of it cannot be done in this run."""
+        if self.rewinds:
+            rewind.check(self._trainer, "nonfinite=NonFinite(on_budget='rewind')", "on_budget='raise'", faults)
+
+    def install(self) -> None:
+        """Open the folder, and follow the run from now on.
+
+        Raises:
+            PlanError: another run is writing to the folder.
+        """
+        self._bad = BadSteps(self._trainer, self.rule.run_dir, _WRITER, rewinds=self.rewinds)
+        callbacks_of(self._trainer).insert(0, self)
+
+    def remove(self) -> None:
+        """Undo it."""
+        callbacks = callbacks_of(self._trainer)
+        if self in callbacks:
+            callbacks.remove(self)
+        if self._bad is not None:
+            self._bad.close()
+
+    @property
+    def _engine(self) -> StepEngine:
+        assert self._plan.engine is not None, "a fit runs under an engine"
+        return self._plan.engine
+
+    @property
+    def _log(self) -> BadSteps:
+        assert self._bad is not None, "install() comes first"
+        return self._bad
+
+    # ------------------------------------------------------------------ the step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have verdicts left here."""
+        self._engine.budget.deferred = []
+        self._skips = self._plan.skipped_steps if self.rule.save_batch else 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep the batch until its step is over."""
+        self._steps.batch_starts(trainer)
+        self._attempts = self._plan.step_counter.attempts
+        self._log.remember(batch, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a skip: save the batch, write an event; past the budget rewind, or end the run.
+
+        Raises:
+            NonFiniteError: the budget is spent and nothing is to be rewound, or no checkpoint can be.
+            LossScaleError: an overflow at the minimum loss scale, under ``at_min="raise"``.
+        """
+        if self._plan.step_counter.attempts == self._attempts:
+            return  # in the middle of an accumulation window
+        deferred = self._engine.budget.deferred
+        assert deferred is not None, "on_train_start comes first"
+        verdict = deferred[0] if deferred else None
+        deferred.clear()
+        skipped = self._skipped()  # asked first: it counts from one step to the next
+        if verdict is not None or skipped:
+            self._explain(trainer, pl_module, verdict)
+        self._log.forget()
+
+    def _skipped(self) -> bool:
+        """Whether a step of this batch was skipped: a host read, for which only saving has a use."""
+        if not self.rule.save_batch:
+            return False
+        before, self._skips = self._skips, self._plan.skipped_steps
+        return self._skips > before
+
+    def _explain(self, trainer: Trainer, module: LightningModule, verdict: Verdict | None) -> None:
+        found, scale = self._log.locate(module), self._engine.loss_scale
+        streak = self._plan.step_counter.streak
+        if verdict is None and streak == 0 and not found.bad_loss and scale is not None:
+            self._log.write(messages.overflow_event(found, step=self._steps.step, scale=scale))
+            return
+        ends = verdict is not None and (verdict.at_min or not self.rewinds)
+        event = messages.bad_step_event(
+            found,
+            step=self._steps.step,
+            bad_loss=found.bad_loss,
+            action="raise" if ends else "rewind" if verdict is not None else "skip",
+            in_a_row=max(streak, 1),
+            allowed=0 if self.rule.action == "raise" else self.rule.max_consecutive,
+            scale=scale,
+            saved=self._log.name(found, self._steps.step) if self.rule.save_batch else None,
+            under_plan=True,
+        )
+        if self.rule.save_batch:
+            self._log.save(found, event)
+        self._log.write(event)
+        if verdict is not None and ends:
+            raise self._error(verdict, found, event)
+        if verdict is not None:
+            self._rewind(event)
+
+    def _error(self, verdict: Verdict, found: Diagnosis, event: Event) -> Exception:
+        return diagnosis.named(
+            found.rank,
+            found.origin,
+            found.bad_loss,
+            what=verdict.what,
+            step=event.step,
+            scale=self._engine.loss_scale,
+            at_min=verdict.at_min,
+        )
+
+    def _rewind(self, event: Event) -> None:
+        """The loss scale goes back with the weights; the counts of the run go on."""
+        counts = self._plan.step_counter.state_dict()
+        self._log.rewind(event)
+        self._plan.step_counter.load_state_dict(counts)
+        self._engine.budget.start_over()

@@ -1,0 +1,38 @@
+"""What a plan does around a fit besides its steps: it says what it will do, has the doctor look, and guards the run."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_mp.compat.lightning import Trainer
+from lightning_mp.engines import announce
+from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.errors import Faults
+from lightning_mp.monitor.doctor import warn_at_fit
+from lightning_mp.monitor.nonfinite.plan_guard import PlanGuard
+
+
+class PlanRun:
+    """One fit under a plan."""
+
+    def __init__(self, plan: PlanBase, trainer: Trainer, faults: Faults) -> None:
+        self._plan, self._trainer = plan, trainer
+        self._guard = PlanGuard(plan, trainer) if plan.policy.nonfinite.watches else None
+        if self._guard is not None:
+            self._guard.check(faults)
+
+    def begin(self, module: nn.Module) -> None:
+        """The module is about to be changed: warn of what can be seen, tell people and loggers, open the run's folder.
+
+        Raises:
+            PlanError: another run is writing to the folder of ``nonfinite``.
+        """
+        if self._guard is not None:
+            self._guard.install()
+        warn_at_fit(module, self._plan.policy)
+        announce.began(self._plan.policy, module, self._trainer)
+
+    def end(self) -> None:
+        """Undo it."""
+        if self._guard is not None:
+            self._guard.remove()
