@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 import lightning_mp
+from lightning_mp.cli.audit import audit
 from lightning_mp.cli.consolidate import consolidate
 from lightning_mp.cli.demo import demo
 from lightning_mp.cli.doctor import doctor
 from lightning_mp.cli.env import env
+from lightning_mp.cli.init import init
 from lightning_mp.cli.lightning_cli import CONTEXT, lightning_cli
 from lightning_mp.cli.report import report
 from lightning_mp.cli.train import train
@@ -34,7 +36,7 @@ def root(
     """Mixed precision for PyTorch Lightning: say once which numbers live in which format, and that is what runs."""
 
 
-for _command in (demo, consolidate, report, doctor, env, train):
+for _command in (demo, init, train, audit, doctor, report, consolidate, env):
     app.command()(_command)
 app.command("cli", context_settings=CONTEXT)(lightning_cli)
 

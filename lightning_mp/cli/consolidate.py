@@ -28,7 +28,10 @@ def consolidate(
         bool, typer.Option("--trust", help="Unpickle objects too, from a .ckpt file whose origin you trust.")
     ] = False,
 ) -> None:
-    """Write the weights of any checkpoint, sharded or DeepSpeed's too, as one plain state dict."""
+    """Write the weights of any checkpoint, sharded or DeepSpeed's too, as one plain state dict.
+
+    Example: lightning-mp consolidate last.ckpt weights.safetensors --dtype bf16
+    """
     from lightning_mp.checkpoints.consolidate_file import write_consolidated
     from lightning_mp.checkpoints.formats import CheckpointFormatError
 

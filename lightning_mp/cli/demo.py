@@ -22,7 +22,10 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option(help="Where results are written.")] = Path("lightning_mp_demo"),
 ) -> None:
-    """Train one small GPT-2 on real text in every precision mode, and compare speed, memory and loss."""
+    """Train one small GPT-2 on real text in every precision mode, and compare speed, memory and loss.
+
+    Example: lightning-mp demo --modes fp32,bf16 --steps 50
+    """
     from lightning_mp.demo.inputs import InputError
     from lightning_mp.demo.ladder import Options, run_demo
 

@@ -17,7 +17,10 @@ def doctor(
     config_dir: ConfigDirs = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead.")] = False,
 ) -> None:
-    """Say what will go wrong in what `train` would run, before it does; exit status 1 with warnings, 2 with errors."""
+    """Say what will go wrong in what `train` would run, before it does; exit status 1 with warnings, 2 with errors.
+
+    Example: lightning-mp doctor experiment=llama_tiny plan=fp16
+    """
     from lightning_mp.cli.training.examine import examine
     from lightning_mp.monitor.doctor import cli_output
 

@@ -22,7 +22,10 @@ def lightning_cli(
         ),
     ] = None,
 ) -> None:
-    """Train what a LightningCLI file describes under a plan: the same run as `train`, from class_path and init_args."""
+    """Train what a LightningCLI file describes under a plan: the same run as `train`, from class_path and init_args.
+
+    Example: lightning-mp cli fit --config run.yaml --plan.precision 16-mixed
+    """
     with refusals("cli"):
         from lightning_mp.cli.training.lightning_cli import run
 

@@ -24,7 +24,10 @@ def report(
     ] = False,
     port: Annotated[int, typer.Option(help="The port for --serve; 0 takes any.", min=0, max=65535)] = 8765,
 ) -> None:
-    """Write what a run did, or how several compare, as one HTML file that opens without a network."""
+    """Write what a run did, or how several compare, as one HTML file that opens without a network.
+
+    Example: lightning-mp report runs/a runs/b
+    """
     from lightning_mp.errors import Fault
     from lightning_mp.monitor.report import write_report
     from lightning_mp.monitor.report.serve import serve as serve_report

@@ -25,6 +25,7 @@ ConfigDirs = Annotated[
 
 
 def train(
+    context: typer.Context,
     arguments: Arguments = None,
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="Run every combination of plan=fp32,bf16, and compare them.")
@@ -32,7 +33,13 @@ def train(
     config_dir: ConfigDirs = None,
     show: Annotated[bool, typer.Option("--show", help="Print the config that would run, and leave.")] = False,
 ) -> None:
-    """Train what a YAML file describes: any LightningModule, under a plan and a strategy; Hydra composes the parts."""
+    """Train what a YAML file describes: any LightningModule, under a plan and a strategy; Hydra composes the parts.
+
+    Example: lightning-mp train experiment=llama_tiny plan=bf16 trainer.max_steps=100
+    """
+    if not arguments and not show:
+        typer.echo(context.get_help())
+        raise typer.Exit
     from lightning_mp.cli.training.application import train as run
 
     with refusals("train"):

@@ -43,6 +43,20 @@ def test_no_arguments_show_the_help() -> None:
     assert "Usage" in _run().output
 
 
+def test_train_without_arguments_shows_how_it_is_used() -> None:
+    result = _run("train")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+    assert "lightning-mp train experiment=llama_tiny" in result.output
+
+
+@pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
+def test_every_help_has_an_example(command: str) -> None:
+    if command == "cli":  # its help is LightningCLI's own
+        return
+    assert f"Example: lightning-mp {command}" in " ".join(_run(command, "--help").output.split())
+
+
 def test_the_version_is_printed() -> None:
     result = _run("--version")
     assert result.exit_code == 0

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -53,7 +53,8 @@ def train(
         root = run_dir(jobs[0], name, faults)
         for job in jobs:
             set_run_dir(job, root / _job_name(job.swept) if sweep else root)
-        checked = _check_all(jobs, faults)
+        with redirect_stdout(sys.stderr) if only_show else nullcontext():  # what hosts print is no part of the config
+            checked = _check_all(jobs, faults)
         if only_show:
             say("---\n".join(_as_yaml(config) for config, _ in checked).rstrip())
             return 0

@@ -99,7 +99,7 @@ def compose(
     if root is None:
         faults.raise_if_any()
         raise AssertionError
-    with _hydra(root):
+    with _hydra(root, config_dirs if path is None else ()):
         jobs = _jobs(root, parsed, multirun, faults)
         good = [(_check_groups(_sort(job, root), root, faults), swept) for job, swept in jobs]
         _check_defaults(root, good[0][0], faults)
@@ -114,11 +114,15 @@ def _require_hydra() -> None:
 
 
 @contextmanager
-def _hydra(root: Primary) -> Generator[None]:
-    """Hydra, looking into the folder of ``root`` first; what was there before is put back."""
+def _hydra(root: Primary, first: Sequence[Path] = ()) -> Generator[None]:
+    """Hydra, looking into ``first``, else into the folder of ``root``, first; what was there before is put back.
+
+    Where ``root`` is this package's own, its folder would hide what the user's folders call alike.
+    """
     from hydra import initialize_config_dir
 
-    with initialize_config_dir(str(root.path.parent), job_name=root.path.stem, version_base="1.3"):
+    folder = next((folder.resolve() for folder in first if folder.is_dir()), root.path.parent)
+    with initialize_config_dir(str(folder), job_name=root.path.stem, version_base="1.3"):
         yield
 
 

@@ -1,0 +1,112 @@
+"""``lightning-mp init``."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from lightning_mp.cli.output import refusals
+
+EXPERIMENT = "experiment"
+#: where a group's file is copied to
+FOLDER = Path("configs")
+
+
+def init(
+    name: Annotated[
+        Optional[str],  # noqa: UP045  typer reads this at run time, on 3.10 too
+        typer.Argument(help="An experiment, or GROUP/NAME; without one all are listed.", show_default=False),
+    ] = None,
+) -> None:
+    """List the configs that come with the package, or copy one here to edit.
+
+    Example: lightning-mp init llama_tiny && lightning-mp train llama_tiny.yaml plan=bf16
+    """
+    if name is None:
+        for group, options in shipped().items():
+            typer.echo(f"{group}:")
+            for option, path in options.items():
+                typer.echo(f"  {option:26} {_summary(path)}".rstrip())
+        return
+    with refusals("init"):
+        written, how = copy(name)
+    typer.echo(f"written: {written}; run it: {how}")
+
+
+def shipped() -> dict[str, dict[str, Path]]:
+    """The configs that come with the package, by group and name; experiments first."""
+    root = Path(str(files("lightning_mp.configs")))
+    groups = {path.parent.name for path in root.glob("*/*.yaml")}
+    ordered = [EXPERIMENT, *sorted(groups - {EXPERIMENT})]
+    return {group: {path.stem: path for path in sorted((root / group).glob("*.yaml"))} for group in ordered}
+
+
+def copy(name: str) -> tuple[Path, str]:
+    """Write the config ``name`` into the present folder; its path, and the command that runs it.
+
+    Raises:
+        PlanError: no such config, or a file of that name is there already.
+    """
+    from lightning_mp.errors import Faults, did_you_mean
+
+    group, _, option = name.rpartition("/")
+    known = shipped()
+    faults = Faults("init")
+    found = known.get(group or EXPERIMENT, {}).get(option)
+    if found is None:
+        names = [*known[EXPERIMENT], *(f"{one}/{other}" for one, options in known.items() for other in options)]
+        faults.add(name, "an experiment, or GROUP/NAME", f"{did_you_mean(name, names)} 'lightning-mp init' lists them")
+        faults.raise_if_any()
+    assert found is not None
+    experiment = group in ("", EXPERIMENT)
+    target = Path(f"{option}.yaml") if experiment else FOLDER / group / f"{option}.yaml"
+    if target.exists():
+        faults.add(f"{target}, which exists", "a new file", "rename it, or go to another folder")
+        faults.raise_if_any()
+    text = found.read_text(encoding="utf-8")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(_as_root(text) if experiment else text, encoding="utf-8")
+    how = str(target) if experiment else f"--config-dir {FOLDER} {group}={option}"
+    return target, f"lightning-mp train {how}"
+
+
+def _as_root(experiment: str) -> str:
+    """A file that stands alone: what an experiment overrides is chosen, the rest as ``train.yaml`` has it."""
+    root = Path(str(files("lightning_mp.configs"))) / "train.yaml"
+    chosen = {name: option for name, option in map(_choice, _entries(root.read_text(encoding="utf-8"))) if option}
+    del chosen[EXPERIMENT]
+    entries = _entries(experiment)
+    for name, option in map(_choice, entries):
+        chosen[name if option else EXPERIMENT] = option or name
+    lines: list[str] = []
+    for line in experiment.splitlines():
+        if line.startswith("defaults:"):
+            lines += [line, *(f"  - {group}: {option}" for group, option in chosen.items()), "  - _self_"]
+        elif line not in (*entries, "  - _self_") and not line.startswith("# @package"):
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _entries(text: str) -> list[str]:
+    """The lines of a defaults list, less ``_self_``."""
+    after = text.partition("\ndefaults:\n")[2].splitlines()
+    listed = itertools.takewhile(lambda line: line.startswith("  - "), after)
+    return [line for line in listed if line != "  - _self_"]
+
+
+def _choice(entry: str) -> tuple[str, str]:
+    """Group and option of ``- group: option`` or ``- override /group: option``; of ``- name`` no option."""
+    name, _, option = entry.strip()[2:].partition(": ")
+    return name.removeprefix("override /"), option
+
+
+def _summary(path: Path) -> str:
+    """The first sentence of the file, as far as its first line goes."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    first = next((line[2:] for line in lines if line.startswith("# ") and not line.startswith("# @")), "")
+    return re.split(r"[.;](?: |$)|:$", first)[0]
