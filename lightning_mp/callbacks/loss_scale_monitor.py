@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_mp.compat.both_copies import check_copy
@@ -34,6 +36,7 @@ class LossScaleMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.rows: list[dict[str, float]] = []
         self._said_none = False
+        self._bar: _OnBar | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -41,6 +44,9 @@ class LossScaleMonitor(Callback):
         self._source: ScaleSource | None = None
         self._skips: SkipCount | None = None
         self._until_reading = 0
+        if self._bar is not None:
+            self._bar.remove()
+        self._bar = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the loss scale of the run."""
@@ -51,6 +57,8 @@ class LossScaleMonitor(Callback):
         source = scale_source(trainer)
         if source is not None and source.scale() is not None:
             self._source, self._skips = source, SkipCount(source)
+            bar: Any = trainer.progress_bar_callback
+            self._bar = _OnBar(bar) if bar is not None and bar.is_enabled else None
         elif not self._said_none:
             self._said_none = True
             rank_zero_info(f"LossScaleMonitor: precision {trainer.precision} has no loss scale, nothing is logged")
@@ -79,16 +87,14 @@ class LossScaleMonitor(Callback):
             self._until_reading = self.every_n_steps
             scale = self._source.scale()
             assert scale is not None, "the scale was there when training began"
-            self._log(trainer, pl_module, _read(scale, self._skips, trainer.strategy.root_device))
+            self._log(trainer, _read(scale, self._skips, trainer.strategy.root_device))
         self._until_reading -= 1
 
-    def _log(self, trainer: Trainer, pl_module: LightningModule, values: dict[str, float]) -> None:
+    def _log(self, trainer: Trainer, values: dict[str, float]) -> None:
         self.rows.append({metric_names.STEP: self._steps.step, **values})
         log(trainer, values)
-        bar: Any = trainer.progress_bar_callback
-        if bar is not None and bar.is_enabled:
-            for name in (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS):
-                pl_module.log(name, values[name], prog_bar=True, logger=False, on_step=True, on_epoch=False)
+        if self._bar is not None:
+            self._bar.show(scale=values[metric_names.LOSS_SCALE], skipped=values[metric_names.SKIPPED_STEPS])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release the scaler."""
@@ -100,7 +106,29 @@ class LossScaleMonitor(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy (a spawned process, a sweep) belongs to no run.
-        return {**self.__dict__, "_source": None, "_skips": None}
+        return {**self.__dict__, "_source": None, "_skips": None, "_bar": None}
+
+
+class _OnBar:
+    """Scale and skips on the progress bar, short: ``scale=2^16, skipped=3``; the loggers keep the long names."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar, self._texts = bar, dict[str, str]()
+        self._metrics: Callable[..., Mapping[str, Any]] = bar.get_metrics
+        bar.get_metrics = self._with_texts
+
+    def show(self, *, scale: float, skipped: float) -> None:
+        """What the bar says from its next refresh on."""
+        exponent = math.log2(scale)
+        text = f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
+        self._texts = {"scale": text, "skipped": f"{skipped:.0f}"}
+
+    def _with_texts(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        return {**self._metrics(trainer, pl_module), **self._texts}
+
+    def remove(self) -> None:
+        """Give the bar its own method back."""
+        self._bar.__dict__.pop("get_metrics", None)
 
 
 def _read(scale: Scale, skips: SkipCount, device: Any) -> dict[str, float]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI as LightningCLI
     from lightning.pytorch.cli import SaveConfigCallback as SaveConfigCallback
     from lightning.pytorch.core.optimizer import LightningOptimizer as LightningOptimizer
+    from lightning.pytorch.loggers.csv_logs import CSVLogger as CSVLogger
     from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
     from lightning.pytorch.plugins import Precision as Precision
     from lightning.pytorch.plugins import TorchSyncBatchNorm as TorchSyncBatchNorm
@@ -74,6 +75,7 @@ _PLACES = {
     "LightningCLI": "cli",
     "SaveConfigCallback": "cli",
     "LightningOptimizer": "core.optimizer",
+    "CSVLogger": "loggers.csv_logs",
     "DummyLogger": "loggers.logger",
     "FitLoop": "loops",
     "TrainingEpochLoop": "loops",

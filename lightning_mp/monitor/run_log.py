@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
@@ -12,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.compat.lightning import Trainer, rank_zero_info, rank_zero_warn
+from lightning_mp.compat.lightning import Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import PlanError
 from lightning_mp.monitor import metric_names
@@ -22,6 +23,8 @@ from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.run_folder import FINDINGS, RUN, RunFolder
 from lightning_mp.numerics.device import describe
 
+#: for alerts: as a Python warning each would begin with a file and a line of this package
+_LOGGER = logging.getLogger("lightning_mp")
 RunDir = str | os.PathLike[str] | None
 #: the folder under the root folder where no logger has one
 FALLBACK = "lightning_mp_run"
@@ -147,8 +150,8 @@ class RunLog:
         if self._folder is not None:
             self._folder.event(event)
         log(trainer, {f"{EVENT_COUNT}/{event.kind}": float(self._counts[event.kind])})
-        if event.is_alert:
-            rank_zero_warn(f"{self._writer}: {event}")
+        if event.is_alert and trainer.is_global_zero:
+            _LOGGER.warning("%s: %s", self._writer, event)
         else:
             rank_zero_info(f"{self._writer}: {event}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import logging
+import math
 import pickle
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
@@ -100,10 +102,32 @@ def test_every_logger_gets_every_reading(keeper: str, tmp_path: Path) -> None:
             assert {name: float(row[name]) for name in mine} == mine
 
 
-def test_the_progress_bar_shows_scale_and_skips(capsys: Any) -> None:
-    watched("stock", enable_progress_bar=True)
-    shown = "".join(capsys.readouterr().out.split())
-    assert "health/loss_scale" in shown
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_the_progress_bar_shows_scale_and_skips_in_short(bar: Any, capsys: Any) -> None:
+    shown: list[dict[str, Any]] = []
+
+    class Sees(bar):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+            shown.append(self.get_metrics(trainer, pl_module))
+            super().on_train_batch_end(trainer, pl_module, *rest)
+
+    mine = Sees(refresh_rate=1)
+    monitor = LossScaleMonitor()
+    fit(Regression(), callbacks=[monitor, mine], enable_progress_bar=True, **stock_for("16-mixed"))
+    assert [(items["scale"], items["skipped"]) for items in shown] == [
+        (f"2^{math.log2(row[metric_names.LOSS_SCALE]):.0f}", f"{row[metric_names.SKIPPED_STEPS]:.0f}")
+        for row in monitor.rows
+    ]
+    assert not any("health/" in name for items in shown for name in items)
+    assert "get_metrics" not in vars(mine)
+    if bar is TQDMProgressBar:
+        assert f"scale={shown[-1]['scale']},skipped={shown[-1]['skipped']}" in "".join(capsys.readouterr().out.split())
+
+
+def test_a_scale_that_is_no_power_of_two_is_written_out(capsys: Any) -> None:
+    plan = plan_for("16-mixed", LossScaling(init_scale=1000.0))
+    fit(Regression(), callbacks=[LossScaleMonitor(), TQDMProgressBar()], enable_progress_bar=True, plugins=[plan])
+    assert "scale=1000,skipped=0" in "".join(capsys.readouterr().out.split())
 
 
 @keepers
