@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,7 +25,9 @@ ZERO = PrivateNames(
             "ds_numel",
             "ds_process_group",
             "ds_tensor",
+            "partition",
         ),
+        "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload()": ("ds_persist",),
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3()": ("_z3_optimizer",),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
             "_link_all_hp_params",
@@ -33,6 +36,9 @@ ZERO = PrivateNames(
         "deepspeed.utils.mixed_precision_linkage()": ("_hp_mapping", "_index_in_param_group"),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer()": (
             "bit16_groups_flat",
+            "cpu_offload",
+            "parallel_partitioned_bit16_groups",
+            "real_dp_process_group",
             "single_partition_of_fp32_groups",
         ),
         "deepspeed.utils.tensor_fragment:tensor_fragment()": ("get_lp_grad_fragment", "lp_fragment_address"),
@@ -76,6 +82,17 @@ def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
         zero._link_all_hp_params()  # parameters hold views of their masters
 
 
+def partition_sums(zero: Any) -> Tensor:
+    """Of each group of a ZeRO-1 or 2 optimizer, the sum of the bits of the weights that this rank steps."""
+    groups = zip(zero.parallel_partitioned_bit16_groups, zero.real_dp_process_group, strict=True)
+    parts: list[Tensor] = [partitions[dist.get_rank(group)].detach() for partitions, group in groups]
+    return torch.stack([part.view(_BITS[part.element_size()]).sum(dtype=torch.int64) for part in parts])
+
+
+#: an integer of as many bytes
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
 # ------------------------------------------------------------------ what this rank has of a parameter
 
 
@@ -89,6 +106,28 @@ def cast_partition(parameter: Any) -> None:
     part = getattr(parameter, "ds_tensor", None)
     if part is not None and part.dtype != parameter.dtype:
         part.data = part.data.to(parameter.dtype)
+
+
+def stays_gathered(parameter: Any) -> bool:
+    """Whether ZeRO-3 holds the parameter whole at all times, for it is small."""
+    return bool(parameter.ds_persist)
+
+
+def gathers(module: Any) -> bool:
+    """Whether ZeRO-3 has to gather a parameter of ``module`` itself when it runs."""
+    return any(is_partitioned(one) and not one.numel() for one in module.parameters(recurse=False))
+
+
+def after_gathered_change(parameter: Any, call: Callable[[], None]) -> None:
+    """Have ``call`` run after a user's ``GatheredParameters`` that begin with this one and change them."""
+    own = parameter.partition
+
+    def partition(param_list: Any = None, *rest: Any, has_been_updated: bool = False, **options: Any) -> None:
+        own(param_list, *rest, has_been_updated=has_been_updated, **options)
+        if has_been_updated:
+            call()
+
+    parameter.partition = partition
 
 
 def local_part(parameter: Any) -> Tensor:

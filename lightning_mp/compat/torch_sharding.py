@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, cast
@@ -10,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_mp.compat.checks import PrivateNames
 
@@ -25,17 +27,23 @@ FSDP2 = PrivateNames(
         ),
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()": ("_fsdp_param_group", "_mp_policy"),
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam()": ("_unsharded_param",),
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": ("post_backward", "wait_for_unshard"),
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup()": ("_training_state",),
         "torch.distributed.tensor.parallel:ParallelStyle": ("_apply",),
+        "torch:Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks"),
     },
 )
 FSDP1 = PrivateNames(
     "torch",
     {
         "torch.distributed.fsdp:FullyShardedDataParallel": ("_flat_param",),
+        "torch.distributed.fsdp._common_utils:_FSDPState()": ("_handle",),
         "torch.nn.utils.clip_grad": ("_get_total_norm",),
         "torch.distributed.fsdp:MixedPrecision": ("_module_classes_to_ignore",),
-        "torch.distributed.fsdp._flat_param:FlatParameter()": ("_params", "_shapes"),
+        "torch.distributed.fsdp._flat_param:FlatParameter()": ("_params", "_shapes", "_tensors"),
+        "torch.distributed.fsdp._flat_param:FlatParamHandle": ("_use_unsharded_views",),
+        "torch.distributed.fsdp._flat_param:FlatParamHandle()": ("_training_state",),
+        "torch:Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks"),
         "torch.distributed.fsdp.wrap:ModuleWrapPolicy": ("_run_policy",),
     },
 )
@@ -64,6 +72,12 @@ def fsdp2_groups(unit: Any) -> list[Any]:
     state = _fsdp2_state(unit)
     several = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one, under the other name
     return [group for group in several or [state._fsdp_param_group] if group is not None]
+
+
+def groups_below(model: nn.Module) -> list[Any]:
+    """Those of every unit of ``model``."""
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    return [group for unit in units for group in fsdp2_groups(unit)]
 
 
 def fsdp2_parameters(unit: Any) -> Iterator[Any]:
@@ -95,6 +109,38 @@ def before_reduction(group: Any, call: Callable[[], None]) -> Callable[[], None]
 
     group.post_backward = post_backward
     return lambda: vars(group).pop("post_backward", None)
+
+
+def share_hooks(group: Any) -> Callable[[], None]:
+    """Have the hooks of sharded parameters run on the gathered ones, which get a gradient; what is returned ends that.
+
+    They see what they see under DDP: the whole gradient of this rank, before it is summed.
+    """
+    wait = group.wait_for_unshard
+
+    def wait_for_unshard() -> None:
+        wait()
+        for parameter in group.fsdp_params:
+            hooks = parameter.sharded_param._backward_hooks
+            unsharded = parameter._unsharded_param if hooks else None
+            if unsharded is not None and unsharded._backward_hooks is not hooks:
+                hooks.update(unsharded._backward_hooks or {})
+                unsharded._backward_hooks = hooks
+
+    group.wait_for_unshard = wait_for_unshard
+    return lambda: vars(group).pop("wait_for_unshard", None)
+
+
+@contextmanager
+def hooks_kept(module: nn.Module) -> Generator[None, None, None]:
+    """Within, parameters may be put in place of others: they take over hooks that a user registered."""
+    before: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    yield
+    after: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    for name, old in before.items():
+        if after[name] is not old:
+            after[name]._backward_hooks = old._backward_hooks
+            after[name]._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
 
 
 def drop_unsharded_gradients(unit: Any) -> None:
@@ -137,6 +183,45 @@ def flat_members(unit: Any) -> Iterator[tuple[Tensor, torch.Size]]:
     flat = unit._flat_param
     if flat is not None:
         yield from zip(flat._params, flat._shapes, strict=True)
+
+
+def flat_handles(model: nn.Module) -> list[Any]:
+    """What makes the views of each flat parameter of ``model``."""
+    units = (unit for unit in model.modules() if isinstance(unit, FullyShardedDataParallel))
+    return [handle for unit in units if (handle := cast("Any", unit)._handle) is not None]
+
+
+def flat_originals(handle: Any) -> list[nn.Parameter]:
+    """The parameters that were flattened."""
+    return list(handle.flat_param._params)
+
+
+def after_views(handle: Any, call: Callable[[nn.Parameter, Tensor], None]) -> Callable[[], None]:
+    """Call ``call(parameter, view)`` for each view that a forward computes with; what is returned ends that."""
+    use = handle._use_unsharded_views
+
+    def use_unsharded_views(as_params: bool) -> None:
+        use(as_params)
+        if not as_params and handle._training_state.name == "FORWARD":
+            for parameter, view in zip(handle.flat_param._params, handle.flat_param._tensors, strict=True):
+                if view is not None:
+                    call(parameter, view)
+
+    handle._use_unsharded_views = use_unsharded_views
+    return lambda: vars(handle).pop("_use_unsharded_views", None)
+
+
+def through_hooks(parameter: Any, gradient: Tensor) -> Tensor:
+    """What the hooks that a user registered on ``parameter`` make of its gradient."""
+    for hook in list((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def has_accumulation_hooks(parameter: Any) -> bool:
+    """Whether there are hooks that autograd calls when it has accumulated a gradient in ``parameter``."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def leave_all_modules() -> dict[str, Any]:

@@ -58,6 +58,8 @@ class StepEngine(ABC):
         #: the batch norms that take their statistics over all ranks
         self.synced: list[nn.Module] = []
         self._watched = False
+        #: a backward pass that Lightning runs is under way
+        self._announced = False
         self._module: nn.Module | None = None
         self._pin_map = pins.PinMap((), ())
         self._checkpointed: list[nn.Module] = []
@@ -85,6 +87,11 @@ class StepEngine(ABC):
     def pin_map(self) -> pins.PinMap:
         """Which pin covers which module; known after ``check``."""
         return self._pin_map
+
+    @property
+    def recomputed(self) -> list[nn.Module]:
+        """The modules that recompute their activations; known after ``check``."""
+        return self._checkpointed
 
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
         """What tells the dtype in which each parameter of the checked module will be stored."""
@@ -205,15 +212,24 @@ class StepEngine(ABC):
         if trained != self._trained:
             self._trained = trained
             self.train_others()
-        with self._watch_reads():
+        self._announced = False
+        with self._watch_reads(), self._bare_passes():
             yield
+
+    def _bare_passes(self) -> AbstractContextManager[None]:
+        """Within it, backward passes that are run past Lightning are made right or refused, where they need it."""
+        return nullcontext()
+
+    def _unannounced(self) -> set[int]:
+        """By ``id``, the parameters of which a backward pass now would be a bare one."""
+        return set() if self._announced else {id(parameter) for parameter in self._parameters}
 
     def train_others(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
         """Other parameters are trained from now on than before."""
 
     def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
         """The loss to run backward on: times the scale where there is one."""
-        self.pending, self._loss = True, loss.detach()
+        self.pending, self._loss, self._announced = True, loss.detach(), True
         if manual:
             self.scaler.multiply_back_(self.optimizers)
         return self.scaler.scale(loss)
@@ -224,6 +240,7 @@ class StepEngine(ABC):
 
     def after_backward(self, *, manual: bool) -> None:
         """Under manual optimization gradients are in true units at once: users clip them before they step."""
+        self._announced = False
         if manual:
             self.scaler.divide_(self.optimizers)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_mp.engines import closures, reduce
+from lightning_mp.compat.lightning import Strategy, trainer_of
+from lightning_mp.engines import bare_backward, closures, reduce
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Faults
 from lightning_mp.numerics import grads
@@ -45,6 +48,13 @@ class EagerEngine(StepEngine):
         if self._ddp is not None:
             reduce.sum_anew(self._ddp, self.policy.reduce_dtype)
 
+    def _bare_passes(self) -> AbstractContextManager[None]:
+        """Under manual optimization DDP sums what it is prepared for: ``manual_backward`` does so, and this."""
+        trainer = trainer_of(self._module)
+        if self._ddp is None or trainer is None or trainer.lightning_module.automatic_optimization:
+            return super()._bare_passes()
+        return bare_backward.found(self._unannounced, partial(_summed, trainer.strategy))
+
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the global 2-norm, in fp32."""
         self.last_norm = grads.clip_grad_norm_(grads.parameters_of(optimizer), max_norm)
@@ -71,3 +81,10 @@ class EagerEngine(StepEngine):
             before.restore()
         self.count()
         return result
+
+
+@contextmanager
+def _summed(strategy: Strategy, tensors: Any) -> Generator[None, None, None]:
+    strategy.pre_backward(tensors)
+    yield
+    strategy.post_backward(tensors)

@@ -5,7 +5,8 @@ A shard is unscaled, checked and stepped as a whole parameter is; the norm and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_mp.compat.torch import FSDP1_WRAPPER
 from lightning_mp.engines import closures, elementwise
 from lightning_mp.engines.base import Replay, StepEngine
 from lightning_mp.engines.budget import Verdict
+from lightning_mp.engines.flat_views import FlatViews
+from lightning_mp.engines.same_order import FirstForward
 from lightning_mp.engines.unused import UnusedParameters
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.numerics import grad_norm, grads
@@ -30,9 +33,15 @@ class ShardedEngine(StepEngine):
 
     holds = "every process holds a shard of every parameter"
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._undo_hooks: list[Callable[[], None]] = []
+
     #: the groups that plain gradients are split over
     _flat_groups: grad_norm.Groups = ()
     _unused: UnusedParameters | None = None
+    _views: FlatViews | None = None
+    _first: FirstForward | None = None
     _undo_norm: Callable[[], None] | None = None
 
     def may_be_reverted(self) -> bool:
@@ -64,13 +73,36 @@ class ShardedEngine(StepEngine):
         super().connect(model, optimizers)
         if self._flat_groups and self._undo_norm is None:
             self._undo_norm = sharding_compat.take_total_norms_by(self._users_norm)
+        if optimizers and self._flat_groups:
+            self._views = FlatViews(model, self.device)
+        if self._flat_groups:
+            units = {f".{name}".replace(FSDP1_WRAPPER, "")[1:]: unit for name, unit in _flat_units(model)}
+            self._first = FirstForward(model, units, self.device)
+        if optimizers:
+            self._undo_hooks = [sharding_compat.share_hooks(group) for group in sharding_compat.groups_below(model)]
         if optimizers and self.distributed:
             self._unused = UnusedParameters(model, self.device)
 
+    @contextmanager
+    def training_step(self) -> Generator[None, None, None]:
+        """Before it, see whether FSDP1 was given hooks that it never calls."""
+        if self._views is not None:
+            self._views.refuse_hooks()
+        with super().training_step():
+            yield
+
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the local shards; the flag is reduced over every rank of every mesh dimension."""
+        if self._views is not None:
+            self._views.settle()
         grad_norm.sum_partial_(grads.parameters_of(optimizer))
         super().unscale(optimizer)
+
+    def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
+        """The loss, times the scale where there is one; under FSDP1 the ranks compare their first losses."""
+        if self._first is not None:
+            self._first.before_backward(loss)
+        return super().before_backward(loss, manual=manual)
 
     def after_backward(self, *, manual: bool) -> None:
         """Reduce partial gradients, and bring them into true units, before users look at them."""
@@ -84,12 +116,15 @@ class ShardedEngine(StepEngine):
     def release(self) -> None:
         """Let go of FSDP2's units too, and of ``clip_grad_norm_``."""
         super().release()
+        while self._undo_hooks:
+            self._undo_hooks.pop()()
         if self._undo_norm is not None:
             self._undo_norm()
             self._undo_norm = None
-        if self._unused is not None:
-            self._unused.release()
-            self._unused = None
+        for watching in (self._unused, self._views, self._first):
+            if watching is not None:
+                watching.release()
+        self._unused = self._views = self._first = None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all shards, in fp32."""
@@ -129,6 +164,11 @@ def _alone(module: nn.Module | None, replay: Callable[[], Tensor | None]) -> Ten
         if isinstance(unit, FSDPModule):
             unit.set_requires_gradient_sync(False, recurse=False)
     return replay()
+
+
+def _flat_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    every = model.named_modules()
+    return [(name, unit) for name, unit in every if unit is not model and isinstance(unit, FullyShardedDataParallel)]
 
 
 def flat_groups(model: nn.Module | None) -> grad_norm.Groups:

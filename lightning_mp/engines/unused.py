@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.engines import reduce
@@ -27,8 +26,7 @@ class UnusedParameters:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        groups = [group for unit in units for group in sharding_compat.fsdp2_groups(unit)]
+        groups = sharding_compat.groups_below(model)
         self._undo = [sharding_compat.before_reduction(group, partial(self._complete, group)) for group in groups]
         self._members: list[Any] = [member for group in groups for member in group.fsdp_params]
         #: by ``id``, what had a gradient on this rank, and what had none since the step before either

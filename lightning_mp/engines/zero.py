@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat.deepspeed import before_reduction, cast_partition
+from lightning_mp.compat.deepspeed import before_reduction, cast_partition, gathers, is_partitioned, partition_sums
 from lightning_mp.compat.lightning import trainer_of
-from lightning_mp.engines import flat_steps, optimizer_facts
+from lightning_mp.engines import bare_backward, closures, flat_steps, optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.closures import Evaluated
+from lightning_mp.engines.same_order import FirstForward
 from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights, keeps_moments
-from lightning_mp.errors import Fault, Faults
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.numerics.scaler import LossScaler
 
 
@@ -38,6 +39,11 @@ class ZeroEngine(StepEngine):
     #: ``gradient_clipping`` of the JSON, where the Trainer says nothing
     _default_clip = 0.0
     _weights: Weights | None = None
+    #: of the weights after the last step, under offload
+    _sums = torch.empty(0)
+    #: DeepSpeed's engine is in its step
+    _in_step = False
+    _first: FirstForward | None = None
     #: from a manual backward pass to the step
     _told: GradientsElsewhere | None = None
 
@@ -89,6 +95,12 @@ class ZeroEngine(StepEngine):
         """Take the DeepSpeedEngine and its optimizer, and put the plan's scale in place of DeepSpeed's."""
         super().connect(model, [])
         self.optimizers = list(optimizers)
+        parts: dict[str, nn.Module] = {} if self._module is None else dict(self._module.named_modules())
+        parted = {
+            name: part for name, part in parts.items() if any(map(is_partitioned, part.parameters(recurse=False)))
+        }
+        if parted and self.distributed:
+            self._first = FirstForward(model, parted, self.device, gathers=gathers)
         if not optimizers:  # validation
             return
         self._deepspeed, self._zero = cast("Any", model), cast("Any", optimizers[0])
@@ -98,12 +110,15 @@ class ZeroEngine(StepEngine):
         self._zero.clip_grad = self._default_clip
         self._weights = Weights(() if self._module is None else self._module.named_parameters(), self._decayed)
         before_reduction(self._zero, self._weights.refuse_apart)
+        self._take_raw_steps()
+        self._note_sums()
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:
         """Put the plan's scale in place of DeepSpeed's, again after it loaded a checkpoint with its own."""
         if self._zero is None:
             return
+        cast("Weights", self._weights).loaded()
         if isinstance(self.scaler, LossScaler):
             from lightning_mp.engines.zero_scale import PlanScale  # needs deepspeed
 
@@ -127,6 +142,10 @@ class ZeroEngine(StepEngine):
                 "add the losses up, or use strategy='mp_fsdp2'",
             )
             raise RuntimeError(str(fault))
+        if self._first is not None:
+            self._first.before_backward(loss)
+        if self._weights is not None:
+            self._weights.refuse_apart_behind(loss)
         return super().before_backward(loss, manual=manual)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -137,18 +156,24 @@ class ZeroEngine(StepEngine):
 
     def after_backward(self, *, manual: bool) -> None:
         """Under manual optimization, whoever looks for gradients, which are in partitions, is told until the step."""
+        self._announced = False
         if manual and self._told is None:
             self._told = GradientsElsewhere()
             self._told.__enter__()
 
     @contextmanager
     def training_step(self) -> Generator[None, None, None]:
-        """However it ends, afterwards nobody is told any more."""
+        """Before it, see what hooks did to weights; however it ends, afterwards nobody is told any more."""
+        self.check_weights()
         try:
             with super().training_step():
                 yield
         finally:
             self._tell_no_more()
+
+    def _bare_passes(self) -> AbstractContextManager[None]:
+        """Refused: DeepSpeed has to be told of a backward pass before it begins."""
+        return bare_backward.found(self._unannounced, _refuse_bare)
 
     def _tell_no_more(self) -> None:
         if self._told is not None:
@@ -202,18 +227,65 @@ class ZeroEngine(StepEngine):
         weights = cast("Weights", self._weights)
         weights.refuse_unfrozen()
         weights.refuse_left_out(keeps_moments(self._zero.optimizer))
-        if weights.changed():  # a user's hook clamped them, or put others in: the masters follow
-            self._zero.refresh_fp32_params()
+        self._follow(weights)
         self.pending = False
-        with nullcontext() if self._scale is None else self._scale.read_once():
-            self._deepspeed.step()
+        self._in_step = True
+        try:
+            with nullcontext() if self._scale is None else self._scale.read_once():
+                self._deepspeed.step()
+        finally:
+            self._in_step = False
         weights.stepped()
+        self._note_sums()
         self._zero.clip_grad = self._default_clip
         skipped = float(not self._deepspeed.was_step_applied())
         self.scaler.note_step(optimizer, torch.full((), skipped, dtype=torch.float32, device=self.device))
         self.count()
         norm = self._deepspeed.get_global_grad_norm()
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
+
+    def _follow(self, weights: Weights) -> None:
+        """Masters take over what a user's hook made of the weights; a copy that changes nothing costs least to make."""
+        if weights.partitioned:
+            changed = weights.take_change()
+        elif self._zero.cpu_offload:  # there it would cross the bus; the host waits for this step in any case
+            changed = not torch.equal(partition_sums(self._zero), self._sums)
+        else:
+            changed = True
+        if changed:
+            self._zero.refresh_fp32_params()
+
+    def _note_sums(self) -> None:
+        if not cast("Weights", self._weights).partitioned and self._zero.cpu_offload:
+            self._sums = partition_sums(self._zero)
+
+    def check_weights(self) -> None:
+        """Look whether a user changed weights where nothing holds them.
+
+        Raises:
+            RuntimeError: the name of one.
+        """
+        if self._weights is not None:
+            self._weights.refuse_lost()
+
+    def _take_raw_steps(self) -> None:
+        """Make a step of the ZeRO optimizer that is called past DeepSpeed's engine one of the plan's, or refuse it."""
+        own = self._zero.step
+
+        def step(closure: Any = None) -> None:
+            if self._in_step:
+                own(closure)
+                return
+            if isinstance(self.scaler, LossScaler):
+                closures.refuse_past_the_plan(self._zero, self.policy)
+            if closure is not None:
+                with torch.enable_grad():
+                    closure()
+            self.unscale(self._zero)
+            self.step(self._zero)
+            self.look(None)
+
+        self._zero.step = step
 
     def user_hooks(self) -> AbstractContextManager[Any]:
         """Gradients are not where users look for them: who looks is told."""
@@ -222,6 +294,18 @@ class ZeroEngine(StepEngine):
     def release(self) -> None:
         """Drop the DeepSpeedEngine too."""
         super().release()
+        if self._first is not None:
+            self._first.release()
         if self._weights is not None:
             self._weights.release()
-        self._deepspeed = self._zero = self._scale = self._weights = None
+            vars(self._zero).pop("step", None)
+        self._deepspeed = self._zero = self._scale = self._weights = self._first = None
+
+
+def _refuse_bare(_tensors: Any) -> AbstractContextManager[None]:
+    fault = Fault(
+        "loss.backward() with ZeRO, whose gradients DeepSpeed takes in a backward pass of its own",
+        "self.manual_backward(loss), once a step",
+        "write self.manual_backward(loss), or use strategy='mp_ddp' or 'mp_fsdp2'",
+    )
+    raise PlanError([fault])

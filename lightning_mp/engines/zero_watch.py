@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_mp.compat.deepspeed import after_gathered_change, is_partitioned, stays_gathered
 from lightning_mp.errors import Fault
+from lightning_mp.numerics import graph
 
 _GRAD: Any = cast("Any", Tensor.grad)
+_DATA: Any = cast("Any", Tensor.data)
 #: who may ask: they know where ZeRO keeps gradients
 _KNOW = ("deepspeed.", "lightning_mp.")
 
@@ -40,6 +43,28 @@ def _known() -> bool:
     return frame.f_back.f_back.f_globals.get("__name__", "").startswith(_KNOW)
 
 
+class _Partitioned(nn.Parameter):
+    """A parameter of ZeRO-3's, which notes what a user was given as its data while it is in partitions."""
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        held: Tensor = _DATA.__get__(self)
+        asks: Any = inspect.currentframe()
+        kept = not held.numel() or stays_gathered(self)  # else to keep it would keep a whole weight in memory
+        if kept and not asks.f_back.f_globals.get("__name__", "").startswith(_KNOW):
+            vars(self).setdefault("handed_out", []).append((held, held._version))
+        return held
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        _DATA.__set__(self, data)
+
+
+def _was_written_to(parameter: nn.Parameter, version: int) -> bool:
+    handed_out: list[tuple[Tensor, int]] = vars(parameter).pop("handed_out", [])
+    return parameter._version != version or any(held._version != before for held, before in handed_out)
+
+
 class Weights:
     """The trained parameters between two steps: whether users changed them, and which had a gradient."""
 
@@ -49,17 +74,56 @@ class Weights:
         self._frozen = {name: parameter for name, parameter in every.items() if not parameter.requires_grad}
         #: by id: whether its group has weight decay
         self._decayed = decayed
-        self._seen: set[int] = set()
+        self._seen: dict[int, None] = {}
         self._ever: set[int] = set()
         self._compared = False
-        self._versions = self._now()
+        #: in-place writes to partitions (ZeRO-3), where a gathered parameter that a user changed becomes one again
+        self._versions = {name: p._version for name, p in self._named.items() if is_partitioned(p)}
+        for parameter in self._named.values() if self._versions else ():
+            after_gathered_change(parameter, self._heard)
+            parameter.__class__ = _Partitioned
+        self._changed = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self._named.values()]
 
     def _note(self, parameter: Tensor) -> None:
-        self._seen.add(id(parameter))
+        self._seen[id(parameter)] = None
 
-    def _now(self) -> list[int]:
-        return [parameter._version for parameter in self._named.values()]
+    def _heard(self) -> None:
+        self._changed = True
+        self.loaded()
+
+    def loaded(self) -> None:
+        """What was written to up to now is where it belongs: a checkpoint was loaded."""
+        self._versions |= {name: self._named[name]._version for name in self._versions}
+        for name in self._versions:
+            vars(self._named[name]).pop("handed_out", None)
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether ZeRO-3 has split the weights themselves."""
+        return bool(self._versions)
+
+    def take_change(self) -> bool:
+        """Whether a user changed partitions since the last call."""
+        self.refuse_lost()
+        changed, self._changed = self._changed, False
+        return changed
+
+    def refuse_lost(self) -> None:
+        """Look whether a user changed what is no longer there.
+
+        Raises:
+            RuntimeError: a weight was written to while it was partitioned, which changes nothing (ZeRO-3).
+        """
+        lost = [name for name, version in self._versions.items() if _was_written_to(self._named[name], version)]
+        if lost:
+            fault = Fault(
+                f"{lost[0]!r} and {len(lost) - 1} others written to between steps with ZeRO-3, which holds them in "
+                "partitions: nothing was changed",
+                "writing to weights within deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
+                "write so, or use strategy='mp_deepspeed_zero2'",
+            )
+            raise RuntimeError(str(fault))
 
     def refuse_apart(self) -> None:
         """After the first backward pass, ask whether all ranks have gradients of the same parameters.
@@ -67,28 +131,38 @@ class Weights:
         Raises:
             RuntimeError: they have not, on every rank: ZeRO would add up different parameters, or wait for ever.
         """
-        if self._compared or not dist.is_initialized():
+        if not self._compared:
+            self._compared = True
+            self._compare({one: place for place, one in enumerate(self._seen, 1)})
+
+    def refuse_apart_behind(self, loss: Tensor) -> None:
+        """The same before it, by the graph behind ``loss``: what is recomputed as a whole is not seen there.
+
+        Raises:
+            RuntimeError: they will not have.
+        """
+        if not self._compared:
+            self._compare(dict.fromkeys(graph.leaves(loss), 1))
+
+    def _compare(self, places: Mapping[int, int]) -> None:
+        """Each of them, by ``id``, in the same place everywhere: gradients are summed in the order they come in."""
+        if not dist.is_initialized():
             return
-        self._compared = True
         device = next(iter(self._named.values())).device
-        mask = torch.tensor([id(p) in self._seen for p in self._named.values()], dtype=torch.float32, device=device)
+        mask = torch.tensor([places.get(id(p), 0) for p in self._named.values()], device=device)
         somewhere, everywhere = mask.clone(), mask.clone()
         dist.all_reduce(somewhere, op=dist.ReduceOp.MAX)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         apart = [name for name, differ in zip(self._named, (somewhere != everywhere).tolist(), strict=True) if differ]
         if apart:
             fault = Fault(
-                f"a gradient of {apart[0]!r} and {len(apart) - 1} others on some ranks only, with ZeRO, which sums "
-                "what every rank has",
-                "steps that use the same parameters on every rank",
+                f"a gradient of {apart[0]!r} and {len(apart) - 1} others on some ranks only, or in another order, with "
+                "ZeRO, which sums what every rank has as it comes in",
+                "steps that use the same parameters in the same order on every rank",
                 "add 0 times the parameters that a rank does not use to its loss, or use strategy='mp_ddp' with "
                 "find_unused_parameters=True",
             )
             raise RuntimeError(str(fault))
-
-    def changed(self) -> bool:
-        """Whether any was written to in place since the last step."""
-        return self._now() != self._versions
 
     def refuse_unfrozen(self) -> None:
         """Look whether any was unfrozen after ZeRO had taken what was trained.
@@ -129,12 +203,13 @@ class Weights:
 
     def stepped(self) -> None:
         """A step was made."""
-        self._ever |= self._seen
+        self._ever |= self._seen.keys()
         self._seen.clear()
-        self._versions = self._now()
 
     def release(self) -> None:
         """Take the hooks off."""
+        for name in self._versions:
+            self._named[name].__class__ = nn.Parameter
         for hook in self._hooks:
             hook.remove()
 

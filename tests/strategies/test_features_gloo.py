@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support import feature_hooks, feature_loops  # noqa: F401  # they fill the table
+from support import feature_hooks, feature_loops, feature_weights  # noqa: F401  # they fill the table
 from support.features import FEATURE, Ran, difference
 from support.ranks import Ranks
 
@@ -56,6 +56,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "unfreezes_by_hand": "unfrozen in a run with ZeRO",
         "unfreezes_in_the_midst": FINETUNING,
         "backbone_finetuning": FINETUNING,
+        "manual_bare_backward": "loss.backward() with ZeRO",
         "manual_accumulation": "two manual_backward() before a step with ZeRO",
         "lamb": "Lamb with ZeRO, which steps pieces of flat tensors",
     },
@@ -63,19 +64,12 @@ REFUSED: dict[str, dict[str, str]] = {
 
 #: (strategy, feature) → what is not so yet
 OPEN = {
-    (
-        "ddp",
-        "manual_bare_backward",
-    ): "Lightning prepares DDP in manual_backward; without it nothing is summed",
     ("ddp", "resumed_with_another_optimizer"): "torch's KeyError, as on one device",
     ("fsdp2", "resumed_with_another_optimizer"): "a key that is missing in the checkpoint",
     ("fsdp2", "poisons_before_the_step"): "the rank that poisons holds an empty shard of that weight",
     ("fsdp2", "logs_grad_norm"): "Lightning's grad_norm cannot stack DTensors",
-    ("fsdp2", "tensor_hook_on_a_parameter"): "FSDP2 never calls a hook on a sharded parameter",
     ("fsdp2", "a_pinned_weight_is_read_from_outside"): "torch refuses to mix a tensor with a DTensor",
-    ("deepspeed_zero2", "manual_bare_backward"): "DeepSpeed's KeyError",
     ("deepspeed_zero2", "resumed_with_another_optimizer"): "torch's KeyError, as on one device",
-    ("deepspeed_zero2", "optimizer_step_calls_the_raw_optimizer"): "a step past DeepSpeed's engine is not counted",
 }
 
 

@@ -149,7 +149,7 @@ def ema(host: Host) -> dict[str, Any]:
 
 @feature
 def ema_validated(host: Host) -> dict[str, Any]:
-    module, keep = Net(), _Metrics()
+    module, keep = Net(), Metrics()
     trainer = host.trainer(callbacks=[callbacks.EMAWeightAveraging(decay=0.5), keep], val_check_interval=4)
     trainer.fit(module, data(), data(2))
     return left(trainer, module) | {"metrics": keep.found}
@@ -164,7 +164,7 @@ def ema_resumed(host: Host) -> dict[str, Any]:
     return host.fit(Net(), ckpt_path=path, callbacks=[callbacks.EMAWeightAveraging(decay=0.5)], max_epochs=2)
 
 
-class _Metrics(Callback):
+class Metrics(Callback):
     def __init__(self) -> None:
         self.found: list[float] = []
 

@@ -139,7 +139,7 @@ class Ran:
     def run(self) -> dict[str, Any]:
         import torch.distributed as dist
 
-        from support import feature_hooks, feature_loops  # noqa: F401  # they fill the table
+        from support import feature_hooks, feature_loops, feature_weights  # noqa: F401  # they fill the table
 
         if self.strategy != "single" and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))

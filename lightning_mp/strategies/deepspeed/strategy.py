@@ -227,7 +227,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         """An engine without an optimizer; stage 3 gathers, the others have whole parameters."""
         assert isinstance(self.config, dict)
-        config = {"train_micro_batch_size_per_gpu": 1, "fp16": self.config["fp16"], "bf16": self.config["bf16"]}
+        config = {"train_micro_batch_size_per_gpu": 1, **{key: self.config[key] for key in ("fp16", "bf16")}}
         if self._stage == 3:
             config |= {key: self.config[key] for key in ("zero_allow_untested_optimizer", "zero_optimization")}
             remove_module_hooks(model)  # those of a training engine, which would gather a second time
@@ -292,6 +292,10 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulating)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
+    def on_train_end(self) -> None:
+        """The last batch's hooks may have changed weights too."""
+        cast("ZeroEngine", plan_of(self).engine).check_weights()
+
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -323,9 +327,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             _check_world_size(Path(path), self.world_size)
         checkpoint = super().load_checkpoint(path, weights_only=weights_only)
-        engine = plan_of(self).engine
-        if isinstance(engine, ZeroEngine):
-            engine.override_zero_settings()
+        cast("ZeroEngine", plan_of(self).engine).override_zero_settings()
         if len(self._came_from) != self._groups_before:
             for state in checkpoint.get("lr_schedulers", ()):
                 regroup(state, self._groups_before, self._came_from)

@@ -20,6 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat import torch as compat
 from lightning_mp.compat import torch_sharding as sharding_compat
+from lightning_mp.engines.same_order import END, SameOrder
+from lightning_mp.errors import Fault, PlanError
 from lightning_mp.numerics.nested import floating_in, map_tensors
 
 
@@ -41,12 +43,16 @@ class _Unit:
 class SkippedUnits:
     """Keeps the ranks together in the forward of ``root``, from ``start`` to ``stop``."""
 
-    def __init__(self, root: nn.Module, *, compiled: bool) -> None:
-        self._active, self._recording = False, False
+    def __init__(
+        self, root: nn.Module, *, compiled: bool, device: torch.device, recomputed: Sequence[nn.Module] = ()
+    ) -> None:
+        self._active, self._recording, self._manual, self._compares = False, False, False, False
+        self._within = {id(part) for region in recomputed for part in region.modules() if part is not region}
         self._learnt: set[str] = set()
         parts: list[tuple[str, nn.Module]] = list(root.named_modules())
         units = {name: _Unit(name, part) for name, part in parts if _is_unit(part)}
         self._units = list(units.values())
+        self._order = SameOrder([*units, *map(_end_of, units)], device)
         apart: Any = torch.compiler.disable if compiled else _as_it_is
         self._hooks: list[RemovableHandle] = []
         for name, unit in units.items() if dist.get_world_size() > 1 else ():
@@ -55,6 +61,7 @@ class SkippedUnits:
                 above.below.append(unit)
                 enter = apart(partial(self._enter, above, unit))
                 self._hooks.append(unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                self._hooks.append(unit.module.register_forward_hook(apart(partial(self._note, unit))))
         for unit in self._units:
             if unit.below:
                 begin, end = apart(partial(self._begin, unit)), apart(partial(self._end, unit))
@@ -71,35 +78,68 @@ class SkippedUnits:
 
     def _enter(self, above: _Unit, unit: _Unit, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a unit: pass through those in front of it that this rank skipped."""
-        if not self._active or compat.in_backward():
+        if compat.in_backward():
+            return None
+        if self._manual:
+            self._meet(unit.name)
+        if not self._active:
             return None
         if self._recording:
             above.calls.append(unit.name)
         place, skipped = above.below.index(unit), list[_Unit]()
         if place < above.place:
             if not above.rounds:
-                return None
+                return None  # never while it records
             skipped, above.place = above.below[above.place :], 0
         skipped += above.below[above.place : place]
         above.place = place + 1
-        return _through(skipped, (args, kwargs)) if skipped else None
+        led = self._through(skipped, (args, kwargs)) if skipped else None
+        self._meet(unit.name)
+        return led
 
     def _end(self, unit: _Unit, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         """After the last unit below ``unit``: pass through the rest."""
         if not self._active or compat.in_backward():
             return None
         skipped, unit.place = unit.below[unit.place :], len(unit.below)
-        return _through(skipped, output) if skipped else None
+        led = self._through(skipped, output) if skipped else None
+        self._meet(_end_of(unit.name))
+        return led
 
-    def start(self, method: str) -> None:
-        """A call of ``method`` begins."""
-        self._active, self._recording = True, method not in self._learnt
+    def _meet(self, place: str) -> None:
+        if self._recording:
+            self._order.meet(place)
+
+    def _note(self, unit: _Unit, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._recording and not compat.in_backward():
+            self._order.note(unit.name, output)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Compare the losses of a first step.
+
+        Raises:
+            PlanError: on every rank, where other units contribute to them.
+        """
+        if self._compares and self._hooks:
+            self._compares = self._manual and self._recording
+            self._order.compare_losses(loss)
+
+    def start(self, method: str, *, manual: bool) -> None:
+        """A call of ``method`` begins; where backward passes come in between (``manual``) no unit may be skipped."""
+        self._active, self._manual, self._recording = not manual, manual, method not in self._learnt
+        self._compares = self._recording and method == "training_step"
         self._learnt.add(method)
 
     def stop(self) -> None:
-        """The call is over; after a method's first, go on in the order in which the ranks ran the units."""
+        """The call is over; after a method's first, go on in the order in which the ranks ran the units.
+
+        Raises:
+            PlanError: units were skipped on some ranks where they cannot be passed.
+        """
+        if self._manual and self._hooks:
+            self._meet(END)
         learns = self._active and self._recording and self._hooks
-        self._active = self._recording = False
+        self._active = self._recording = self._manual = False
         if not learns:
             return
         parents = [unit for unit in self._units if unit.below]
@@ -109,6 +149,42 @@ class SkippedUnits:
             named = {below.name: below for below in unit.below}
             unit.below = [named[name] for name in merged(list(named), calls)]
             unit.rounds = any(one != calls[0] for one in calls)
+            inside = [below.name for below in unit.below if id(below.module) in self._within]
+            if unit.rounds and inside:
+                self._refuse_recomputed(inside[0])
+
+    def _refuse_recomputed(self, name: str) -> None:
+        fault = Fault(
+            f"{name!r} or units beside it run on some ranks only, in a region that is recomputed",
+            "checkpointing of what every rank runs, or of such units themselves",
+            "write checkpointing= with a pattern that matches the units themselves, or leave it out",
+        )
+        raise PlanError([fault])
+
+    def _through(self, skipped: list[_Unit], values: Any) -> Any:
+        """``values`` with one floating tensor, if any that takes part in the backward pass, led through ``skipped``."""
+        there = floating_in(values)
+        led = next((tensor for tensor in there if tensor.requires_grad), there[0] if there else None)
+        start = torch.zeros((), device=next(skipped[0].module.parameters()).device) if led is None else led
+        end = start
+        for unit in skipped:
+            end = self._pass(unit, end)
+        return values if led is None else map_tensors(values, lambda tensor: end if tensor is led else tensor)
+
+    def _pass(self, unit: _Unit, tensor: Tensor) -> Tensor:
+        """What FSDP2 does around the unit's forward, and nothing in between."""
+        self._meet(unit.name)
+        asks = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        tensor = _Same.apply(sharding_compat.enter_unit(unit.module, tensor), asks)
+        for below in unit.below:
+            tensor = self._pass(below, tensor)
+        if unit.below:  # hooks of one tensor would run for the inner unit first
+            tensor = _Same.apply(tensor, asks)
+            self._meet(_end_of(unit.name))
+        tensor = sharding_compat.leave_unit(unit.module, tensor)
+        if self._recording:
+            self._order.note(unit.name, tensor)
+        return tensor
 
 
 def _is_unit(module: nn.Module) -> bool:
@@ -155,26 +231,8 @@ def _list_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _through(skipped: list[_Unit], values: Any) -> Any:
-    """``values`` with one floating tensor, if any that takes part in the backward pass, led through ``skipped``."""
-    there = floating_in(values)
-    led = next((tensor for tensor in there if tensor.requires_grad), there[0] if there else None)
-    start = torch.zeros((), device=next(skipped[0].module.parameters()).device) if led is None else led
-    end = start
-    for unit in skipped:
-        end = _pass(unit, end)
-    return values if led is None else map_tensors(values, lambda tensor: end if tensor is led else tensor)
-
-
-def _pass(unit: _Unit, tensor: Tensor) -> Tensor:
-    """What FSDP2 does around the unit's forward, and nothing in between."""
-    asks = torch.zeros((), requires_grad=torch.is_grad_enabled())
-    tensor = _Same.apply(sharding_compat.enter_unit(unit.module, tensor), asks)
-    for below in unit.below:
-        tensor = _pass(below, tensor)
-    if unit.below:  # hooks of one tensor would run for the inner unit first
-        tensor = _Same.apply(tensor, asks)
-    return sharding_compat.leave_unit(unit.module, tensor)
+def _end_of(name: str) -> str:
+    return f"the end of {name or 'the step'}"
 
 
 class _Same(torch.autograd.Function):

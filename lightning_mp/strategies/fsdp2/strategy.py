@@ -209,9 +209,15 @@ class PlanFSDP2Strategy(
         plan = plan_of(self)
         layout: Layout | None = plan.apply(self.model)
         if layout is not None:
-            self._shard(self.model, layout, plan.policy)
+            with sharding_compat.hooks_kept(self.model):
+                self._shard(self.model, layout, plan.policy)
         self._root = RootUnit(self.model)
-        self._skipped = SkippedUnits(self.model, compiled=self.sharding.compile)
+        self._skipped = SkippedUnits(
+            self.model,
+            compiled=self.sharding.compile,
+            device=self.root_device,
+            recomputed=() if plan.engine is None else plan.engine.recomputed,
+        )
         self.model_to_device()
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -252,8 +258,7 @@ class PlanFSDP2Strategy(
         assert self.lightning_module is not None
         manual = method == "training_step" and not self.lightning_module.automatic_optimization
         assert self._skipped is not None
-        if not manual:  # else backward passes come in between
-            self._skipped.start(method)
+        self._skipped.start(method, manual=manual)
         with self._root.step(backward_inside=manual):
             output = super()._as_forward(method, args, kwargs)
         self._skipped.stop()
@@ -263,6 +268,8 @@ class PlanFSDP2Strategy(
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         assert self._root is not None
+        assert self._skipped is not None
+        self._skipped.before_backward(closure_loss)
         self._root.before_backward(closure_loss)
 
     def _share_buffers(self) -> None:
