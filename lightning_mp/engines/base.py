@@ -308,8 +308,10 @@ class StepEngine(ABC):
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Before any step: one that is made past the plan is checked and counted too, or refused."""
-        if self.scaler.flags.under_way or makes_optimizer_state():
+        if self.scaler.flags.under_way:
             return None
+        if makes_optimizer_state():
+            return args[:1], closures.without_gradients(optimizer)
         if isinstance(self.scaler, LossScaler):
             closures.refuse_past_the_plan(optimizer, self.policy)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer

@@ -57,7 +57,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "unfreezes_in_the_midst": FINETUNING,
         "backbone_finetuning": FINETUNING,
         "manual_accumulation": "two manual_backward() before a step with ZeRO",
-        "lamb": "Lamb with ZeRO, which steps pieces of flat tensors",
+        "lamb": "Lamb on ZeRO's pieces of flat tensors",
     },
 }
 
