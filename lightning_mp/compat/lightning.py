@@ -81,6 +81,7 @@ _PLACES = {
     "TrainingEpochLoop": "loops",
     "DataLoaderIterDataFetcher": "loops.fetchers",
     "Precision": "plugins",
+    "TorchCheckpointIO": "plugins.io",
     "TorchSyncBatchNorm": "plugins",
     "LightningEnvironment": "plugins.environments",
     "DeepSpeedPrecision": "plugins.precision",
@@ -246,6 +247,15 @@ def trainer_of(module: Any) -> Trainer | None:
 def is_compiled(module: Any) -> bool:
     """Whether Lightning was given ``torch.compile(module)``, which it takes apart again."""
     return vars(module).get("_compiler_ctx") is not None
+
+
+def load_files_by_device() -> None:
+    """Have Lightning load a file to ``"cpu"``, not by a function that says the same.
+
+    torch rebuilds tensors of a subclass, such as the optimizer state of torchao, for a device that has a name only.
+    """
+    load: Any = __getattr__("TorchCheckpointIO").load_checkpoint
+    load.__defaults__ = tuple("cpu" if callable(default) else default for default in load.__defaults__)
 
 
 def accumulates(trainer: Trainer) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -108,9 +107,21 @@ def makes_optimizer_state() -> bool:
 
 def without_step_hooks(optimizer: Any) -> Any:
     """A shallow copy of an optimizer, which no hook on a step knows of."""
-    alike = copy(optimizer)
+    alike = object.__new__(type(optimizer))
+    vars(alike).update(vars(optimizer))  # copy() keeps what torch's own class has in it, and no more
     alike._optimizer_step_pre_hooks, alike._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return alike
+
+
+def copied(value: Any) -> Any:
+    """A tensor with a storage of its own; of a subclass that is made of other tensors, with copies of those."""
+    if not isinstance(value, Tensor):
+        return value  # a DTensor is made of a mesh too
+    if not hasattr(value, "__tensor_flatten__"):
+        return value.detach().clone()
+    names, context = cast("Any", value).__tensor_flatten__()
+    inside = {name: copied(getattr(value, name)) for name in names}
+    return cast("Any", type(value)).__tensor_unflatten__(inside, context, value.size(), value.stride())
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

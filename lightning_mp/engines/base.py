@@ -17,9 +17,9 @@ from lightning_mp.compat.torch import has_step_hooks, makes_optimizer_state
 from lightning_mp.engines import closures, diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.budget import BAD_LOSS, SkipBudget, Verdict
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
-from lightning_mp.modules import checkpointing, outside_reads, pins, sync_batchnorm
+from lightning_mp.modules import checkpointing, outside_reads, pins, storage, sync_batchnorm
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.dtypes import cast_module_, is_plain, to_torch
+from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.no_op_scaler import NoOpScaler
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
@@ -95,8 +95,8 @@ class StepEngine(ABC):
 
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
         """What tells the dtype in which each parameter of the checked module will be stored."""
-        pinned, storage = self._pin_map.dtypes(), self.policy.storage_dtype
-        return lambda parameter: to_torch(pinned.get(id(parameter), storage))
+        pinned, other = self._pin_map.dtypes(), self.policy.storage_dtype
+        return lambda parameter: to_torch(pinned.get(id(parameter), other))
 
     def prepare(self, module: nn.Module) -> None:
         """Cast what no pin covers, then synchronize, pin and checkpoint, in place; ``check`` came before."""
@@ -105,19 +105,7 @@ class StepEngine(ABC):
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
         if self.may_be_reverted():
             self._before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
-        storage = to_torch(policy.storage_dtype)
-        uncovered = [submodule for submodule in module.modules() if id(submodule) not in covered]
-        # Buffers follow half-precision parameters, and those that become fp32 here (the statistics of a batch norm that
-        # was made half); any other stays what the user made it.
-        buffers = policy.buffer_dtype or (policy.storage_dtype if policy.storage_dtype != "fp32" else None)
-        owned = (tensor for submodule in uncovered for tensor in submodule.parameters(recurse=False))
-        moved = {tensor.dtype for tensor in owned if is_plain(tensor)}
-        for submodule in uncovered:
-            cast_module_(submodule, storage, buffers=False)
-            if buffers is not None:
-                cast_module_(submodule, to_torch(buffers), parameters=False)
-            else:
-                cast_module_(submodule, storage, parameters=False, only=moved)
+        storage.cast((submodule for submodule in module.modules() if id(submodule) not in covered), policy)
         sync_batchnorm.apply(self.synced)
         pins.apply(
             self._pin_map,
@@ -325,8 +313,10 @@ class StepEngine(ABC):
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Before any step: one that is made past the plan is checked and counted too, or refused."""
-        if self.scaler.flags.under_way or makes_optimizer_state():
+        if self.scaler.flags.under_way:
             return None
+        if makes_optimizer_state():
+            return args[:1], closures.without_gradients(optimizer)
         if isinstance(self.scaler, LossScaler):
             closures.refuse_past_the_plan(optimizer, self.policy)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import LightningModule, MisconfigurationException, ParallelStrategy
+from lightning_mp.compat.torch import copied
+from lightning_mp.engines import optimizer_facts
 from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
 from lightning_mp.numerics import grads
 from lightning_mp.policy import PrecisionPolicy
@@ -103,6 +105,11 @@ def moved_already(optimizer: Optimizer, step: int) -> NonFiniteError:
     return NonFiniteError(str(fault), step=step)
 
 
+def without_gradients(optimizer: Optimizer) -> dict[str, Any]:
+    """The keywords of a step that only has to make state: a closure where the optimizer may call one."""
+    return {"closure": lambda: torch.zeros(())} if optimizer_facts.takes_closure(optimizer) else {}
+
+
 class Before:
     """Weights and state of an optimizer, and of those inside of it, as they were before a step."""
 
@@ -110,7 +117,11 @@ class Before:
         self._parameters = grads.parameters_of(optimizer)
         self._values = [parameter.detach().clone() for parameter in self._parameters]
         known: dict[int, Any] = {id(parameter): parameter for parameter in self._parameters}
-        self._state = [(part, *deepcopy((dict(part.state), _options(part)), known)) for part in _parts(optimizer)]
+        parts = list(_parts(optimizer))
+        # state made of a tensor subclass may have no clone of its own: torchao's has none
+        kept = [value for part in parts for state in part.state.values() for value in state.values()]
+        known |= {id(value): copied(value) for value in kept if isinstance(value, Tensor)}
+        self._state = [(part, *deepcopy((dict(part.state), _options(part)), known)) for part in parts]
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat.deepspeed import before_reduction, cast_partition, gathers, is_partitioned, partition_sums
 from lightning_mp.compat.lightning import trainer_of
-from lightning_mp.engines import bare_backward, closures, flat_steps, optimizer_facts
+from lightning_mp.engines import bare_backward, closures, elementwise, optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.closures import Evaluated
 from lightning_mp.engines.same_order import FirstForward
@@ -71,18 +71,17 @@ class ZeroEngine(StepEngine):
             groups: list[dict[str, Any]] = optimizer.param_groups
             self._decayed |= {id(p): bool(group.get("weight_decay")) for group in groups for p in group["params"]}
             name = type(optimizer).__name__
-            alone = not optimizer_facts.takes_closure(optimizer) or flat_steps.steps_alone(optimizer)
+            alone = not optimizer_facts.takes_closure(optimizer) or elementwise.steps_alone(optimizer)
             if optimizer_facts.calls_closure_again(optimizer) or not alone:
                 faults.add(
                     f"{name} with ZeRO, whose step takes no closure",
                     "an optimizer that steps its parameters itself, without a closure",
                     "use AdamW or SGD, or strategy='mp_ddp'",
                 )
-            elif reason := flat_steps.why_not(optimizer):
+            elif reason := elementwise.fault_on_flat_pieces(optimizer, closure=False):
                 faults.add(
-                    f"{name} with ZeRO, which steps pieces of flat tensors: {reason}",
-                    "an optimizer that steps each number by itself, such as AdamW, SGD or Lion",
-                    "use one of those, or strategy='mp_ddp'",
+                    f"{name} on ZeRO's pieces of flat tensors, {reason}",
+                    *elementwise.INSTEAD,
                 )
 
     def hand_over(self) -> None:

@@ -133,7 +133,8 @@ def _keywords(callables: Iterable[Callable[..., Any]]) -> list[str]:
 
 
 def register() -> None:
-    """Make every name known to Lightning, as ``mp_<name>``."""
+    """Make every name known to Lightning, as ``mp_<name>``; what is saved on any of them loads on any."""
+    lightning.load_files_by_device()
     for name, entry in STRATEGIES.items():
         builder: Any = partial(build, name, None, {})
         lightning.StrategyRegistry.register(PREFIX + name, builder, description=entry.description, override=True)

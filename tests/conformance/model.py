@@ -103,7 +103,7 @@ class Learner(LightningModule):
             logits = InfiniteGradient.apply(logits)
         loss = loss_of(logits, wanted)
         self.losses[batch_idx] = loss.item()
-        self.lrs[batch_idx] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.lrs[batch_idx] = float(self.trainer.optimizers[0].param_groups[0]["lr"])  # a tensor changes in place
         return loss
 
     def configure_optimizers(self) -> Any:

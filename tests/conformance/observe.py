@@ -54,7 +54,7 @@ class Run:
     weights: dict[str, Tensor] = field(default_factory=dict)
     #: parameters and buffers in full, where that was asked for
     whole: dict[str, Tensor] = field(default_factory=dict)
-    #: of a reference: how far from ``whole`` the same loop ended where a sum was rounded another way
+    #: of a reference: how far from ``whole`` it is right to end, as the same loop does that rounds a sum another way
     sway: float = 0.0
     moments: list[dict[str, Tensor]] = field(default_factory=list)
 

@@ -103,10 +103,12 @@ class Sam(Delegating):
         return loss
 
 
-def _eight_bits(parameters: Any, lr: float) -> Optimizer:
-    from torchao.optim import AdamW8bit
+def _quantized(parameters: Any, lr: float, *, name: str) -> Optimizer:
+    from torchao import optim
 
-    class Eager(AdamW8bit):
+    kind: Any = getattr(optim, name)
+
+    class Eager(kind):
         """Its step is compiled, which takes longer than the run and is not done while operators are watched."""
 
         def step(self, closure: Any = None) -> Any:
@@ -155,4 +157,5 @@ STEPPERS = {
     "sam": Stepper(_sam),
 }
 if find_spec("torchao") is not None:
-    STEPPERS["adamw_8bit"] = Stepper(_eight_bits)
+    for short, name in {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}.items():
+        STEPPERS[f"adamw_{short}"] = Stepper(partial(_quantized, name=name))

@@ -64,7 +64,8 @@ it, statistics are those of a rank's rows. `same` means here also that
 - each module computes in what it computes in under autocast in the plain loop; optimizer state has the dtypes it has
   there;
 - all weights and buffers end where the plain loop's do, within {weights:.0%} of the way they went and five times as
-  much as the plain loop itself is off where its norm is rounded another way.
+  much as the plain loop itself is off where its norm is rounded another way; of `resnet+sync`, whose ranks each round
+  the gradients of their own rows, or twice as much as it is off where it takes them in two backward passes.
 """,
     "optimizers": """
 The Llama of the first table. `lamb`, `lion`, `sam` and `wrapper`, which holds an optimizer and steps that, are written

@@ -252,7 +252,7 @@ def test_a_norm_over_shards_counts_every_number_once() -> None:
 def test_weights_may_be_as_far_off_as_rounding_takes_a_plain_loop() -> None:
     cells, reference = _cells(GPT2), _main(GPT2)
     _runs("main", _further("model.transformer.wte.weight", 0.02))(cells)
-    reference.sway = 0.01
+    reference.sway = 0.05
     assert judge("ddp", GPT2, cells, reference).word == SAME
 
 

@@ -58,7 +58,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "backbone_finetuning": FINETUNING,
         "manual_bare_backward": "loss.backward() with ZeRO",
         "manual_accumulation": "two manual_backward() before a step with ZeRO",
-        "lamb": "Lamb with ZeRO, which steps pieces of flat tensors",
+        "lamb": "Lamb on ZeRO's pieces of flat tensors",
     },
 }
 
