@@ -69,6 +69,17 @@ STRATEGIES: dict[str, Entry] = {
     "deepspeed_zero3_offload": _zero(3, offload_optimizer=True, offload_parameters=True),
 }
 
+#: Lightning's own words for them, and what they fix besides
+_LIGHTNINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "deepspeed": ("deepspeed_zero2", {}),
+    **{f"deepspeed_stage_{stage}": (f"deepspeed_zero{stage}", {}) for stage in (1, 2, 3)},
+    **{f"deepspeed_stage_{stage}_offload": (f"deepspeed_zero{stage}_offload", {}) for stage in (2, 3)},
+    **{f"zero{stage}": (f"deepspeed_zero{stage}", {}) for stage in (1, 2, 3)},
+    "fsdp_cpu_offload": ("fsdp2_offload", {}),
+    "ddp_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
+    "ddp_find_unused_parameters_false": ("ddp", {"find_unused_parameters": False}),
+}
+
 #: keywords of the hosts that the plan or the Trainer answers
 _THE_PLANS = {
     "precision_plugin": "remove it: the plan is the precision plugin",
@@ -86,11 +97,13 @@ _THE_PLANS = {
 
 
 def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, Any]) -> Strategy:
-    """The strategy of that name, ``mp_`` in front of it or not.
+    """The strategy of that name, ``mp_`` in front of it or not, or by Lightning's word for it.
 
     Raises:
         PlanError: an unknown name or keyword, with near ones; whatever the strategy itself refuses.
     """
+    name, also = _LIGHTNINGS.get(name.lower(), (name, {})) if isinstance(name, str) else (name, {})
+    overrides = {**also, **overrides}
     entry = _entry(name)
     cls = _load(entry.home)
     own = _keywords([cls])
@@ -114,7 +127,7 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
 
 
 def _entry(name: object) -> Entry:
-    plain = name.removeprefix(PREFIX) if isinstance(name, str) else name
+    plain = name.lower().removeprefix(PREFIX) if isinstance(name, str) else name
     if isinstance(plain, str) and plain in STRATEGIES:
         return STRATEGIES[plain]
     fault = Fault(f"strategy {name!r}", ", ".join(STRATEGIES), did_you_mean(str(plain), STRATEGIES))

@@ -90,6 +90,9 @@ class _Zero:
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """What sums gradients."""
 
+    def step(self, closure: Any = None) -> None:
+        """What the engine's step calls."""
+
 
 class _DeepSpeed(torch.nn.Module):
     """What the engine touches of a DeepSpeedEngine."""

@@ -65,11 +65,37 @@ def test_a_trainer_takes_the_registered_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("deepspeed", "deepspeed_zero2"),  # Lightning's default stage
+        ("deepspeed_stage_1", "deepspeed_zero1"),
+        ("deepspeed_stage_2", "deepspeed_zero2"),
+        ("deepspeed_stage_3", "deepspeed_zero3"),
+        ("deepspeed_stage_3_offload", "deepspeed_zero3_offload"),
+        ("fsdp_cpu_offload", "fsdp2_offload"),
+        ("zero1", "deepspeed_zero1"),
+        ("DDP", "ddp"),
+    ],
+)
+def test_lightnings_words_are_taken(word: str, name: str) -> None:
+    mine, named = make_strategy(word, _plan()), make_strategy(name, _plan())
+    assert type(mine) is type(named)
+    if word.startswith(("deepspeed", "zero")):
+        assert mine.config["zero_optimization"] == named.config["zero_optimization"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_lightnings_words_for_ddp_bring_their_keyword(value: bool) -> None:
+    strategy: Any = make_strategy(f"ddp_find_unused_parameters_{str(value).lower()}", _plan())
+    assert strategy._ddp_kwargs["find_unused_parameters"] is value
+
+
+@pytest.mark.parametrize(
     ("name", "near"),
     [
         ("fsdp3", "'fsdp2'"),
         ("deepspeed_zero_2", "'deepspeed_zero2'"),
-        ("deepspeed_stage_2", "'deepspeed_zero2'"),
+        ("deepspeed_stage_4", "'deepspeed_zero"),
         ("zero3_offload", "'deepspeed_zero3_offload'"),
         ("mp_dpp", "'ddp'"),
         (None, "write one of these"),
