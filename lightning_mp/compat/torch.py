@@ -99,11 +99,12 @@ def takes_flag(optimizer: Optimizer) -> bool:
 @contextmanager
 def new_hooks_first(model: nn.Module) -> Generator[None, None, None]:
     """What is put before a module's forward inside comes before what was there."""
-    before: list[tuple[Any, list[int]]] = [(module, [*module._forward_pre_hooks]) for module in model.modules()]
+    every = [cast("Any", module)._forward_pre_hooks for module in model.modules()]
+    before = [[*hooks] for hooks in every]
     yield
-    for module, hooks in before:
-        for hook in hooks:
-            module._forward_pre_hooks.move_to_end(hook)
+    for hooks, keys in zip(every, before, strict=True):
+        for key in keys:
+            hooks.move_to_end(key)
 
 
 def makes_optimizer_state() -> bool:

@@ -56,7 +56,7 @@ def fp16_supported() -> Generator[None, None, None]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A run; ``bad``, ``optimizer``, ``rule``, ``pins``, ``model`` and ``config`` are not the Trainer's."""
+    """A run; ``bad``, ``optimizer``, ``rule``, ``pins`` and ``config`` of ``options`` are not the Trainer's."""
 
     stage: str | None
     mode: str
@@ -66,7 +66,7 @@ class Trained:
 
     def run(self) -> dict[str, Any]:
         options = dict(self.options)
-        module = options.pop("model", Small)(options.pop("bad", ()), options.pop("optimizer", "adamw"))
+        module = Small(options.pop("bad", ()), options.pop("optimizer", "adamw"))
         plan = plan_for(self.mode, RULES.get(options.pop("rule", ""), STATIC), pins=options.pop("pins", None))
         own = {"config": options.pop("config", None)} if self.stage else {}
         readings, error = Readings(), None

@@ -42,14 +42,6 @@ class Small(Ranked):
         return super().training_step(batch, batch_idx)
 
 
-class Normed(Small):
-    """A weight that a hook before the forward makes of two parameters, which no forward reads."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        nn.utils.weight_norm(self.net[0])
-
-
 class Asked(Small):
     """Notes in what context every kind of step ran."""
 

@@ -31,7 +31,7 @@ from support.zero import (
     Trained,
     Windows,
 )
-from support.zero_models import RULES, Normed
+from support.zero_models import RULES
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.gloo
@@ -39,7 +39,6 @@ pytestmark = pytest.mark.gloo
 STAGES = tuple(ZERO)
 WHOLE = ("1", "2")  # they keep half-precision weights without an fp32 copy
 BAD = (1, 2, 5)
-PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 BLOCKS, NORMS = {"checkpointing": "LlamaDecoderLayer"}, {"pins": {"*norm*": "fp32"}}
 
 
@@ -65,7 +64,6 @@ COMPARED: dict[str, tuple[Callable[[str | None], Case], tuple[str, ...]]] = {
     **{f"rule {r}": (_trained("16-mixed", rule=r, bad=BAD), ("2", "3")) for r in RULES},
     "growing": (_trained("16-mixed", rule="grows"), STAGES),
     "clipped": (_trained("16-mixed", optimizer="sgd", gradient_clip_val=0.1), ()),
-    "weight norm": (_trained("bf16-mixed", model=Normed, config=PARTITIONED), ("3",)),
     "window": (_of(Windows, "16-mixed"), STAGES),
     "window bf16-mixed": (_of(Windows, "bf16-mixed"), ("1", "3")),
     "manual": (_of(Manual, "bf16-mixed"), ("1", "2", "3")),
