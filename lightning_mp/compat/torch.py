@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -93,6 +94,17 @@ def takes_flag(optimizer: Optimizer) -> bool:
     """
     own = inspect.getattr_static(optimizer, "_step_supports_amp_scaling", False)
     return own is True and all(group.get("fused", True) for group in optimizer.param_groups)
+
+
+@contextmanager
+def new_hooks_first(model: nn.Module) -> Generator[None, None, None]:
+    """What is put before a module's forward inside comes before what was there."""
+    every = [cast("Any", module)._forward_pre_hooks for module in model.modules()]
+    before = [[*hooks] for hooks in every]
+    yield
+    for hooks, keys in zip(every, before, strict=True):
+        for key in keys:
+            hooks.move_to_end(key)
 
 
 def makes_optimizer_state() -> bool:

@@ -103,12 +103,10 @@ class Sam(Delegating):
         return loss
 
 
-def _quantized(parameters: Any, lr: float, *, name: str) -> Optimizer:
-    from torchao import optim
+def _eight_bits(parameters: Any, lr: float) -> Optimizer:
+    from torchao.optim import AdamW8bit
 
-    kind: Any = getattr(optim, name)
-
-    class Eager(kind):
+    class Eager(AdamW8bit):
         """Its step is compiled, which takes longer than the run and is not done while operators are watched."""
 
         def step(self, closure: Any = None) -> Any:
@@ -157,5 +155,4 @@ STEPPERS = {
     "sam": Stepper(_sam),
 }
 if find_spec("torchao") is not None:
-    for short, name in {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}.items():
-        STEPPERS[f"adamw_{short}"] = Stepper(partial(_quantized, name=name))
+    STEPPERS["adamw_8bit"] = Stepper(_eight_bits)

@@ -1,4 +1,4 @@
-"""A part of the tables for CI: every two of strategy, mode and flags, every model and optimizer, in cells by a seed."""
+"""A part of the tables for CI: every two of strategy, mode and flags, every row of the others, in cells by a seed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Pair = tuple[tuple[str, object], ...]
 
 
 def pairs(cell: Key) -> set[Pair]:
-    """Every two of what a cell is made of; in the tables of models and of optimizers, every one."""
+    """Every two of what a cell is made of; in the tables of models and of optimizers, the row and the column."""
     strategy, name = cell
     row = ROWS[name]
     if not row.declared:
         table = row.of != "llama"
-        return {(("models", table), ("strategy", strategy)), (("of", row.of), ("by", row.by))}
+        return {(("models", table), ("strategy", strategy)), (("row", name), ("models", table))}
     values = {
         "strategy": strategy,
         "mode": row.policy.mode,

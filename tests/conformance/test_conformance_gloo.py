@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conformance import matrix
-from conformance.judge import SAME
+from conformance.judge import REFUSED, SAME
 from conformance.rows import TABLES
 
 pytestmark = pytest.mark.gloo
@@ -39,3 +39,23 @@ def test_every_cell_ends_as_expected(strategy: str, references: matrix.Reference
     words = {name: EXPECTED[strategy].get(name, SAME) for name in names}
     said = {name: "\n".join(verdict.reasons) for name, verdict in verdicts.items()}
     assert {name: verdict.word for name, verdict in verdicts.items()} == words, said
+
+
+#: cells that were something else once, by what is special about them
+OTHERS = [
+    ("fsdp2", "muon 16-mixed", SAME),
+    ("fsdp2", "sam bf16-mixed", SAME),
+    ("fsdp1", "sam bf16-mixed", REFUSED),
+    ("deepspeed_zero3", "lstm+weight_norm bf16-mixed", SAME),
+    *[(strategy, "adamw_8bit 16-mixed", SAME) for strategy in ("single", "ddp", "fsdp2")],
+    *[(strategy, "adamw_8bit 16-mixed", REFUSED) for strategy in ("fsdp1", "deepspeed_zero2")],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "row", "word"), OTHERS)
+def test_a_cell(strategy: str, row: str, word: str, references: matrix.References) -> None:
+    if row.startswith("adamw_8bit"):
+        pytest.importorskip("torchao")
+    verdict = matrix.column(strategy, [row], references)[row]
+    assert verdict.word == word, verdict.reasons

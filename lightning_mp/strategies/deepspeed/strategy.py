@@ -29,6 +29,7 @@ from lightning_mp.compat.lightning import (
     remove_module_hooks,
     reset_seed,
 )
+from lightning_mp.compat.torch import new_hooks_first
 from lightning_mp.deepspeed_config import merge
 from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
@@ -238,7 +239,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
 
         self._linear.remember()
         patches.remove_old_hooks(model)
-        with casts_left_out():
+        with casts_left_out(), new_hooks_first(model):  # weight_norm's hook reads what DeepSpeed's gathers
             engine, zero, _, _ = deepspeed.initialize(
                 args=Namespace(device_rank=self.local_rank),  # as Lightning, but a CPU has no index
                 config=config,
