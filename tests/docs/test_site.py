@@ -100,7 +100,9 @@ def test_every_page_is_in_the_table_of_contents_once() -> None:
     Loader.add_multi_constructor("tag:", lambda *_: None)
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
     listed = re.findall(r"[\w/-]+\.md", str(config["nav"]))
-    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    codes = [f"doctor/{code}.md" for code in CODES.values()]  # the doctor's page lists them
+    assert sorted(listed + codes) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    assert all(f"]({code}.md)" in text("docs/doctor/index.md") for code in CODES.values())
 
 
 def test_nothing_is_loaded_from_another_server(site: Path, pages: dict[str, _Page]) -> None:
@@ -114,6 +116,11 @@ def test_the_search_knows_the_pages(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
     for wanted in ("My loss scale keeps falling", "LMP012", "GradScalerKwargs", "Attempting to unscale FP16 gradients"):
         assert wanted in index
+
+
+def test_the_search_works_in_a_page_that_was_opened_from_a_folder(site: Path) -> None:
+    assert (site / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index = ")
+    assert "javascripts/iframe-worker.js" in (site / "how-to" / "index.html").read_text(encoding="utf-8")
 
 
 def test_links_of_the_readme_lead_to_pages() -> None:
