@@ -27,6 +27,9 @@ class Row(Protocol):
     def declared(self) -> str | None: ...
 
     @property
+    def param(self) -> str | None: ...
+
+    @property
     def compute(self) -> str | None: ...
 
     @property
@@ -94,8 +97,12 @@ def _lines(rows: Sequence[Row]) -> Iterator[tuple[str, list[str], bool]]:
 
 
 def _cell(row: Row, column: str) -> str:
-    star = "*" if column == "compute" and _unlike(row) else ""
-    return (getattr(row, column) or _NOTHING) + star
+    note = ""
+    if column == "compute" and _unlike(row):
+        note = "*"
+    elif column == "declared" and _unlike(row) and row.compute == "fp32" == row.param:
+        note = " (autocast)"  # whose lists decide, where fp32 weights are declared to be computed with in half
+    return (getattr(row, column) or _NOTHING) + note
 
 
 def _unlike(row: Row) -> bool:
