@@ -37,6 +37,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     offload: Annotated[bool, typer.Option("--offload", help="Consider the CPU's memory too.")] = False,
     calibrate: Annotated[Number, typer.Option(help="Tokens/s a GPU that the first choice was measured at.")] = None,
     out: Annotated[File, typer.Option(help="Write the first choice as YAML for lightning-mp train.")] = None,
+    html: Annotated[File, typer.Option(help="Write one page with pictures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what fits these GPUs: precision, strategy, degrees; how fast, at what cost; and write the YAML that runs it.
@@ -64,12 +65,12 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
             found = ask(shape, **keywords, calibration=calibrate / found.best.tokens_per_s.mid)
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=2))
-        elif found.choices:
+        else:
             _show(found, price)
-        if not as_json or out is not None:
-            written = found.yaml()  # refuses where nothing fits
+        if html is not None:
+            html.write_text(found.html(), encoding="utf-8")
         if out is not None:
-            out.write_text(written, encoding="utf-8")
+            out.write_text(found.yaml(), encoding="utf-8")
             typer.echo(f"written: {out}; run it: lightning-mp train {out}", err=as_json)
 
 
@@ -87,7 +88,7 @@ def _shape(params: float | None, config: Path | None, seq_len: int | None) -> Mo
 def _show(found: Advice, price: float | None) -> None:
     from rich.table import Table
 
-    shape, best = found.shape, found.best.estimate
+    shape, best = found.shape, found.best.estimate  # refuses where nothing fits
     typer.echo(f"{shape.params / 1e9:.3g}B parameters, {shape.seq_len} tokens a sequence, on {best.layout.gpus} x")
     typer.echo(f"{found.gpu.word} ({found.gpu.source}). Precision: {found.precision_reason}.\n")
     table = Table("", "strategy", "data x tensor x pipeline", "checkpointing", "batch", "GiB", "tokens/s a GPU", "MFU")

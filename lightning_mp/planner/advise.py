@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_mp.errors import Faults
-from lightning_mp.planner import yaml_file
+from lightning_mp.planner import page, yaml_file
 from lightning_mp.planner.estimate import Estimate, of_layout
 from lightning_mp.planner.layout import CHECKPOINTING, Layout, checked
 from lightning_mp.planner.memory import STRATEGIES
@@ -107,6 +107,17 @@ class Advice:
                 faults.add(_label(choice.estimate.layout), "what this release runs", choice.blocked)
         return yaml_file.write(self.shape, self.module, choice.estimate, choice.reason, self.tokens)
 
+    def html(self) -> str:
+        """One page: memory by part for each choice, time against the count of GPUs.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        title = f"{self.shape.params / 1e9:.3g}B parameters on {self.best.estimate.layout.gpus} x {self.gpu.word}"
+        estimates = [choice.estimate for choice in self.choices]
+        reasons = (choice.reason for choice in self.choices)
+        return page.write(title, estimates, reasons, self.lost, self.tokens or self.shape.tokens)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
@@ -193,8 +204,7 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
 def _shape_of(given: Any, seq_len: int | None) -> tuple[ModelShape, Any]:
     if isinstance(given, ModelShape):
         return (given if seq_len is None else replace(given, seq_len=seq_len)), None
-    holders = (given, getattr(given, "model", None))
-    config = next((each.config for each in holders if hasattr(each, "config")), None)
+    config = getattr(given, "config", getattr(getattr(given, "model", None), "config", None))
     with Faults("advise") as faults:
         if config is None or not hasattr(given, "parameters"):
             allowed = "a ModelShape, or a module with a transformers config"
@@ -245,7 +255,7 @@ def _strategies(base: Layout, data: int, tensor: int, pipeline: int, offload: bo
 
 
 def _best_of(shape: ModelShape, layout: Layout, global_batch: int | None, micro_batch: int | None) -> Estimate | None:
-    """The fastest that fits over checkpointing and micro-batch, or the smallest; ``None``: nothing divides the batch."""
+    """The fastest that fits, over checkpointing and micro-batch, or the smallest; ``None``: none divides the batch."""
     found: list[Estimate] = []
     for size, kind in itertools.product(_sizes(layout, global_batch, micro_batch), CHECKPOINTING):
         accumulate = layout.accumulate if global_batch is None else global_batch // (layout.data * size)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from lightning_mp.errors import Faults
 from lightning_mp.planner.layout import Layout, checked
-from lightning_mp.planner.memory import HEADROOM, STRATEGIES, memory
+from lightning_mp.planner.memory import STRATEGIES, memory, usable
 from lightning_mp.planner.shape import CONVENTIONS, ModelShape, flops_per_token
 from lightning_mp.planner.speed import (
     CALIBRATED_SPREAD,
@@ -46,7 +46,7 @@ class Estimate:
     @property
     def missing_bytes(self) -> int:
         """Bytes it lacks to fit, a margin for what a formula does not know included; 0 where it fits."""
-        return max(0, self.memory_bytes - round(self.layout.gpu.memory * (1 - HEADROOM)))
+        return max(0, self.memory_bytes - round(usable(self.layout)))
 
     @property
     def fits(self) -> bool:

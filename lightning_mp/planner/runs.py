@@ -40,7 +40,7 @@ def published() -> tuple[Run, ...]:
 
 
 def _run(row: dict[str, str]) -> Run:
-    whole = {name: int(row[name] or 1) for name in ("gpus", "micro_batch", "tensor", "pipeline", "context")}
+    gpus, tensor, pipeline, context = (int(row[name]) for name in ("gpus", "tensor", "pipeline", "context"))
     hidden, gpu = int(row["hidden"]), GPUS[row["gpu"]]
     kv_heads, wide = _LLAMA.get(row["model"], (0, 4 * hidden))
     shape = ModelShape(
@@ -48,16 +48,19 @@ def _run(row: dict[str, str]) -> Run:
     )
     # Megatron's runs replicate the weights, and reduce gradients once a step; the others shard all with FSDP.
     replicated = row["source"].startswith("NVIDIA")
-    split = whole["tensor"] * whole["pipeline"] * whole["context"]
     layout = Layout(
         gpu,
-        strategy="deepspeed_zero1" if replicated else "fsdp2",
-        precision=row["precision"],
-        data=max(1, whole["gpus"] // split),
+        gpus,
+        "deepspeed_zero1" if replicated else "fsdp2",
+        row["precision"],
+        micro_batch=int(row["micro_batch"] or 1),
+        data=max(1, gpus // (tensor * pipeline * context)),
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
         checkpointing=row["checkpointing"],
-        accumulate=int(row["accumulate"] or (4 * whole["pipeline"] if replicated else 1)),
+        accumulate=int(row["accumulate"] or (4 * pipeline if replicated else 1)),
         interconnect_gbps=default_gbps(gpu),
-        **whole,
     )
     number = {name: float(row[name]) if row[name] else None for name in ("memory_gib", "reported")}
     return Run(

@@ -18,7 +18,7 @@ def blocked(layout: Layout) -> str:
     """Why this release cannot run ``layout`` from a file, as a fix; an empty string where it can."""
     if layout.precision not in PRECISIONS:
         return f"this release has no {layout.precision}: use bf16-mixed"
-    if not files("lightning_mp.configs").joinpath("strategy", f"{layout.strategy}.yaml").is_file():
+    if not (files("lightning_mp.configs") / "strategy" / f"{layout.strategy}.yaml").is_file():
         return f"this release has no strategy {layout.strategy!r}: use fsdp2"
     if layout.pipeline > 1 and layout.strategy != "pipeline":
         return "no strategy of this release has tensor and pipeline parallelism at once: use fsdp2 with tensor"

@@ -265,6 +265,22 @@ def test_the_command_prints_json_and_what_is_wrong() -> None:
     assert CliRunner().invoke(app, ["advise"]).exit_code == 2
 
 
+def test_the_page_is_one_file_with_a_bar_for_each_choice() -> None:
+    from xml.etree import ElementTree
+
+    found = advise(SEVEN, gpu="h100-80", gpus=8)
+    pages = found.html()
+    drawings = [ElementTree.fromstring(f"<svg{part.partition('</svg>')[0]}</svg>") for part in pages.split("<svg")[1:]]
+    bars, days = ([each for each in drawing.iter() if each.tag == "rect"] for drawing in drawings)
+    shown = found.choices[:8]
+    assert len(bars) == len(shown) * 5
+    widths = [sum(float(each.attrib["width"]) for each in bars[5 * row : 5 * row + 5]) for row in range(len(shown))]
+    assert widths == pytest.approx([500 * each.memory_bytes / found.gpu.memory for each in shown], abs=0.5)
+    assert len(days) == 5
+    assert "http" not in pages
+    assert "<script" not in pages
+
+
 def test_a_choice_that_this_release_cannot_run_is_refused_as_a_file() -> None:
     found: Advice = advise(SEVEN, gpu="h100-80", gpus=8)
     for each in found.choices:
