@@ -50,6 +50,15 @@ def run_yaml() -> None:
     Path("run.yaml").write_text(RUN, encoding="utf-8")
 
 
+def config_json() -> None:
+    """``config.json`` of a small model, as transformers writes one."""
+    from pathlib import Path
+
+    from transformers import LlamaConfig
+
+    Path("config.json").write_text(LlamaConfig(num_hidden_layers=8).to_json_string(), encoding="utf-8")
+
+
 def names() -> Namespace:
     """What the migration pages take as imported, and a project to migrate."""
     import lightning.pytorch as pl
@@ -206,6 +215,7 @@ SETUPS: dict[str, Setup] = {
         elsewhere=("train experiment=longspec",),
     ),
     "docs/quickstart.md": Setup(prepare=names, shorter={"train": ("trainer.max_steps=3",)}, slow=("train",)),
+    "docs/planner.md": Setup(prepare=config_json, status={"advise --params 70e9": 2}),
     "docs/modes.md": Setup(prepare=run_yaml, shorter={"train": TWO_STEPS}),
     "docs/configs.md": Setup(
         prepare=a_run, shorter=dict.fromkeys(("train trainer", "train -m", "train run"), TWO_STEPS), slow=("train",)

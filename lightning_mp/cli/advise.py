@@ -1,0 +1,111 @@
+"""``lightning-mp advise``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from lightning_mp.cli.output import console, refusals, refuse
+
+if TYPE_CHECKING:
+    from lightning_mp.planner import Advice, ModelShape
+
+_GIB = 2**30
+_SHOWN = 5
+Whole = Optional[int]  # noqa: UP045  typer reads these at run time, on 3.10 too
+Number = Optional[float]  # noqa: UP045
+File = Optional[Path]  # noqa: UP045
+
+
+def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
+    params: Annotated[Number, typer.Option(help="Parameters, as 7e9: a Llama of that size.")] = None,
+    config: Annotated[File, typer.Option(help="A transformers config.json instead.")] = None,
+    gpu: Annotated[str, typer.Option(help="a100-40, a100-80, h100-80, h200-141, v100-32, t4-16, l4-24, …")] = "h100-80",
+    gpus: Annotated[int, typer.Option(help="How many.")] = 8,
+    nvlink: Annotated[str, typer.Option(help="full, pairs or none.")] = "full",
+    gbps: Annotated[Number, typer.Option(help="Gbit/s of a node to the others.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
+    seq_len: Annotated[Whole, typer.Option(help="Tokens of a sequence.")] = None,
+    global_batch: Annotated[Whole, typer.Option(help="Sequences an optimizer step.")] = None,
+    micro_batch: Annotated[Whole, typer.Option(help="Sequences a micro-batch on each data-parallel rank.")] = None,
+    tokens: Annotated[Number, typer.Option(help="Tokens to train on; by default 20 a parameter.")] = None,
+    price: Annotated[Number, typer.Option(help="Price of a GPU for an hour.")] = None,
+    precision: Annotated[str, typer.Option(help="A mode; auto follows the GPU. fp8 is used where asked for.")] = "auto",
+    offload: Annotated[bool, typer.Option("--offload", help="Consider the CPU's memory too.")] = False,
+    calibrate: Annotated[Number, typer.Option(help="Tokens/s a GPU that the first choice was measured at.")] = None,
+    out: Annotated[File, typer.Option(help="Write the first choice as YAML for lightning-mp train.")] = None,
+    html: Annotated[File, typer.Option(help="Write one page with pictures.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what fits these GPUs: precision, strategy, degrees; how fast, at what cost; and write the YAML that runs it.
+
+    Example: lightning-mp advise --params 7e9 --gpus 8 --gpu h100-80 --out run.yaml
+    """
+    from lightning_mp.planner import advise as ask
+
+    keywords: dict[str, Any] = {
+        "gpu": gpu,
+        "gpus": gpus,
+        "nvlink": nvlink,
+        "interconnect_gbps": gbps,
+        "gpus_per_node": gpus_per_node,
+        "global_batch": global_batch,
+        "micro_batch": micro_batch,
+        "tokens": tokens,
+        "precision": precision,
+        "offload": offload,
+    }
+    with refusals("advise"):
+        shape = _shape(params, config, seq_len)
+        found = ask(shape, **keywords)
+        if calibrate is not None:
+            found = ask(shape, **keywords, calibration=calibrate / found.best.tokens_per_s.mid)
+        if as_json:
+            typer.echo(json.dumps(found.to_dict(), indent=2))
+        else:
+            _show(found, price)
+        if html is not None:
+            html.write_text(found.html(), encoding="utf-8")
+        if out is not None:
+            out.write_text(found.yaml(), encoding="utf-8")
+            typer.echo(f"written: {out}; run it: lightning-mp train {out}", err=as_json)
+
+
+def _shape(params: float | None, config: Path | None, seq_len: int | None) -> ModelShape:
+    from lightning_mp.planner import ModelShape
+
+    if (params is None) == (config is None):
+        refuse("advise", "give --params 7e9, or --config with a transformers config.json")
+    if config is not None:
+        return ModelShape.from_config(json.loads(config.read_text(encoding="utf-8")), seq_len=seq_len)
+    assert params is not None
+    return ModelShape.of_size(params, seq_len=seq_len)
+
+
+def _show(found: Advice, price: float | None) -> None:
+    from rich.table import Table
+
+    shape, best = found.shape, found.best.estimate  # refuses where nothing fits
+    typer.echo(f"{shape.params / 1e9:.3g}B parameters, {shape.seq_len} tokens a sequence, on {best.layout.gpus} x")
+    typer.echo(f"{found.gpu.word} ({found.gpu.source}). Precision: {found.precision_reason}.\n")
+    table = Table("", "strategy", "data x tensor x pipeline", "checkpointing", "batch", "GiB", "tokens/s a GPU", "MFU")
+    for rank, each in enumerate(found.choices[:_SHOWN], start=1):
+        low, mid, high = each.tokens_per_s
+        degrees = f"{each.data} x {each.tensor} x {each.pipeline}"
+        batch = f"{each.micro_batch} x {each.accumulate}"
+        speed = f"{mid:,.0f} ({low:,.0f} to {high:,.0f})"
+        held, mfu = f"{each.memory_bytes / _GIB:.1f}", f"{each.estimate.mfu:.1%}"
+        table.add_row(str(rank), each.strategy, degrees, each.checkpointing, batch, held, speed, mfu)
+    console().print(table)
+    typer.echo(f"\n1: {best}")
+    parts = ", ".join(f"{name} {value / _GIB:.1f}" for name, value in best.parts.items())
+    typer.echo(f"   GiB by part: {parts}. {found.best.reason}.")
+    budget = found.tokens or shape.tokens
+    low, mid, high = best.days(budget)
+    cost = "" if price is None else ", {0:,.0f} to {2:,.0f} in money".format(*best.cost(price, budget))
+    typer.echo(f"   {budget / 1e9:,.0f}B tokens: {mid:,.1f} days ({low:,.1f} to {high:,.1f}){cost}")
+    for line in found.lost:
+        typer.echo(f"   - {line}")

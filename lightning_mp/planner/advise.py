@@ -1,0 +1,340 @@
+"""``advise``: precision, strategy, degrees, checkpointing and micro-batch, best first, and why the others lost."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from lightning_mp.errors import Faults
+from lightning_mp.planner import page, yaml_file
+from lightning_mp.planner.estimate import Estimate, of_layout
+from lightning_mp.planner.layout import CHECKPOINTING, Layout, checked
+from lightning_mp.planner.memory import STRATEGIES
+from lightning_mp.planner.shape import ModelShape
+from lightning_mp.planner.speed import Range, bubble
+from lightning_mp.policy import hardware
+from lightning_mp.policy.gpus import GPU, GPUS
+
+_GIB = 2**30
+_LARGEST_MICRO_BATCH = 64
+_DEGREES = tuple(2**power for power in range(13))
+#: Faster by less than this, a layout with more parts is not worth them.
+_MARGIN = 1.03
+#: the counts of GPUs that are tried where a model does not fit
+_MOST_GPUS = 65536
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run that fits; ``memory_bytes`` on the fullest GPU, ``tokens_per_s`` for each."""
+
+    precision: str
+    strategy: str
+    data: int
+    tensor: int
+    pipeline: int
+    checkpointing: str
+    micro_batch: int
+    accumulate: int
+    memory_bytes: int
+    tokens_per_s: Range
+    reason: str
+    #: why this release cannot run it, or an empty string
+    blocked: str
+    estimate: Estimate
+
+    @classmethod
+    def of(cls, estimate: Estimate, reason: str) -> Choice:
+        """The choice that ``estimate`` is of."""
+        layout, words = estimate.layout, yaml_file.blocked(estimate.layout)
+        sizes = layout.data, layout.tensor, layout.pipeline, layout.checkpointing, layout.micro_batch, layout.accumulate
+        figures = estimate.memory_bytes, estimate.tokens_per_s
+        return cls(layout.precision, layout.strategy, *sizes, *figures, reason, words, estimate)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "estimate"}
+        speed = dict(zip(Range._fields, self.tokens_per_s, strict=True))
+        figures = {"mfu": self.estimate.mfu, "convention": self.estimate.convention, "parts": self.estimate.parts}
+        return {**plain, "tokens_per_s": speed, **figures}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``choices`` that fit, best first; ``lost``, a line for each layout that did not make it.
+
+    Where nothing fits, ``missing_bytes`` says by how much on each GPU, and ``nearest_gpus`` how many GPUs would do.
+    """
+
+    shape: ModelShape
+    module: Any
+    gpu: GPU
+    choices: tuple[Choice, ...]
+    lost: tuple[str, ...]
+    precision_reason: str
+    #: to train on, as asked for; ``None``: 20 a parameter
+    tokens: float | None
+    missing_bytes: int = 0
+    nearest_gpus: int | None = None
+
+    @cached_property
+    def best(self) -> Choice:
+        """The first choice.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        if not self.choices:
+            with Faults("advise") as faults:
+                fix = f"use {self.nearest_gpus} GPUs" if self.nearest_gpus else "use a larger GPU, or offload=True"
+                given = f"{self.shape.params / 1e9:.3g}B parameters, {self.missing_bytes / _GIB:.1f} GiB too many a GPU"
+                faults.add(given, f"{self.gpu.memory / _GIB:.1f} GiB on {self.gpu.word}", fix)
+        return self.choices[0]
+
+    def yaml(self, choice: Choice | None = None) -> str:
+        """A file that ``lightning-mp train`` runs as it is; of a bare size it names a Llama of it.
+
+        Raises:
+            PlanError: nothing fits, or this release cannot run the choice.
+        """
+        choice = choice or self.best
+        if choice.blocked:
+            with Faults("advise") as faults:
+                faults.add(_label(choice.estimate.layout), "what this release runs", choice.blocked)
+        return yaml_file.write(self.shape, self.module, choice.estimate, choice.reason, self.tokens)
+
+    def html(self) -> str:
+        """One page: memory by part for each choice, time against the count of GPUs.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        title = f"{self.shape.params / 1e9:.3g}B parameters on {self.best.estimate.layout.gpus} x {self.gpu.word}"
+        estimates = [choice.estimate for choice in self.choices]
+        reasons = (choice.reason for choice in self.choices)
+        return page.write(title, estimates, reasons, self.lost, self.tokens or self.shape.tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "shape": asdict(self.shape),
+            "gpu": self.gpu.word,
+            "precision_reason": self.precision_reason,
+            "choices": [choice.to_dict() for choice in self.choices],
+            "lost": list(self.lost),
+            "tokens": self.tokens or self.shape.tokens,
+            "missing_bytes": self.missing_bytes,
+            "nearest_gpus": self.nearest_gpus,
+        }
+
+
+def advise(  # noqa: PLR0913  what there is to say of a run, by name
+    shape_or_module: Any,
+    *,
+    gpu: str,
+    gpus: int,
+    nvlink: str = "full",
+    interconnect_gbps: float | None = None,
+    gpus_per_node: int = 8,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    tokens: float | None = None,
+    precision: str = "auto",
+    offload: bool = False,
+    calibration: float = 1.0,
+) -> Advice:
+    """What to run on ``gpus`` GPUs: by the precision rules of ``policy.hardware``, then the fastest layout that fits.
+
+    Args:
+        shape_or_module: a :class:`ModelShape`, or a module with a transformers ``config``.
+        gpu: a word of ``lightning_mp.policy.gpus``.
+        gpus: how many.
+        nvlink: ``"full"`` between all GPUs of a node, ``"pairs"``, or ``"none"``.
+        interconnect_gbps: Gbit/s of a node to the others; by default what such nodes are sold with.
+        gpus_per_node: tensor parallelism stays within.
+        seq_len: tokens of a sequence; by default the shape's.
+        global_batch: sequences an optimizer step, over all GPUs; by default what the layout makes.
+        micro_batch: sequences a micro-batch for each data-parallel rank; by default the largest power of two that fits.
+        tokens: how many to train on; by default 20 a parameter.
+        precision: a mode; ``auto`` follows the rules. fp8 is used only where it is asked for.
+        offload: consider optimizer state and weights on the CPU.
+        calibration: a measured speed over an estimated one; it narrows the ranges.
+
+    Raises:
+        PlanError: an unknown GPU or word, a batch that no layout divides; all at once.
+    """
+    shape, module = _shape_of(shape_or_module, seq_len)
+    with Faults("advise") as faults:
+        found = GPUS.get(str(gpu).lower())  # an unknown one is noted below
+        mode, why = _precision(found, shape, precision)
+        for name, value in {"global_batch": global_batch, "micro_batch": micro_batch}.items():
+            if value is not None:
+                faults.whole(name, value, 1, "write a positive whole number")
+        base = checked(
+            shape,
+            faults,
+            STRATEGIES,
+            gpu=gpu,
+            gpus=gpus,
+            precision=mode,
+            nvlink=nvlink,
+            interconnect_gbps=interconnect_gbps,
+            gpus_per_node=gpus_per_node,
+        )
+    assert base is not None
+    layouts = list(_layouts(shape, base, global_batch, offload))
+    tried = [_best_of(shape, layout, global_batch, micro_batch) for layout in layouts]
+    kept = [each for each in tried if each is not None]
+    if not kept:
+        _refuse_batch(global_batch, micro_batch, layouts)
+    fitting = sorted((each for each in kept if each.fits), key=_rank)
+    if calibration != 1.0:
+        fitting = [each.calibrated(calibration) for each in fitting]
+    choices = tuple(Choice.of(each, _reason(each, why)) for each in fitting)
+    missing = 0 if choices else min(each.missing_bytes for each in kept)
+    nearest = None if choices else _nearest(shape, base, offload)
+    return Advice(shape, module, base.gpu, choices, _lost(kept, fitting), why, tokens, missing, nearest)
+
+
+def _shape_of(given: Any, seq_len: int | None) -> tuple[ModelShape, Any]:
+    if isinstance(given, ModelShape):
+        return (given if seq_len is None else replace(given, seq_len=seq_len)), None
+    config = getattr(given, "config", getattr(getattr(given, "model", None), "config", None))
+    with Faults("advise") as faults:
+        if config is None or not hasattr(given, "parameters"):
+            allowed = "a ModelShape, or a module with a transformers config"
+            faults.add(f"{type(given).__name__}", allowed, "give ModelShape(params, layers, hidden, ...)")
+    params = sum(parameter.numel() for parameter in given.parameters())
+    return ModelShape.from_config(config, params=params, seq_len=seq_len), given
+
+
+def _precision(gpu: GPU | None, shape: ModelShape, precision: str) -> tuple[str, str]:
+    if precision != "auto":
+        return precision, f"precision={precision!r} was asked for"
+    if gpu is None:
+        return "32-true", ""
+    chosen = hardware.choose(gpu.device, shape.params)
+    return chosen.precision, chosen.reason
+
+
+def _layouts(shape: ModelShape, base: Layout, global_batch: int | None, offload: bool) -> Iterator[Layout]:
+    """Every way to spend the GPUs; the micro-batch and checkpointing are not chosen yet."""
+    degrees = [d for d in (*_DEGREES, base.gpus) if base.gpus % d == 0]
+    for tensor, pipeline in itertools.product(dict.fromkeys(degrees), repeat=2):
+        if tensor > base.gpus_per_node or shape.heads % tensor or shape.kv_heads % tensor or pipeline > shape.layers:
+            continue
+        if base.nvlink == "pairs" and tensor > 2:
+            continue
+        data, rest = divmod(base.gpus, tensor * pipeline)
+        if rest or (global_batch is not None and global_batch % data):
+            continue
+        for strategy in _strategies(base, data, tensor, pipeline, offload):
+            micro_batches = 4 * pipeline if pipeline > 1 else 1
+            yield replace(
+                base, strategy=strategy, data=data, tensor=tensor, pipeline=pipeline, accumulate=micro_batches
+            )
+
+
+def _strategies(base: Layout, data: int, tensor: int, pipeline: int, offload: bool) -> Iterator[str]:
+    if pipeline > 1:
+        yield "pipeline" if tensor == 1 else "fsdp2"
+        return
+    if tensor == 1:
+        yield "ddp" if data > 1 else "auto"
+    if base.gpus > 1:
+        yield "fsdp2"
+    if base.nodes > 1 and tensor == 1:
+        yield "hsdp"
+    if offload and tensor == 1:
+        yield "fsdp2_offload"
+
+
+def _best_of(shape: ModelShape, layout: Layout, global_batch: int | None, micro_batch: int | None) -> Estimate | None:
+    """The fastest that fits, over checkpointing and micro-batch, or the smallest; ``None``: none divides the batch."""
+    found: list[Estimate] = []
+    for size, kind in itertools.product(_sizes(layout, global_batch, micro_batch), CHECKPOINTING):
+        accumulate = layout.accumulate if global_batch is None else global_batch // (layout.data * size)
+        found.append(of_layout(shape, replace(layout, micro_batch=size, checkpointing=kind, accumulate=accumulate)))
+    fitting = [each for each in found if each.fits]
+    if fitting:
+        return min(fitting, key=_rank)
+    return min(found, key=lambda each: each.memory_bytes, default=None)
+
+
+def _sizes(layout: Layout, global_batch: int | None, micro_batch: int | None) -> list[int]:
+    sizes = [size for size in _DEGREES if size <= _LARGEST_MICRO_BATCH] if micro_batch is None else [micro_batch]
+    return sizes if global_batch is None else [size for size in sizes if global_batch % (layout.data * size) == 0]
+
+
+def _rank(each: Estimate) -> tuple[float, ...]:
+    """What can be run here, then speed in steps of the margin, then the plainer way, then the larger micro-batch."""
+    layout = each.layout
+    steps = round(math.log(each.tokens_per_s.mid, _MARGIN))
+    parts = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.strategy not in ("auto", "ddp"))
+    kind = CHECKPOINTING.index(layout.checkpointing)
+    return bool(yaml_file.blocked(layout)), -steps, parts, kind, -layout.micro_batch, -each.tokens_per_s.mid
+
+
+def _label(layout: Layout) -> str:
+    degrees = f"data={layout.data}" + "".join(
+        f" x {name}={getattr(layout, name)}" for name in ("tensor", "pipeline") if getattr(layout, name) > 1
+    )
+    return f"{layout.strategy} ({degrees})"
+
+
+def _reason(each: Estimate, why: str) -> str:
+    layout = each.layout
+    room = layout.gpu.memory / _GIB
+    parts = [f"{each.memory_bytes / _GIB:.1f} of {room:.1f} GiB"]
+    if layout.checkpointing != "none":
+        without = of_layout(each.shape, replace(layout, checkpointing="none"))
+        saved = (without.memory_bytes - each.memory_bytes) / _GIB
+        parts.append(f"{layout.checkpointing} checkpointing saves {saved:.1f} GiB")
+    if layout.pipeline > 1:
+        parts.append(f"{bubble(layout):.0%} of a step is bubble")
+    if not each.measured:
+        parts.append("no published run on this GPU in this mode: a wider range")
+    return "; ".join([why, *parts])
+
+
+def _lost(kept: Iterable[Estimate], fitting: list[Estimate]) -> tuple[str, ...]:
+    lines: list[str] = []
+    for each in kept:
+        if not each.fits:
+            missing = each.missing_bytes / _GIB
+            lines.append(f"{_label(each.layout)} does not fit: {missing:.1f} GiB missing at its smallest")
+    for each in fitting[1:]:
+        slower = round(100 * (1 - each.tokens_per_s.mid / fitting[0].tokens_per_s.mid))
+        speed = f"{slower}% slower" if slower > 0 else f"{-slower}% faster" if slower else "as fast"
+        why = yaml_file.blocked(each.layout) or ("" if slower > 0 else "it has more parts, or a smaller batch")
+        lines.append(f"{_label(each.layout)}: {speed}{why and '; '}{why}")
+    return tuple(lines)
+
+
+def _nearest(shape: ModelShape, base: Layout, offload: bool) -> int | None:
+    """The smallest count on which something fits: in nodes, or in GPUs of one."""
+
+    def fits(gpus: int) -> bool:
+        layouts = _layouts(shape, replace(base, gpus=gpus), None, offload)
+        return any(each is not None and each.fits for each in (_best_of(shape, one, None, 1) for one in layouts))
+
+    enough = base.gpus * 2
+    while not fits(enough):
+        enough *= 2
+        if enough > _MOST_GPUS:
+            return None
+    step = base.gpus_per_node if enough > 2 * base.gpus_per_node else 1
+    return next((gpus for gpus in range(enough // 2 + step, enough, step) if fits(gpus)), enough)
+
+
+def _refuse_batch(global_batch: int | None, micro_batch: int | None, layouts: list[Layout]) -> None:
+    with Faults("advise") as faults:
+        given = f"global_batch={global_batch}" + (f", micro_batch={micro_batch}" if micro_batch else "")
+        ranks = sorted({layout.data for layout in layouts}) or ["the data-parallel ranks"]
+        allowed = f"a multiple of micro_batch x data, data one of {', '.join(map(str, ranks))}"
+        faults.add(given, allowed, "write a global batch that the number of GPUs divides")

@@ -1,0 +1,160 @@
+"""How a run is laid out over GPUs: the degrees, the strategy, the links, and whether they go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_mp.errors import Faults, is_number, is_whole
+from lightning_mp.planner.shape import ModelShape
+from lightning_mp.policy import precision_word
+from lightning_mp.policy.gpus import GPU, find
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "fp8-mixed", "bf16-true", "16-true")
+CHECKPOINTING = ("none", "selective", "full")
+NVLINK = ("full", "pairs", "none")
+#: Gbit/s between nodes where none is said: what nodes of a generation are sold with (DGX, and the clouds' equivalents)
+_GBPS = {"a100": 1600.0, "h100": 3200.0, "h200": 3200.0, "b200": 3200.0, "gb200": 3200.0, "gh200": 400.0}
+_ETHERNET = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to run: ``data * tensor * pipeline * context`` GPUs; ``accumulate`` micro-batches an optimizer step."""
+
+    gpu: GPU
+    gpus: int
+    strategy: str
+    precision: str
+    micro_batch: int
+    data: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    checkpointing: str = "none"
+    accumulate: int = 1
+    nvlink: str = "full"
+    interconnect_gbps: float = _ETHERNET
+    gpus_per_node: int = 8
+
+    @property
+    def nodes(self) -> int:
+        """Nodes it takes."""
+        return -(-self.gpus // self.gpus_per_node)
+
+    def link(self, ranks: int) -> float:
+        """Bytes/s in one direction between ``ranks`` neighbouring GPUs of a node."""
+        wired = self.nvlink == "full" or (self.nvlink == "pairs" and ranks <= 2)
+        return (wired and self.gpu.nvlink) or self.gpu.pcie
+
+    def data_link(self) -> float:
+        """Bytes/s at which a rank takes part in a collective over all data-parallel ranks.
+
+        Between nodes the ranks of a node share its cards, and a ring passes each byte through a node once, so that a
+        rank sees the whole node's bandwidth.
+        """
+        inside = self.link(min(self.gpus, self.gpus_per_node))
+        return inside if self.nodes == 1 else min(inside, self.interconnect_gbps * 1e9 / 8)
+
+
+def default_gbps(gpu: GPU) -> float:
+    """Gbit/s between nodes, where it is not said."""
+    return _GBPS.get(gpu.word.partition("-")[0], _ETHERNET)
+
+
+def checked_precision(gpu: GPU | None, precision: object, faults: Faults) -> str:
+    """The mode by its name; a word that is none, or one that the GPU has no units for, is noted."""
+    word = "fp8-mixed" if str(precision).lower() in ("fp8", "fp8-mixed") else precision_word(precision)
+    if word not in PRECISIONS:
+        faults.unknown("precision", precision, PRECISIONS, "write one of these")
+        return "32-true"
+    if gpu is not None and gpu.peak(word) is None:
+        able = [mode for mode in PRECISIONS if gpu.peak(mode)]
+        nearest = "bf16-mixed" if "bf16-mixed" in able else "16-mixed"
+        faults.add(f"precision={word!r} on {gpu.word}", ", ".join(able), f"use {nearest!r}")
+    return word
+
+
+def checked(  # noqa: PLR0913  what a user may say of a run, by name
+    shape: ModelShape,
+    faults: Faults,
+    strategies: Iterable[str],
+    *,
+    gpu: str,
+    gpus: int,
+    strategy: str = "fsdp2",
+    precision: str = "32-true",
+    micro_batch: int = 1,
+    data: int | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+    checkpointing: str = "none",
+    accumulate: int | None = None,
+    nvlink: str,
+    interconnect_gbps: float | None,
+    gpus_per_node: int,
+) -> Layout | None:
+    """The layout that these words describe; all that is wrong with them goes into ``faults``, and there is none."""
+    found = find(gpu, faults)
+    mode = checked_precision(found, precision, faults)
+    strategy = str(strategy).removeprefix("mp_")
+    if strategy not in strategies:
+        faults.unknown("strategy", strategy, strategies, "write one of these")
+    faults.one_of("checkpointing", checkpointing, CHECKPOINTING, "write 'none' to keep every activation")
+    faults.one_of("nvlink", nvlink, NVLINK, "write 'none' for GPUs on PCIe")
+    degrees = {"gpus": gpus, "tensor": tensor, "pipeline": pipeline, "context": context}
+    wanted = {**degrees, "micro_batch": micro_batch, "gpus_per_node": gpus_per_node}
+    wanted |= {name: value for name, value in {"data": data, "accumulate": accumulate}.items() if value is not None}
+    wrong = [name for name, value in wanted.items() if not is_whole(value) or value < 1]
+    for name in wrong:
+        faults.whole(name, wanted[name], 1, "write a positive whole number")
+    if interconnect_gbps is not None and not (is_number(interconnect_gbps) and interconnect_gbps > 0):
+        given = f"interconnect_gbps={interconnect_gbps!r}"
+        faults.add(given, "Gbit/s of a node, above 0", "write 400 for one card of that speed")
+    if not wrong:
+        data = _degrees(shape, gpus, data, tensor, pipeline, context, gpus_per_node, faults)
+    if faults.found or found is None or data is None:
+        return None
+    accumulate = accumulate or (4 * pipeline if pipeline > 1 else 1)
+    gbps = default_gbps(found) if interconnect_gbps is None else interconnect_gbps
+    return Layout(
+        found, gpus, strategy, mode, micro_batch, data, tensor, pipeline, context, checkpointing, accumulate, nvlink,
+        gbps, gpus_per_node,
+    )  # fmt: skip
+
+
+def _degrees(
+    shape: ModelShape,
+    gpus: int,
+    data: int | None,
+    tensor: int,
+    pipeline: int,
+    context: int,
+    gpus_per_node: int,
+    faults: Faults,
+) -> int | None:
+    """The data-parallel degree; what does not go together is noted."""
+    split = tensor * pipeline * context
+    given = gpus // split if data is None else data
+    if given * split != gpus:
+        product = f"data={given} x tensor={tensor} x pipeline={pipeline} x context={context} on {gpus} GPUs"
+        faults.add(product, "degrees whose product is the number of GPUs", _nearest_count(gpus, split, data))
+    if tensor > gpus_per_node:
+        allowed = f"tensor parallelism within a node, up to {gpus_per_node}"
+        faults.add(f"tensor={tensor}", allowed, f"use tensor={gpus_per_node}, and pipeline for the rest")
+    elif shape.heads % tensor or shape.hidden % tensor:
+        fits = [each for each in (1, 2, 4, 8) if not shape.heads % each]
+        faults.add(f"tensor={tensor} for {shape.heads} heads", "a divisor of the heads", f"use tensor={fits[-1]}")
+    if pipeline > shape.layers:
+        faults.add(f"pipeline={pipeline} for {shape.layers} layers", "a stage has a layer at least", "use fewer stages")
+    if shape.seq_len % context:
+        faults.add(f"context={context}", f"a divisor of seq_len={shape.seq_len}", "use a power of two")
+    return given
+
+
+def _nearest_count(gpus: int, split: int, data: int | None) -> str:
+    if data is None:
+        return f"use {max(1, gpus // split) * split} GPUs or {(gpus // split + 1) * split}"
+    whole = gpus % split == 0
+    return f"use data={gpus // split}" if whole else f"use {data * split} GPUs, or degrees that divide {gpus}"

@@ -1,0 +1,139 @@
+"""Bytes on one GPU by formula: by mode and strategy a parameter, by checkpointing a token.
+
+Sources: Rajbhandari et al. 2020 (ZeRO) for what is held and sharded; Korthikanti et al. 2022 for activations, without
+the scores that fused attention never stores; this package's modes (docs/modes.md) for the dtypes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_mp.planner.layout import Layout
+from lightning_mp.planner.shape import ModelShape
+
+#: What is kept free of a device; more with tensor parallelism, where the formula came out a third too low.
+_HEADROOM, _TENSOR_HEADROOM = 0.05, 0.25
+#: By mode: bytes a parameter of the weights, of their gradients, and of AdamW's two moments.
+HELD = {
+    "32-true": (4, 4, 8),
+    "bf16-mixed": (4, 4, 8),
+    "16-mixed": (4, 4, 8),
+    "fp8-mixed": (4, 4, 8),
+    "bf16-true": (2, 2, 4),
+    "16-true": (2, 2, 4),
+}
+#: A logit: the half one, its fp32 copy, the fp32 gradient, and that in half again; in fp32 the softmax instead.
+_LOGIT = 12
+#: the share of a block's activations that mode="selective" keeps: outputs of matrix products and of attention
+_SELECTIVE = 0.5
+#: shard units that are whole at once: the one that runs and the next
+_GATHERED_UNITS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Which of weights, gradients and optimizer state a strategy splits between its data-parallel ranks."""
+
+    weights: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+    #: held on the CPU
+    offload: bool = False
+    within_node: bool = False
+
+
+_ALL = Sharded(weights=True, gradients=True, optimizer=True)
+_ALL_OFFLOADED = Sharded(weights=True, gradients=True, optimizer=True, offload=True)
+STRATEGIES = {
+    "auto": Sharded(),
+    "ddp": Sharded(),
+    "pipeline": Sharded(),
+    "fsdp2": _ALL,
+    "fsdp": _ALL,
+    "fsdp1": _ALL,
+    "hsdp": Sharded(weights=True, gradients=True, optimizer=True, within_node=True),
+    "deepspeed_zero1": Sharded(optimizer=True),
+    "deepspeed_zero2": Sharded(gradients=True, optimizer=True),
+    "deepspeed_zero3": _ALL,
+    "fsdp2_offload": _ALL_OFFLOADED,
+    "fsdp1_offload": _ALL_OFFLOADED,
+    "deepspeed_zero3_offload": _ALL_OFFLOADED,
+}
+
+
+def usable(layout: Layout) -> float:
+    """Bytes of the GPU that a run may be predicted to take."""
+    return layout.gpu.memory * (1 - (_TENSOR_HEADROOM if layout.tensor > 1 else _HEADROOM))
+
+
+def compute_bytes(precision: str) -> int:
+    """Bytes of a number that products are computed in; fp8 ones come from and go to bf16."""
+    return 4 if precision == "32-true" else 2
+
+
+def bytes_per_parameter(precision: str, strategy: str, ranks: int) -> float:
+    """Bytes held for each parameter on each of ``ranks`` data-parallel ranks, AdamW's state included."""
+    return sum(_held(precision, STRATEGIES[strategy], ranks))
+
+
+def _held(precision: str, sharded: Sharded, ranks: int) -> tuple[float, float, float]:
+    if sharded.offload:
+        return 0.0, 0.0, 0.0
+    weights, gradients, moments = HELD[precision]
+    return (
+        weights / (ranks if sharded.weights else 1),
+        gradients / (ranks if sharded.gradients else 1),
+        moments / (ranks if sharded.optimizer else 1),
+    )
+
+
+def activations_per_token(shape: ModelShape, precision: str) -> float:
+    """Bytes that one block keeps of one token for its backward pass, attention fused."""
+    kept = 6 * shape.hidden + 2 * shape.hidden * shape.kv_heads / shape.heads
+    kept += (4 if shape.gated else 2) * shape.intermediate
+    return kept * compute_bytes(precision)
+
+
+def memory(shape: ModelShape, layout: Layout) -> dict[str, float]:
+    """Bytes on the fullest rank by part: ``parameters gradients optimizer_state activations other``, which add up."""
+    sharded = STRATEGIES[layout.strategy]
+    split = layout.tensor * layout.pipeline
+    own = shape.params / split
+    ranks = layout.data * layout.context
+    if sharded.within_node:
+        ranks = max(1, min(ranks, layout.gpus_per_node // layout.tensor))
+    weights, gradients, moments = (own * each for each in _held(layout.precision, sharded, ranks))
+    tokens = layout.micro_batch * shape.seq_len / (layout.context * layout.tensor)
+    block, half = activations_per_token(shape, layout.precision), compute_bytes(layout.precision)
+    # The first stage of 1F1B holds as many micro-batches as there are stages, of a stage's layers each.
+    layers = shape.layers / layout.pipeline * min(layout.pipeline, layout.accumulate)
+    per_layer, working = {
+        "none": (block, 0.0),
+        "selective": (block * _SELECTIVE, block),
+        "full": (shape.hidden * half, block),
+    }[layout.checkpointing]
+    if layout.tensor > 1:  # a block's input and its gradient are gathered along the sequence
+        working += 2 * shape.hidden * half * layout.tensor
+    # The loss and the recomputation of a block come one after the other.
+    activations = tokens * (layers * per_layer + max(working, shape.vocab * _LOGIT))
+    return {
+        "parameters": weights,
+        "gradients": gradients,
+        "optimizer_state": moments,
+        "activations": activations,
+        "other": _transient(shape, layout, sharded, own),
+    }
+
+
+def _transient(shape: ModelShape, layout: Layout, sharded: Sharded, own: float) -> float:
+    """Weights that were gathered, their gradients before they are reduced, DDP's buckets, autocast's half copies."""
+    half = compute_bytes(layout.precision)
+    if not sharded.weights:
+        copies = half if layout.precision.endswith("-mixed") and layout.checkpointing == "none" else 0
+        buckets = HELD[layout.precision][1] if layout.data > 1 else 0
+        return own * (copies + buckets)
+    block = (shape.params - 2 * shape.vocab * shape.hidden) / shape.layers / layout.tensor
+    ends = 2 * shape.vocab * shape.hidden / layout.tensor
+    if layout.pipeline > 1:  # a stage is gathered, and its gradients stay whole, for all its micro-batches
+        return own * (half + HELD[layout.precision][1])
+    return half * (_GATHERED_UNITS * block + ends) + HELD[layout.precision][1] * max(block, ends / 2)

@@ -1,0 +1,95 @@
+"""A choice as a file for ``lightning-mp train``."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from importlib.resources import files
+from typing import Any
+
+from lightning_mp.planner.estimate import Estimate
+from lightning_mp.planner.layout import Layout
+from lightning_mp.planner.shape import ModelShape
+from lightning_mp.policy import PRECISIONS
+
+
+def blocked(layout: Layout) -> str:
+    """Why this release cannot run ``layout`` from a file, as a fix; an empty string where it can."""
+    if layout.precision not in PRECISIONS:
+        return f"this release has no {layout.precision}: use bf16-mixed"
+    if not (files("lightning_mp.configs") / "strategy" / f"{layout.strategy}.yaml").is_file():
+        return f"this release has no strategy {layout.strategy!r}: use fsdp2"
+    if layout.pipeline > 1 and layout.strategy != "pipeline":
+        return "no strategy of this release has tensor and pipeline parallelism at once: use fsdp2 with tensor"
+    return ""
+
+
+def write(shape: ModelShape, module: Any, found: Estimate, reason: str, tokens: float | None) -> str:
+    """The file: groups that the package ships, and what this run sets in them."""
+    layout = found.layout
+    lines = [
+        f"# {shape.params / 1e9:.3g}B parameters on {layout.gpus} x {layout.gpu.word}: {found}.",
+        f"# {reason}.",
+        "defaults:",
+        "  - plan: auto",
+        f"  - strategy: {layout.strategy}",
+        *([] if module is not None else ["  - model: llama_tiny"]),
+        "  - data: library_text",
+        "  - trainer: gpu",
+        "  - callbacks: health",
+        "  - _self_",
+        "plan:",
+        f"  precision: {layout.precision}",
+    ]
+    if layout.checkpointing != "none":
+        lines += [
+            "  checkpointing:",
+            f'    modules: "*.{_blocks(shape, module)}.*"',
+            f"    mode: {layout.checkpointing}",
+        ]
+    lines += _strategy(layout)
+    lines += _llama(shape) if module is None else _of_module(module)
+    lines += ["data:", f"  vocab: {shape.vocab}", f"  context: {shape.seq_len}", f"  batch_size: {layout.micro_batch}"]
+    lines += ["trainer:", f"  devices: {min(layout.gpus, layout.gpus_per_node)}", f"  num_nodes: {layout.nodes}"]
+    if layout.accumulate > 1 and layout.pipeline == 1:
+        lines.append(f"  accumulate_grad_batches: {layout.accumulate}")
+    if tokens is not None:
+        batch = layout.data * layout.micro_batch * layout.accumulate * shape.seq_len
+        lines += [f"  max_steps: {math.ceil(tokens / batch)}", "  max_epochs: -1"]
+    return "\n".join(lines) + "\n"
+
+
+def _blocks(shape: ModelShape, module: Any) -> str:
+    """The name of the list that holds the layers: ``layers`` in Llama, ``h`` in GPT-2."""
+    lists = [] if module is None else list(module.named_modules())
+    names = (name for name, each in lists if type(each).__name__ == "ModuleList" and len(each) == shape.layers)
+    return next(names, "layers").rpartition(".")[2]
+
+
+def _strategy(layout: Layout) -> list[str]:
+    if layout.pipeline > 1:
+        return ["strategy:", f"  stages: {layout.pipeline}", f"  microbatches: {layout.accumulate}", "  schedule: 1f1b"]
+    return ["strategy:", f"  tensor_parallel: {layout.tensor}"] if layout.tensor > 1 else []
+
+
+def _llama(shape: ModelShape) -> list[str]:
+    return [
+        "model:",
+        "  config:",
+        f"    hidden_size: {shape.hidden}",
+        f"    intermediate_size: {shape.intermediate}",
+        f"    num_hidden_layers: {shape.layers}",
+        f"    num_attention_heads: {shape.heads}",
+        f"    num_key_value_heads: {shape.kv_heads}",
+        "  lr: 3.0e-4",
+    ]
+
+
+def _of_module(module: Any) -> list[str]:
+    """The class of the module with its saved hyperparameters, where they are plain values."""
+    kind = type(module)
+    saved: dict[str, Any] = dict(getattr(module, "hparams", {}))
+    plain = {name: value for name, value in saved.items() if isinstance(value, (int, float, str, bool, type(None)))}
+    name = re.sub(r"^__main__\.", "", f"{kind.__module__}.{kind.__qualname__}")
+    return ["model:", f"  _target_: {name}", *(f"  {key}: {json.dumps(value)}" for key, value in plain.items())]

@@ -1,0 +1,291 @@
+"""What is advised: precision by the rules, layouts that fit, reasons, refusals with every fault, the file that runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lightning_mp.cli import app
+from lightning_mp.errors import PlanError
+from lightning_mp.planner import Advice, ModelShape, advise, estimate
+from lightning_mp.planner.layout import PRECISIONS
+from lightning_mp.planner.memory import HELD, STRATEGIES, bytes_per_parameter
+from lightning_mp.planner.shape import _USUAL
+from lightning_mp.policy import hardware
+from lightning_mp.policy.gpus import GPUS
+from lightning_mp.strategies.registry import STRATEGIES as REGISTERED
+
+SEVEN = ModelShape.of_size(7e9, seq_len=4096)
+
+
+@dataclass(frozen=True)
+class Case:
+    params: float
+    gpu: str
+    gpus: int
+    precision: str
+    strategy: str
+    tensor: int = 1
+
+
+CASES = [
+    Case(50e6, "a100-80", 8, "32-true", "ddp"),
+    Case(125e6, "a100-40", 8, "bf16-mixed", "ddp"),
+    Case(125e6, "t4-16", 4, "16-mixed", "ddp"),
+    Case(1.3e9, "rtx3090-24", 4, "bf16-mixed", "fsdp2"),
+    Case(7e9, "v100-32", 8, "16-mixed", "fsdp2"),
+    Case(7e9, "h100-80", 8, "bf16-mixed", "fsdp2"),
+    Case(7e9, "b200-180", 1, "bf16-mixed", "auto"),
+    Case(70e9, "h100-80", 64, "bf16-mixed", "fsdp2", tensor=2),
+    Case(405e9, "h100-80", 512, "bf16-mixed", "fsdp2", tensor=4),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.params:.3g} on {case.gpus} {case.gpu}")
+def test_the_best_choice(case: Case) -> None:
+    found = advise(ModelShape.of_size(case.params), gpu=case.gpu, gpus=case.gpus)
+    best = found.choices[0]
+    assert (best.precision, best.strategy) == (case.precision, case.strategy)
+    assert best.tensor >= case.tensor
+    assert best.reason
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.params:.3g} on {case.gpus} {case.gpu}")
+def test_every_choice_fits_fills_the_gpus_and_keeps_tensor_parallelism_in_a_node(case: Case) -> None:
+    found = advise(ModelShape.of_size(case.params), gpu=case.gpu, gpus=case.gpus)
+    for each in found.choices:
+        assert each.data * each.tensor * each.pipeline == case.gpus
+        assert each.tensor <= 8
+        assert each.memory_bytes < GPUS[case.gpu].memory
+        assert "offload" not in each.strategy
+        low, mid, high = each.tokens_per_s
+        assert 0 < low < mid < high <= 2.51 * low
+    labels = {(each.strategy, each.data, each.tensor, each.pipeline) for each in found.choices}
+    assert len(labels) == len(found.choices)
+    runnable = [each.estimate.tokens_per_s.mid for each in found.choices if not each.blocked]
+    assert runnable[0] >= max(runnable) / 1.05
+
+
+def test_what_does_not_fit_says_by_how_much_and_on_how_many_gpus_it_does() -> None:
+    found = advise(ModelShape.of_size(70e9), gpu="h100-80", gpus=8)
+    assert found.choices == ()
+    assert found.missing_bytes > 2**30
+    assert found.nearest_gpus is not None
+    assert advise(found.shape, gpu="h100-80", gpus=found.nearest_gpus).choices
+    assert not advise(found.shape, gpu="h100-80", gpus=found.nearest_gpus - 1).choices
+    with pytest.raises(PlanError, match=f"Use {found.nearest_gpus} GPUs"):
+        found.yaml()
+
+
+def test_offload_is_considered_where_it_is_asked_for() -> None:
+    shape = ModelShape.of_size(13e9)
+    assert not advise(shape, gpu="rtx3090-24", gpus=2).choices
+    best = advise(shape, gpu="rtx3090-24", gpus=2, offload=True).choices[0]
+    assert best.strategy == "fsdp2_offload"
+
+
+def test_tensor_parallelism_follows_the_links() -> None:
+    whole, pairs = (advise(SEVEN, gpu="a100-80", gpus=8, nvlink=word) for word in ("full", "pairs"))
+    assert max(each.tensor for each in whole.choices) == 8
+    assert max(each.tensor for each in pairs.choices) == 2
+    slow = advise(SEVEN, gpu="a100-80", gpus=8, nvlink="none")
+    by_tensor = {each.tensor: each.tokens_per_s.mid for each in slow.choices if each.pipeline == 1}
+    assert by_tensor[8] < by_tensor[1] / 3
+
+
+def test_a_global_batch_is_kept_exactly() -> None:
+    for each in advise(SEVEN, gpu="h100-80", gpus=16, global_batch=96).choices:
+        assert each.data * each.micro_batch * each.accumulate == 96
+
+
+def test_a_calibrated_range_is_narrower_and_about_what_was_measured() -> None:
+    plain = advise(SEVEN, gpu="h100-80", gpus=8).choices[0]
+    measured = plain.tokens_per_s.mid * 0.8
+    low, mid, high = advise(SEVEN, gpu="h100-80", gpus=8, calibration=0.8).choices[0].tokens_per_s
+    assert mid == pytest.approx(measured)
+    assert high / low == pytest.approx(1.7)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "gpu": ({"gpu": "h100"}, ("unknown gpu 'h100'", "'h100-80'")),
+    "all at once": (
+        {"gpu": "a100_80", "nvlink": "half", "precision": "fp9", "gpus": 0},
+        ("a100-80", "nvlink='half'", "precision 'fp9'", "gpus=0"),
+    ),
+    "fp8 where there is none": ({"gpu": "a100-80", "precision": "fp8"}, ("fp8-mixed", "use 'bf16-mixed'")),
+    "bf16 on a V100": ({"gpu": "v100-32", "precision": "bf16"}, ("bf16-mixed", "use '16-mixed'")),
+    "a batch that does not divide": ({"global_batch": 7, "micro_batch": 2}, ("global_batch=7", "multiple")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_advise_refuses(name: str) -> None:
+    given, parts = REFUSED[name]
+    with pytest.raises(PlanError) as error:
+        advise(SEVEN, **{"gpu": "h100-80", "gpus": 8, **given})
+    for part in parts:
+        assert part.lower() in str(error.value).lower()
+
+
+BAD_LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "degrees": ({"tensor": 3, "data": 2}, ("product", "tensor=3 for 32 heads")),
+    "tensor across nodes": ({"gpus": 16, "tensor": 16}, ("within a node",)),
+    "stages": ({"gpus": 64, "pipeline": 64}, ("pipeline=64 for 32 layers",)),
+    "strategy": ({"strategy": "fsdp3"}, ("'fsdp'",)),
+    "words": (
+        {"checkpointing": "some", "micro_batch": 0, "convention": "mosaic"},
+        ("'some'", "micro_batch=0", "mosaicml"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LAYOUTS)
+def test_estimate_refuses(name: str) -> None:
+    given, parts = BAD_LAYOUTS[name]
+    with pytest.raises(PlanError) as error:
+        estimate(SEVEN, **{"gpu": "h100-80", "gpus": 8, **given})
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_shape_refuses_what_is_no_number() -> None:
+    with pytest.raises(PlanError, match="2 faults"):
+        ModelShape(params=0, layers=2, hidden="64")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize(("params", "layers", "hidden"), _USUAL)
+def test_a_size_is_near_what_was_asked_for(params: float, layers: int, hidden: int) -> None:
+    assert ModelShape.of_size(params).params == pytest.approx(params, rel=0.07)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_config_gives_the_parameters_that_transformers_makes(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {
+        "llama": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4,
+                  "num_key_value_heads": 2, "vocab_size": 512},
+        "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128},
+    }[kind]  # fmt: skip
+    config = transformers.AutoConfig.for_model(kind, **small)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    # GPT-2's biases and positions are left out.
+    assert ModelShape.from_config(config).params == pytest.approx(counted, rel=1e-9 if kind == "llama" else 0.1)
+    assert ModelShape.from_config(config.to_dict()) == ModelShape.from_config(config)
+    assert advise(model, gpu="a100-80", gpus=1).shape.params == counted
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def test_the_table_of_gpus_is_the_one_of_hardware() -> None:
+    for word, gpu in GPUS.items():
+        assert gpu.peak("bf16-mixed" if gpu.device.bf16 == "native" else "16-mixed") is not None, word
+        assert gpu.source
+        assert gpu.memory == int(word.rpartition("-")[2]) * 10**9
+    assert GPUS["h100-80"].peak("fp8-mixed") == hardware.peak(GPUS["h100-80"].device, "fp8")
+    # V100 and T4 have no bf16 units
+    assert GPUS["v100-32"].peak("bf16-mixed") is None
+    assert GPUS["t4-16"].peak("bf16-mixed") is None
+
+
+def test_every_strategy_of_the_planner_is_one_of_the_package() -> None:
+    assert set(STRATEGIES) - {"pipeline"} <= set(REGISTERED)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bytes_a_parameter(precision: str) -> None:
+    whole = sum(HELD[precision])
+    assert whole == (8 if precision.endswith("true") and precision != "32-true" else 16)
+    assert bytes_per_parameter(precision, "ddp", 8) == whole
+    assert bytes_per_parameter(precision, "fsdp2", 8) == whole / 8
+    assert bytes_per_parameter(precision, "deepspeed_zero1", 8) == whole / 2 + whole / 16
+    assert bytes_per_parameter(precision, "deepspeed_zero2", 8) == whole / 4 + 3 * whole / 32
+    assert bytes_per_parameter(precision, "fsdp2_offload", 8) == 0
+
+
+def test_a_pipeline_waits_as_the_formula_says() -> None:
+    from lightning_mp.planner.speed import bubble
+
+    found = estimate(SEVEN, gpu="h100-80", gpus=8, pipeline=4, accumulate=12, strategy="pipeline").layout
+    assert bubble(found) == 3 / 15
+
+
+def test_days_and_cost_are_for_chinchillas_budget() -> None:
+    found = estimate(SEVEN, gpu="h100-80", gpus=8)
+    low, mid, high = found.days()
+    assert mid == pytest.approx(20 * SEVEN.params / found.tokens_per_s.mid / 8 / 86400)
+    assert low < mid < high
+    assert found.cost(2.0)[1] == pytest.approx(mid * 24 * 8 * 2.0)
+    assert found.days(1e9)[1] == pytest.approx(mid * 1e9 / SEVEN.tokens)
+
+
+# ---------------------------------------------------------------------- the command and the file
+
+
+def test_the_file_is_composed_by_train_as_it_is(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    run = tmp_path / "run.yaml"
+    command = ["advise", "--params", "70e9", "--gpus", "64", "--gpu", "h100-80", "--tokens", "1e9", "--out", str(run)]
+    told = CliRunner().invoke(app, command)
+    assert told.exit_code == 0, told.output
+    shown = CliRunner().invoke(app, ["train", str(run), "--show"])
+    assert shown.exit_code == 0, shown.output
+    found = yaml.safe_load(shown.output)
+    advice = advise(ModelShape.of_size(70e9), gpu="h100-80", gpus=64, tokens=1e9)
+    best = advice.best
+    assert found["plan"]["precision"] == best.precision
+    assert found["strategy"]["name"] == best.strategy
+    assert found["strategy"]["tensor_parallel"] == best.tensor
+    assert found["data"]["batch_size"] == best.micro_batch
+    assert found["data"]["context"] == advice.shape.seq_len
+    assert found["model"]["config"]["hidden_size"] == advice.shape.hidden
+    assert (found["trainer"]["devices"], found["trainer"]["num_nodes"]) == (8, 8)
+    steps = 1e9 / (best.data * best.micro_batch * best.accumulate * advice.shape.seq_len)
+    assert found["trainer"]["max_steps"] == math.ceil(steps)
+
+
+def test_the_command_prints_json_and_what_is_wrong() -> None:
+    found = CliRunner().invoke(app, ["advise", "--params", "7e9", "--json"])
+    assert json.loads(found.output)["choices"][0]["strategy"] == "fsdp2"
+    refused = CliRunner().invoke(app, ["advise", "--params", "7e9", "--gpu", "h100"])
+    assert refused.exit_code == 2
+    assert "'h100-80'" in refused.output
+    assert CliRunner().invoke(app, ["advise"]).exit_code == 2
+
+
+def test_the_page_is_one_file_with_a_bar_for_each_choice() -> None:
+    from xml.etree import ElementTree
+
+    found = advise(SEVEN, gpu="h100-80", gpus=8)
+    pages = found.html()
+    drawings = [ElementTree.fromstring(f"<svg{part.partition('</svg>')[0]}</svg>") for part in pages.split("<svg")[1:]]
+    bars, days = ([each for each in drawing.iter() if each.tag == "rect"] for drawing in drawings)
+    shown = found.choices[:8]
+    assert len(bars) == len(shown) * 5
+    widths = [sum(float(each.attrib["width"]) for each in bars[5 * row : 5 * row + 5]) for row in range(len(shown))]
+    assert widths == pytest.approx([500 * each.memory_bytes / found.gpu.memory for each in shown], abs=0.5)
+    assert len(days) == 5
+    assert "http" not in pages
+    assert "<script" not in pages
+
+
+def test_a_choice_that_this_release_cannot_run_is_refused_as_a_file() -> None:
+    found: Advice = advise(SEVEN, gpu="h100-80", gpus=8)
+    for each in found.choices:
+        if each.blocked:
+            with pytest.raises(PlanError, match="this release"):
+                found.yaml(each)
+        else:
+            assert each.strategy in found.yaml(each)

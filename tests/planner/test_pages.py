@@ -1,0 +1,15 @@
+"""The pages that the planner writes are what it says now."""
+
+from __future__ import annotations
+
+from benchmarks import planner_pages
+from support.docs import text
+
+
+def test_the_guide_is_written_by_the_code() -> None:
+    assert text("docs/PARALLELISM_GUIDE.md") == planner_pages.guide(), "run: python -m benchmarks.planner_pages"
+
+
+def test_the_tables_of_coverage_are_written_by_the_code() -> None:
+    page = text("docs/planner.md")
+    assert page == planner_pages.with_tables(page), "run: python -m benchmarks.planner_pages"
