@@ -108,7 +108,7 @@ class Before:
         self._parameters = grads.parameters_of(optimizer)
         self._values = [parameter.detach().clone() for parameter in self._parameters]
         known: dict[int, Any] = {id(parameter): parameter for parameter in self._parameters}
-        self._state = [(part, *deepcopy((dict(part.state), _options(part)), known)) for part in _parts(optimizer)]
+        self._state = [(part, *deepcopy((dict(part.state), _options(part)), known)) for part in parts(optimizer)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -126,8 +126,9 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
+def parts(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The optimizer, and those that it holds."""
     yield optimizer
     for inner in vars(optimizer).values():
         if isinstance(inner, Optimizer):
-            yield from _parts(inner)
+            yield from parts(inner)

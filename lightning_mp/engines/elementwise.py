@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_mp.engines.closures import parts
 from lightning_mp.numerics.grads import parameters_of
 
 #: torch's that treat every number by itself
@@ -56,7 +57,11 @@ INSTEAD = (
 
 
 def _tried(optimizer: Optimizer, split: Callable[[Tensor], Sequence[Tensor]]) -> str | None:
-    """Step on a small parameter as a whole, and by an optimizer for each of its pieces."""
+    """Step on a small parameter as a whole, and by an optimizer for each of its pieces; a wrapper by what it holds."""
+    return next((why for part in parts(optimizer) if (why := _tried_alone(part, split))), None)
+
+
+def _tried_alone(optimizer: Optimizer, split: Callable[[Tensor], Sequence[Tensor]]) -> str | None:
     if type(optimizer) in _ELEMENTWISE:
         return None
     generator = torch.Generator().manual_seed(0)
