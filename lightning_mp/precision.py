@@ -341,7 +341,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             if engine.may_call_closure(optimizer):
                 again = partial(self._wrap_closure, model, optimizer, closure)
                 evaluated = closures.Evaluated(optimizer, result, again)
-            returned = engine.step(optimizer, closure=evaluated, **kwargs)
+            with optimizer_facts.foreign_state_explained(optimizer):
+                returned = engine.step(optimizer, closure=evaluated, **kwargs)
             if evaluated is not None and model.automatic_optimization and not self.step_counter.found_inf.last_read:
                 evaluated.require_called()
             result = result if returned is None else returned

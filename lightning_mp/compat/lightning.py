@@ -6,6 +6,7 @@ package uses of Lightning is therefore imported from here, from the copy that th
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Generator
@@ -323,3 +324,15 @@ def set_mesh(module: LightningModule, mesh: Any) -> None:
 def subcommands_of(cli: LightningCLI) -> list[str]:
     """The subcommands that a ``LightningCLI`` has, none where it runs nothing."""
     return list(getattr(cli, "_subcommand_parsers", ()))
+
+
+def called_by_grad_norm() -> bool:
+    """Whether the function that asks was called by Lightning's ``grad_norm``."""
+    frame: Any = inspect.currentframe()
+    for _ in range(6):  # the mode that asks, and what torch has in between
+        if frame is None or frame.f_globals.get("__name__", "").endswith("pytorch.utilities.grads"):
+            break
+        frame = frame.f_back
+    else:
+        return False
+    return frame is not None

@@ -62,7 +62,8 @@ class StepEngine(ABC):
         self._announced = False
         self._module: nn.Module | None = None
         self._pin_map = pins.PinMap((), ())
-        self._checkpointed: list[nn.Module] = []
+        #: the modules that recompute their activations; known after ``check``
+        self.recomputed: list[nn.Module] = []
         self._applied: checkpointing.Applied | None = None
         self._loss: Tensor | None = None
         self._before: list[tuple[Tensor, Tensor]] = []
@@ -81,17 +82,12 @@ class StepEngine(ABC):
         self._pin_map = pins.resolve(module, self.policy.pins, faults)
         outside_reads.check(module, self._pin_map, self.policy.compute_dtype, faults)
         if self.policy.checkpointing is not None:
-            self._checkpointed = checkpointing.select(module, self.policy.checkpointing, faults)
+            self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
 
     @property
     def pin_map(self) -> pins.PinMap:
         """Which pin covers which module; known after ``check``."""
         return self._pin_map
-
-    @property
-    def recomputed(self) -> list[nn.Module]:
-        """The modules that recompute their activations; known after ``check``."""
-        return self._checkpointed
 
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
         """What tells the dtype in which each parameter of the checked module will be stored."""
@@ -114,7 +110,7 @@ class StepEngine(ABC):
             device_type=self.device.type,
         )
         if policy.checkpointing is not None:
-            self._applied = checkpointing.apply(module, self._checkpointed, policy.checkpointing)
+            self._applied = checkpointing.apply(module, self.recomputed, policy.checkpointing)
 
     @abstractmethod
     def may_be_reverted(self) -> bool:
@@ -175,7 +171,7 @@ class StepEngine(ABC):
             self.scaler.within_run = False
         self._close_hooks()
         self._module, self._loss, self._before = None, None, []
-        self._pin_map, self._checkpointed = pins.PinMap((), ()), []
+        self._pin_map, self.recomputed = pins.PinMap((), ()), []
         self.optimizers, self.pending = [], False
         self._parameters, self._trained = [], []
 
@@ -191,7 +187,11 @@ class StepEngine(ABC):
             return nullcontext()
         self._watched = True
         compute = to_torch(self.policy.compute_dtype)
-        return outside_reads.refused(self._module, self._pin_map, compute, mixed=self.policy.mixed)
+        return self._watch_shards(outside_reads.refused(self._module, self._pin_map, compute, mixed=self.policy.mixed))
+
+    def _watch_shards(self, reads: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """The same, with what looks at the weights that are sharded then."""
+        return reads
 
     @contextmanager
     def training_step(self) -> Generator[None, None, None]:

@@ -117,11 +117,11 @@ class Before:
         self._parameters = grads.parameters_of(optimizer)
         self._values = [parameter.detach().clone() for parameter in self._parameters]
         known: dict[int, Any] = {id(parameter): parameter for parameter in self._parameters}
-        parts = list(_parts(optimizer))
+        inner = list(parts(optimizer))
         # state made of a tensor subclass may have no clone of its own: torchao's has none
-        kept = [value for part in parts for state in part.state.values() for value in state.values()]
+        kept = [value for part in inner for state in part.state.values() for value in state.values()]
         known |= {id(value): copied(value) for value in kept if isinstance(value, Tensor)}
-        self._state = [(part, *deepcopy((dict(part.state), _options(part)), known)) for part in parts]
+        self._state = [(part, *deepcopy((dict(part.state), _options(part)), known)) for part in inner]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -139,11 +139,12 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
+def parts(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The optimizer, and those that it holds."""
     yield optimizer
     for inner in vars(optimizer).values():
         if isinstance(inner, Optimizer):
-            yield from _parts(inner)
+            yield from parts(inner)
 
 
 def run_again(optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Tensor | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_mp.errors import is_number
+from lightning_mp.errors import Fault, PlanError, is_number
 from lightning_mp.numerics.dtypes import HALF
 
 
@@ -65,4 +67,30 @@ def eps_is_zero(optimizer: Optimizer) -> bool:
         for group in optimizer.param_groups
         if is_number(group.get("eps"))  # Adafactor has two
         for parameter in group["params"]
+    )
+
+
+@contextmanager
+def foreign_state_explained(optimizer: Any) -> Generator[None, None, None]:
+    """Around a step, which fails where a checkpoint brought the options of an optimizer of another kind.
+
+    Raises:
+        PlanError: it failed for that.
+    """
+    try:
+        yield
+    except KeyError as error:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        absent = [key for group in inner.param_groups for key in inner.defaults if key not in group]
+        if not absent or error.args[0] not in absent:
+            raise
+        raise PlanError([of_another_optimizer(type(inner).__name__, absent[0])]) from error
+
+
+def of_another_optimizer(name: str, key: str) -> Fault:
+    """What to say where a checkpoint lacks what an optimizer keeps."""
+    return Fault(
+        f"{name} with options or state that have no {key!r}, as a checkpoint of another optimizer brings them",
+        "the optimizer with which the checkpoint was saved",
+        "configure that one, or begin a new run from the checkpoint's weights alone",
     )

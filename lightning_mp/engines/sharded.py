@@ -6,22 +6,25 @@ A shard is unscaled, checked and stepped as a whole parameter is; the norm and t
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat import torch_sharding as sharding_compat
-from lightning_mp.compat.torch import FSDP1_WRAPPER
+from lightning_mp.compat.torch import FSDP1_WRAPPER, is_compiled
 from lightning_mp.engines import closures, elementwise
 from lightning_mp.engines.base import Replay, StepEngine
 from lightning_mp.engines.budget import Verdict
 from lightning_mp.engines.flat_views import FlatViews
 from lightning_mp.engines.same_order import FirstForward
+from lightning_mp.engines.shard_norms import WholeNorms
+from lightning_mp.engines.shard_reads import ShardReads
 from lightning_mp.engines.unused import UnusedParameters
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.numerics import grad_norm, grads
@@ -42,6 +45,7 @@ class ShardedEngine(StepEngine):
     _unused: UnusedParameters | None = None
     _views: FlatViews | None = None
     _first: FirstForward | None = None
+    _reads: ShardReads | None = None
     _undo_norm: Callable[[], None] | None = None
 
     def may_be_reverted(self) -> bool:
@@ -98,6 +102,31 @@ class ShardedEngine(StepEngine):
         grad_norm.sum_partial_(grads.parameters_of(optimizer))
         super().unscale(optimizer)
 
+    @contextmanager
+    def _watch_shards(self, reads: AbstractContextManager[None]) -> Generator[None, None, None]:
+        module = cast("nn.Module", self._module)
+        if not self.distributed or any(map(is_compiled, module.modules())):
+            with reads:
+                yield
+            return
+        named = ((name.replace(f"{FSDP1_WRAPPER[1:]}.", ""), one) for name, one in module.named_parameters())
+        handles = sharding_compat.flat_handles(module)
+        flat = {id(one) for handle in handles for one in sharding_compat.flat_originals(handle)}
+        self._reads = ShardReads(
+            named, lambda one: isinstance(one, DTensor) or id(one) in flat, silent=bool(self._flat_groups)
+        )
+        with reads, self._reads:
+            yield
+
+    def explain(self, error: RuntimeError) -> None:
+        """Say which weight a backward pass failed for.
+
+        Raises:
+            PlanError: where a sharded one was used in the step.
+        """
+        if self._reads is not None:
+            self._reads.explain(error)
+
     def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
         """The loss, times the scale where there is one; under FSDP1 the ranks compare their first losses."""
         if self._first is not None:
@@ -113,6 +142,10 @@ class ShardedEngine(StepEngine):
                 grad_norm.sum_partial_(grads.parameters_of(optimizer))
         super().after_backward(manual=manual)
 
+    def user_hooks(self) -> AbstractContextManager[Any]:
+        """Norms of single gradients are those of whole ones."""
+        return WholeNorms(flat=bool(self._flat_groups)) if self.distributed else nullcontext()
+
     def release(self) -> None:
         """Let go of FSDP2's units too, and of ``clip_grad_norm_``."""
         super().release()
@@ -124,7 +157,7 @@ class ShardedEngine(StepEngine):
         for watching in (self._unused, self._views, self._first):
             if watching is not None:
                 watching.release()
-        self._unused = self._views = self._first = None
+        self._unused = self._views = self._first = self._reads = None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all shards, in fp32."""

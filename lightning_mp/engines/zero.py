@@ -17,10 +17,12 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat.deepspeed import before_reduction, cast_partition, gathers, is_partitioned, partition_sums
 from lightning_mp.compat.lightning import trainer_of
+from lightning_mp.compat.torch import is_compiled
 from lightning_mp.engines import bare_backward, closures, elementwise, optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.closures import Evaluated
 from lightning_mp.engines.same_order import FirstForward
+from lightning_mp.engines.shard_reads import ShardReads
 from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights, keeps_moments
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.numerics.scaler import LossScaler
@@ -169,6 +171,16 @@ class ZeroEngine(StepEngine):
                 yield
         finally:
             self._tell_no_more()
+
+    @contextmanager
+    def _watch_shards(self, reads: AbstractContextManager[None]) -> Generator[None, None, None]:
+        module = cast("nn.Module", self._module)
+        if self._weights is None or not self._weights.partitioned or any(map(is_compiled, module.modules())):
+            with reads:
+                yield
+            return
+        with reads, ShardReads(module.named_parameters(), lambda one: not one.numel(), silent=True):
+            yield
 
     def _bare_passes(self) -> AbstractContextManager[None]:
         """Refused: DeepSpeed has to be told of a backward pass before it begins."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -16,6 +18,8 @@ from lightning_mp.checkpoints.load import read_full
 from lightning_mp.checkpoints.sharded import entries
 from lightning_mp.compat.lightning import Strategy, rank_zero_info
 from lightning_mp.compat.torch import last_rates
+from lightning_mp.engines.optimizer_facts import of_another_optimizer
+from lightning_mp.errors import PlanError
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.numerics.grads import parameters_of
 
@@ -90,6 +94,20 @@ class PortableDTensorCheckpoints(PortableCheckpoints):
     """
 
     own_formats: frozenset[Kind] = frozenset({"sharded"})
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As every strategy.
+
+        Raises:
+            PlanError: a folder of shards lacks what the optimizer keeps.
+        """
+        try:
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        except CheckpointException as error:
+            missing = re.search(r"Missing key in checkpoint state_dict: (optimizer_\S+?)\.?$", str(error), re.MULTILINE)
+            if missing is None:
+                raise
+            raise PlanError([of_another_optimizer("an optimizer", missing[1])]) from error
 
     def reads(self, path: Any) -> bool:
         """Whether it is a folder of FSDP2's that holds a state for each parameter that has one here."""

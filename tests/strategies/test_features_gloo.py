@@ -25,51 +25,100 @@ ONE_PROCESS = {
     "training_step_returns_none": "returning None in distributed training is not supported",
 }
 FINETUNING = "Finetuning callback does not support running with the DeepSpeed strategy"
+EMA = ["ema", "ema_validated", "ema_resumed"]
+SWA = dict.fromkeys(["swa", "swa_with_batch_norm"], "SWA does not currently support sharded models")
+WRITTEN = "written to between steps with ZeRO-3"
+MANUAL_FSDP1 = "automatic_optimization=False under FSDP1"
+ELSEWHERE = "used in the step outside of the unit that holds it"
+OTHER_UNITS = "with sharded weights, which all ranks gather"
+OTHER_GRADIENTS = "on some ranks only, or in another order, with ZeRO"
+ANOTHER = {"resumed_with_another_optimizer": "as a checkpoint of another optimizer brings them"}
+#: of what ranks do differently, what is seen by the gradients alone
+APART = [
+    "a_unit_is_used_on_one_rank",
+    "a_unit_is_used_on_one_rank_that_logs",
+    "ranks_use_different_units",
+    "ranks_run_units_in_opposite_orders",
+    "a_unit_is_left_out_of_one_loss",
+    "a_unit_is_used_on_one_rank_by_hand",
+    "a_unit_is_used_on_one_rank_in_a_recomputed_region",
+]
+ZERO = {
+    **ONE_PROCESS,
+    **ANOTHER,
+    "pruning": "ModelPruning with ZeRO",
+    "lr_finder": "with ZeRO, whose optimizer takes no other schedule",
+    "two_optimizers": "only supports single optimizer",
+    "accumulates_on_a_schedule": "does not support `accumulate_grad_batches` changing",
+    "manual_clips_itself": IN_HOOKS,
+    "clips_in_a_hook": IN_HOOKS,
+    "clips_in_configure_gradient_clipping": IN_HOOKS,
+    "changes_before_the_step": IN_HOOKS,
+    "changes_after_backward": IN_HOOKS,
+    "poisons_before_the_step": IN_HOOKS,
+    "logs_grad_norm": IN_HOOKS,
+    "clips_by_value": "gradient_clip_algorithm='value' with ZeRO",
+    "a_layer_is_never_used": NO_GRADIENT,
+    "a_layer_is_used_every_other_step": NO_GRADIENT,
+    "freezes_by_hand": NO_GRADIENT,
+    "unfreezes_by_hand": "unfrozen in a run with ZeRO",
+    "unfreezes_in_the_midst": FINETUNING,
+    "backbone_finetuning": FINETUNING,
+    "manual_bare_backward": "loss.backward() with ZeRO",
+    "manual_accumulation": "two manual_backward() before a step with ZeRO",
+    "lamb": "Lamb on ZeRO's pieces of flat tensors",
+}
 #: strategy → feature → what the refusal says; what is not named here is the same
 REFUSED: dict[str, dict[str, str]] = {
-    "ddp": ONE_PROCESS,
+    "ddp": {**ONE_PROCESS, **ANOTHER},
     "fsdp2": {
         **ONE_PROCESS,
-        **dict.fromkeys(["ema", "ema_validated", "ema_resumed", "swa", "swa_with_batch_norm"], SHARDED),
-        **dict.fromkeys(["pruning", "lr_finder"], SHARDED),
+        **ANOTHER,
+        **dict.fromkeys([*EMA, "swa", "swa_with_batch_norm", "pruning", "lr_finder"], SHARDED),
+        "all_weights_in_the_loss": ELSEWHERE,
+        "a_pinned_weight_is_read_from_outside": ELSEWHERE,
+        "ranks_run_units_in_opposite_orders": OTHER_UNITS,
+        "a_unit_is_left_out_of_one_loss": OTHER_UNITS,
+        "a_unit_is_used_on_one_rank_by_hand": OTHER_UNITS,
+        "a_unit_is_used_on_one_rank_in_a_recomputed_region": "in a region that is recomputed",
+    },
+    "fsdp1": {
+        **ONE_PROCESS,
+        **ANOTHER,
+        **SWA,
+        **dict.fromkeys([*EMA, "pruning"], SHARDED),
+        **dict.fromkeys([*APART, "a_unit_is_used_on_one_rank_to_validate"], OTHER_UNITS),
+        **{name: MANUAL_FSDP1 for name in FEATURE if name.startswith("manual_") or name.endswith("_by_hand")},
+        "two_optimizers": MANUAL_FSDP1,
+        "logs_grad_norm": "grad_norm(...) under FSDP1",
+        "tensor_hooks_of_every_age": "register_post_accumulate_grad_hook(...) on a parameter under FSDP1",
+        "all_weights_in_the_loss": ELSEWHERE,
+        "a_pinned_weight_is_read_from_outside": ELSEWHERE,
+        "lamb": "whose step depends on the parameter as a whole",
     },
     "deepspeed_zero2": {
-        **ONE_PROCESS,
-        **dict.fromkeys(["swa", "swa_with_batch_norm"], "SWA does not currently support sharded models"),
+        **ZERO,
+        **dict.fromkeys([*APART, "a_layer_is_used_on_one_rank"], OTHER_GRADIENTS),
+        **SWA,
         "ema_resumed": "a checkpoint of averaged weights with ZeRO",
-        "pruning": "ModelPruning with ZeRO",
-        "lr_finder": "with ZeRO, whose optimizer takes no other schedule",
-        "two_optimizers": "only supports single optimizer",
-        "accumulates_on_a_schedule": "does not support `accumulate_grad_batches` changing",
-        "manual_clips_itself": IN_HOOKS,
-        "clips_in_a_hook": IN_HOOKS,
-        "clips_in_configure_gradient_clipping": IN_HOOKS,
-        "changes_before_the_step": IN_HOOKS,
-        "changes_after_backward": IN_HOOKS,
-        "poisons_before_the_step": IN_HOOKS,
-        "logs_grad_norm": IN_HOOKS,
-        "clips_by_value": "gradient_clip_algorithm='value' with ZeRO",
-        "a_layer_is_never_used": NO_GRADIENT,
-        "a_layer_is_used_every_other_step": NO_GRADIENT,
-        "a_layer_is_used_on_one_rank": "on some ranks only, with ZeRO",
-        "freezes_by_hand": NO_GRADIENT,
-        "unfreezes_by_hand": "unfrozen in a run with ZeRO",
-        "unfreezes_in_the_midst": FINETUNING,
-        "backbone_finetuning": FINETUNING,
-        "manual_bare_backward": "loss.backward() with ZeRO",
-        "manual_accumulation": "two manual_backward() before a step with ZeRO",
-        "lamb": "Lamb on ZeRO's pieces of flat tensors",
+    },
+    "deepspeed_zero3": {
+        **ZERO,
+        **SWA,
+        **dict.fromkeys(EMA, SHARDED),
+        **dict.fromkeys([*APART, "a_unit_is_used_on_one_rank_to_validate", "a_layer_is_used_on_one_rank"], OTHER_UNITS),
+        "all_weights_in_the_loss": ELSEWHERE,
+        "clamps_weights_after_the_step": WRITTEN,
+        "clamps_weights_after_the_last_step": WRITTEN,
+        "clamps_data_after_the_step": WRITTEN,
     },
 }
+for by_hand in ("unfreezes_by_hand", "freezes_by_hand"):  # in automatic optimization
+    del REFUSED["fsdp1"][by_hand]
 
 #: (strategy, feature) → what is not so yet
 OPEN = {
-    ("ddp", "resumed_with_another_optimizer"): "torch's KeyError, as on one device",
-    ("fsdp2", "resumed_with_another_optimizer"): "a key that is missing in the checkpoint",
-    ("fsdp2", "poisons_before_the_step"): "the rank that poisons holds an empty shard of that weight",
-    ("fsdp2", "logs_grad_norm"): "Lightning's grad_norm cannot stack DTensors",
-    ("fsdp2", "a_pinned_weight_is_read_from_outside"): "torch refuses to mix a tensor with a DTensor",
-    ("deepspeed_zero2", "resumed_with_another_optimizer"): "torch's KeyError, as on one device",
+    ("deepspeed_zero3", "best_checkpoint_tested"): "DeepSpeed's AttributeError where it loads its own folder to test",
 }
 
 

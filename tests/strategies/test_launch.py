@@ -1,4 +1,4 @@
-"""A user's script under torchrun, SLURM and Lightning's own launcher, on loopback, and how it ends if a rank fails."""
+"""A user's script under torchrun, SLURM and Lightning's own launchers, on loopback, and how it ends if a rank fails."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ TRAINS: dict[str, tuple[Launch, str]] = {
     "two nodes, ddp": (_nodes(strategy="ddp"), "TorchElasticEnvironment"),
     "slurm, fsdp2": (_slurm(strategy="fsdp2"), "SLURMEnvironment"),
     "plain, ddp": (_plain(strategy="ddp"), "LightningEnvironment"),
+    "spawned, ddp": (_plain(strategy="ddp", start_method="spawn"), "LightningEnvironment"),
+    "a notebook's, ddp": (_plain(strategy="ddp", start_method="fork"), "LightningEnvironment"),
 }
 #: what is launched, and the rank that fails; the other waits in a collective, or is busy with something of its own
 FAILS: dict[str, tuple[Launch, int]] = {
@@ -106,6 +108,7 @@ def test_it_trains_and_both_ranks_agree(launched: Any, name: str) -> None:
     assert {rank["environment"] for rank in ranks} == {TRAINS[name][1]}
     assert {(rank["world"], rank["steps"]) for rank in ranks} == {(2, 4)}  # 8 batches, of which each has its half
     assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert float((folder / "0.after").read_text()) == ranks[0]["weights"]  # in the process that was started, too
 
 
 def test_every_launcher_and_strategy_trains_to_the_same_weights(launched: Any) -> None:

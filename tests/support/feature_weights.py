@@ -86,6 +86,16 @@ def clamps_gathered_weights(host: Host) -> dict[str, Any]:
     return host.fit(_ClampsGathered())
 
 
+class _Penalized(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + 0.1 * sum(parameter.pow(2).sum() for parameter in self.parameters())
+
+
+@feature
+def all_weights_in_the_loss(host: Host) -> dict[str, Any]:
+    return host.fit(_Penalized(), strategy_options=_UNITS)
+
+
 # ---------------------------------------------------------------------- ranks that go different ways
 
 
@@ -152,6 +162,19 @@ def ranks_use_the_same_units(host: Host) -> dict[str, Any]:
 @feature
 def a_unit_is_used_on_one_rank(host: Host) -> dict[str, Any]:
     return _routed(host, "a", "ab")
+
+
+class _Logs(_Routed):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss.detach(), sync_dist=True)
+        self.log("twice", 2 * loss.detach(), sync_dist=True)
+        return loss
+
+
+@feature
+def a_unit_is_used_on_one_rank_that_logs(host: Host) -> dict[str, Any]:
+    return _routed(host, "a", "ab", kind=_Logs)
 
 
 @feature

@@ -43,6 +43,7 @@ from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.patterns import named_submodules
 from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.strategies import unfit_callbacks
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
@@ -148,6 +149,7 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Units | None:
         """Cut the model into units, ``None`` where a run before did; notes what cannot be, and changes nothing."""
         self._check_manual(faults)
+        unfit_callbacks.refuse(module, faults, (*unfit_callbacks.AVERAGES, *unfit_callbacks.PRUNING), "sharded weights")
         stored = engine.stored_dtypes()
         root = flat.root_of(module)
         if root is not None:

@@ -272,6 +272,22 @@ class PlanFSDP2Strategy(
         self._skipped.before_backward(closure_loss)
         self._root.before_backward(closure_loss)
 
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As the host does; what fails for a sharded weight in the loss names it."""
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            engine = plan_of(self).engine
+            if isinstance(engine, ShardedEngine):
+                engine.explain(error)
+            raise
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """As the host does, when this rank is past the units that it skips and others run."""
+        if self._skipped is not None:
+            self._skipped.catch_up()
+        return super().reduce(*args, **kwargs)
+
     def _share_buffers(self) -> None:
         """Rank 0's, as under DDP: the model is evaluated with what is saved."""
         assert self.model is not None

@@ -47,6 +47,18 @@ class Model(LightningModule):
             self.planned("step")
         return (self.net(batch[0]).float() - batch[1]).pow(2).mean()
 
+    def on_train_end(self) -> None:
+        """Say what this rank saw: what launches others may be another process than they."""
+        seen = {
+            "rank": self.trainer.global_rank,
+            "world": self.trainer.world_size,
+            "node": self.trainer.node_rank,
+            "steps": self.trainer.global_step,
+            "environment": type(self.trainer.strategy.cluster_environment).__name__,
+            "weights": _whole(self),
+        }
+        (self.out / f"{self.trainer.global_rank}.json").write_text(json.dumps(seen))
+
     def configure_optimizers(self) -> Any:
         self.planned("setup")
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
@@ -63,9 +75,10 @@ def _trainer(given: argparse.Namespace) -> Trainer:
         loss_scaling=LossScaling(init_scale=256.0),
         pins={"no such module": "fp32"} if given.fail == "plan" else {},
     )
-    strategy = make_strategy(
-        given.strategy, plan, process_group_backend="gloo", timeout=timedelta(seconds=given.timeout)
-    )
+    options = {"process_group_backend": "gloo", "timeout": timedelta(seconds=given.timeout)}
+    if given.start_method is not None:
+        options["start_method"] = given.start_method
+    strategy = make_strategy(given.strategy, plan, **options)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return Trainer(
         **trainer_kwargs(
@@ -94,6 +107,7 @@ def _whole(module: LightningModule) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--start-method")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=120)
@@ -104,15 +118,7 @@ def main() -> None:
     given = parser.parse_args()
     module, trainer = Model(given.fail, given.failing, given.busy, given.out), _trainer(given)
     trainer.fit(module, _data())
-    seen = {
-        "rank": trainer.global_rank,
-        "world": trainer.world_size,
-        "node": trainer.node_rank,
-        "steps": trainer.global_step,
-        "environment": type(trainer.strategy.cluster_environment).__name__,
-        "weights": _whole(module),
-    }
-    (given.out / f"{trainer.global_rank}.json").write_text(json.dumps(seen))
+    (given.out / f"{trainer.global_rank}.after").write_text(str(_whole(module)))
 
 
 if __name__ == "__main__":

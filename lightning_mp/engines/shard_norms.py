@@ -1,0 +1,35 @@
+"""Lightning's ``grad_norm``, which users call in hooks, where every rank has a piece of each gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_mp.compat.lightning import called_by_grad_norm
+from lightning_mp.errors import Fault, PlanError
+
+_NORM: Any = Tensor.norm
+
+
+class WholeNorms(TorchFunctionMode):
+    """Within it, the norms that ``grad_norm`` takes are those of whole gradients; of FSDP1's pieces none are taken."""
+
+    def __init__(self, *, flat: bool) -> None:
+        super().__init__()
+        self._flat = flat
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not _NORM or not called_by_grad_norm():
+            return result
+        if self._flat:
+            fault = Fault(
+                "grad_norm(...) under FSDP1, whose ranks hold flat pieces of the gradients",
+                "torch.nn.utils.clip_grad_norm_(parameters, max_norm), which returns the norm over all shards",
+                "log that, watch with TrainingHealth(), or use strategy='mp_fsdp2'",
+            )
+            raise PlanError([fault])
+        return result.full_tensor() if isinstance(result, DTensor) else result
