@@ -18,6 +18,7 @@ from lightning_mp.compat.lightning import (
     FSDPPrecision,
     LightningModule,
     ParallelStrategy,
+    RunningStage,
     Trainer,
     TrainerFn,
     rank_zero_warn,
@@ -34,6 +35,7 @@ from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.policy import (
     CheckpointingLike,
+    FP8Like,
     LossScalingLike,
     NonFiniteLike,
     PinsLike,
@@ -56,13 +58,13 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     It is a ``FSDPPrecision`` only so that every stock strategy accepts it; nothing of that class is used.
 
     Args:
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"auto"``; other
-            words for them are taken as well (``16``, ``"fp16"``, ``"bf16"``).
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"fp8-mixed"`` or
+            ``"auto"``; other words for them are taken as well (``16``, ``"fp16"``, ``"bf16"``).
         loss_scaling: the rule of the loss scale, for the fp16 modes; a :class:`LossScaling` or a mapping of its fields.
         pins: module patterns and the dtype each is stored and run in, ``{"*norm*": "fp32"}``; the first match wins.
-        tf32: ``"high"`` or ``True`` lets fp32 products run in TF32 where the device has it; ``"highest"`` or ``False``
-            forbids it; ``None`` leaves torch's setting alone.
+        tf32: ``True`` (``"high"``) lets fp32 products run in TF32, ``False`` (``"highest"``) not; ``None`` is torch's.
         checkpointing: the modules that recompute their activations; a pattern or a :class:`Checkpointing`.
+        fp8: the rule of the FP8 products, for ``"fp8-mixed"``; a recipe's name or an :class:`FP8`.
         nonfinite: ``"skip"``, ``"raise"``, ``"ignore"`` or a :class:`NonFinite`: what a non-finite gradient leads to.
         reduce_dtype: the dtype gradients are summed in across ranks, fp32 by default.
         buffer_dtype: the dtype of floating buffers; by default that of the parameters under the true modes.
@@ -80,6 +82,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         pins: PinsLike = None,
         tf32: str | bool | None = None,
         checkpointing: CheckpointingLike = None,
+        fp8: FP8Like = None,
         nonfinite: NonFiniteLike = "skip",
         reduce_dtype: str | None = None,
         buffer_dtype: str | None = None,
@@ -91,6 +94,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             "pins": pins,
             "tf32": tf32,
             "checkpointing": checkpointing,
+            "fp8": fp8,
             "nonfinite": nonfinite,
             "reduce_dtype": reduce_dtype or "fp32",
             "buffer_dtype": buffer_dtype,
@@ -152,8 +156,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run: neither what it runs on nor what would have to be put back.
-        detached = {"_trainer": None, "_engine": None, "_hooks": SkipAwareHooks(), "_restore_tf32": None}
-        return {**self.__dict__, **detached}
+        detached = dict.fromkeys(("_trainer", "_engine", "_fp8", "_restore_tf32"))
+        return {**self.__dict__, **detached, "_hooks": SkipAwareHooks()}
 
     def __repr__(self) -> str:
         precision, *others = self._declared.arguments().items()
@@ -182,9 +186,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         faults = Faults()
         device = describe(self._device)
         self._resolve_auto(device, module)
-        refused = hardware.refusal(device, self.precision)
-        if refused is not None:
-            faults.add(*refused)
+        device_rules.check(self.policy, device, faults)
         strategy = None if trainer is None else trainer.strategy
         engine = for_strategy.engine_of(strategy)(
             self.policy,
@@ -195,6 +197,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             global_step=self._global_step,
         )
         engine.check(module, faults)
+        if engine.fp8 is not None and trainer is not None:
+            engine.fp8.stages = trainer.state, RunningStage.TRAINING
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if strategy is not None:
             engine.synced = for_strategy.synced(strategy, module, faults) if fitting else []
@@ -206,8 +210,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
 
             warn_at_fit(module, self.policy)
-            announce.began(self.policy, module, trainer)
-        self._engine = engine
+            announce.began(engine, module, trainer)
+        self._engine, self._fp8 = engine, engine.fp8
         engine.prepare(module)
         self._restore_tf32 = device_rules.switch_tf32(self.policy, device)
         return layout
@@ -249,9 +253,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Tensors made in it take the parameters' dtype under the true modes."""
-        if self._half_storage:
-            return default_dtype(self._desired_input_dtype)
-        return nullcontext()
+        return default_dtype(self._desired_input_dtype) if self._half_storage else nullcontext()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Modules made in it take the parameters' dtype under the true modes."""

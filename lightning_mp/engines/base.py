@@ -17,7 +17,7 @@ from lightning_mp.compat.torch import has_step_hooks, makes_optimizer_state
 from lightning_mp.engines import closures, diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.budget import SkipBudget
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
-from lightning_mp.modules import checkpointing, outside_reads, pins, sync_batchnorm
+from lightning_mp.modules import checkpointing, fp8, outside_reads, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import cast_module_, is_plain, to_torch
 from lightning_mp.numerics.no_op_scaler import NoOpScaler
@@ -57,6 +57,8 @@ class StepEngine(ABC):
         self._budget = SkipBudget(policy.nonfinite, self.scaler, step_counter)
         #: the batch norms that take their statistics over all ranks
         self.synced: list[nn.Module] = []
+        #: what runs in FP8, and what does not
+        self.fp8: fp8.Conversion | None = None
         self._watched = False
         self._module: nn.Module | None = None
         self._pin_map = pins.PinMap((), ())
@@ -77,6 +79,9 @@ class StepEngine(ABC):
         """Note what in ``module`` the policy cannot be carried out on; change nothing."""
         self._module = module
         self._pin_map = pins.resolve(module, self.policy.pins, faults)
+        if self.policy.fp8 is not None:
+            pinned = [member.module for member in self._pin_map.members]
+            self.fp8 = fp8.Conversion(module, self.policy.fp8, pinned, faults)
         outside_reads.check(module, self._pin_map, self.policy.compute_dtype, faults)
         if self.policy.checkpointing is not None:
             self._checkpointed = checkpointing.select(module, self.policy.checkpointing, faults)
@@ -92,7 +97,7 @@ class StepEngine(ABC):
         return lambda parameter: to_torch(pinned.get(id(parameter), storage))
 
     def prepare(self, module: nn.Module) -> None:
-        """Cast what no pin covers, then synchronize, pin and checkpoint, in place; ``check`` came before."""
+        """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""
         policy = self.policy
         covered = {id(member.module) for member in self._pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
@@ -112,6 +117,8 @@ class StepEngine(ABC):
             else:
                 cast_module_(submodule, storage, parameters=False, only=moved)
         sync_batchnorm.apply(self.synced)
+        if self.fp8 is not None:
+            self.fp8.apply(to_torch(policy.compute_dtype), self.device.type)
         pins.apply(
             self._pin_map,
             mixed=policy.mixed,
@@ -129,6 +136,8 @@ class StepEngine(ABC):
         """Bring the module back to what ``prepare`` found."""
         if self._module is not None:
             pins.remove(self._module.modules())
+            if self.fp8 is not None:
+                self.fp8.undo()
         sync_batchnorm.remove(self.synced)
         self.synced = []
         for tensor, data in self._before:
@@ -170,10 +179,12 @@ class StepEngine(ABC):
         return [parameter.requires_grad for parameter in self._parameters]
 
     def release(self) -> None:
-        """Take activation checkpointing and synchronization out again; pins stay, as the dtypes they protect do."""
+        """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
+        if self.fp8 is not None:
+            self.fp8.undo()
         sync_batchnorm.remove(self.synced)
         self.synced = []
         if isinstance(self.scaler, LossScaler):

@@ -12,6 +12,7 @@ from lightning_mp.engines import for_strategy, misplaced
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import PlanError
 from lightning_mp.modules import describe
+from lightning_mp.modules.fp8 import Conversion, FP8Layer
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.policy import PrecisionPolicy
@@ -28,6 +29,12 @@ class PlanBase:
     scaler: LossScaler | None
     _engine: StepEngine | None = None
     _trainer: weakref.ref[Trainer] | None = None
+    _fp8: Conversion | None = None
+
+    @property
+    def fp8_layers(self) -> list[FP8Layer]:
+        """Under ``"fp8-mixed"``, once a run began: every Linear and Conv1D, converted or left with the reason."""
+        return [] if self._fp8 is None else list(self._fp8.layers)
 
     @property
     def step_skipped(self) -> bool:
@@ -83,4 +90,4 @@ class PlanBase:
         if trainer is None:
             return describe.rows(self.policy, module)
         module = module or trainer.lightning_module
-        return describe.rows(self.policy, module, for_strategy.describe(trainer.strategy))
+        return describe.rows(self.policy, module, for_strategy.describe(trainer.strategy), self.fp8_layers)

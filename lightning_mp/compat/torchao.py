@@ -1,0 +1,95 @@
+"""torchao's private names, each behind a function that says what it is for; it is imported where it is used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, cast
+
+from torch import Tensor
+
+from lightning_mp.compat.checks import PrivateNames
+from lightning_mp.errors import MissingExtraError
+
+FLOAT8 = PrivateNames(
+    "torchao",
+    {
+        "torchao.float8._inductor_patch": ("_patch_inductor_min_max_codegen",),
+        "torchao.float8.float8_linear": ("matmul_with_hp_or_float8_args",),
+        "torchao.float8.float8_training_tensor": ("LinearMMConfig", "ScaledMMConfig"),
+    },
+)
+#: the plan's words for recipes, and torchao's where they differ
+_RECIPES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
+#: who speaks up while torchao is imported
+_SPEAKS = ("torchao", "torch.utils._pytree")
+
+#: rows (tokens, in) and a transposed weight (in, out) to their product (tokens, out), in FP8 in both passes
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def require() -> None:
+    """Import torchao's FP8 part.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        PlanError: the installed release lacks what is used of it.
+    """
+    if find_spec("torchao") is None:
+        raise MissingExtraError("torchao", "fp8", "precision 'fp8-mixed'")
+    with _quietly():
+        import_module("torchao.float8")
+    FLOAT8.require("MixedPrecisionPlan")
+
+
+@contextmanager
+def _quietly() -> Generator[None, None, None]:
+    """Within, nothing is logged of kernels for other GPUs and Pythons that cannot be loaded, nor of a deprecated call.
+
+    torchao logs a line for each of its compiled libraries that does not fit this machine, none of which FP8 training
+    uses, and torch one for how torchao registers its own enumerations: nothing that who trains could act on.
+    """
+
+    def silent(record: logging.LogRecord) -> bool:
+        return not record.name.startswith(_SPEAKS) or record.levelno >= logging.ERROR
+
+    loggers = [logging.getLogger(name) for name in (*_SPEAKS, "torchao.utils", "torchao.ops")]
+    handlers = {handler for logger in [logging.getLogger(), *loggers] for handler in logger.handlers}
+    places: list[logging.Logger | logging.Handler] = [*loggers, *handlers]
+    for place in places:
+        place.addFilter(silent)
+    try:
+        yield
+    finally:
+        for place in places:
+            place.removeFilter(silent)
+
+
+@cache
+def product(recipe: str, *, emulate: bool) -> Product:
+    """The product of one of the plan's recipes; with ``emulate`` it is computed in fp32 from the rounded numbers."""
+    require()
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig  # pyright: ignore
+    from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen  # pyright: ignore
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # pyright: ignore
+    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig  # pyright: ignore
+
+    cast("Any", _patch_inductor_min_max_codegen)()  # as torchao's own conversion: its kernels are wrong without
+    config: Any = cast("Any", Float8LinearConfig).from_recipe_name(_RECIPES.get(recipe, recipe))
+    config = replace(config, emulate=emulate)
+    products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    how: Any = cast("Any", LinearMMConfig)(
+        *(cast("Any", ScaledMMConfig)(emulate, one.use_fast_accum, False, False) for one in products)
+    )
+    multiply: Any = cast("Any", matmul_with_hp_or_float8_args).apply
+
+    def multiplied(rows: Tensor, weight_t: Tensor) -> Tensor:
+        return multiply(rows, weight_t, how, config)
+
+    return multiplied
