@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from lightning_mp.compat.checks import PrivateNames
@@ -21,6 +22,7 @@ FLOAT8 = PrivateNames(
         "torchao.float8._inductor_patch": ("_patch_inductor_min_max_codegen",),
         "torchao.float8.float8_linear": ("matmul_with_hp_or_float8_args",),
         "torchao.float8.float8_training_tensor": ("LinearMMConfig", "ScaledMMConfig"),
+        "torchao.float8.float8_training_tensor:Float8TrainingTensor()": ("_data",),
     },
 )
 #: the plan's words for recipes, and torchao's where they differ
@@ -93,3 +95,22 @@ def product(recipe: str, *, emulate: bool) -> Product:
         return multiply(rows, weight_t, how, config)
 
     return multiplied
+
+
+def held_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of what the tensor holds: a tensor of torchao's that is FP8 gives itself out as what it was made of."""
+    if type(tensor).__name__ != "Float8TrainingTensor":
+        return tensor.dtype
+    held: Tensor = cast("Any", tensor)._data
+    return held.dtype
+
+
+def product_node(output: Tensor) -> Any:
+    """The node of the graph that computes the backward products of a converted layer's ``output``, or ``None``."""
+    nodes = [output.grad_fn]
+    for _ in range(8):  # a bias, views and slices lie between
+        found = next((node for node in nodes if "matmul_with_hp_or_float8_args" in type(node).__name__), None)
+        if found is not None:
+            return found
+        nodes = [above for node in nodes if node is not None for above, _ in node.next_functions]
+    return None

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
@@ -118,7 +119,8 @@ def _is_plain_linear(module: nn.Module) -> bool:
     # MultiheadAttention reads the weight of its projection and never calls it.
     other = kind.forward is not nn.Linear.forward or issubclass(kind, NonDynamicallyQuantizableLinear)
     weight = cast("Tensor", module.weight)
-    return not other and "forward" not in module.__dict__ and not is_lazy(weight) and is_plain(weight)
+    plain = not is_lazy(weight) and is_plain(weight.to_local() if isinstance(weight, DTensor) else weight)
+    return plain and not other and "forward" not in module.__dict__
 
 
 def _adapters(root: nn.Module) -> set[int]:
@@ -243,6 +245,11 @@ def _no_inference_mode() -> Generator[None, None, None]:
         yield
 
 
+def is_converted(module: nn.Module) -> bool:
+    """Whether a run has it multiply in FP8."""
+    return module.__dict__.get("_lmp_fp8") is not None
+
+
 class Conversion:
     """What is converted of a model for one run, and the way back.
 
@@ -254,7 +261,7 @@ class Conversion:
         torchao.require()
         self.rule = rule
         #: every Linear and Conv1D, once
-        self.layers, self._modules = select(root, rule, pinned, faults)
+        self.layers, self.modules = select(root, rule, pinned, faults)
         #: what has the stage of the Trainer's run as ``stage``, and that of training
         self.stages: tuple[Any, Any] | None = None
 
@@ -262,14 +269,14 @@ class Conversion:
         """Convert in place; parameters stay what they are. ``dtype`` is autocast's."""
         product = torchao.product(self.rule.recipe, emulate=self.rule.emulate)
         running = Running(product, dtype, device_type, self.stages, evaluate=self.rule.evaluate == "fp8")
-        for module in self._modules:
+        for module in self.modules:
             object.__setattr__(module, "_lmp_fp8", running)
             class_swap.swap_in(module, FP8Forward)
 
     def undo(self) -> None:
         """Give the layers their own forward back."""
-        for module in self._modules:
+        for module in self.modules:
             if "_lmp_fp8" in module.__dict__:
                 class_swap.swap_out(module, FP8Forward)
                 del module.__dict__["_lmp_fp8"]
-        self._modules = []
+        self.modules = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_mp import FP8, MixedPrecisionPlan
+from lightning_mp import FP8, MixedPrecisionPlan, PlanError, make_strategy
 from lightning_mp.compat.lightning import LightningModule
 from support.running import trainer
+from support.sharded import WAIT, on, rank
 
 VOCABULARY, WIDTH = 48, 32
 RECIPES = ("rowwise", "tensorwise", "rowwise_gw_hp")
@@ -75,9 +77,9 @@ class Language(LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def texts(rows: int = 32, length: int = 9) -> DataLoader[Tensor]:
+def texts(rows: int = 32, length: int = 9, seed: int = 3) -> DataLoader[Tensor]:
     """Rows of token ids that count upwards from a random start, four at a time; 36 tokens are no multiple of 16."""
-    start = torch.randint(VOCABULARY, (rows, 1), generator=torch.Generator().manual_seed(3))
+    start = torch.randint(VOCABULARY, (rows, 1), generator=torch.Generator().manual_seed(seed))
     return DataLoader((start + torch.arange(length)) % VOCABULARY, batch_size=4)  # type: ignore[arg-type]
 
 
@@ -114,3 +116,38 @@ def products() -> Generator[list[tuple[int, ...]], None, None]:
 
     with mock.patch.object(torch, "_scaled_mm", counted):
         yield made
+
+
+class Plain(Language):
+    """Leaves gradients alone, which ZeRO has moved away."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Across:
+    """A run of two processes on ``strategy``, each with its own texts unless ``alike``; then a second run."""
+
+    strategy: str
+    recipe: str = "rowwise"
+    alike: bool = False
+    pins: dict[str, str] = field(default_factory=dict[str, str])
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    rule: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def run(self) -> Any:
+        plugin, module = plan(self.recipe, pins=self.pins or None, **self.rule), Plain()
+        options: dict[str, Any] = {"timeout": WAIT["timeout"], "process_group_backend": "gloo", **self.options}
+        strategy = make_strategy(self.strategy, plugin, **options)
+        runner = trainer(plugins=[plugin], **on(strategy), num_sanity_val_steps=0, limit_val_batches=1)
+        with products() as made:
+            try:
+                runner.fit(module, texts(seed=3 if self.alike else 3 + rank()), texts())
+            except PlanError as error:
+                return [fault.given for fault in error.faults]
+        return {
+            "losses": module.losses,
+            "logits": module.logits,
+            "products": len(made),
+            "layers": plugin.fp8_layers,
+        }
