@@ -19,8 +19,9 @@ class Declaration:
     """The dtypes a run declares, as short names; ``None`` where nothing is declared, and nothing judged.
 
     ``reduce`` and ``state`` may be ``AS_STORED``. ``autocast``: torch's lists keep norms and look-ups out of
-    ``compute``. ``fp8`` are the modules, by name, whose products run in FP8. ``frozen``: frozen parameters are of ``storage`` too. ``tf32``: whether fp32 products are to run in
-    TF32; ``None`` leaves that to torch's switches. ``pins`` are by module name.
+    ``compute``. ``frozen``: frozen parameters are of ``storage`` too. ``tf32``: whether fp32 products are to run in
+    TF32; ``None`` leaves that to torch's switches. ``pins`` are by module name, and ``fp8`` names
+    those whose products run in FP8.
     """
 
     by: str
@@ -219,7 +220,7 @@ _PIN_NOT_IN_FORCE = _Cause(
     fix_of_callback="let the Trainer run DtypePinning, and remove casts from its forward",
 )
 _NOT_FP8 = _Cause(
-    "products did not run in FP8: the layer was frozen or replaced since the run began, or its weight is used without it",
+    "products did not run in FP8: the layer was frozen or replaced since, or its weight is used without it",
     "let the Trainer apply the plan, and use the weight through the layer; or leave the layer out, FP8(skip=...)",
 )
 _OUTSIDE_AUTOCAST = _Cause(
