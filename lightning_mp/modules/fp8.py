@@ -73,7 +73,7 @@ def select(
         if id(module) in seen or not _is_linear(module):
             continue
         seen.add(id(module))
-        weight = cast("nn.Parameter", module.weight)
+        weight, shape = cast("nn.Parameter", module.weight), _shape(module)
         reasons = (
             ("kind", not _is_plain_linear(module)),
             ("pinned", id(module) in pins),
@@ -82,8 +82,8 @@ def select(
             ("adapter", id(module) in adapters),
             ("frozen", not weight.requires_grad),
         )
-        reason = next((word for word, holds in reasons if holds), None) or _by_numbers(rule, weight)
-        layers.append(FP8Layer(name, reason is None, reason, () if is_lazy(weight) else tuple(weight.shape)))
+        reason = next((word for word, holds in reasons if holds), None) or _by_numbers(rule, shape)
+        layers.append(FP8Layer(name, reason is None, reason, shape))
         if reason is None:
             chosen.append(module)
     if not chosen:
@@ -91,8 +91,15 @@ def select(
     return layers, chosen
 
 
-def _by_numbers(rule: FP8, weight: Tensor) -> str | None:
-    out, into = weight.shape
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    """The weight's, also where this rank holds a part of it."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return tuple(cast("Tensor", module.weight).shape)
+
+
+def _by_numbers(rule: FP8, shape: tuple[int, ...]) -> str | None:
+    out, into = shape
     if out % MULTIPLE or into % MULTIPLE:
         return "shape"
     return "size" if rule.small == "skip" and not pays(rule.recipe, out, into) else None
@@ -223,6 +230,8 @@ class FP8Forward(class_swap.Swapped):
         module = cast("nn.Linear", self)
         # A frozen weight would cost its gradient all the same, and the largest entry of nothing is not defined.
         if running is None or not running.now() or not module.weight.requires_grad or not input.numel():
+            if torchao.holds_fp8(module.weight):  # it was gathered so
+                return nn.functional.linear(input, torchao.restored(module.weight), module.bias)
             return cast("Any", super()).forward(input)
         rows = input.to(running.dtype).reshape(-1, input.shape[-1])
         count = rows.shape[0]

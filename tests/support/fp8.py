@@ -118,10 +118,22 @@ def products() -> Generator[list[tuple[int, ...]], None, None]:
         yield made
 
 
+def kind(weight: Tensor) -> str:
+    """The name of its class."""
+    return type(weight.data).__name__
+
+
 class Plain(Language):
     """Leaves gradients alone, which ZeRO has moved away."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: what the weight of a converted layer was in its forwards, by the Trainer's stage
+        self.held: dict[str, str] = {}
+        layer = self.blocks[0].up
+        layer.register_forward_pre_hook(lambda *_: self.held.update({self.trainer.state.stage: kind(layer.weight)}))
 
 
 @dataclass(frozen=True)
@@ -145,9 +157,16 @@ class Across:
                 runner.fit(module, texts(seed=3 if self.alike else 3 + rank()), texts())
             except PlanError as error:
                 return [fault.given for fault in error.faults]
+            logits, made_in_fit = module.logits, len(made)
+            if not self.strategy.startswith("deepspeed"):
+                runner.validate(module, texts(), verbose=False)
         return {
             "losses": module.losses,
-            "logits": module.logits,
-            "products": len(made),
+            "logits": logits,
+            "validated": module.logits,
+            "validated_in_fp8": len(made) - made_in_fit,
+            "products": made_in_fit,
+            "held": {str(stage.value): name for stage, name in module.held.items()},
+            "kept": {kind(t.to_local() if hasattr(t, "to_local") else t) for t in module.state_dict().values()},
             "layers": plugin.fp8_layers,
         }
