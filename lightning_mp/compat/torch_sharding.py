@@ -27,6 +27,7 @@ FSDP2 = PrivateNames(
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam()": (
             "_extensions_data",
             "_init_extensions",
+            "_sharded_local_tensor",
             "_unsharded_inner_tensors",
             "_unsharded_param",
         ),
@@ -87,9 +88,8 @@ class GatherWays:
         self._made: dict[str, dict[str, Any]] = {}
 
     def local(self) -> Tensor:
-        """This rank's shard."""
-        with torch.no_grad():
-            return self._parameter.sharded_param.to_local()
+        """This rank's shard; the very tensor that torch asks for extensions, of which ``to_local`` gives another."""
+        return self._parameter._sharded_local_tensor
 
     def take(self, name: str, extension: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
         """Gather the way called ``name`` from now on, by what is to be done before and after; the shards are sharded.
