@@ -10,12 +10,13 @@ from lightning_mp.compat.deferred import fetch
 if TYPE_CHECKING:
     from lightning_mp.checkpoints import consolidate
     from lightning_mp.errors import LossScaleError, MissingExtraError, NonFiniteError, PlanError
+    from lightning_mp.modules.fp8 import FP8Layer
     from lightning_mp.modules.pins import unpin
     from lightning_mp.monitor.audit import AuditReport, audit
     from lightning_mp.monitor.doctor import doctor
     from lightning_mp.monitor.events import Event
     from lightning_mp.monitor.findings import Finding
-    from lightning_mp.policy import Checkpointing, NonFinite, Pin, PrecisionPolicy
+    from lightning_mp.policy import FP8, Checkpointing, NonFinite, Pin, PrecisionPolicy
     from lightning_mp.policy.loss_scaling import LossScaling
     from lightning_mp.precision import MixedPrecisionPlan
     from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
@@ -26,6 +27,8 @@ _HOMES = {
     "AuditReport": "monitor.audit",
     "Checkpointing": "policy",
     "Event": "monitor.events",
+    "FP8": "policy",
+    "FP8Layer": "modules.fp8",
     "Finding": "monitor.findings",
     "LossScaleError": "errors",
     "LossScaling": "policy",
@@ -45,9 +48,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "FP8",
     "AuditReport",
     "Checkpointing",
     "Event",
+    "FP8Layer",
     "Finding",
     "LossScaleError",
     "LossScaling",

@@ -17,6 +17,7 @@ from lightning_mp.compat.both_copies import check_copy, meet_other_copy
 from lightning_mp.compat.lightning import (
     FSDPPrecision,
     LightningModule,
+    RunningStage,
     Trainer,
     TrainerFn,
     rank_zero_warn,
@@ -33,6 +34,7 @@ from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.policy import (
     CheckpointingLike,
+    FP8Like,
     LossScalingLike,
     NonFiniteLike,
     PinsLike,
@@ -48,9 +50,6 @@ from lightning_mp.policy.expression import call
 if TYPE_CHECKING:
     from lightning_mp.monitor.plan_run import PlanRun
 
-#: the keys under which stock Lightning's plugins keep a GradScaler's state
-_STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
-
 
 class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     """Carries a precision policy out as a Lightning plugin: ``Trainer(plugins=[MixedPrecisionPlan("16-mixed")])``.
@@ -58,13 +57,13 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     It is a ``FSDPPrecision`` only so that every stock strategy accepts it; nothing of that class is used.
 
     Args:
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"`` or ``"auto"``; other
-            words for them are taken as well (``16``, ``"fp16"``, ``"bf16"``).
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"fp8-mixed"`` or
+            ``"auto"``; other words for them are taken as well (``16``, ``"fp16"``, ``"bf16"``).
         loss_scaling: the rule of the loss scale, for the fp16 modes; a :class:`LossScaling` or a mapping of its fields.
         pins: module patterns and the dtype each is stored and run in, ``{"*norm*": "fp32"}``; the first match wins.
-        tf32: ``"high"`` or ``True`` lets fp32 products run in TF32 where the device has it; ``"highest"`` or ``False``
-            forbids it; ``None`` leaves torch's setting alone.
+        tf32: ``True`` (``"high"``) lets fp32 products run in TF32, ``False`` (``"highest"``) not; ``None`` is torch's.
         checkpointing: the modules that recompute their activations; a pattern or a :class:`Checkpointing`.
+        fp8: the rule of the FP8 products, for ``"fp8-mixed"``; a recipe's name or an :class:`FP8`.
         nonfinite: ``"skip"``, ``"raise"``, ``"ignore"`` or a :class:`NonFinite`: what a non-finite gradient leads to.
         reduce_dtype: the dtype gradients are summed in across ranks, fp32 by default.
         buffer_dtype: the dtype of floating buffers; by default that of the parameters under the true modes.
@@ -82,6 +81,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         pins: PinsLike = None,
         tf32: str | bool | None = None,
         checkpointing: CheckpointingLike = None,
+        fp8: FP8Like = None,
         nonfinite: NonFiniteLike = "skip",
         reduce_dtype: str | None = None,
         buffer_dtype: str | None = None,
@@ -93,6 +93,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             "pins": pins,
             "tf32": tf32,
             "checkpointing": checkpointing,
+            "fp8": fp8,
             "nonfinite": nonfinite,
             "reduce_dtype": reduce_dtype or "fp32",
             "buffer_dtype": buffer_dtype,
@@ -155,7 +156,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run: neither what it runs on nor what would have to be put back.
-        detached = dict.fromkeys(("_trainer", "_engine", "_run", "_restore_tf32"))
+        detached = dict.fromkeys(("_trainer", "_engine", "_fp8", "_run", "_restore_tf32"))
         return {**self.__dict__, **detached, "_hooks": SkipAwareHooks()}
 
     def __repr__(self) -> str:
@@ -185,9 +186,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         faults = Faults()
         device = describe(self._device)
         self._resolve_auto(device, module)
-        refused = hardware.refusal(device, self.precision)
-        if refused is not None:
-            faults.add(*refused)
+        device_rules.check(self.policy, device, faults)
         strategy = None if trainer is None else trainer.strategy
         engine = for_strategy.make_engine(
             strategy,
@@ -198,6 +197,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             global_step=self._global_step,
         )
         engine.check(module, faults)
+        if engine.fp8 is not None and trainer is not None:
+            engine.fp8.stages = trainer.state, RunningStage.TRAINING
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if strategy is not None:
             engine.synced = for_strategy.synced(strategy, module, faults) if fitting else []
@@ -211,8 +212,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
         if run is not None:
-            run.begin(module)
-        self._run, self._engine = run, engine
+            run.begin(module, engine)
+        self._run, self._engine, self._fp8 = run, engine, engine.fp8
         engine.prepare(module)
         self._restore_tf32 = device_rules.switch_tf32(self.policy, device)
         return layout
@@ -254,9 +255,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Tensors made in it take the parameters' dtype under the true modes."""
-        if self._half_storage:
-            return default_dtype(self._desired_input_dtype)
-        return nullcontext()
+        return default_dtype(self._desired_input_dtype) if self._half_storage else nullcontext()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Modules made in it take the parameters' dtype under the true modes."""
@@ -361,25 +360,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             self._engine.clip_value(optimizer, float(clip_val))
 
     # ------------------------------------------------------------------ checkpoints and the end
-
-    def state_dict(self) -> dict[str, Any]:
-        """The policy, the counts, and the loss scale; plain values only."""
-        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
-        return {"policy": self._declared.to_dict(), "steps": self.step_counter.state_dict(), **scaler}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from counts and loss scale; the policy stays the one declared now."""
-        self.step_counter.load_state_dict(state_dict["steps"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state_dict.get("scaler", {}))
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adopt the scale of a checkpoint that stock Lightning wrote under ``16-mixed``."""
-        if self.scaler is None or type(self).__qualname__ in checkpoint:
-            return
-        for key in _STOCK_KEYS:
-            if "scale" in checkpoint.get(key, {}):
-                self.scaler.load_state_dict(checkpoint[key])
 
     def teardown(self) -> None:
         """Put back every process-global that was set; Lightning calls this after success and after failure."""

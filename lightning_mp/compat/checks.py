@@ -16,6 +16,7 @@ VERSIONS = {
     "deepspeed": ">=0.19.8,<0.20",
     "lightning": ">=2.6,<2.7",
     "torch": ">=2.11,<2.14",
+    "torchao": ">=0.18,<0.19",
     "transformers": ">=4.53,<6",
 }
 

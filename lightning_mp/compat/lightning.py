@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy as Strategy
     from lightning.pytorch.strategies import StrategyRegistry as StrategyRegistry
     from lightning.pytorch.strategies.deepspeed import remove_module_hooks as remove_module_hooks
+    from lightning.pytorch.trainer.states import RunningStage as RunningStage
     from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
     from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
     from lightning.pytorch.utilities import rank_zero_only as rank_zero_only
@@ -103,6 +104,7 @@ _PLACES = {
     "ForwardRedirection": "strategies.strategy",
     "AcceleratorConnector": "trainer.connectors.accelerator_connector",
     "CheckpointConnector": "trainer.connectors.checkpoint_connector",
+    "RunningStage": "trainer.states",
     "TrainerFn": "trainer.states",
     "rank_zero_info": "utilities",
     "rank_zero_only": "utilities",

@@ -26,7 +26,13 @@ FSDP2 = PrivateNames(
             "_pre_forward",
         ),
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()": ("_fsdp_param_group", "_mp_policy"),
-        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam()": ("_unsharded_param",),
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam()": (
+            "_extensions_data",
+            "_init_extensions",
+            "_sharded_local_tensor",
+            "_unsharded_inner_tensors",
+            "_unsharded_param",
+        ),
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": ("post_backward", "wait_for_unshard"),
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup()": ("_training_state",),
         "torch.distributed.tensor.parallel:ParallelStyle": ("_apply",),
@@ -84,6 +90,41 @@ def fsdp2_parameters(unit: Any) -> Iterator[Any]:
     """The unit's parameters as torch records them, with ``sharded_param`` and ``unsharded_accumulated_grad``."""
     for group in fsdp2_groups(unit):
         yield from group.fsdp_params
+
+
+class GatherWays:
+    """More than one way in which FSDP2 gathers ``parameter``; each keeps what torch made for it, gradients included."""
+
+    _KEPT = ("_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs")
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter, self._name = parameter, "stored"
+        self._made: dict[str, dict[str, Any]] = {}
+
+    def local(self) -> Tensor:
+        """This rank's shard; the very tensor that torch asks for extensions, of which ``to_local`` gives another."""
+        return self._parameter._sharded_local_tensor
+
+    def take(self, name: str, extension: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
+        """Gather the way called ``name`` from now on, by what is to be done before and after; the shards are sharded.
+
+        ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of ``torch.distributed.fsdp``'s tensor extensions; another
+        shard than that of the last call has none yet.
+        """
+        local: Any = self.local()
+        if extension is None:
+            for key in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+                vars(local).pop(key, None)
+        else:
+            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = extension
+        if name == self._name:
+            return
+        held = vars(self._parameter)
+        self._made[self._name] = {key: held.pop(key) for key in self._KEPT if key in held}
+        self._parameter.all_gather_outputs = []
+        self._parameter._init_extensions()
+        held.update(self._made.pop(name, {}))
+        self._name = name
 
 
 def has_unsharded_gradient(parameter: Any) -> bool:

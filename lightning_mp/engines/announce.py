@@ -8,17 +8,18 @@ from typing import Any, cast
 from torch import nn
 
 from lightning_mp.compat.lightning import Trainer, TrainerFn, rank_zero_info, rank_zero_warn
+from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.modules.describe import announcement
 from lightning_mp.policy import PrecisionPolicy
 
 
-def began(policy: PrecisionPolicy, module: nn.Module, trainer: Trainer) -> None:
+def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
     """Say on rank 0 what is declared, and give it to the loggers, so that runs can be filtered by it."""
-    for line in announcement(policy, module):
+    for line in announcement(engine.policy, module, () if engine.fp8 is None else engine.fp8.layers):
         rank_zero_info(line)
     for logger in trainer.loggers:
-        logger.log_hyperparams(hyperparameters(policy))
+        logger.log_hyperparams(hyperparameters(engine.policy))
 
 
 def ended(plan: PlanBase, trainer: Trainer | None) -> None:

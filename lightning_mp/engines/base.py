@@ -17,7 +17,7 @@ from lightning_mp.compat.torch import has_step_hooks, makes_optimizer_state
 from lightning_mp.engines import closures, diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.budget import BAD_LOSS, SkipBudget, Verdict
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
-from lightning_mp.modules import checkpointing, outside_reads, pins, storage, sync_batchnorm
+from lightning_mp.modules import checkpointing, fp8, outside_reads, pins, storage, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.no_op_scaler import NoOpScaler
@@ -57,6 +57,8 @@ class StepEngine(ABC):
         self.budget = SkipBudget(policy.nonfinite, self.scaler, step_counter)
         #: the batch norms that take their statistics over all ranks
         self.synced: list[nn.Module] = []
+        #: what runs in FP8, and what does not
+        self.fp8: fp8.Conversion | None = None
         self._watched = False
         #: a backward pass that Lightning runs is under way
         self._announced = False
@@ -80,6 +82,9 @@ class StepEngine(ABC):
         """Note what in ``module`` the policy cannot be carried out on; change nothing."""
         self._module = module
         self._pin_map = pins.resolve(module, self.policy.pins, faults)
+        if self.policy.fp8 is not None:
+            pinned = [member.module for member in self._pin_map.members]
+            self.fp8 = fp8.Conversion(module, self.policy.fp8, pinned, faults)
         outside_reads.check(module, self._pin_map, self.policy.compute_dtype, faults)
         if self.policy.checkpointing is not None:
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
@@ -95,7 +100,7 @@ class StepEngine(ABC):
         return lambda parameter: to_torch(pinned.get(id(parameter), other))
 
     def prepare(self, module: nn.Module) -> None:
-        """Cast what no pin covers, then synchronize, pin and checkpoint, in place; ``check`` came before."""
+        """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""
         policy = self.policy
         covered = {id(member.module) for member in self._pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
@@ -103,6 +108,8 @@ class StepEngine(ABC):
             self._before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
         storage.cast((submodule for submodule in module.modules() if id(submodule) not in covered), policy)
         sync_batchnorm.apply(self.synced)
+        if self.fp8 is not None:
+            self.fp8.apply(to_torch(policy.compute_dtype), self.device.type)
         pins.apply(
             self._pin_map,
             mixed=policy.mixed,
@@ -120,6 +127,8 @@ class StepEngine(ABC):
         """Bring the module back to what ``prepare`` found."""
         if self._module is not None:
             pins.remove(self._module.modules())
+            if self.fp8 is not None:
+                self.fp8.undo()
         sync_batchnorm.remove(self.synced)
         self.synced = []
         for tensor, data in self._before:
@@ -161,10 +170,12 @@ class StepEngine(ABC):
         return [parameter.requires_grad for parameter in self._parameters]
 
     def release(self) -> None:
-        """Take activation checkpointing and synchronization out again; pins stay, as the dtypes they protect do."""
+        """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
+        if self.fp8 is not None:
+            self.fp8.undo()
         sync_batchnorm.remove(self.synced)
         self.synced = []
         if isinstance(self.scaler, LossScaler):
@@ -356,19 +367,11 @@ class StepEngine(ABC):
 
     def look(self, replay: Replay) -> None:
         """Raise if the budget of skips, or the floor under ``at_min="raise"``, was passed."""
-        bad_loss = self.policy.nonfinite.action == "raise" and self._loss_is_bad()
+        skipped = isinstance(self.scaler, LossScaler) and self.policy.nonfinite.action == "raise"
+        bad_loss = skipped and self.step_counter.step_skipped and reduce.is_nonfinite(self._loss, self.distributed)
         verdict = BAD_LOSS if bad_loss else self.budget.verdict()
         if verdict is not None and not self.budget.defer(verdict):
             raise self._error(replay, verdict)
-
-    def _loss_is_bad(self) -> bool:
-        """Whether a scaled step was skipped and its loss, on any rank, was non-finite before it was scaled."""
-        if not isinstance(self.scaler, LossScaler) or self._loss is None or not self.step_counter.step_skipped:
-            return False
-        bad = (~torch.isfinite(self._loss)).any().float()
-        if self.distributed:
-            reduce.max_over_ranks_(bad)
-        return bool(bad.item())
 
     @property
     def loss_scale(self) -> float | None:

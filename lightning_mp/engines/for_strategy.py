@@ -86,6 +86,13 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     Returns what the strategy's own ``check_plan`` does; ``None`` where it has none.
     """
     policy = engine.policy
+    shards = isinstance(strategy, (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy))
+    if policy.fp8 is not None and policy.fp8.all_gather and shards and not hasattr(strategy, "gathers_fp8"):
+        faults.add(
+            f"FP8(all_gather=True) with {type(strategy).__name__}, which gathers weights as they are stored",
+            "all_gather=True with mp_fsdp2 and mp_hsdp, or where every process holds all weights",
+            "leave out all_gather=True, or use strategy='mp_fsdp2'",
+        )
     own = getattr(strategy, "check_plan", None)
     if own is not None:
         return own(engine, module, faults)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -12,9 +12,13 @@ from lightning_mp.engines import for_strategy, misplaced
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import PlanError
 from lightning_mp.modules import describe
+from lightning_mp.modules.fp8 import Conversion, FP8Layer
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.policy import PrecisionPolicy
+
+#: the keys under which stock Lightning's plugins keep a GradScaler's state
+_STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
 
 
 class PlanBase:
@@ -28,6 +32,12 @@ class PlanBase:
     scaler: LossScaler | None
     _engine: StepEngine | None = None
     _trainer: weakref.ref[Trainer] | None = None
+    _fp8: Conversion | None = None
+
+    @property
+    def fp8_layers(self) -> list[FP8Layer]:
+        """Under ``"fp8-mixed"``, once a run began: every Linear and Conv1D, converted or left with the reason."""
+        return [] if self._fp8 is None else list(self._fp8.layers)
 
     @property
     def step_skipped(self) -> bool:
@@ -63,6 +73,25 @@ class PlanBase:
         """Whether ``other`` is a plan of the same class that declares the same policy: either may run for the other."""
         return type(other) is type(self) and cast("PlanBase", other)._declared == self._declared
 
+    def state_dict(self) -> dict[str, Any]:
+        """The policy, the counts, and the loss scale; plain values only."""
+        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+        return {"policy": self._declared.to_dict(), "steps": self.step_counter.state_dict(), **scaler}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from counts and loss scale; the policy stays the one declared now."""
+        self.step_counter.load_state_dict(state_dict["steps"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict.get("scaler", {}))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adopt the scale of a checkpoint that stock Lightning wrote under ``16-mixed``."""
+        if self.scaler is None or type(self).__qualname__ in checkpoint:
+            return
+        for key in _STOCK_KEYS:
+            if "scale" in checkpoint.get(key, {}):
+                self.scaler.load_state_dict(checkpoint[key])
+
     @property
     def state_key(self) -> str:
         """What a Trainer asks its callbacks for: always a ``PlanError``."""
@@ -83,4 +112,4 @@ class PlanBase:
         if trainer is None:
             return describe.rows(self.policy, module)
         module = module or trainer.lightning_module
-        return describe.rows(self.policy, module, for_strategy.describe(trainer.strategy))
+        return describe.rows(self.policy, module, for_strategy.describe(trainer.strategy), self.fp8_layers)

@@ -51,3 +51,13 @@ def sum_anew(model: DistributedDataParallel, reduce_dtype: str) -> None:
     model.__setstate__(model.__getstate__())
     if not sharding_compat.register_comm_hooks(model) and needs_hook(model, reduce_dtype):
         reduce_in(model, reduce_dtype)
+
+
+def is_nonfinite(loss: Tensor | None, distributed: bool) -> bool:
+    """Whether the loss, before it was scaled, is not finite on some rank; a host read."""
+    if loss is None:
+        return False
+    bad = (~torch.isfinite(loss)).any().float()
+    if distributed:
+        max_over_ranks_(bad)
+    return bool(bad.item())

@@ -26,6 +26,10 @@ DEFAULT_SAVE_OPS = (
     "bmm",
     "baddbmm",
     "convolution",
+    "_scaled_mm",
+    # what the scale of an FP8 product is made of: small, and it takes a pass over the whole tensor
+    "amax",
+    "max.default",
     *compat.FUSED_ATTENTION,
 )
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html import escape
 from textwrap import wrap
 
 from torch import nn
 
 from lightning_mp.errors import Faults
-from lightning_mp.modules import checkpointing, pins
-from lightning_mp.policy import PrecisionPolicy, describe
+from lightning_mp.modules import checkpointing, fp8, pins
+from lightning_mp.policy import FP8, PrecisionPolicy, describe
 
 #: columns that the text of a row may take
 WIDTH = 96
@@ -18,13 +19,25 @@ WIDTH = 96
 Rows = list[tuple[str, str]]
 
 
-def rows(policy: PrecisionPolicy, module: nn.Module | None = None, strategy: str | None = None) -> Rows:
-    """What is declared, by subject; with ``module``, what each pin and the checkpointing cover of it."""
+def rows(
+    policy: PrecisionPolicy,
+    module: nn.Module | None = None,
+    strategy: str | None = None,
+    layers: Sequence[fp8.FP8Layer] = (),
+) -> Rows:
+    """What is declared, by subject; with ``module``, what each pin and the checkpointing cover of it.
+
+    ``layers`` are those of a run, in which ``module`` is changed already.
+    """
+    if policy.fp8 is not None and module is not None and not layers:
+        covered = [member.module for member in pins.resolve(module, policy.pins, Faults()).members]
+        layers = fp8.select(module, policy.fp8, covered, Faults())[0]
     found: Rows = [
         ("precision", policy.precision),
         ("stored", describe.storage(policy)),
         ("computed", describe.compute(policy)),
         ("reduced", f"gradients are summed across ranks in {policy.reduce_dtype}"),
+        *(_fp8(policy.fp8, layers) if policy.fp8 else []),
         *_pins(policy, module),
         ("loss scaling", describe.loss_scaling(policy)),
         ("non-finite", describe.nonfinite(policy.nonfinite)),
@@ -43,6 +56,13 @@ def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
         count = "" if module is None else f": {_counted(names)}"
         found.append(("pin", f"{pin.pattern!r} {pin.dtype}{output}{count}"))
     return found or [("pins", "none")]
+
+
+def _fp8(rule: FP8, layers: Sequence[fp8.FP8Layer]) -> Rows:
+    declared = describe.fp8(rule)
+    return [("fp8", f"{declared}: {fp8.summary(layers)}" if layers else declared)] + [
+        ("", line) for line in fp8.table(layers)
+    ]
 
 
 def _checkpointing(policy: PrecisionPolicy, module: nn.Module | None) -> str:
@@ -64,8 +84,8 @@ def _counted(names: list[str]) -> str:
     return f"{len(names)} module{'s' * (len(names) > 1)}, {shown}"
 
 
-def announcement(policy: PrecisionPolicy, module: nn.Module) -> list[str]:
-    """What a run begins with: 3 to 5 lines of at most 160 characters."""
+def announcement(policy: PrecisionPolicy, module: nn.Module, layers: Sequence[fp8.FP8Layer] = ()) -> list[str]:
+    """What a run begins with: 3 to 5 lines of at most 160 characters; ``layers`` are what may run in FP8."""
     covered = [f"pin {text}" for name, text in _pins(policy, module) if name == "pin"]
     if policy.checkpointing is not None:
         covered.append(f"checkpointing {_checkpointing(policy, module)}")
@@ -73,6 +93,7 @@ def announcement(policy: PrecisionPolicy, module: nn.Module) -> list[str]:
         repr(policy).replace(type(policy).__name__, "MixedPrecisionPlan", 1),
         f"  {describe.compute(policy)}; {describe.storage(policy)}",
         *([f"  {'; '.join(covered)}"] if covered else []),
+        *([f"  fp8 {policy.fp8.recipe}: {fp8.summary(layers)}"] if policy.fp8 else []),
         *([f"  loss scale {describe.loss_scaling(policy)}"] if policy.loss_scaling else []),
         f"  a non-finite gradient: {describe.nonfinite(policy.nonfinite)}",
     ]

@@ -24,6 +24,9 @@ CODES: dict[str, str] = {
     "accumulation_overflows": "LMP013",
     "schedule_counts_skips": "LMP014",
     "deepspeed_contradicts_trainer": "LMP015",
+    "fp8_converts_nothing": "LMP016",
+    "fp8_not_compiled": "LMP017",
+    "fp8_tensorwise_not_causal": "LMP018",
 }
 
 

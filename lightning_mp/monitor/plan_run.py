@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_mp.compat.lightning import Trainer
 from lightning_mp.engines import announce
+from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.doctor import warn_at_fit
@@ -21,7 +22,7 @@ class PlanRun:
         if self._guard is not None:
             self._guard.check(faults)
 
-    def begin(self, module: nn.Module) -> None:
+    def begin(self, module: nn.Module, engine: StepEngine) -> None:
         """The module is about to be changed: warn of what can be seen, tell people and loggers, open the run's folder.
 
         Raises:
@@ -30,7 +31,7 @@ class PlanRun:
         if self._guard is not None:
             self._guard.install()
         warn_at_fit(module, self._plan.policy)
-        announce.began(self._plan.policy, module, self._trainer)
+        announce.began(engine, module, self._trainer)
 
     def end(self) -> None:
         """Undo it."""

@@ -1,5 +1,6 @@
 """What may be written in a plan: pure data and its rules, without torch, so that a config can be checked anywhere."""
 
+from lightning_mp.policy.fp8 import FP8
 from lightning_mp.policy.loss_scaling import LossScaling
 from lightning_mp.policy.precision_policy import (
     DTYPES,
@@ -7,6 +8,7 @@ from lightning_mp.policy.precision_policy import (
     TF32_SETTINGS,
     Checkpointing,
     CheckpointingLike,
+    FP8Like,
     LossScalingLike,
     NonFinite,
     NonFiniteLike,
@@ -19,11 +21,13 @@ from lightning_mp.policy.words import PRECISIONS, Precision, precision_word
 
 __all__ = [
     "DTYPES",
+    "FP8",
     "PRECISIONS",
     "STORAGE_DTYPES",
     "TF32_SETTINGS",
     "Checkpointing",
     "CheckpointingLike",
+    "FP8Like",
     "LossScaling",
     "LossScalingLike",
     "NonFinite",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf, log2
 
+from lightning_mp.policy.fp8 import FP8
 from lightning_mp.policy.precision_policy import Checkpointing, NonFinite, PrecisionPolicy
 
 
@@ -20,8 +21,21 @@ def compute(policy: PrecisionPolicy) -> str:
     if policy.precision == "auto":
         return "chosen for the device when the run begins"
     if policy.mixed:
-        return f"matrix products and convolutions {policy.compute_dtype}, the rest as torch.autocast decides"
+        fp8 = "" if policy.fp8 is None else ", fp8 where converted"
+        return f"matrix products and convolutions {policy.compute_dtype}{fp8}, the rest as torch.autocast decides"
     return f"everything {policy.compute_dtype}"
+
+
+def fp8(rule: FP8) -> str:
+    """Which linear layers multiply in FP8, by which recipe, and when."""
+    parts = [f"products of {', '.join(rule.patterns)}"]
+    if rule.skip:
+        parts.append(f"except {', '.join(rule.skip)}")
+    if rule.small == "skip":
+        parts.append("except layers too small to pay")
+    when = "evaluation in bf16" if rule.evaluate == "bf16" else "evaluation in fp8 too"
+    gathered = "; weights gathered in fp8" if rule.all_gather else ""
+    return f"{rule.recipe}: {', '.join(parts)}; {when}{gathered}{'; emulated' if rule.emulate else ''}"
 
 
 def loss_scaling(policy: PrecisionPolicy) -> str:

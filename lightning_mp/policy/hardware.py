@@ -30,6 +30,11 @@ class Device:
         return self.capability is None or self.capability >= (5, 3)
 
     @property
+    def fp8(self) -> bool:
+        """Whether it multiplies in FP8: on CUDA since capability 8.9 (torchao/float8/README.md), and a CPU, slowly."""
+        return self.type == "cpu" or (self.capability is not None and self.capability >= (8, 9))
+
+    @property
     def tf32(self) -> bool:
         """Whether fp32 products can run in TF32 (CUDA, Ampere or newer)."""
         return self.type == "cuda" and self.capability is not None and self.capability >= (8, 0)
@@ -44,17 +49,23 @@ class Choice:
     reason: str
 
 
-def refusal(device: Device, precision: str) -> tuple[str, str, str] | None:
-    """Why ``device`` cannot run ``precision`` as (given, allowed, fix), or ``None`` if it can."""
+def refusal(device: Device, precision: str, *, emulate: bool = False) -> tuple[str, str, str] | None:
+    """Why ``device`` cannot run ``precision`` as (given, allowed, fix), or ``None`` if it can.
+
+    ``emulate``: FP8 products are computed in fp32.
+    """
     given = f"precision={precision!r} on {device.name} ({device.type})"
     if device.type not in SUPPORTED_DEVICES:
         return given, f"devices of type {', '.join(SUPPORTED_DEVICES)}", "set Trainer(accelerator='cpu') or 'gpu'"
-    if precision.startswith("bf16") and device.bf16 == "none":
+    if precision.startswith(("bf16", "fp8")) and device.bf16 == "none":
         if not device.fp16:
             return given, "32-true on a device without half-precision arithmetic", "use '32-true'"
         return given, "32-true, 16-mixed, 16-true on a device without bf16", "use '16-mixed'"
     if precision.startswith("16") and not device.fp16:
         return given, "32-true on a device without half-precision arithmetic", "use '32-true'"
+    if precision.startswith("fp8") and not emulate and not device.fp8:
+        fix = "use 'bf16-mixed', or FP8(emulate=True) to see the numbers at the cost of speed"
+        return given, "a CUDA device of compute capability 8.9 or newer, or a CPU", fix
     return None
 
 

@@ -15,7 +15,7 @@ _CONSTRUCTORS: Mapping[str, Callable[..., LossScaling]] = {
     f"LossScaling.{build.__name__}": build
     for build in (LossScaling.torch, LossScaling.deepspeed, LossScaling.megatron, LossScaling.static)
 }
-_CLASSES = ("MixedPrecisionPlan", "PrecisionPolicy", "LossScaling", "Pin", "Checkpointing", "NonFinite")
+_CLASSES = ("MixedPrecisionPlan", "PrecisionPolicy", "LossScaling", "Pin", "Checkpointing", "NonFinite", "FP8")
 #: keys with which Hydra says what a mapping is built as
 HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from lightning_mp.errors import Faults, PlanError, did_you_mean, is_number
 from lightning_mp.policy.expression import call, expression
+from lightning_mp.policy.fp8 import FP8
 from lightning_mp.policy.loss_scaling import LossScaling
 from lightning_mp.policy.words import PRECISIONS, precision_fix, precision_word
 
@@ -174,12 +175,13 @@ class NonFinite:
         return self.save_batch or self.on_budget == "rewind"
 
 
-_Piece = TypeVar("_Piece", LossScaling, Checkpointing, NonFinite, Pin)
+_Piece = TypeVar("_Piece", LossScaling, Checkpointing, NonFinite, Pin, FP8)
 
 if TYPE_CHECKING:
     LossScalingLike = LossScaling | Mapping[str, Any] | None
     PinsLike = Mapping[str, Any] | Iterable[Pin | Mapping[str, Any]] | None
     CheckpointingLike = Checkpointing | Mapping[str, Any] | str | None
+    FP8Like = FP8 | Mapping[str, Any] | str | None
     NonFiniteLike = NonFinite | Mapping[str, Any] | str
 else:
     # What jsonargparse reads. It takes the fields of each of these classes for the class, and whatever for a Mapping: a
@@ -191,6 +193,7 @@ else:
     LossScalingLike = LossScaling | None
     PinsLike = Mapping[str, str | _PinFields] | Iterable[Pin] | None
     CheckpointingLike = Checkpointing | str | None
+    FP8Like = FP8 | str | None
     NonFiniteLike = NonFinite | str
 TF32_SETTINGS = ("highest", "high", "medium")
 
@@ -214,6 +217,7 @@ class PrecisionPolicy:
     pins: tuple[Pin, ...] = ()
     tf32: str | None = None
     checkpointing: Checkpointing | None = None
+    fp8: FP8 | None = None
     nonfinite: NonFinite = NonFinite()
     reduce_dtype: str = "fp32"
     buffer_dtype: str | None = None
@@ -228,6 +232,7 @@ class PrecisionPolicy:
                 pins=_pins(self.pins, faults),
                 tf32=_tf32(self.tf32, faults),
                 checkpointing=_checkpointing(self.checkpointing, faults),
+                fp8=_fp8(self.fp8, self.precision, faults),
                 nonfinite=_nonfinite(self.nonfinite, faults),
                 reduce_dtype=storage_dtype(self.reduce_dtype or "fp32", "reduce_dtype", faults),
                 buffer_dtype=None if buffers is None else storage_dtype(buffers, "buffer_dtype", faults),
@@ -253,8 +258,9 @@ class PrecisionPolicy:
 
     @property
     def compute_dtype(self) -> str:
-        """What unpinned matrix products run in."""
-        return {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(self.precision, self.storage_dtype)
+        """What unpinned matrix products run in; under ``"fp8-mixed"`` those that are not converted."""
+        autocast = {"bf16-mixed": "bf16", "16-mixed": "fp16", "fp8-mixed": "bf16"}
+        return autocast.get(self.precision, self.storage_dtype)
 
     @property
     def mixed(self) -> bool:
@@ -270,6 +276,8 @@ class PrecisionPolicy:
                 "modules": list(self.checkpointing.patterns),
                 "save_ops": None if self.checkpointing.save_ops is None else list(self.checkpointing.save_ops),
             }
+        if self.fp8 is not None:
+            values["fp8"] |= {"modules": list(self.fp8.patterns), "skip": list(self.fp8.skip)}
         return values
 
     @classmethod
@@ -297,6 +305,7 @@ _EXAMPLES: Mapping[type[Any], str] = {
     Checkpointing: "Checkpointing(modules='*.h.*')",
     NonFinite: "NonFinite()",
     Pin: "Pin('*norm*', 'fp32')",
+    FP8: "FP8()",
 }
 #: what a bare number in a piece's place is meant to be
 _NUMBER_IN: Mapping[type[Any], str] = {
@@ -389,6 +398,14 @@ def _checkpointing(value: object, faults: Faults) -> Checkpointing | None:
     if isinstance(value, str):
         value = {"modules": value}
     return _piece(Checkpointing, value, "checkpointing", faults)
+
+
+def _fp8(value: object, precision: object, faults: Faults) -> FP8 | None:
+    if value is None:
+        return FP8() if precision == "fp8-mixed" else None
+    if precision != "fp8-mixed" and precision in PRECISIONS:
+        faults.add(f"fp8 with precision={precision!r}", "fp8 with 'fp8-mixed'", "remove fp8, or choose 'fp8-mixed'")
+    return _piece(FP8, {"recipe": value} if isinstance(value, str) else value, "fp8", faults)
 
 
 def _nonfinite(value: object, faults: Faults) -> NonFinite:

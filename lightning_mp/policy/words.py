@@ -8,13 +8,18 @@ from typing import Literal, get_args
 
 from lightning_mp.errors import did_you_mean
 
-Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "auto"]
+Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8-mixed", "auto"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
-_FORMATS = {"32": ("fp32", "float32", "float"), "16": ("fp16", "float16", "half"), "bf16": ("bfloat16",)}
+_FORMATS = {
+    "32": ("fp32", "float32", "float"),
+    "16": ("fp16", "float16", "half"),
+    "bf16": ("bfloat16",),
+    "fp8": ("float8",),
+}
 _FORMAT_OF = {alias: name for name, aliases in _FORMATS.items() for alias in (name, *aliases)}
 #: a format alone, as Lightning reads it
-_ALONE = MappingProxyType({"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"})
+_ALONE = MappingProxyType({"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8-mixed"})
 
 
 def precision_word(value: object) -> str | None:

@@ -11,7 +11,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from lightning_mp import Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, Pin
+from lightning_mp import FP8, Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, Pin
 from lightning_mp.policy import PrecisionPolicy
 from support.models import Regression
 from support.running import fit
@@ -41,6 +41,18 @@ PLANS: dict[str, PrecisionPolicy] = {
         reduce_dtype="bf16",
         buffer_dtype="fp16",
     ),
+    "fp8": PrecisionPolicy(
+        precision="fp8-mixed",
+        fp8=FP8(
+            recipe="tensorwise",
+            modules=("*.mlp.*", "Linear"),
+            skip="head",
+            all_gather=True,
+            evaluate="fp8",
+            emulate=True,
+            small="convert",
+        ),
+    ),
     "static": PrecisionPolicy(precision="16-true", loss_scaling=LossScaling.static(64.0)),
     "deepspeed": PrecisionPolicy(precision="16-mixed", loss_scaling=LossScaling.deepspeed(hysteresis=4)),
     "default": PrecisionPolicy(),
@@ -62,7 +74,8 @@ def unchanged(piece: Any) -> set[str]:
 
 
 def test_the_plans_below_leave_no_field_out() -> None:
-    assert unchanged(PLANS["scaled"]) == {"loss_scaling.dynamic", "pins.output"}
+    assert unchanged(PLANS["scaled"]) == {"loss_scaling.dynamic", "pins.output", "fp8"}
+    assert not {name for name in unchanged(PLANS["fp8"]) if name.startswith("fp8")}
     assert "loss_scaling.dynamic" not in unchanged(PLANS["static"])
     assert PLANS["scaled"].pins[0].output is not None
 

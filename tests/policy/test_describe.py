@@ -7,11 +7,11 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 
-from lightning_mp import Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, Pin, PrecisionPolicy
+from lightning_mp import FP8, Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, Pin, PrecisionPolicy
 from lightning_mp.policy import describe
 from support.policies import policies
 
-NAMES = {kind.__name__: kind for kind in (Checkpointing, LossScaling, NonFinite, Pin, PrecisionPolicy)}
+NAMES = {kind.__name__: kind for kind in (FP8, Checkpointing, LossScaling, NonFinite, Pin, PrecisionPolicy)}
 NAMES["MixedPrecisionPlan"] = MixedPrecisionPlan
 
 

@@ -32,9 +32,16 @@ DEVICES = {
     "meta": Device("meta", "meta", bf16="none"),
 }
 MODES = [mode for mode in PRECISIONS if mode != "auto"]
-BF16, FP16 = {"bf16-mixed", "bf16-true"}, {"16-mixed", "16-true"}
+BF16, FP16, FP8 = {"bf16-mixed", "bf16-true"}, {"16-mixed", "16-true"}, {"fp8-mixed"}
 
-REFUSED = {"K80": BF16 | FP16, "GTX 980": BF16 | FP16, "old Mac": BF16, "TPU": set(MODES), "meta": set(MODES)}
+REFUSED = {
+    "K80": BF16 | FP16 | FP8,
+    "GTX 980": BF16 | FP16 | FP8,
+    "old Mac": BF16 | FP8,
+    "TPU": set(MODES),
+    "meta": set(MODES),
+    **dict.fromkeys(("P100", "V100", "T4", "A100", "new Mac"), FP8),
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -48,6 +55,12 @@ def test_a_device_refuses_what_it_cannot_do_and_nothing_else(name: str, mode: st
         assert DEVICES[name].name in given
         assert allowed
         assert fix
+
+
+def test_fp8_can_be_emulated_where_there_are_no_units_for_it() -> None:
+    assert refusal(DEVICES["A100"], "fp8-mixed", emulate=True) is None
+    assert refusal(DEVICES["K80"], "fp8-mixed", emulate=True) is not None
+    assert refusal(gpu("L4", (8, 9)), "fp8-mixed") is None
 
 
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in REFUSED for mode in sorted(REFUSED[name])])

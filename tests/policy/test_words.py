@@ -30,6 +30,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "32-true": (32, "32", "fp32", "float32", "float", torch.float32, "fp32-true", "32_true"),
     "bf16-true": ("bf16_true", "bfloat16-true", "BF16-True"),
     "16-true": ("fp16-true", "16_true", "half-true"),
+    "fp8-mixed": ("fp8", "float8", "FP8", "fp8_mixed", "float8-mixed"),
     "auto": ("AUTO",),
 }
 
@@ -54,7 +55,7 @@ def test_a_precision_is_a_word_for_itself(word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", ["64", "64-true", "fp8", "tf32", "mixed", "", None, True, 16.0, [16], "32-mixed", "auto-mixed"]
+    "other", ["64", "64-true", "fp8-true", "tf32", "mixed", "", None, True, 16.0, [16], "32-mixed", "auto-mixed"]
 )
 def test_other_words_mean_none(other: Any) -> None:
     assert precision_word(other) is None

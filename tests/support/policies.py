@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from lightning_mp import Checkpointing, NonFinite, Pin, PrecisionPolicy
+from lightning_mp import FP8, Checkpointing, NonFinite, Pin, PrecisionPolicy
 from lightning_mp.policy import PRECISIONS, STORAGE_DTYPES, TF32_SETTINGS
+from lightning_mp.policy.fp8 import RECIPES
 from support.scales import scalings
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -26,6 +27,20 @@ def checkpointings(draw: st.DrawFn) -> Checkpointing:
 
 
 @st.composite
+def fp8_rules(draw: st.DrawFn) -> FP8:
+    recipe = draw(st.sampled_from(RECIPES))
+    return FP8(
+        recipe=recipe,
+        modules=draw(words | st.lists(words, min_size=1, max_size=3)),  # type: ignore[arg-type]
+        skip=draw(words | st.lists(words, max_size=3)),  # type: ignore[arg-type]
+        all_gather=draw(st.booleans()) if recipe == "tensorwise" else False,
+        evaluate=draw(st.sampled_from(["bf16", "fp8"])),
+        emulate=draw(st.booleans()),
+        small=draw(st.sampled_from(["skip", "convert"])),
+    )
+
+
+@st.composite
 def policies(draw: st.DrawFn) -> PrecisionPolicy:
     precision = draw(st.sampled_from(PRECISIONS))
     scaled = precision in ("16-mixed", "16-true", "auto")
@@ -36,6 +51,7 @@ def policies(draw: st.DrawFn) -> PrecisionPolicy:
         pins=tuple(draw(st.lists(pins, max_size=3))),
         tf32=draw(st.none() | st.sampled_from(TF32_SETTINGS)),
         checkpointing=draw(st.none() | checkpointings()),
+        fp8=draw(st.none() | fp8_rules()) if precision == "fp8-mixed" else None,
         nonfinite=NonFinite(action=draw(actions), max_consecutive=draw(st.integers(0, 200))),
         reduce_dtype=draw(storage),
         buffer_dtype=draw(st.none() | storage),

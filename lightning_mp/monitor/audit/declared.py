@@ -25,7 +25,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.engines import device_rules
 from lightning_mp.errors import Faults
-from lightning_mp.modules import pins
+from lightning_mp.modules import fp8, pins
 from lightning_mp.monitor.audit.judge import AS_STORED, Declaration
 from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.numerics.device import describe
@@ -66,6 +66,12 @@ def by_policy(
     facts = describe(device)
     pin_map = pins.resolve(modules[""], policy.pins, Faults("audit")) if engine is None else engine.pin_map
     pinned = {id(member.module): member.pin.dtype for member in pin_map.members}
+    converted: set[int] = set()
+    if policy.fp8 is not None:
+        running = None if engine is None else engine.fp8
+        covered = [member.module for member in pin_map.members]
+        chosen = running.modules if running else fp8.select(modules[""], policy.fp8, covered, Faults("audit"))[1]
+        converted = set(map(id, chosen))
     without_tf32 = f"tf32={policy.tf32!r} changes nothing on {facts.name}: it has no TF32"
     return Declaration(
         by=f"MixedPrecisionPlan({policy.precision!r})",
@@ -78,6 +84,8 @@ def by_policy(
         frozen=True,
         tf32=None if policy.tf32 is None or not facts.tf32 else policy.tf32 != "highest",
         pins={name: pinned[id(module)] for name, module in modules.items() if id(module) in pinned},
+        fp8=frozenset(name for name, module in modules.items() if id(module) in converted),
+        fp8_but_weights=policy.fp8 is not None and policy.fp8.recipe == "rowwise_gw_hp",
         notes=(without_tf32,) if policy.tf32 is not None and not facts.tf32 else (),
     )
 

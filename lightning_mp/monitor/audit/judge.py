@@ -20,7 +20,8 @@ class Declaration:
 
     ``reduce`` and ``state`` may be ``AS_STORED``. ``autocast``: torch's lists keep norms and look-ups out of
     ``compute``. ``frozen``: frozen parameters are of ``storage`` too. ``tf32``: whether fp32 products are to run in
-    TF32; ``None`` leaves that to torch's switches. ``pins`` are by module name.
+    TF32; ``None`` leaves that to torch's switches. ``pins`` are by module name, and ``fp8`` names
+    those whose products run in FP8.
     """
 
     by: str
@@ -34,11 +35,14 @@ class Declaration:
     frozen: bool = False
     tf32: bool | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str])
+    fp8: frozenset[str] = frozenset()
+    #: that their weights' gradients are products in ``compute``
+    fp8_but_weights: bool = False
     notes: tuple[str, ...] = ()
 
     def declared(self, name: str) -> str | None:
         """What the module ``name`` computes in: its pin, else what products run in."""
-        pin = self.pins.get(name)
+        pin = "fp8" if name in self.fp8 else self.pins.get(name)
         return pin or ("tf32" if self.tf32 and self.compute == "fp32" else self.compute)
 
     def stored(self, name: str) -> str | None:
@@ -134,6 +138,8 @@ def _wrong_computation(name: str, seen: Observed, declaration: Declaration) -> _
     found = joined({dtype for ran in wrong for dtype in ran.dtypes}) or ""
     if name in declaration.pins:
         why = _PIN_NOT_IN_FORCE
+    elif name in declaration.fp8:
+        why = _NOT_FP8
     elif declaration.autocast and any(ran.kind in ("norm", "statistic") for ran in wrong):
         # an operator of torch's whose weight is half too was given a cast one: a pin to fp32 would not stop that
         by_itself = not any(ran.kind == "statistic" for ran in wrong)
@@ -148,6 +154,10 @@ def _wrong_computation(name: str, seen: Observed, declaration: Declaration) -> _
 def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, wanted: str) -> bool:
     found, pinned = set(ran.dtypes), name in declaration.pins
     by_lists = declaration.autocast and not pinned
+    if name in declaration.fp8:  # its bias and what it was given are autocast's
+        weights = declaration.fp8_but_weights and any("fp8" in other.dtypes for other in seen.ran)
+        apart = ran.kind != "product" or (weights and "fp8" not in ran.dtypes)
+        wanted = declaration.compute or wanted if apart else "fp8"
     if ran.kind in ("product", "attention"):
         # a pin says fp32 and leaves to the run's own switch whether products of it use TF32
         tf32 = {"tf32"} if wanted == "fp32" and declaration.tf32 is not False else set[str]()
@@ -208,6 +218,10 @@ _PIN_NOT_IN_FORCE = _Cause(
     "the pin is not in force: the plan was not applied yet, the module was replaced or unpinned, or it casts itself",
     "let the Trainer apply the plan (or call plan.convert_module), and remove casts from its forward",
     fix_of_callback="let the Trainer run DtypePinning, and remove casts from its forward",
+)
+_NOT_FP8 = _Cause(
+    "products did not run in FP8: the layer was frozen or replaced since, or its weight is used without it",
+    "let the Trainer apply the plan, and use the weight through the layer; or leave the layer out, FP8(skip=...)",
 )
 _OUTSIDE_AUTOCAST = _Cause(
     "autocast is off where it runs: torch.autocast(enabled=False) around it, or a call outside the step's own context",

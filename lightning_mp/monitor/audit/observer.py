@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from lightning_mp.compat import lightning
 from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward_formula, is_compiled
+from lightning_mp.compat.torchao import product_node
 from lightning_mp.modules.class_swap import original_class
+from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.monitor.audit.operators import Ran, dtypes, is_product, read
 from lightning_mp.monitor.dtype_names import dtype_name
 
@@ -89,6 +91,8 @@ class Watch(TorchDispatchMode):
         #: a module's last product, until it is known whether it was plain attention's; and where its second one follows
         self._held: dict[str, Ran] = {}
         self._attending: set[str] = set()
+        #: the converted layer whose backward products are being computed
+        self._backward_of: str | None = None
         self._handles: list[Any] = []
         self._on = False
 
@@ -150,6 +154,9 @@ class Watch(TorchDispatchMode):
     def _note_operator(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
         name = self._inside[-1] if self._inside else ""
         if not self._inside and in_backward_formula():  # and not in a recomputation there
+            ran = read(func, args, result) if self._backward_of and is_product(func.overloadpacket.__name__) else None
+            if ran is not None and self._backward_of:
+                self.seen[self._backward_of].ran.add(ran)
             return
         if func.overloadpacket.__name__ == _IN_PLAIN_ATTENTION and name in self._held:
             self.seen[name].ran.add(replace(self._held.pop(name), kind="attention"))
@@ -181,11 +188,18 @@ class Watch(TorchDispatchMode):
         self.seen[name].calls += 1
         self.seen[name].input |= dtypes((args, kwargs))
 
-    def _leave(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self._inside.pop()
         self.seen[name].output |= dtypes(output)
+        node = product_node(output) if is_converted(module) and isinstance(output, Tensor) else None
+        if node is not None:
+            node.register_prehook(partial(self._computes, name))
+            node.register_hook(partial(self._computes, None))
+
+    def _computes(self, name: str | None, *_: Any) -> None:
+        self._backward_of = name
 
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
         self.seen[name].grad.add(dtype_name(gradient.dtype))

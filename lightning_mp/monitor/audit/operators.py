@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.compat.torch import OpOverload
+from lightning_mp.compat.torchao import held_dtype
 from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.numerics.nested import floating_in
 from lightning_mp.numerics.tf32 import has_tf32
@@ -90,7 +91,8 @@ def _products(name: str, args: tuple[Any, ...]) -> set[str]:
     # The factors come first; what follows (a mask, a scale) does not decide what is multiplied in.
     factors = [item for item in args if isinstance(item, Tensor) and item.is_floating_point()][:2]
     return {
-        _fp32_or_tf32(name, item.device) if item.dtype == torch.float32 else dtype_name(item.dtype) for item in factors
+        _fp32_or_tf32(name, item.device) if dtype == torch.float32 else dtype_name(dtype)
+        for item, dtype in ((item, held_dtype(item)) for item in factors)
     }
 
 

@@ -28,12 +28,13 @@ def conv1d(module: nn.Module) -> bool:
 def not_aligned(case: Case) -> Iterator[Finding]:
     """Linear layers, and a vocabulary, whose sizes are not multiples of a tensor core's tile."""
     odd: dict[str, tuple[int, ...]] = {}
-    weights, multiple = 0, MULTIPLES.get(case.compute, 1)
+    compute = "fp8" if case.policy is not None and case.policy.fp8 is not None else case.compute
+    weights, multiple = 0, MULTIPLES.get(compute, 1)
     vocabularies = {module.num_embeddings for _, module in case.modules if isinstance(module, nn.Embedding)}
     vocabulary: int | None = None
     for name, module in case.modules:
         sizes = _sizes(module)
-        step = MULTIPLES.get(case.pinned.get(id(module)) or case.compute, 1)
+        step = MULTIPLES.get(case.pinned.get(id(module)) or compute, 1)
         if sizes is None or all(size % step == 0 for size in sizes):
             continue
         multiple = max(multiple, step)
@@ -42,7 +43,7 @@ def not_aligned(case: Case) -> Iterator[Finding]:
         if sizes[1] in vocabularies and sizes[1] > _SMALL_TABLE and sizes[1] % step:
             vocabulary = sizes[1]
     if odd and (vocabulary is not None or weights >= _SHARE * _multiplied(case)):
-        yield _finding(odd, vocabulary, multiple, case.compute)
+        yield _finding(odd, vocabulary, multiple, compute)
 
 
 def _finding(odd: dict[str, tuple[int, ...]], vocabulary: int | None, multiple: int, compute: str) -> Finding:

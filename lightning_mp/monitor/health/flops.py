@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_mp.compat import torch as compat
+from lightning_mp.compat.torchao import held_dtype
 
 
 class CountFlops(compat.TorchDispatchMode):
@@ -27,6 +28,8 @@ class CountFlops(compat.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        #: those of it that are products in FP8
+        self.fp8 = 0
         #: an operator's FLOPs from its arguments
         self.rules = _RULES
         #: operators whose FLOPs could not be told
@@ -39,7 +42,9 @@ class CountFlops(compat.TorchDispatchMode):
         count = self.rules.get(getattr(func, "overloadpacket", None))
         if count is not None and not _recomputes():
             try:
-                self.total += count(*args, **(kwargs or {}), out_val=out)
+                flops = count(*args, **(kwargs or {}), out_val=out)
+                self.total += flops
+                self.fp8 += flops if args and held_dtype(args[0]).itemsize == 1 else 0
             except Exception:  # a shape that a rule of torch's does not foresee is no reason to end a run
                 self.uncounted.add(str(func))
         return out

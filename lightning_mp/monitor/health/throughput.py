@@ -48,6 +48,7 @@ class Throughput:
         self._batch: tuple[Any, int] = (None, 0)
         #: the peak FLOP/s of this rank's device, and its source
         self.peak: hardware.Peak | None = None
+        self._fp8_peak: hardware.Peak | None = None
 
     def start(self, trainer: Trainer) -> None:
         """Look the device's peak up."""
@@ -57,6 +58,7 @@ class Throughput:
         device, dtype = trainer.strategy.root_device, _compute_dtype(trainer)
         known = describe(device)
         self.peak = None if dtype is None else hardware.peak(known, dtype)
+        self._fp8_peak = hardware.peak(known, "fp8")
         if self.peak is None:
             what = f"{dtype or trainer.precision} on {known.name}"
             rank_zero_info(f"TrainingHealth: no peak FLOP/s known for {what}, so no MFU; peak_flops= gives one")
@@ -85,6 +87,8 @@ class Throughput:
             return
         counter.__exit__(None, None, None)
         self._counted = float(counter.total), *self._batch
+        if self.peak is not None and self._fp8_peak is not None and counter.fp8:
+            self.peak = _mixed(self.peak, self._fp8_peak, counter.fp8 / counter.total)
         if counter.uncounted:
             self.peak = None
             rank_zero_info(
@@ -115,6 +119,12 @@ class Throughput:
         if isinstance(tokens, int) and isinstance(first_tokens, int) and first_tokens:
             return flops * tokens / first_tokens
         return flops * samples / first_samples if first_samples else flops
+
+
+def _mixed(rest: hardware.Peak, fp8: hardware.Peak, share: float) -> hardware.Peak:
+    """The peak of a step of whose FLOPs ``share`` are products in FP8: each kind takes the time that its own allows."""
+    seconds = share / fp8.flops_per_s + (1 - share) / rest.flops_per_s
+    return hardware.Peak(1 / seconds, f"{rest.source}; {share:.0%} at the peak of fp8")
 
 
 def default_tokens(batch: Any) -> int | None:

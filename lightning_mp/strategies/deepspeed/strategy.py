@@ -345,10 +345,8 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         assert module is not None
         if checkpoint.pop("optimizer_states", None):
             rank_zero_info("Optimizer state of another strategy does not fit ZeRO's partitions: it starts at zero.")
-        if self._stage < 3:
-            module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-        else:
-            load_full_state(module, checkpoint["state_dict"], strict=module.strict_loading)
+        load = module.load_state_dict if self._stage < 3 else partial(load_full_state, module)
+        load(checkpoint["state_dict"], strict=module.strict_loading)
         for zero in self.optimizers:
             cast("Any", zero).refresh_fp32_params()
 

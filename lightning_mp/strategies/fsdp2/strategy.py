@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,12 @@ from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies import meta_device, unfit_callbacks
 from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
 from lightning_mp.strategies.common import RunsPlan, StepAsForward, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
-from lightning_mp.strategies.fsdp2 import tensor_parallel
+from lightning_mp.strategies.fsdp2 import fp8_gather, tensor_parallel
 from lightning_mp.strategies.fsdp2.root_unit import RootUnit
 from lightning_mp.strategies.fsdp2.skipped_units import SkippedUnits
 from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
@@ -89,6 +90,7 @@ class PlanFSDP2Strategy(
             that would put two dtypes into one unit, a layer that tensor parallelism cannot split.
     """
 
+    gathers_fp8 = True
     plan_engine = ShardedEngine
     private_names = (FSDP2, sharding_compat.FSDP2)
 
@@ -133,6 +135,8 @@ class PlanFSDP2Strategy(
         self._sharded = False
         self._root: RootUnit | None = None
         self._skipped: SkippedUnits | None = None
+        self._fp8_gather: fp8_gather.FP8Gather | None = None
+        self._evaluates_in_fp8 = False
 
     # ------------------------------------------------------------------ processes
 
@@ -193,6 +197,8 @@ class PlanFSDP2Strategy(
             _check_compiles(cut, engine.policy, module, faults)
         if self._tensor_parallel > 1:
             split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
+        if engine.policy.fp8 is not None and engine.policy.fp8.all_gather:
+            fp8_gather.check(self.sharding, self._tensor_parallel, faults)
         for name in meta_device.cannot_initialise(module):
             faults.add(
                 f"module {name!r} on the meta device, which has no reset_parameters()",
@@ -211,6 +217,7 @@ class PlanFSDP2Strategy(
         if layout is not None:
             with sharding_compat.hooks_kept(self.model):
                 self._shard(self.model, layout, plan.policy)
+        self._fp8_gather = self._gathers_fp8(plan)
         self._root = RootUnit(self.model)
         self._skipped = SkippedUnits(
             self.model,
@@ -237,6 +244,14 @@ class PlanFSDP2Strategy(
         shard(model, layout.units, self._shard_mesh, policy, self.sharding)
         self._sharded = True
 
+    def _gathers_fp8(self, plan: MixedPrecisionPlan) -> fp8_gather.FP8Gather | None:
+        rule, conversion = plan.policy.fp8, plan.engine and plan.engine.fp8
+        if rule is None or not rule.all_gather or not conversion or not self._sharded:
+            return None
+        self._evaluates_in_fp8 = rule.evaluate == "fp8"
+        group = self._shard_mesh.get_group(-1)
+        return fp8_gather.FP8Gather(cast("Any", self.model), conversion.modules, group, emulate=rule.emulate)
+
     def teardown(self) -> None:
         """As the host does; the units are left as ``fully_shard`` made them."""
         super().teardown()
@@ -258,6 +273,8 @@ class PlanFSDP2Strategy(
         assert self.lightning_module is not None
         manual = method == "training_step" and not self.lightning_module.automatic_optimization
         assert self._skipped is not None
+        if self._fp8_gather is not None:
+            self._fp8_gather.before_step(in_fp8=method == "training_step" or self._evaluates_in_fp8)
         self._skipped.start(method, manual=manual)
         with self._root.step(backward_inside=manual):
             output = super()._as_forward(method, args, kwargs)

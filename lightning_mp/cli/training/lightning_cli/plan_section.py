@@ -11,7 +11,7 @@ import yaml
 from jsonargparse import get_loader
 
 from lightning_mp.errors import Faults, PlanError
-from lightning_mp.policy import PRECISIONS, Checkpointing, NonFinite, Pin, PrecisionPolicy, precision_word
+from lightning_mp.policy import FP8, PRECISIONS, Checkpointing, NonFinite, Pin, PrecisionPolicy, precision_word
 from lightning_mp.policy.load import plain_mapping
 from lightning_mp.policy.loss_scaling import LossScaling
 from lightning_mp.policy.places import Places, plan_fault
@@ -20,7 +20,7 @@ from lightning_mp.policy.words import precision_fix
 
 CLASS = "class_path"
 #: fields of a plan that have fields of their own
-PIECES = {"loss_scaling": LossScaling, "pins": Pin, "checkpointing": Checkpointing, "nonfinite": NonFinite}
+PIECES = {"loss_scaling": LossScaling, "pins": Pin, "checkpointing": Checkpointing, "fp8": FP8, "nonfinite": NonFinite}
 
 
 def load(text: str) -> Any:

@@ -1,0 +1,164 @@
+"""torchao's private names, each behind a function that says what it is for; it is imported where it is used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_mp.compat.checks import PrivateNames
+from lightning_mp.errors import MissingExtraError
+
+FLOAT8 = PrivateNames(
+    "torchao",
+    {
+        "torchao.float8._inductor_patch": ("_patch_inductor_min_max_codegen",),
+        "torchao.float8.float8_linear": ("matmul_with_hp_or_float8_args",),
+        "torchao.float8.float8_training_tensor": ("GemmInputRole", "LinearMMConfig", "ScaledMMConfig"),
+        "torchao.float8.float8_utils": ("amax_to_scale", "to_fp8_saturated"),
+        "torchao.float8.float8_training_tensor:Float8TrainingTensor()": ("_data", "_scale"),
+    },
+)
+#: the plan's words for recipes, and torchao's where they differ
+_RECIPES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
+#: who speaks up while torchao is imported
+_SPEAKS = ("torchao", "torch.utils._pytree")
+
+#: rows (tokens, in) and a transposed weight (in, out) to their product (tokens, out), in FP8 in both passes
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def require() -> None:
+    """Import torchao's FP8 part.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        PlanError: the installed release lacks what is used of it.
+    """
+    if find_spec("torchao") is None:
+        raise MissingExtraError("torchao", "fp8", "precision 'fp8-mixed'")
+    with _quietly():
+        import_module("torchao.float8")
+    FLOAT8.require("MixedPrecisionPlan")
+
+
+@contextmanager
+def _quietly() -> Generator[None, None, None]:
+    """Within, nothing is logged of kernels for other GPUs and Pythons that cannot be loaded, nor of a deprecated call.
+
+    torchao logs a line for each of its compiled libraries that does not fit this machine, none of which FP8 training
+    uses, and torch one for how torchao registers its own enumerations: nothing that who trains could act on.
+    """
+
+    def silent(record: logging.LogRecord) -> bool:
+        return not record.name.startswith(_SPEAKS) or record.levelno >= logging.ERROR
+
+    loggers = [logging.getLogger(name) for name in (*_SPEAKS, "torchao.utils", "torchao.ops")]
+    handlers = {handler for logger in [logging.getLogger(), *loggers] for handler in logger.handlers}
+    places: list[logging.Logger | logging.Handler] = [*loggers, *handlers]
+    for place in places:
+        place.addFilter(silent)
+    try:
+        yield
+    finally:
+        for place in places:
+            place.removeFilter(silent)
+
+
+@cache
+def _recipe(recipe: str, emulate: bool) -> tuple[Any, Any]:
+    """Torchao's configuration for one of the plan's recipes, and that of its three products."""
+    require()
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig  # pyright: ignore
+    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig  # pyright: ignore
+
+    config: Any = cast("Any", Float8LinearConfig).from_recipe_name(_RECIPES.get(recipe, recipe))
+    config = replace(config, emulate=emulate)
+    products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    each = (cast("Any", ScaledMMConfig)(emulate, one.use_fast_accum, False, False) for one in products)
+    return config, cast("Any", LinearMMConfig)(*each)
+
+
+@cache
+def product(recipe: str, *, emulate: bool) -> Product:
+    """The product of one of the plan's recipes; with ``emulate`` it is computed in fp32 from the rounded numbers."""
+    config, how = _recipe(recipe, emulate)
+    from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen  # pyright: ignore
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # pyright: ignore
+
+    cast("Any", _patch_inductor_min_max_codegen)()  # as torchao's own conversion: its kernels are wrong without
+    multiply: Any = cast("Any", matmul_with_hp_or_float8_args).apply
+
+    def multiplied(rows: Tensor, weight_t: Tensor) -> Tensor:
+        return multiply(rows, weight_t, how, config)
+
+    return multiplied
+
+
+# ------------------------------------------------------------------ weights that are gathered in FP8
+
+
+def scales(amax: Tensor) -> Tensor:
+    """The scales under which the largest magnitudes ``amax`` (fp32, any shape) become e4m3's largest number."""
+    from torchao.float8.float8_utils import amax_to_scale  # pyright: ignore
+
+    return cast("Any", amax_to_scale)(amax, torch.float8_e4m3fn)
+
+
+def rounded(weight: Tensor, scale: Tensor) -> Tensor:
+    """``weight * scale`` in e4m3."""
+    from torchao.float8.float8_utils import to_fp8_saturated  # pyright: ignore
+
+    return cast("Any", to_fp8_saturated)(weight.float() * scale, torch.float8_e4m3fn)
+
+
+def weight(data: Tensor, scale: Tensor, dtype: torch.dtype, *, emulate: bool) -> Tensor:
+    """A tensor that holds the bytes ``data`` as e4m3 and gives itself out as ``dtype``, for ``product`` to multiply."""
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole  # pyright: ignore
+
+    _, how = _recipe("tensorwise", emulate)
+    role: Any = cast("Any", GemmInputRole).WEIGHT
+    return cast("Any", Float8TrainingTensor)(data.view(torch.float8_e4m3fn), scale, dtype, how, gemm_input_role=role)
+
+
+def set_scale(tensor: Tensor, scale: Tensor) -> None:
+    """Give a tensor made by ``weight`` the scale of other bytes."""
+    cast("Any", tensor)._scale = scale
+
+
+def restored(tensor: Tensor) -> Tensor:
+    """A tensor that holds FP8, in what it gives itself out as."""
+    return cast("Any", tensor).to_original_precision()
+
+
+def held_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of what the tensor holds: a tensor of torchao's that is FP8 gives itself out as what it was made of."""
+    if not holds_fp8(tensor):
+        return tensor.dtype
+    held: Tensor = cast("Any", tensor)._data
+    return held.dtype
+
+
+def product_node(output: Tensor) -> Any:
+    """The node of the graph that computes the backward products of a converted layer's ``output``, or ``None``."""
+    nodes = [output.grad_fn]
+    for _ in range(8):  # a bias, views and slices lie between
+        found = next((node for node in nodes if "matmul_with_hp_or_float8_args" in type(node).__name__), None)
+        if found is not None:
+            return found
+        nodes = [above for node in nodes if node is not None for above, _ in node.next_functions]
+    return None
+
+
+def holds_fp8(tensor: Tensor) -> bool:
+    """Whether it is a tensor of torchao's that is FP8."""
+    return type(tensor).__name__ == "Float8TrainingTensor"

@@ -1,0 +1,291 @@
+"""Linear layers whose products run in FP8: which they are, with a reason for each that is not, and how they run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
+
+from lightning_mp.compat import torchao
+from lightning_mp.errors import Faults
+from lightning_mp.modules import class_swap
+from lightning_mp.modules.patterns import matches, named_submodules, no_match
+from lightning_mp.numerics.dtypes import is_plain
+from lightning_mp.policy import FP8
+
+#: what a dimension of an FP8 product is a multiple of (torch._scaled_mm on CUDA; a CPU takes any)
+MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Layer:
+    """A Linear or Conv1D: whether its products run in FP8, and why not.
+
+    ``reason`` is ``None`` where they do, else one of ``shape`` (a dimension that is no multiple of 16), ``size`` (too
+    small to pay), ``skip``, ``pinned``, ``tied``, ``frozen``, ``adapter``, ``kind`` (no plain Linear); ``shape`` is
+    the weight's.
+    """
+
+    name: str
+    converted: bool
+    reason: str | None
+    shape: tuple[int, ...]
+
+
+def pays(recipe: str, out: int, into: int) -> bool:
+    """Whether a product of ``into`` to ``out`` features is faster in FP8 than in bf16 on an H100, by torchao's rule.
+
+    ``torchao.float8.float8_linear_utils._auto_filter_for_recipe``; it has none for ``rowwise_gw_hp``, whose products
+    in FP8 are the rowwise ones.
+    """
+    if recipe == "tensorwise":
+        return into > 4096 or out > 1024
+    return out > 2048 and into > 1024 and (out > 4096 or into > 2048)
+
+
+def select(
+    root: nn.Module, rule: FP8, pinned: Iterable[nn.Module], faults: Faults
+) -> tuple[list[FP8Layer], list[nn.Module]]:
+    """Every Linear and Conv1D below ``root``, once, and those that are converted; nothing is changed.
+
+    Patterns that match nothing and a model with nothing to convert are noted in ``faults``.
+    """
+    named = list(named_submodules(root))
+    wanted, skipped = _covered(named, rule.patterns), _covered(named, rule.skip)
+    for pattern in (*rule.patterns, *rule.skip):
+        usual = pattern in (*FP8().patterns, *FP8().skip)  # a model need not have a head of that name
+        if not usual and not any(matches(pattern, name, module) for name, module in named):
+            no_match(pattern, root, "fp8 pattern", faults)
+    pins, adapters = {id(module) for module in pinned}, _adapters(root)
+    tied = _tied(root)
+    layers: list[FP8Layer] = []
+    chosen: list[nn.Module] = []
+    seen: set[int] = set()
+    for name, module in named:
+        if id(module) in seen or not _is_linear(module):
+            continue
+        seen.add(id(module))
+        weight, shape = cast("nn.Parameter", module.weight), _shape(module)
+        reasons = (
+            ("kind", not _is_plain_linear(module)),
+            ("pinned", id(module) in pins),
+            ("skip", name not in wanted or name in skipped),
+            ("tied", id(weight) in tied),
+            ("adapter", id(module) in adapters),
+            ("frozen", not weight.requires_grad),
+        )
+        reason = next((word for word, holds in reasons if holds), None) or _by_numbers(rule, shape)
+        layers.append(FP8Layer(name, reason is None, reason, shape))
+        if reason is None:
+            chosen.append(module)
+    if not chosen:
+        faults.add(*_nothing(layers))
+    return layers, chosen
+
+
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    """The weight's, also where this rank holds a part of it."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return tuple(cast("Tensor", module.weight).shape)
+
+
+def _by_numbers(rule: FP8, shape: tuple[int, ...]) -> str | None:
+    out, into = shape
+    if out % MULTIPLE or into % MULTIPLE:
+        return "shape"
+    return "size" if rule.small == "skip" and not pays(rule.recipe, out, into) else None
+
+
+def _covered(named: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) -> set[str]:
+    """The names that a pattern matches, and what is below them."""
+    found: set[str] = set()
+    for name, module in named:
+        above = name.rpartition(".")[0] in found
+        if above or any(matches(pattern, name, module) for pattern in patterns):
+            found.add(name)
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    conv1d = class_swap.original_class(module).__name__ == "Conv1D" and isinstance(module.weight, nn.Parameter)
+    return isinstance(module, nn.Linear) or conv1d
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling it is what computes with its weight, and as ``nn.Linear`` does."""
+    kind = class_swap.original_class(module)
+    # MultiheadAttention reads the weight of its projection and never calls it.
+    other = kind.forward is not nn.Linear.forward or issubclass(kind, NonDynamicallyQuantizableLinear)
+    weight = cast("Tensor", module.weight)
+    plain = not is_lazy(weight) and is_plain(weight.to_local() if isinstance(weight, DTensor) else weight)
+    return plain and not other and "forward" not in module.__dict__
+
+
+def _adapters(root: nn.Module) -> set[int]:
+    """``id`` of the modules in which peft's layers (``BaseTunerLayer``) keep what they add."""
+    found: set[int] = set()
+    for module in root.modules():
+        for name in getattr(module, "adapter_layer_names", None) or ():
+            added = getattr(module, name, None)
+            if isinstance(added, nn.Module):
+                found.update(map(id, added.modules()))
+    return found
+
+
+def _tied(root: nn.Module) -> set[int]:
+    """``id`` of the parameters that more than one module has."""
+    owners: dict[int, int] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return {parameter for parameter, count in owners.items() if count > 1}
+
+
+# ------------------------------------------------------------------ in words
+
+
+def table(layers: Iterable[FP8Layer]) -> list[str]:
+    """A line for each kind of layer: ``2 x model.layers.*.mlp.up_proj (256, 64): size``; names differ by index."""
+    counts: dict[tuple[str, tuple[int, ...], str], int] = {}
+    for layer in layers:
+        form = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.name)
+        key = form, layer.shape, layer.reason or "fp8"
+        counts[key] = counts.get(key, 0) + 1
+    return [
+        f"{f'{count} x ' if count > 1 else ''}{form} {shape}: {reason}"
+        for (form, shape, reason), count in counts.items()
+    ]
+
+
+def summary(layers: Sequence[FP8Layer]) -> str:
+    """``12 of 14 layers in fp8; left: 1 size, 1 skip``."""
+    reasons = [layer.reason for layer in layers if layer.reason]
+    left = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
+    many = f"{len(layers)} layer{'s' * (len(layers) != 1)}"
+    return f"{len(layers) - len(reasons)} of {many} in fp8" + (f"; left in bf16: {left}" if left else "")
+
+
+def _nothing(layers: Sequence[FP8Layer]) -> tuple[str, str, str]:
+    found = "; ".join(table(layers)) or "it has no Linear"
+    fixes: list[str] = []
+    if any(layer.reason == "size" for layer in layers):
+        fixes.append("write FP8(small='convert') to convert small layers too, which is slower than bf16")
+    if any(layer.reason == "shape" for layer in layers):
+        fixes.append("round dimensions up to a multiple of 16")
+    fixes.append("use precision='bf16-mixed'")
+    return (
+        f"precision='fp8-mixed' on a model of which nothing can be converted: {found}",
+        "a model with a plain, trained Linear whose dimensions are multiples of 16",
+        ", or ".join(fixes),
+    )
+
+
+# ------------------------------------------------------------------ running
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What a converted layer needs in its forward; one for a run, shared by its layers and their copies."""
+
+    product: torchao.Product
+    dtype: torch.dtype
+    device_type: str
+    #: what has the stage of the Trainer's run as ``stage``, and that of training; ``None`` where there is no Trainer
+    stages: tuple[Any, Any] | None
+    evaluate: bool
+
+    def __deepcopy__(self, memo: Any) -> Running:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # what is pickled trains in no run, and must not need torchao
+
+    def now(self) -> bool:
+        """Whether products run in FP8: in training, where autocast would run them in half precision."""
+        if not torch.is_autocast_enabled(self.device_type):
+            return False
+        if self.stages is None:
+            return self.evaluate or torch.is_grad_enabled()
+        run, training = self.stages
+        return self.evaluate or run.stage == training
+
+
+class FP8Forward(class_swap.Swapped):
+    """Multiplies in FP8 where the plan trains, and is the Linear that it was everywhere else."""
+
+    _lmp_fp8: Running
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Rows (..., in) to (..., out) in the dtype of autocast."""
+        running = self.__dict__.get("_lmp_fp8")
+        module = cast("nn.Linear", self)
+        # A frozen weight would cost its gradient all the same, and the largest entry of nothing is not defined.
+        if running is None or not running.now() or not module.weight.requires_grad or not input.numel():
+            if torchao.holds_fp8(module.weight):  # it was gathered so
+                return nn.functional.linear(input, torchao.restored(module.weight), module.bias)
+            return cast("Any", super()).forward(input)
+        rows = input.to(running.dtype).reshape(-1, input.shape[-1])
+        count = rows.shape[0]
+        if count % MULTIPLE:  # the tokens are what the gradient of the weight sums over
+            rows = nn.functional.pad(rows, (0, 0, 0, -count % MULTIPLE))
+        # torchao looks at CUDA's autocast alone, and its tensors do not know the operators of inference mode.
+        with torch.autocast(running.device_type, enabled=False), _no_inference_mode():
+            output = running.product(rows, module.weight.t())[:count]
+        output = output.reshape(*input.shape[:-1], -1)
+        bias = cast("Tensor | None", module.bias)
+        return output if bias is None else output + bias.to(output.dtype)
+
+
+@contextmanager
+def _no_inference_mode() -> Generator[None, None, None]:
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether a run has it multiply in FP8."""
+    return module.__dict__.get("_lmp_fp8") is not None
+
+
+class Conversion:
+    """What is converted of a model for one run, and the way back.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+    """
+
+    def __init__(self, root: nn.Module, rule: FP8, pinned: Iterable[nn.Module], faults: Faults) -> None:
+        torchao.require()
+        self.rule = rule
+        #: every Linear and Conv1D, once
+        self.layers, self.modules = select(root, rule, pinned, faults)
+        #: what has the stage of the Trainer's run as ``stage``, and that of training
+        self.stages: tuple[Any, Any] | None = None
+
+    def apply(self, dtype: torch.dtype, device_type: str) -> None:
+        """Convert in place; parameters stay what they are. ``dtype`` is autocast's."""
+        product = torchao.product(self.rule.recipe, emulate=self.rule.emulate)
+        running = Running(product, dtype, device_type, self.stages, evaluate=self.rule.evaluate == "fp8")
+        for module in self.modules:
+            object.__setattr__(module, "_lmp_fp8", running)
+            class_swap.swap_in(module, FP8Forward)
+
+    def undo(self) -> None:
+        """Give the layers their own forward back."""
+        for module in self.modules:
+            if "_lmp_fp8" in module.__dict__:
+                class_swap.swap_out(module, FP8Forward)
+                del module.__dict__["_lmp_fp8"]
+        self.modules = []

@@ -1,0 +1,151 @@
+"""Which linear layers are converted, and the reason of each that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mp import FP8, FP8Layer, MixedPrecisionPlan, PlanError
+from lightning_mp.errors import Faults
+from lightning_mp.modules import fp8, pins
+from lightning_mp.policy import Pin
+from support.hf import gpt2, llama
+
+
+class Model(nn.Module):
+    """A layer of every kind that is told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}) for _ in "ab")
+        self.again = self.blocks[0]
+        self.odd = nn.Linear(16, 24)
+        self.odd_too = nn.Linear(17, 16)
+        self.tied = nn.Linear(16, 32, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.pinned = nn.Linear(16, 16)
+        self.lm_head = nn.Linear(16, 16)
+        self.lazy = nn.LazyLinear(16)
+        self.patched = nn.Linear(16, 16)
+        self.patched.forward = torch.relu  # type: ignore[method-assign]
+        self.own = Doubled(16, 16)
+        self.conv1d = Conv1D()
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Any) -> Any:
+        return 2 * super().forward(input)
+
+
+class Conv1D(nn.Module):
+    """As transformers' class of that name: its weight is (in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 32))
+
+
+def selected(root: nn.Module, rule: FP8, **pinned: str) -> dict[str, str | None]:
+    covered = pins.resolve(root, [Pin(name, dtype) for name, dtype in pinned.items()], Faults())
+    layers, chosen = fp8.select(root, rule, [member.module for member in covered.members], Faults())
+    assert len(chosen) == sum(layer.converted for layer in layers)
+    assert len({layer.name for layer in layers}) == len(layers)
+    return {layer.name: layer.reason for layer in layers}
+
+
+CONVERTED = {f"blocks.{index}.{name}": None for index in "01" for name in ("up", "down")}
+LEFT = {
+    "odd": "shape",
+    "odd_too": "shape",
+    "tied": "tied",
+    "frozen": "frozen",
+    "attention.out_proj": "kind",
+    "pinned": "pinned",
+    "lm_head": "skip",
+    "lazy": "kind",
+    "patched": "kind",
+    "own": "kind",
+    "conv1d": "kind",
+}
+
+
+def test_every_layer_stands_once_with_its_reason() -> None:
+    assert selected(Model(), FP8(small="convert"), pinned="fp32") == CONVERTED | LEFT
+
+
+@pytest.mark.parametrize(
+    ("rule", "changed"),
+    [
+        ({}, dict.fromkeys(CONVERTED, "size")),
+        ({"small": "convert", "skip": ()}, {"lm_head": None}),
+        ({"small": "convert", "skip": ("blocks", "lm_head")}, dict.fromkeys(CONVERTED, "skip")),
+        ({"small": "convert", "skip": "*.up"}, {"blocks.0.up": "skip", "blocks.1.up": "skip", "lm_head": None}),
+        ({"small": "convert", "modules": "1"}, {"blocks.0.up": "skip", "blocks.0.down": "skip"}),
+    ],
+    ids=str,
+)
+def test_the_rule_says_which(rule: dict[str, Any], changed: dict[str, str | None]) -> None:
+    found = selected(Model(), FP8(**rule), pinned="fp32")
+    everywhere = {name: reason for name, reason in found.items() if name in CONVERTED or name == "lm_head"}
+    assert everywhere == CONVERTED | {"lm_head": "skip"} | changed
+
+
+def test_the_shape_is_the_weights() -> None:
+    (first, *_), _ = fp8.select(Model(), FP8(small="convert"), [], Faults())
+    assert first == FP8Layer(name="blocks.0.up", converted=True, reason=None, shape=(32, 16))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_what_pays_is_torchaos_own_filter(recipe: str) -> None:
+    torchao = pytest.importorskip("torchao.float8")
+    ask = torchao._auto_filter_for_recipe(recipe, [])
+    for out in (16, 1024, 1040, 2048, 2064, 4096, 4112, 8192):
+        for into in (16, 1024, 1040, 2048, 2064, 4096, 4112, 8192):
+            linear = nn.Linear(into, out, device="meta")
+            assert fp8.pays(recipe, out, into) == ask(linear, ""), (out, into)
+
+
+def test_adapters_and_what_they_adapt_are_left() -> None:
+    model = llama(lora=True)
+    found = selected(model, FP8(small="convert", skip=()))
+    assert {reason for name, reason in found.items() if "lora_" in name} == {"adapter"}
+    assert {reason for name, reason in found.items() if "lora_" not in name} == {"frozen"}
+
+
+@pytest.mark.parametrize(
+    ("model", "rule", "says", "fix"),
+    [
+        (gpt2, FP8(small="convert"), "c_attn (16, 48): kind", "use precision='bf16-mixed'"),
+        (llama, FP8(), "2 x model.layers.*.self_attn.q_proj (16, 16): size", "FP8(small='convert')"),
+        (nn.Identity, FP8(), "it has no Linear", "bf16-mixed"),
+    ],
+)
+def test_nothing_to_convert_is_refused_with_the_table(model: Any, rule: FP8, says: str, fix: str) -> None:
+    with pytest.raises(PlanError) as error:
+        MixedPrecisionPlan("fp8-mixed", fp8=rule).apply(model())
+    (fault,) = error.value.faults
+    assert says in fault.given
+    assert fix in fault.fix
+
+
+@pytest.mark.parametrize("rule", [{"skip": "headd"}, {"modules": ("blocks", "moe.*")}], ids=str)
+def test_a_pattern_that_matches_nothing_is_refused_but_for_the_default(rule: dict[str, Any]) -> None:
+    faults = Faults()
+    fp8.select(Model(), FP8(small="convert", **rule), [], faults)
+    (fault,) = faults.found
+    assert "which matches no module" in fault.given
+    model = nn.Sequential(nn.Linear(16, 16))
+    assert selected(model, FP8(small="convert")) == {"0": None}
+
+
+def test_the_table_counts_layers_that_differ_by_index() -> None:
+    text = " ".join(MixedPrecisionPlan("fp8-mixed", fp8=FP8(small="convert")).describe(Model()).split())
+    assert "5 of 15 layers in fp8; left in bf16:" in text
+    assert "2 x blocks.*.up (32, 16): fp8" in text
+    assert "odd (24, 16): shape" in text

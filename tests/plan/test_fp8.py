@@ -1,0 +1,300 @@
+"""``fp8-mixed`` on one device: what is computed, when, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp import Checkpointing, MissingExtraError, MixedPrecisionPlan, PlanError
+from support.fp8 import RECIPES, WIDTH, Language, plan, products, run, same, texts
+from support.hf import llama, token_batches
+from support.models import same_weights, weights
+from support.running import trainer
+from support.saving import SaveAt
+
+torchao = pytest.importorskip("torchao")
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+CONVERTED = 4
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Language]:
+    """The runs that others are compared with, made once."""
+    made = {recipe: run(Language(), plan(recipe), validate=True) for recipe in RECIPES}
+    return made | {"bf16": run(Language(), MixedPrecisionPlan("bf16-mixed"), validate=True)}
+
+
+# ---------------------------------------------------------------------- what is computed
+
+
+@pytest.mark.parametrize("rows", [(16,), (2, 24), (3, 7), ()], ids=str)
+@every_recipe
+def test_a_converted_layer_is_torchaos_bit_for_bit(recipe: str, rows: tuple[int, ...]) -> None:
+    """And where the rows are no multiple of 16, those of torchao are made one with zeros."""
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    torch.manual_seed(0)
+    x, model = torch.randn(*rows, WIDTH), nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH))
+    padded = nn.functional.pad(x.reshape(-1, WIDTH), (0, 0, 0, -(x.numel() // WIDTH) % 16))
+    name = recipe.replace("gw_hp", "with_gw_hp")
+    oracle = Float8Linear.from_float(model[0], Float8LinearConfig.from_recipe_name(name))
+    expected = oracle(padded.bfloat16().requires_grad_())[: x.numel() // WIDTH].reshape(*rows, -1)
+    expected.float().pow(2).sum().backward()
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+
+    MixedPrecisionPlan("fp8-mixed", fp8={"recipe": recipe, "small": "convert"}).apply(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x.clone().requires_grad_())
+    found.float().pow(2).sum().backward()
+    assert torch.equal(found, expected)
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("recipe", "each"), [("rowwise", 3), ("tensorwise", 3), ("rowwise_gw_hp", 2)])
+def test_training_multiplies_in_fp8_and_nothing_else_does(recipe: str, each: int, plain: dict[str, Language]) -> None:
+    with products() as made:
+        module = run(Language(), plan(recipe), validate=True)
+    assert len(made) == CONVERTED * each * 8
+    assert same(module, plain[recipe])
+    assert module.losses != plain["bf16"].losses
+    assert module.losses == pytest.approx(plain["bf16"].losses, rel=0.05)
+
+
+def test_a_model_left_in_eval_mode_trains_in_fp8(plain: dict[str, Language]) -> None:
+    module = Language()
+    module.eval()
+    with pytest.warns(UserWarning, match="eval"):
+        run(module, plan())
+    assert same(module, plain["rowwise"])
+
+
+@every_recipe
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_checkpointing_changes_no_bit(recipe: str, how: Any, plain: dict[str, Language]) -> None:
+    with products() as made:
+        module = run(Language(), plan(recipe, Checkpointing(modules="Block", mode=how)))
+    assert same(module, plain[recipe])
+    again = CONVERTED if how == "full" else 0  # each forward's product once more, or what it gave was kept
+    assert len(made) == (CONVERTED * (2 if recipe == "rowwise_gw_hp" else 3) + again) * 8
+
+
+@every_recipe
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_model_computes_the_same(recipe: str, plain: dict[str, Language]) -> None:
+    module = run(Language(compiled="aot_eager"), plan(recipe), validate=True)
+    assert same(module, plain[recipe])
+    assert torch.equal(module.logits, plain[recipe].logits)
+
+
+def test_what_a_user_takes_out_of_autocast_is_fp32() -> None:
+    module = Language()
+    block = module.blocks[0]
+
+    def without(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return type(block).forward(block, x)
+
+    block.forward = without
+    with products() as made:
+        run(module, plan())
+    assert len(made) == CONVERTED // 2 * 3 * 8
+
+
+class Experts(Language):
+    """The second block is an expert that no token ever goes to."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks[0](self.embedding(ids))
+        return self.lm_head(x + self.blocks[1](x[:0]).sum(0))
+
+
+@every_recipe
+def test_an_expert_without_tokens_gets_zeros_as_gradients(recipe: str) -> None:
+    module = run(Experts(), plan(recipe))
+    assert all(torch.isfinite(torch.tensor(module.losses)))
+    assert not module.gradients["blocks.1.up.weight"].any()
+    assert module.gradients["blocks.0.up.weight"].any()
+
+
+def test_a_layer_that_is_frozen_in_the_midst_of_a_run_costs_no_gradient() -> None:
+    class Freezes(Language):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                self.blocks[0].requires_grad_(False)
+
+    with products() as made:
+        run(Freezes(), plan())
+    assert len(made) == (CONVERTED * 4 + CONVERTED // 2 * 4) * 3
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+@every_recipe
+def test_evaluation_is_bf16s_own(recipe: str) -> None:
+    module = run(Language(), plan(recipe), validate=True)
+    seen = module.logits
+    for plugin in (plan(recipe), MixedPrecisionPlan("bf16-mixed")):
+        with products() as made:
+            trainer(plugins=[plugin], limit_val_batches=1).validate(module, texts(), verbose=False)
+        assert not made
+        assert torch.equal(module.logits, seen)
+        assert module.logits.dtype == torch.bfloat16
+
+
+@every_recipe
+@pytest.mark.parametrize("compiled", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_evaluation_in_fp8_runs_under_inference_mode_too(recipe: str, compiled: str | None) -> None:
+    found: dict[str, Tensor] = {}
+    for inference_mode in (True, False):
+        module = Language(compiled=compiled)
+        with products() as made:
+            runner = trainer(plugins=[plan(recipe, evaluate="fp8")], limit_val_batches=1, inference_mode=inference_mode)
+            runner.validate(module, texts(), verbose=False)
+        assert len(made) == CONVERTED or (made and compiled)  # tracing is counted too
+        assert torch.equal(module.logits, found.setdefault("logits", module.logits))
+
+
+@pytest.mark.parametrize(("recipe", "stays"), [("rowwise", True), ("rowwise_gw_hp", True), ("tensorwise", False)])
+def test_a_later_token_changes_an_earlier_logit_under_tensorwise_alone(recipe: str, stays: bool) -> None:
+    found: list[Tensor] = []
+    for last in (1, 2):
+        ids = next(iter(texts())).clone()
+        ids[:, -1] = last
+        module = Language()
+        with torch.no_grad():
+            module.embedding.weight[2] *= 100
+        data = torch.utils.data.DataLoader(ids, batch_size=4)  # type: ignore[arg-type]
+        trainer(plugins=[plan(recipe, evaluate="fp8")]).validate(module, data, verbose=False)
+        found.append(module.logits[:, :-1])
+    assert torch.equal(*found) == stays
+
+
+# ---------------------------------------------------------------------- nothing of it stays
+
+
+@pytest.mark.parametrize("fails_at", [-1, 3])
+def test_after_a_run_and_after_a_failed_one_the_module_is_the_users(fails_at: int) -> None:
+    module, other = Language(fails_at=fails_at), Language()
+    plugin = plan()
+    before = [type(one) for one in module.modules()]
+    try:
+        run(module, plugin)
+    except InterruptedError:
+        assert fails_at == 3
+    assert [type(one) for one in module.modules()] == before
+    assert not [one for one in module.modules() if "_lmp_fp8" in vars(one)]
+    assert list(module.state_dict()) == list(other.state_dict())
+    assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in module.parameters())
+    assert [layer.name for layer in plugin.fp8_layers if layer.converted] == [
+        f"blocks.{index}.{name}" for index in "01" for name in ("up", "down")
+    ]
+
+
+def test_while_it_runs_names_classes_and_tensors_are_those_of_a_bf16_run() -> None:
+    class Watched(Language):
+        def on_train_start(self) -> None:
+            self.seen = (
+                str(self).replace("Watched", ""),
+                [(name, type(t), t.dtype) for name, t in self.state_dict().items()],
+                [isinstance(one, nn.Linear) for one in self.modules()],
+            )
+
+    assert run(Watched(), plan()).seen == run(Watched(), MixedPrecisionPlan("bf16-mixed")).seen
+
+
+def _saved(folder: Path, plugin: Any) -> tuple[Language, Path]:
+    module = Language()
+    run(module, plugin, callbacks=[SaveAt(folder, 8)])
+    return module, folder / "8.ckpt"
+
+
+def test_a_checkpoint_loads_without_torchao(tmp_path: Path) -> None:
+    _, path = _saved(tmp_path, plan())
+    code = f"""
+import sys
+sys.modules["torchao"] = None
+import torch
+kept = torch.load({str(path)!r}, weights_only=True)
+assert kept["MixedPrecisionPlan"]["policy"]["fp8"]["recipe"] == "rowwise"
+print({{type(t).__name__ for t in kept["state_dict"].values()}})
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.strip() == "{'Tensor'}"
+
+
+@pytest.mark.parametrize(("first", "then"), [("fp8", "fp8"), ("fp8", "bf16"), ("bf16", "fp8")])
+def test_a_run_resumes_under_the_other_precision(first: str, then: str, tmp_path: Path) -> None:
+    plans = {"fp8": plan, "bf16": lambda: MixedPrecisionPlan("bf16-mixed")}
+    saved, path = _saved(tmp_path, plans[first]())
+    resumed, whole = Language(), Language()
+    with products() as made:
+        run(resumed, plans[then](), max_epochs=2, ckpt_path=path)
+    run(whole, plans[first](), max_epochs=2)
+    assert len(resumed.losses) == 8
+    assert len(made) == (8 * 3 * CONVERTED if then == "fp8" else 0)
+    assert resumed.losses[0] < saved.losses[-1]
+    if first == then:
+        assert resumed.losses == whole.losses[8:]
+        assert same_weights(weights(resumed), weights(whole))
+    else:
+        assert resumed.losses == pytest.approx(whole.losses[8:], rel=0.1)
+
+
+def test_copies_and_pickles_of_a_module_in_a_run_need_no_run(tmp_path: Path) -> None:
+    class Copies(Language):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.copied = copy.deepcopy(self.blocks)
+            self.pickled = pickle.dumps(self.blocks)
+
+    module = run(Copies(), plan())
+    x = torch.randn(2, 3, WIDTH)
+    for other in (module.copied, pickle.loads(module.pickled)):
+        with torch.autocast("cpu", torch.bfloat16), products() as made:
+            assert torch.equal(other(x), module.blocks(x))
+        assert not made
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_torchao_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("lightning_mp.compat.torchao.find_spec", lambda name: None if name == "torchao" else find(name))
+    module = Language()
+    with pytest.raises(MissingExtraError, match=r"pip install 'lightning-mp\[fp8\]'"):
+        run(module, plan())
+    assert type(module.blocks[0].up) is nn.Linear
+
+
+def test_lora_alone_is_refused_and_a_trained_layer_beside_it_is_converted() -> None:
+    class Adapted(Language):
+        def __init__(self, also: str) -> None:
+            super().__init__()
+            self.blocks = llama(lora=True)
+            for name, parameter in self.blocks.named_parameters():
+                if also and also in name and "lora" not in name:
+                    parameter.requires_grad_(True)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.blocks(input_ids=batch, labels=batch).loss
+
+    with pytest.raises(PlanError, match="frozen"):
+        run(Adapted(""), plan(), data=token_batches())
+    plugin = plan()
+    with products() as made:
+        run(Adapted("o_proj"), plugin, data=token_batches())
+    assert len(made) == 2 * 3 * 8
+    assert {layer.reason for layer in plugin.fp8_layers} >= {"adapter", "frozen", None}

@@ -1,0 +1,88 @@
+"""``fp8-mixed`` on two processes: every strategy multiplies the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from support.comparing import eps
+from support.fp8 import Across, Plain, plan, run
+from support.ranks import Ranks
+
+pytest.importorskip("torchao")
+pytestmark = pytest.mark.gloo
+
+BLOCK = {"wrap": "Block"}
+SPLIT = {"tensor_parallel": 2, "tp_plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, **BLOCK}
+NORMS = {"*norm*": "fp32"}
+#: forward, and both of backward, of four layers in eight steps
+PRODUCTS = 4 * 3 * 8
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one["losses"] == other["losses"] and torch.equal(one["logits"], other["logits"])
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_ddp_on_equal_data_is_one_device(ranks: Ranks, recipe: str) -> None:
+    found = ranks.run(Across("ddp", recipe, alike=True))[0]
+    assert found["losses"] == run(Plain(), plan(recipe)).losses
+
+
+@pytest.mark.parametrize("pins", [{}, NORMS], ids=["", "pins"])
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("fsdp2", BLOCK), ("hsdp", {"device_mesh": (2, 1), **BLOCK}), ("fsdp1", BLOCK)]
+)
+def test_sharding_changes_no_bit(ranks: Ranks, strategy: str, options: Any, pins: dict[str, str]) -> None:
+    """Also where the model is sharded already, in what follows the fit."""
+    whole = ranks.run(Across("ddp", pins=pins))[0]
+    found = ranks.run(Across(strategy, pins=pins, options=options))[0]
+    assert equal(found, whole)
+    assert found["products"] == PRODUCTS
+    assert found["layers"] == whole["layers"]
+    assert torch.equal(found["logits"], found["validated"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["deepspeed_zero1", "deepspeed_zero2"])
+def test_zero_1_and_2_change_no_bit(ranks: Ranks, strategy: str) -> None:
+    assert equal(ranks.run(Across(strategy))[0], ranks.run(Across("ddp"))[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "options"), [("deepspeed_zero3", {}), ("fsdp2", SPLIT)])
+def test_zero_3_and_tensor_parallel_round_the_bf16_products_another_way(
+    ranks: Ranks, strategy: str, options: Any
+) -> None:
+    """DeepSpeed's own linear adds the head's bias later, and halves of a split sum are added in bf16."""
+    found = ranks.run(Across(strategy, alike=True, options=options))[0]
+    whole = run(Plain(), plan())
+    assert found["products"] == PRODUCTS
+    assert found["losses"] == pytest.approx(whole.losses, abs=eps("bf16-mixed"))
+
+
+@pytest.mark.parametrize("pins", [{}, NORMS], ids=["", "pins"])
+@pytest.mark.parametrize(("strategy", "options"), [("fsdp2", BLOCK), ("hsdp", {"device_mesh": (1, 2), **BLOCK})])
+def test_weights_gathered_in_fp8_change_no_bit(ranks: Ranks, strategy: str, options: Any, pins: dict[str, str]) -> None:
+    """And evaluation gathers what is stored, which is all that a checkpoint has."""
+    found = ranks.run(Across(strategy, "tensorwise", pins=pins, options=options, rule={"all_gather": True}))[0]
+    assert equal(found, ranks.run(Across("ddp", "tensorwise", pins=pins))[0])
+    assert torch.equal(found["logits"], found["validated"])
+    assert found["held"] == {"train": "Float8TrainingTensor", "validate": "Tensor"}
+    assert found["kept"] == {"Tensor"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "says"),
+    [
+        ("fsdp1", BLOCK, "with PlanFSDP1Strategy, which gathers weights as they are stored"),
+        ("fsdp2", {"reshard_after_forward": 2, **BLOCK}, "beside reshard_after_forward=2"),
+        ("fsdp2", {"cpu_offload": True, **BLOCK}, "beside cpu_offload=True"),
+        ("fsdp2", {"compile": True, **BLOCK}, "beside compile=True"),
+    ],
+)
+def test_what_cannot_gather_in_fp8_is_refused(ranks: Ranks, strategy: str, options: Any, says: str) -> None:
+    (given,) = ranks.run(Across(strategy, "tensorwise", options=options, rule={"all_gather": True}))[0]
+    assert given == f"FP8(all_gather=True) {says}"
