@@ -148,7 +148,7 @@ def _traffic() -> str:
         "reduced in fp32, weights\ngathered in bf16 for the forward and again for the backward pass.\n\n"
         + table(head, rows)
         + "\nTensor parallelism sends 4 all-reduces of the activations a layer and micro-batch (6 under full\n"
-        "checkpointing), and waits for each. Data parallelism's traffic runs beside the computation: the longer counts.\n"
+        "checkpointing), and waits for each. Data parallelism's traffic runs beside computation: the longer counts.\n"
     )
 
 

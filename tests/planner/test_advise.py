@@ -120,6 +120,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"gpu": "a100_80", "nvlink": "half", "precision": "fp9", "gpus": 0},
         ("a100-80", "nvlink='half'", "precision 'fp9'", "gpus=0"),
     ),
+    "numbers": ({"tokens": 0, "calibration": -1.0}, ("tokens=0", "calibration=-1.0")),
     "fp8 where there is none": ({"gpu": "a100-80", "precision": "fp8"}, ("fp8-mixed", "use 'bf16-mixed'")),
     "bf16 on a V100": ({"gpu": "v100-32", "precision": "bf16"}, ("bf16-mixed", "use '16-mixed'")),
     "a batch that does not divide": ({"global_batch": 7, "micro_batch": 2}, ("global_batch=7", "multiple")),
@@ -264,6 +265,7 @@ def test_the_command_prints_json_and_what_is_wrong() -> None:
     assert refused.exit_code == 2
     assert "'h100-80'" in refused.output
     assert CliRunner().invoke(app, ["advise"]).exit_code == 2
+    assert "params=0" in CliRunner().invoke(app, ["advise", "--params", "0"]).output
 
 
 class Saving(LightningModule):
