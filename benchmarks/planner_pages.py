@@ -147,8 +147,8 @@ def _traffic() -> str:
         "## What is sent\n\nBytes a parameter that each rank sends under `bf16-mixed`, times (n - 1)/n; gradients are "
         "reduced in fp32, weights\ngathered in bf16 for the forward and again for the backward pass.\n\n"
         + table(head, rows)
-        + "\nTensor parallelism sends 4 all-reduces of the activations a layer and micro-batch (6 with full "
-        "checkpointing),\nand waits for each. Data parallelism's traffic runs beside the computation: the longer of both counts.\n"
+        + "\nTensor parallelism sends 4 all-reduces of the activations a layer and micro-batch (6 under full\n"
+        "checkpointing), and waits for each. Data parallelism's traffic runs beside computation: the longer counts.\n"
     )
 
 

@@ -39,6 +39,7 @@ FLOOR_0 = (
     "monitor.report",
     "monitor.run_folder",
     "monitor.strict_json",
+    "planner",
     "policy",
     "policy.hardware",
     "policy.load",

@@ -53,7 +53,8 @@ class TrainingHealth(Callback):
     - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
     - ``health/tokens_per_s``, ``health/samples_per_s``: over all ranks, since the last reading, validation excluded.
     - ``health/mfu``: FLOPs per token or sample, counted in the first batch, times the throughput, over the device's
-      peak. Recomputation by activation checkpointing is not counted.
+      peak. Recomputation by activation checkpointing is not counted: on a decoder MosaicML's convention,
+      6N + 12Lhs a token, less the table of input embeddings where it is only looked up.
     - ``val/loss``: what validation logged as ``val/loss`` or ``val_loss``, in a row of its own.
     - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory.
 

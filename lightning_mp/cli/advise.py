@@ -58,7 +58,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
         "precision": precision,
         "offload": offload,
     }
-    with refusals("advise"):
+    with refusals("advise", ValueError):
         shape = _shape(params, config, seq_len)
         found = ask(shape, **keywords)
         if calibrate is not None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, is_number
 from lightning_mp.planner import page, yaml_file
 from lightning_mp.planner.estimate import Estimate, of_layout
 from lightning_mp.planner.layout import CHECKPOINTING, Layout, checked
@@ -175,6 +175,9 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
         for name, value in {"global_batch": global_batch, "micro_batch": micro_batch}.items():
             if value is not None:
                 faults.whole(name, value, 1, "write a positive whole number")
+        for name, value in {"tokens": tokens, "calibration": calibration}.items():
+            if value is not None and not (is_number(value) and value > 0):
+                faults.add(f"{name}={value!r}", "a number above 0", "write a number above 0")
         base = checked(
             shape,
             faults,

@@ -104,6 +104,9 @@ class ModelShape:
 
         ``params`` of the result is what such a model counts, within a few per cent of what was asked for.
         """
+        with Faults("ModelShape") as faults:
+            if not is_number(params) or params < 1:
+                faults.add(f"params={params!r}", "a number of parameters, at least 1", "write 7e9 for 7 billion")
         layers, hidden = min(_USUAL, key=lambda row: abs(math.log(row[0] / max(params, 1.0))))[1:]
         head = _HEAD if hidden % _HEAD == 0 and hidden >= 2048 else 64
         # Between the usual sizes the number of layers follows; the MLP is Llama's 8/3 of the width.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-import re
 from importlib.resources import files
 from typing import Any
 
+from lightning_mp.errors import Faults
 from lightning_mp.planner.estimate import Estimate
 from lightning_mp.planner.layout import Layout
 from lightning_mp.planner.shape import ModelShape
@@ -87,9 +88,27 @@ def _llama(shape: ModelShape) -> list[str]:
 
 
 def _of_module(module: Any) -> list[str]:
-    """The class of the module with its saved hyperparameters, where they are plain values."""
-    kind = type(module)
-    saved: dict[str, Any] = dict(getattr(module, "hparams", {}))
-    plain = {name: value for name, value in saved.items() if isinstance(value, (int, float, str, bool, type(None)))}
-    name = re.sub(r"^__main__\.", "", f"{kind.__module__}.{kind.__qualname__}")
-    return ["model:", f"  _target_: {name}", *(f"  {key}: {json.dumps(value)}" for key, value in plain.items())]
+    """The module's class, with the hyperparameters it saved.
+
+    Raises:
+        PlanError: a run could not build it from these.
+    """
+    kind, saved = type(module), dict(getattr(module, "hparams", {}))
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    needed = {
+        key
+        for key, parameter in inspect.signature(kind).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    with Faults("advise") as faults:
+        if not hasattr(module, "training_step"):
+            faults.add(name, "a LightningModule, which train runs", "give its LightningModule, or a ModelShape")
+        elif kind.__module__ == "__main__":
+            faults.add(
+                f"{kind.__qualname__} of the running script", "a class that can be imported", "move it to a file"
+            )
+        elif missing := sorted(needed - saved.keys()):
+            given = f"{name} without {', '.join(missing)} in its hparams"
+            faults.add(given, "a module that saves them", "call self.save_hyperparameters() in __init__")
+    return ["model:", f"  _target_: {name}", *(f"  {key}: {json.dumps(value)}" for key, value in saved.items())]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from typer.testing import CliRunner
 
 from lightning_mp.cli import app
@@ -119,6 +120,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"gpu": "a100_80", "nvlink": "half", "precision": "fp9", "gpus": 0},
         ("a100-80", "nvlink='half'", "precision 'fp9'", "gpus=0"),
     ),
+    "numbers": ({"tokens": 0, "calibration": -1.0}, ("tokens=0", "calibration=-1.0")),
     "fp8 where there is none": ({"gpu": "a100-80", "precision": "fp8"}, ("fp8-mixed", "use 'bf16-mixed'")),
     "bf16 on a V100": ({"gpu": "v100-32", "precision": "bf16"}, ("bf16-mixed", "use '16-mixed'")),
     "a batch that does not divide": ({"global_batch": 7, "micro_batch": 2}, ("global_batch=7", "multiple")),
@@ -263,6 +265,55 @@ def test_the_command_prints_json_and_what_is_wrong() -> None:
     assert refused.exit_code == 2
     assert "'h100-80'" in refused.output
     assert CliRunner().invoke(app, ["advise"]).exit_code == 2
+    assert "params=0" in CliRunner().invoke(app, ["advise", "--params", "0"]).output
+
+
+class Saving(LightningModule):
+    """A user's module that a file can name: it saves what it is made of."""
+
+    def __init__(self, layers: int, save: bool = True) -> None:
+        super().__init__()
+        self.config = {"hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": 512}
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(layers))
+        if save:
+            self.save_hyperparameters()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        raise NotImplementedError
+
+
+def test_a_module_is_named_in_the_file_with_what_it_is_made_of() -> None:
+    yaml = pytest.importorskip("yaml")
+    found = advise(Saving(2), gpu="v100-16", gpus=1)
+    model = yaml.safe_load(found.yaml())["model"]
+    assert model == {"_target_": f"{__name__}.Saving", "layers": 2, "save": True}
+    assert found.shape.params == 2 * 65 * 64
+
+
+NOT_NAMED = {
+    "save_hyperparameters": lambda: Saving(2, save=False),
+    "a LightningModule": lambda: _Config(2),
+}
+
+
+class _Config(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.config = {"hidden_size": 64, "num_hidden_layers": layers}
+
+
+@pytest.mark.parametrize("why", NOT_NAMED)
+def test_a_module_that_a_file_cannot_make_is_refused(why: str) -> None:
+    module = NOT_NAMED[why]()
+    module.more = torch.nn.Linear(4, 4)
+    found = advise(module, gpu="a100-80", gpus=1)
+    with pytest.raises(PlanError, match=why):
+        found.yaml()
+
+
+def test_a_module_without_a_config_is_refused() -> None:
+    with pytest.raises(PlanError, match="transformers config"):
+        advise(torch.nn.Linear(4, 4), gpu="a100-80", gpus=1)
 
 
 def test_the_page_is_one_file_with_a_bar_for_each_choice() -> None:

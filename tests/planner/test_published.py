@@ -104,7 +104,7 @@ def test_memory_is_near_what_was_measured() -> None:
     }
     assert len(errors) == 20
     assert median(map(abs, errors.values())) < 0.13
-    # The H200 runs' batch is not said; the next worst are tensor parallel.
+    # Newer software keeps less, on the H200; the next worst are tensor parallel.
     assert max(abs(error) for run, error in errors.items() if run.layout.gpu.word == "h100-80") < 0.33
 
 
