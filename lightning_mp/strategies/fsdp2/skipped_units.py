@@ -47,7 +47,6 @@ class SkippedUnits:
         self, root: nn.Module, *, compiled: bool, device: torch.device, recomputed: Sequence[nn.Module] = ()
     ) -> None:
         self._active, self._recording, self._manual, self._compares = False, False, False, False
-        self._grad = True
         self._within = {id(part) for region in recomputed for part in region.modules() if part is not region}
         self._learnt: set[str] = set()
         parts: list[tuple[str, nn.Module]] = list(root.named_modules())
@@ -119,9 +118,8 @@ class SkippedUnits:
         skipped, root.place = root.below[root.place :], len(root.below)
         if skipped:
             end = torch.zeros((), device=next(root.module.parameters()).device)
-            with torch.set_grad_enabled(self._grad):  # a metric takes none
-                for unit in skipped:
-                    end = self._pass(unit, end)
+            for unit in skipped:
+                end = self._pass(unit, end)
 
     def _meet(self, place: str) -> None:
         if self._recording:
@@ -144,7 +142,7 @@ class SkippedUnits:
     def start(self, method: str, *, manual: bool) -> None:
         """A call of ``method`` begins; where backward passes come in between (``manual``) no unit may be skipped."""
         self._active, self._manual, self._recording = not manual, manual, method not in self._learnt
-        self._compares, self._grad = self._recording and method == "training_step", torch.is_grad_enabled()
+        self._compares = self._recording and method == "training_step"
         self._learnt.add(method)
 
     def stop(self) -> None:
