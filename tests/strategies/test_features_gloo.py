@@ -79,6 +79,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "a_pinned_weight_is_read_from_outside": ELSEWHERE,
         "ranks_run_units_in_opposite_orders": OTHER_UNITS,
         "a_unit_is_left_out_of_one_loss": OTHER_UNITS,
+        "a_unit_is_used_on_one_rank_that_logs": OTHER_UNITS,
         "a_unit_is_used_on_one_rank_by_hand": OTHER_UNITS,
         "a_unit_is_used_on_one_rank_in_a_recomputed_region": "in a region that is recomputed",
     },

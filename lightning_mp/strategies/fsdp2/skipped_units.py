@@ -47,14 +47,11 @@ class SkippedUnits:
         self, root: nn.Module, *, compiled: bool, device: torch.device, recomputed: Sequence[nn.Module] = ()
     ) -> None:
         self._active, self._recording, self._manual, self._compares = False, False, False, False
-        self._grad = True
         self._within = {id(part) for region in recomputed for part in region.modules() if part is not region}
         self._learnt: set[str] = set()
         parts: list[tuple[str, nn.Module]] = list(root.named_modules())
         units = {name: _Unit(name, part) for name, part in parts if _is_unit(part)}
         self._units = list(units.values())
-        #: what was led through units before a collective of the user's; it takes part in the backward pass
-        self._apart: list[Tensor] = []
         self._order = SameOrder([*units, *map(_end_of, units)], device)
         apart: Any = torch.compiler.disable if compiled else _as_it_is
         self._hooks: list[RemovableHandle] = []
@@ -107,14 +104,13 @@ class SkippedUnits:
         skipped, unit.place = unit.below[unit.place :], len(unit.below)
         led = self._through(skipped, output) if skipped else None
         self._meet(_end_of(unit.name))
-        if self._apart and unit.module is self._units[0].module:
-            led = self._joined(output if led is None else led)
         return led
 
     def catch_up(self) -> None:
         """Before a collective of the user's in the step (``self.log(..., sync_dist=True)``): be past every unit.
 
         Another rank may have run them by now, and must not wait in one of them while this one is in that collective.
+        They are then no part of this rank's loss: in training the first step is refused for that.
         """
         root = self._units[0]
         if not self._active or not self._hooks or compat.in_backward() or not root.rounds:
@@ -122,18 +118,8 @@ class SkippedUnits:
         skipped, root.place = root.below[root.place :], len(root.below)
         if skipped:
             end = torch.zeros((), device=next(root.module.parameters()).device)
-            with torch.set_grad_enabled(self._grad):  # a metric takes none
-                for unit in skipped:
-                    end = self._pass(unit, end)
-            self._apart.append(end)
-
-    def _joined(self, output: Any) -> Any:
-        led = next((tensor for tensor in floating_in(output) if tensor.requires_grad), None)
-        ends, self._apart = [end for end in self._apart if end.requires_grad], []
-        if led is None or not ends:
-            return output
-        joined = _Same.apply(led, *ends)
-        return map_tensors(output, lambda tensor: joined if tensor is led else tensor)
+            for unit in skipped:
+                end = self._pass(unit, end)
 
     def _meet(self, place: str) -> None:
         if self._recording:
@@ -156,7 +142,7 @@ class SkippedUnits:
     def start(self, method: str, *, manual: bool) -> None:
         """A call of ``method`` begins; where backward passes come in between (``manual``) no unit may be skipped."""
         self._active, self._manual, self._recording = not manual, manual, method not in self._learnt
-        self._compares, self._grad = self._recording and method == "training_step", torch.is_grad_enabled()
+        self._compares = self._recording and method == "training_step"
         self._learnt.add(method)
 
     def stop(self) -> None:
