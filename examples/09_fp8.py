@@ -2,7 +2,8 @@
 
     python examples/09_fp8.py
 
-On a CPU this shows numbers and no speed; emulated there, since its own FP8 products take a second for a layer. small="convert" is for this small Llama alone: its layers are slower in FP8.
+On a CPU this shows numbers and no speed; emulated there, since its own FP8 products take a second for a layer.
+small="convert" is for this small Llama alone: its layers are slower in FP8.
 """
 
 import logging
