@@ -33,8 +33,8 @@ def lines_of(path: Path) -> list[dict[str, float]]:
 # ---------------------------------------------------------------------- all of them
 
 
-def test_there_are_eight() -> None:
-    assert sorted({path.name[:2] for path in FILES}) == [f"0{number}" for number in range(1, 9)]
+def test_there_are_nine() -> None:
+    assert sorted({path.name[:2] for path in FILES}) == [f"0{number}" for number in range(1, 10)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -249,3 +249,20 @@ def test_08_skips_exactly_the_batches_without_a_comment(
     audit = json.loads((tmp_path / "lightning_mp_run" / "audit.json").read_text())
     computed = {row["module"]: row["compute"] for row in audit["rows"]}
     assert (computed["encoder.layers.0.norm1"], computed["encoder.layers.0.linear1"]) == ("fp32", "bf16")
+
+
+# ---------------------------------------------------------------------- 09
+
+
+@pytest.mark.slow
+def test_09_shows_fp8_beside_bf16(tmp_path: Path, cache: Path, pytestconfig: pytest.Config) -> None:
+    ran = run("09", tmp_path, cache=cache)
+    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+    bf16, fp8 = (float(loss) for loss in re.findall(r"validation loss ([\d.]+)", ran.output))
+    assert fp8 == pytest.approx(bf16, rel=0.02)
+    assert fp8 < math.log(512) - 0.5
+    layers = re.findall(r"^model\.\S+ +\(.*\) +(\w+)$", ran.output, re.MULTILINE)
+    assert layers.count("fp8") == 14
+    assert layers.count("skip") == 1
+    audited = [line for line in ran.output.splitlines() if "| `" in line]
+    assert sum("| fp8 | fp32 |" in line for line in audited) == 7  # a row for both layers
