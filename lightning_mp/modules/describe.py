@@ -9,7 +9,7 @@ from textwrap import wrap
 from torch import nn
 
 from lightning_mp.errors import Faults
-from lightning_mp.modules import checkpointing, pins
+from lightning_mp.modules import checkpointing, half_weights, pins
 from lightning_mp.policy import PrecisionPolicy, describe
 
 #: columns that the text of a row may take
@@ -19,13 +19,14 @@ Rows = list[tuple[str, str]]
 
 
 def rows(policy: PrecisionPolicy, module: nn.Module | None = None, strategy: str | None = None) -> Rows:
-    """What is declared, by subject; with ``module``, what each pin and the checkpointing cover of it."""
+    """What is declared, by subject; with ``module``, what each rule covers of it, and what a gather of it moves."""
     found: Rows = [
         ("precision", policy.precision),
         ("stored", describe.storage(policy)),
         ("computed", describe.compute(policy)),
         ("reduced", f"gradients are summed across ranks in {policy.reduce_dtype}"),
         *_pins(policy, module),
+        *_gathered(policy, module),
         ("loss scaling", describe.loss_scaling(policy)),
         ("non-finite", describe.nonfinite(policy.nonfinite)),
         ("TF32", describe.tf32(policy)),
@@ -43,6 +44,15 @@ def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
         count = "" if module is None else f": {_counted(names)}"
         found.append(("pin", f"{pin.pattern!r} {pin.dtype}{output}{count}"))
     return found or [("pins", "none")]
+
+
+def _gathered(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
+    """What a gather of the whole model moves, where a strategy shards it."""
+    if module is None or policy.precision == "auto":
+        return []
+    pin_map = pins.resolve(module, policy.pins, Faults())
+    weights = half_weights.survey(module, pin_map, policy)
+    return [("gathered", "; ".join(half_weights.counted(weights, pin_map, policy)) or "nothing")]
 
 
 def _checkpointing(policy: PrecisionPolicy, module: nn.Module | None) -> str:

@@ -31,12 +31,15 @@ from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.modules import half_weights
+from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import meta_device, unfit_callbacks
 from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
 from lightning_mp.strategies.common import RunsPlan, StepAsForward, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
 from lightning_mp.strategies.fsdp2 import tensor_parallel
+from lightning_mp.strategies.fsdp2.half_gathers import HalfGathers
 from lightning_mp.strategies.fsdp2.root_unit import RootUnit
 from lightning_mp.strategies.fsdp2.skipped_units import SkippedUnits
 from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
@@ -133,6 +136,7 @@ class PlanFSDP2Strategy(
         self._sharded = False
         self._root: RootUnit | None = None
         self._skipped: SkippedUnits | None = None
+        self._halves: HalfGathers | None = None
 
     # ------------------------------------------------------------------ processes
 
@@ -187,7 +191,7 @@ class PlanFSDP2Strategy(
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
             return None
         stored, split = engine.stored_dtypes(), {}
-        cut = units(module, self._wrap, engine.pin_map, stored, faults)
+        cut = units(module, self._wrap, engine.pin_map, stored, faults, together=engine.policy.storage_dtype)
         if self.sharding.compile:
             cut = for_compiling(cut, stored)
             _check_compiles(cut, engine.policy, module, faults)
@@ -210,6 +214,9 @@ class PlanFSDP2Strategy(
         layout: Layout | None = plan.apply(self.model)
         if layout is not None:
             self._shard(self.model, layout, plan.policy)
+        assert plan.engine is not None
+        weights = half_weights.survey(self.model, plan.engine.pin_map, plan.policy)
+        self._halves = HalfGathers(self.model, weights, to_torch(plan.policy.compute_dtype))
         self._root = RootUnit(self.model)
         self._skipped = SkippedUnits(self.model, compiled=self.sharding.compile)
         self.model_to_device()
@@ -234,6 +241,8 @@ class PlanFSDP2Strategy(
     def teardown(self) -> None:
         """As the host does; the units are left as ``fully_shard`` made them."""
         super().teardown()
+        if self._halves is not None:
+            self._halves.release()
         if self._skipped is not None:
             self._skipped.release()
 
