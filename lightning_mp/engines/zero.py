@@ -7,8 +7,9 @@ ZeRO optimizer asks the plan's scaler what to divide by.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,8 @@ from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.closures import Evaluated
 from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights, keeps_moments
 from lightning_mp.errors import Fault, Faults
+from lightning_mp.numerics.autocast_weight import CastAlone
+from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.scaler import LossScaler
 
 
@@ -38,6 +41,8 @@ class ZeroEngine(StepEngine):
     #: ``gradient_clipping`` of the JSON, where the Trainer says nothing
     _default_clip = 0.0
     _weights: Weights | None = None
+    #: by ``id``, names of the weights that are gathered in half precision, until a step was watched
+    halves: Mapping[int, str] = MappingProxyType({})
     #: from a manual backward pass to the step
     _told: GradientsElsewhere | None = None
 
@@ -143,9 +148,11 @@ class ZeroEngine(StepEngine):
 
     @contextmanager
     def training_step(self) -> Generator[None, None, None]:
-        """However it ends, afterwards nobody is told any more."""
+        """However it ends, afterwards nobody is told any more; the first sees what half weights are used for."""
+        watch = CastAlone(self.halves, to_torch(self.policy.compute_dtype)) if self.halves else nullcontext()
+        self.halves = MappingProxyType({})
         try:
-            with super().training_step():
+            with super().training_step(), watch:
                 yield
         finally:
             self._tell_no_more()

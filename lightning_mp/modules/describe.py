@@ -52,7 +52,8 @@ def _gathered(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
         return []
     pin_map = pins.resolve(module, policy.pins, Faults())
     weights = half_weights.survey(module, pin_map, policy)
-    return [("gathered", "; ".join(half_weights.counted(weights, pin_map, policy)) or "nothing")]
+    moved = "; ".join(half_weights.counted(weights, pin_map, policy))
+    return [("gathered", moved)] if moved else []  # of what ZeRO-3 has split nothing is left to count
 
 
 def _checkpointing(policy: PrecisionPolicy, module: nn.Module | None) -> str:

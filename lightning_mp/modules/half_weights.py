@@ -98,4 +98,5 @@ def counted(weights: list[Weight], pin_map: PinMap, policy: PrecisionPolicy) -> 
         size = sum(weight.tensor.numel() for weight in members) * to_torch(dtype).itemsize
         reasons = list(dict.fromkeys(weight.reason for weight in members if weight.reason and policy.mixed))
         why = f" ({', '.join(reasons)})" if reasons else ""
-        yield f"{size:,} bytes in {dtype}{why}"
+        if size:
+            yield f"{size:,} bytes in {dtype}{why}"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from support import hf
+from support.collectives import Moved
 from support.models import FEATURES, batches
 from support.oracles import plan_for
 from support.running import fit
@@ -42,19 +41,39 @@ def _gpt2() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": _llama, "gpt2": _gpt2}
 
 
-class Counted(LightningModule):
-    """A transformers model that looks at what its graph keeps when a forward is over."""
+def text() -> DataLoader[Tensor]:
+    """Four batches of two rows."""
+    ids = torch.randint(VOCABULARY, (8, 12), generator=torch.Generator().manual_seed(3))
+    return DataLoader(cast("Any", ids), batch_size=2)
+
+
+class Text(LightningModule):
+    """A transformers model; each rank has its own rows."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.model = MODELS[kind]()
         self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = hf.loss_of(self.model, (batch + self.global_rank) % VOCABULARY)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS["adamw"](self.parameters())
+
+
+class Counted(Text):
+    """Looks at what its graph keeps when a forward is over."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
         #: bytes of half-precision copies of block weights that wait for the backward pass
         self.kept: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        ids = (batch + self.global_rank) % VOCABULARY
         blocks = [part for part in self.model.modules() if type(part).__name__.endswith(("DecoderLayer", "GPT2Block"))]
         sizes = {p.numel() for block in blocks for p in block.parameters() if p.dim() == 2}
         saved: dict[int, Tensor] = {}
@@ -65,51 +84,11 @@ class Counted(LightningModule):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = hf.loss_of(self.model, ids)
-        weights = [t for t in saved.values() if t.dim() == 2 and WIDTH in t.shape and ids.numel() not in t.shape]
+            loss = super().training_step(batch, batch_idx)
+        weights = [t for t in saved.values() if t.dim() == 2 and WIDTH in t.shape and batch.numel() not in t.shape]
         assert weights
         self.kept.append(sum(t.untyped_storage().nbytes() for t in weights))
-        self.losses.append(loss.item())
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS["adamw"](self.parameters())
-
-
-@contextmanager
-def collectives() -> Iterator[dict[str, list[int]]]:
-    """Bytes that FSDP2 gathers, and that its reductions take, call by call."""
-    seen: dict[str, list[int]] = {"gathered": [], "reduced": []}
-    names = {"all_gather": "gathered", "reduce_scatter": "reduced"}
-    before: dict[str, Any] = {}
-    for name in dir(dist):
-        kind = name.removesuffix("_single").removesuffix("_into_tensor").removesuffix("_tensor")
-        if kind not in names or name == kind:
-            continue
-        before[name] = getattr(dist, name)
-
-        def noting(*args: Any, _call: Any = before[name], _what: str = names[kind], **options: Any) -> Any:
-            tensors = [item for item in (*args, *options.values()) if isinstance(item, Tensor)]
-            seen[_what].append(max(tensor.nbytes for tensor in tensors))  # the whole, beside the rank's part of it
-            return _call(*args, **options)
-
-        setattr(dist, name, noting)
-    try:
-        yield seen
-    finally:
-        for name, call in before.items():
-            setattr(dist, name, call)
-
-
-class _Steps(Callback):
-    def __init__(self, seen: dict[str, list[int]]) -> None:
-        self.seen = seen
-        self.steps: list[dict[str, list[int]]] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.steps.append({key: list(found) for key, found in self.seen.items()})
-        for found in self.seen.values():
-            found.clear()
 
 
 @dataclass(frozen=True)
@@ -121,15 +100,10 @@ class Bytes:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
-        ids = torch.randint(VOCABULARY, (8, 12), generator=torch.Generator().manual_seed(3))
-        data = DataLoader(ids, batch_size=2)  # type: ignore[arg-type]
-        module = Counted(self.kind)
-        with collectives() as seen:
-            steps = _Steps(seen)
-            host = fsdp2(wrap=None)
-            sharded = trained(self.mode, host, module, data=data, callbacks=[steps], **self.options)
-        other = trained(self.mode, ddp(), Counted(self.kind), data=data, **self.options)
-        return {"sharded": sharded, "ddp": other, "steps": steps.steps, "kept": module.kept}
+        module, moved = Counted(self.kind), Moved()
+        sharded = trained(self.mode, fsdp2(wrap=None), module, data=text(), callbacks=[moved], **self.options)
+        other = trained(self.mode, ddp(), Counted(self.kind), data=text(), **self.options)
+        return {"sharded": sharded, "ddp": other, "steps": moved.steps, "kept": module.kept}
 
 
 # ------------------------------------------------------------------ what a model may do with its weights

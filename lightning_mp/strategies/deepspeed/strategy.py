@@ -249,6 +249,8 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
                 dist_init_required=False,
             )
         patches.note_hooks(model, engine.optimizer)
+        if self._stage == 3:
+            patches.gather_halves(model, plan_of(self), zero)
         return engine, zero
 
     @contextmanager

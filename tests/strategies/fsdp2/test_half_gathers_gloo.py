@@ -23,7 +23,7 @@ def test_bytes_gathered_and_kept(ranks: Ranks, kind: str) -> None:
     block, rest = ELEMENTS[kind]
     for result in ranks.run(Bytes(kind)):
         assert same_runs(result["ddp"], result["sharded"], 0.0)
-        for step in result["steps"]:
+        for step in result["steps"][1:]:  # in the first, ranks tell each other their order of units
             assert sum(step["gathered"]) == GATHERED[kind]
             blocks = sorted(step["gathered"])[-2 * LAYERS :] if kind == "gpt2" else step["gathered"]
             assert sum(size <= 1.01 * 2 * block for size in blocks) >= 2 * LAYERS
