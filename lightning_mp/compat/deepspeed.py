@@ -23,11 +23,15 @@ ZERO = PrivateNames(
         "deepspeed.runtime.zero.partition_parameters:Init()": (
             "ds_id",
             "ds_numel",
+            "ds_persist",
             "ds_process_group",
+            "ds_shape",
             "ds_tensor",
             "partition",
         ),
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload()": ("ds_persist",),
+        "deepspeed.runtime.torch_autocast": ("get_comm_dtype", "has_comm_dtype"),
+        "deepspeed.runtime.base_optimizer:ZeROOptimizer": ("get_param_comm_dtype",),
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3()": ("_z3_optimizer",),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
             "_link_all_hp_params",
@@ -99,6 +103,33 @@ _BITS = {2: torch.int16, 4: torch.int32}
 def is_partitioned(parameter: object) -> bool:
     """Whether ZeRO-3 has split the parameter over the ranks."""
     return hasattr(parameter, "ds_tensor")
+
+
+def gather_as(parameter: Any, dtype: torch.dtype | None) -> bool:
+    """Have modules gather a partitioned parameter in ``dtype``, or in its own (``None``); whether they do.
+
+    What was gathered is fp32 again where it is used. Biases stay as they are: DeepSpeed's own linear adds them in fp32,
+    outside of autocast's product. Users' own ``GatheredParameters``, checkpoints and what ZeRO keeps
+    whole get what is stored.
+    """
+    if hasattr(parameter, "comm_dtype"):
+        del parameter.comm_dtype
+    halves = (
+        dtype is not None and is_partitioned(parameter) and not parameter.ds_persist and len(parameter.ds_shape) > 1
+    )
+    if halves:
+        parameter.comm_dtype = dtype
+    return halves
+
+
+def reduce_as_stored(zero: Any) -> None:
+    """Have a ZeRO-3 optimizer reduce gradients in the dtype it would without ``gather_as``.
+
+    It reads the same attribute where anything in the process has run DeepSpeed's own ``torch_autocast``.
+    """
+    if len(zero.ipg_buckets) == 1:
+        (only,) = zero.ipg_buckets
+        zero.get_param_comm_dtype = lambda _parameter: only
 
 
 def cast_partition(parameter: Any) -> None:

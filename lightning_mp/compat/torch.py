@@ -27,7 +27,8 @@ STEP = PrivateNames(
     "torch",
     {
         "torch": ("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_foreach_norm"),
-        "torch._C": ("_current_autograd_node", "_current_graph_task_id"),
+        "torch._C": ("_current_autograd_node", "_current_graph_task_id", "_disabled_torch_function_impl"),
+        "torch:Tensor": ("_make_wrapper_subclass",),
         "torch._ops": ("OpOverload", "OpOverloadPacket"),
         "torch.amp:GradScaler()": ("_growth_tracker", "_per_optimizer_states", "_scale"),
         "torch.nn:Module": ("_apply", "_compiled_call_impl", "_load_from_state_dict"),
@@ -62,6 +63,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     STEP.require("lightning_mp")
     return getattr(import_module(place), name)
+
+
+#: as ``__torch_function__`` of a tensor's class: functions see the tensor as one of torch's own
+NO_TORCH_FUNCTION: Any = getattr(cast("Any", torch)._C, "_disabled_torch_function_impl", None)
+
+
+def as_wrapper(cls: type[Any], tensor: Tensor, dtype: torch.dtype) -> Any:
+    """A tensor of class ``cls`` without values of its own, which looks like ``tensor`` in ``dtype``."""
+    options: dict[str, Any] = {"storage_offset": tensor.storage_offset(), "dtype": dtype, "device": tensor.device}
+    return cast("Any", Tensor)._make_wrapper_subclass(cls, tensor.shape, tensor.stride(), **options)
 
 
 # ------------------------------------------------------------------ gradients and the scale

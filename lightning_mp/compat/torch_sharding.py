@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from lightning_mp.compat.checks import PrivateNames
 
@@ -26,15 +27,25 @@ FSDP2 = PrivateNames(
             "_pre_forward",
         ),
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()": ("_fsdp_param_group", "_mp_policy"),
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ("init_dtype_attrs", "init_unsharded_param"),
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam()": (
             "_extensions_data",
             "_init_extensions",
+            "_module_info",
             "_sharded_local_tensor",
+            "_unsharded_dtensor_spec",
             "_unsharded_inner_tensors",
             "_unsharded_param",
+            "all_gather_outputs",
+            "param_dtype",
         ),
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": ("post_backward", "wait_for_unshard"),
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
+            "_to_sharded",
+            "post_backward",
+            "wait_for_unshard",
+        ),
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup()": ("_training_state",),
+        "torch.distributed.tensor:DTensor()": ("_local_tensor",),
         "torch.distributed.tensor.parallel:ParallelStyle": ("_apply",),
         "torch:Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks"),
     },
@@ -125,6 +136,54 @@ class GatherWays:
         self._parameter._init_extensions()
         held.update(self._made.pop(name, {}))
         self._name = name
+
+
+def places_of(parameter: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that hold the parameter, and under which names."""
+    info = parameter._module_info
+    places = [(info.module, info.param_name)]
+    return places + list(zip(info.shared_modules, info.shared_param_names, strict=True))
+
+
+def gather_as(parameter: Any, dtype: torch.dtype, wrap: Callable[[Tensor], Tensor]) -> None:
+    """Gather the parameter in ``dtype``; the whole one is ``wrap`` of what was gathered. Shards stay as stored.
+
+    The unit has to be sharded. ``fully_shard`` itself knows one dtype for all that a unit has.
+    """
+    cls = type(parameter)
+
+    def init_dtype_attrs(policy: Any) -> None:  # called again by every unshard() of the user's
+        cls.init_dtype_attrs(parameter, policy)
+        parameter.param_dtype = dtype
+
+    def init_unsharded_param() -> None:
+        made = getattr(parameter, "_unsharded_param", None)
+        cls.init_unsharded_param(parameter)
+        if made is None:
+            whole = parameter._unsharded_param.detach()
+            if isinstance(whole, DTensor):
+                spec, local = parameter._unsharded_dtensor_spec, wrap(cast("Any", whole)._local_tensor)
+                wrapped: Tensor = cast("Any", DTensor)(local, spec, requires_grad=False)
+            else:
+                wrapped = wrap(whole)
+            parameter._unsharded_param = nn.Parameter(wrapped, requires_grad=parameter.sharded_param.requires_grad)
+
+    gather_as_stored(parameter)
+    vars(parameter).update(
+        param_dtype=dtype, init_dtype_attrs=init_dtype_attrs, init_unsharded_param=init_unsharded_param
+    )
+
+
+def gather_as_stored(parameter: Any) -> None:
+    """Undo ``gather_as``; what was made for an earlier gather is dropped."""
+    for name in ("init_dtype_attrs", "init_unsharded_param", "_unsharded_param"):
+        vars(parameter).pop(name, None)
+    parameter.param_dtype, parameter.all_gather_outputs = None, []
+
+
+def shard_again(group: Any) -> None:
+    """Let go of what is gathered, whatever the group is at."""
+    group._to_sharded()
 
 
 def has_unsharded_gradient(parameter: Any) -> bool:

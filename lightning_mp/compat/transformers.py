@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,3 +27,9 @@ def checkpointing_function(module: nn.Module) -> Callable[..., Any] | None:
     """What runs the module's blocks where ``gradient_checkpointing`` is on."""
     found = getattr(module, "_gradient_checkpointing_func", None)
     return found if callable(found) else None
+
+
+def conv1d() -> tuple[type[nn.Module], ...]:
+    """The class of GPT-2's linear layers, if anything has imported it."""
+    found = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return () if found is None else (found,)

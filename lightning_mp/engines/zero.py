@@ -7,8 +7,9 @@ ZeRO optimizer asks the plan's scaler what to divide by.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,8 @@ from lightning_mp.engines.same_order import FirstForward
 from lightning_mp.engines.shard_reads import ShardReads
 from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights, keeps_moments
 from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.numerics.autocast_weight import CastAlone
+from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.scaler import LossScaler
 
 
@@ -46,6 +49,8 @@ class ZeroEngine(StepEngine):
     #: DeepSpeed's engine is in its step
     _in_step = False
     _first: FirstForward | None = None
+    #: by ``id``, names of the weights that are gathered in half precision, until a step was watched
+    halves: Mapping[int, str] = MappingProxyType({})
     #: from a manual backward pass to the step
     _told: GradientsElsewhere | None = None
 
@@ -164,10 +169,15 @@ class ZeroEngine(StepEngine):
 
     @contextmanager
     def training_step(self) -> Generator[None, None, None]:
-        """Before it, see what hooks did to weights; however it ends, afterwards nobody is told any more."""
+        """Before it, see what hooks did to weights; however it ends, afterwards nobody is told any more.
+
+        The first sees what half weights are used for.
+        """
         self.check_weights()
+        watch = CastAlone(self.halves, to_torch(self.policy.compute_dtype)) if self.halves else nullcontext()
+        self.halves = MappingProxyType({})
         try:
-            with super().training_step():
+            with super().training_step(), watch:
                 yield
         finally:
             self._tell_no_more()

@@ -10,7 +10,7 @@ from textwrap import wrap
 from torch import nn
 
 from lightning_mp.errors import Faults
-from lightning_mp.modules import checkpointing, fp8, pins
+from lightning_mp.modules import checkpointing, fp8, half_weights, pins
 from lightning_mp.policy import FP8, PrecisionPolicy, describe
 
 #: columns that the text of a row may take
@@ -25,7 +25,7 @@ def rows(
     strategy: str | None = None,
     layers: Sequence[fp8.FP8Layer] = (),
 ) -> Rows:
-    """What is declared, by subject; with ``module``, what each pin and the checkpointing cover of it.
+    """What is declared, by subject; with ``module``, what each rule covers of it, and what a gather of it moves.
 
     ``layers`` are those of a run, in which ``module`` is changed already.
     """
@@ -39,6 +39,7 @@ def rows(
         ("reduced", f"gradients are summed across ranks in {policy.reduce_dtype}"),
         *(_fp8(policy.fp8, layers) if policy.fp8 else []),
         *_pins(policy, module),
+        *_gathered(policy, module),
         ("loss scaling", describe.loss_scaling(policy)),
         ("non-finite", describe.nonfinite(policy.nonfinite)),
         ("TF32", describe.tf32(policy)),
@@ -63,6 +64,16 @@ def _fp8(rule: FP8, layers: Sequence[fp8.FP8Layer]) -> Rows:
     return [("fp8", f"{declared}: {fp8.summary(layers)}" if layers else declared)] + [
         ("", line) for line in fp8.table(layers)
     ]
+
+
+def _gathered(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
+    """What a gather of the whole model moves, where a strategy shards it."""
+    if module is None or policy.precision == "auto" or policy.fp8 is not None:
+        return []
+    pin_map = pins.resolve(module, policy.pins, Faults())
+    weights = half_weights.survey(module, pin_map, policy)
+    moved = "; ".join(half_weights.counted(weights, pin_map, policy))
+    return [("gathered", moved)] if moved else []  # of what ZeRO-3 has split nothing is left to count
 
 
 def _checkpointing(policy: PrecisionPolicy, module: nn.Module | None) -> str:

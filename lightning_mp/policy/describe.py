@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import inf, log2
 
 from lightning_mp.policy.fp8 import FP8
-from lightning_mp.policy.precision_policy import Checkpointing, NonFinite, PrecisionPolicy
+from lightning_mp.policy.nonfinite import NonFinite
+from lightning_mp.policy.precision_policy import Checkpointing, PrecisionPolicy
 
 
 def storage(policy: PrecisionPolicy) -> str:

@@ -33,15 +33,19 @@ class Units:
     inner: tuple[nn.Module, ...]
 
 
-def units(root: nn.Module, wrap: Wrap, pin_map: PinMap, stored: Stored, faults: Faults) -> Units:
+def units(
+    root: nn.Module, wrap: Wrap, pin_map: PinMap, stored: Stored, faults: Faults, *, together: str | None = None
+) -> Units:
     """Cut ``root`` into units without changing anything.
 
     ``wrap`` are module classes, their names, or patterns; ``None`` takes transformers' ``_no_split_modules``, else
-    modules of 100M parameters. ``stored`` tells the dtype a parameter will be stored in. Patterns that match nothing
-    and units that would hold two dtypes are noted in ``faults``.
+    modules of 100M parameters. ``stored`` tells the dtype a parameter will be stored in. What is pinned to ``together``
+    stays in the unit around it. Patterns that match nothing and units that would hold two dtypes are noted in
+    ``faults``.
     """
     blocks = _blocks(root, wrap, faults)
-    pinned = [member.module for member in pin_map.members if member.entry and _can_be_unit(member.module)]
+    apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
+    pinned = [module for module in apart if _can_be_unit(module)]
     pinned = [module for module in pinned if id(module) not in _read_from_outside(root)]
     chosen = _keep_ties_together(root, blocks, pinned, stored, faults)
     depth = {id(module): name.count(".") for name, module in named_submodules(root)}

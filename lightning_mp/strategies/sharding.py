@@ -69,8 +69,7 @@ def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
 def shard(model: nn.Module, units: Units, mesh: DeviceMesh, policy: PrecisionPolicy, how: Sharding) -> None:
     """Shard ``model`` in place, unit by unit, inner ones first.
 
-    The dtype of storage is also what is gathered, and autocast computes: ``param_dtype`` would change what norms and
-    embeddings run in, and a step would no longer be that of DDP.
+    No ``param_dtype``: it would change what norms and embeddings run in, and a step would no longer be that of DDP.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {

@@ -6,21 +6,26 @@ from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, make_strategy
+from lightning_mp.strategies.deepspeed import patches
+from support.collectives import Moved
 from support.ddp import STATIC
 from support.deepspeed_json import WHOLE_FP16
+from support.fsdp2_halves import Penalised, Text, text
 from support.models import Regression, batches
 from support.oracles import plan_for
 from support.running import fit, trainer
 from support.saving import ResumableBatches, SaveAt
-from support.sharded import Readings, Sick, whole
+from support.sharded import Readings, Sick, refused, whole
 from support.zero_models import RULES, Asked, ByHand, Groups, Language, Later, Small, Window
 
 ZERO = {
@@ -82,6 +87,40 @@ class Trained:
 
 def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     return {name: parameter.dtype for name, parameter in module.named_parameters()}
+
+
+#: else ZeRO-3 keeps small parameters gathered, in fp32
+NOTHING_WHOLE = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+
+@dataclass(frozen=True)
+class HalfGathers:
+    """A run that gathers in half precision what autocast alone computes with, and one that gathers as stored."""
+
+    mode: str
+    kind: str = "llama"
+
+    def run(self) -> dict[str, Any]:
+        runs = {"half": self._run(), "steps": self.moved.steps}
+        with mock.patch.object(patches.half_weights, "survey", return_value=[]):
+            return {**runs, "stored": self._run()}
+
+    @cached_property
+    def moved(self) -> Moved:
+        return Moved()
+
+    def _run(self) -> dict[str, Any]:
+        module, plan = Text(self.kind), plan_for(self.mode)
+        fit(module, data=text(), callbacks=[self.moved], **on(plan, "3", config=NOTHING_WHOLE))
+        return {"losses": module.losses, "weights": whole(module)}
+
+
+@dataclass(frozen=True)
+class ReadsAWeight:
+    """What is said of it under ZeRO-3."""
+
+    def run(self) -> str:
+        return refused(lambda: fit(Penalised(), **on(plan_for("16-mixed"), "3", config=NOTHING_WHOLE)))
 
 
 SCALER = ("cur_scale", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis", "dynamic")

@@ -1,4 +1,4 @@
-"""What of DeepSpeed is prevented, or undone after it: casts, autocast, patched torch functions, old hooks."""
+"""What of DeepSpeed is prevented, changed or undone: casts, gathers, autocast, patched torch functions, old hooks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_mp.compat.deepspeed import ZERO
+from lightning_mp.compat.deepspeed import ZERO, gather_as, reduce_as_stored
 from lightning_mp.compat.lightning import ForwardRedirection
 from lightning_mp.errors import MissingExtraError
+from lightning_mp.modules import half_weights
+from lightning_mp.numerics.dtypes import to_torch
 
 #: where the function comes from that stage 3 puts in place of torch's
 _ZERO_LINEAR = "deepspeed.runtime.zero.linear"
@@ -42,6 +44,18 @@ def note_hooks(module: nn.Module, optimizer: Any) -> None:
     """Note which ZeRO optimizer put its hooks into ``module``."""
     if hasattr(optimizer, "destroy"):
         _former[module] = weakref.ref(optimizer)
+
+
+def gather_halves(module: nn.Module, plan: Any, zero: Any) -> None:
+    """Have stage 3 gather in the compute dtype what autocast alone computes with; partitions stay as stored."""
+    policy, names = plan.policy, dict[int, str]()
+    for weight in half_weights.survey(module, plan.engine.pin_map, policy):
+        halves = weight.reason is None and weight.tensor.dtype == torch.float32
+        if gather_as(weight.tensor, to_torch(policy.compute_dtype) if halves else None):
+            names[id(weight.tensor)] = weight.name
+    plan.engine.halves = names
+    if hasattr(zero, "ipg_buckets"):
+        reduce_as_stored(zero)
 
 
 class FunctionalLinear:

@@ -250,6 +250,8 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
                 dist_init_required=False,
             )
         patches.note_hooks(model, engine.optimizer)
+        if self._stage == 3:
+            patches.gather_halves(model, plan_of(self), zero)
         return engine, zero
 
     @contextmanager
@@ -329,9 +331,8 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
             _check_world_size(Path(path), self.world_size)
         checkpoint = super().load_checkpoint(path, weights_only=weights_only)
         cast("ZeroEngine", plan_of(self).engine).override_zero_settings()
-        if len(self._came_from) != self._groups_before:
-            for state in checkpoint.get("lr_schedulers", ()):
-                regroup(state, self._groups_before, self._came_from)
+        for state in checkpoint.get("lr_schedulers", ()) if len(self._came_from) != self._groups_before else ():
+            regroup(state, self._groups_before, self._came_from)
         if not self.reads(path):
             set_learning_rates(self.optimizers, checkpoint)
         return checkpoint
@@ -345,8 +346,10 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         assert module is not None
         if checkpoint.pop("optimizer_states", None):
             rank_zero_info("Optimizer state of another strategy does not fit ZeRO's partitions: it starts at zero.")
-        load = module.load_state_dict if self._stage < 3 else partial(load_full_state, module)
-        load(checkpoint["state_dict"], strict=module.strict_loading)
+        if self._stage < 3:
+            module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+        else:
+            load_full_state(module, checkpoint["state_dict"], strict=module.strict_loading)
         for zero in self.optimizers:
             cast("Any", zero).refresh_fp32_params()
 

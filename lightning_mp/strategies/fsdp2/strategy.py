@@ -31,6 +31,8 @@ from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.modules import half_weights
+from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies import meta_device, unfit_callbacks
@@ -38,6 +40,7 @@ from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
 from lightning_mp.strategies.common import RunsPlan, StepAsForward, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
 from lightning_mp.strategies.fsdp2 import fp8_gather, tensor_parallel
+from lightning_mp.strategies.fsdp2.half_gathers import HalfGathers
 from lightning_mp.strategies.fsdp2.root_unit import RootUnit
 from lightning_mp.strategies.fsdp2.skipped_units import SkippedUnits
 from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
@@ -137,6 +140,7 @@ class PlanFSDP2Strategy(
         self._skipped: SkippedUnits | None = None
         self._fp8_gather: fp8_gather.FP8Gather | None = None
         self._evaluates_in_fp8 = False
+        self._halves: HalfGathers | None = None
 
     # ------------------------------------------------------------------ processes
 
@@ -191,7 +195,7 @@ class PlanFSDP2Strategy(
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
             return None
         stored, split = engine.stored_dtypes(), {}
-        cut = units(module, self._wrap, engine.pin_map, stored, faults)
+        cut = units(module, self._wrap, engine.pin_map, stored, faults, together=engine.policy.storage_dtype)
         if self.sharding.compile:
             cut = for_compiling(cut, stored)
             _check_compiles(cut, engine.policy, module, faults)
@@ -217,6 +221,9 @@ class PlanFSDP2Strategy(
         if layout is not None:
             with sharding_compat.hooks_kept(self.model):
                 self._shard(self.model, layout, plan.policy)
+        assert plan.engine is not None
+        weights = half_weights.survey(self.model, plan.engine.pin_map, plan.policy)
+        self._halves = HalfGathers(self.model, weights, to_torch(plan.policy.compute_dtype))
         self._fp8_gather = self._gathers_fp8(plan)
         self._root = RootUnit(self.model)
         self._skipped = SkippedUnits(
@@ -255,6 +262,8 @@ class PlanFSDP2Strategy(
     def teardown(self) -> None:
         """As the host does; the units are left as ``fully_shard`` made them."""
         super().teardown()
+        if self._halves is not None:
+            self._halves.release()
         if self._skipped is not None:
             self._skipped.release()
 

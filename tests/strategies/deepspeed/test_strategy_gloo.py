@@ -19,6 +19,7 @@ from support.zero import (
     ZERO,
     Crossed,
     EveryStep,
+    HalfGathers,
     Llama,
     LongSpec,
     MadePartitioned,
@@ -26,6 +27,7 @@ from support.zero import (
     OwnScaler,
     PlainLoop,
     ProcessState,
+    ReadsAWeight,
     Resumed,
     Stopped,
     Trained,
@@ -319,3 +321,23 @@ def test_what_the_json_alone_says_holds(ranks: Ranks, name: str) -> None:
 def test_nothing_is_left_behind_in_the_process(ranks: Ranks, process_before: list[dict[str, Any]]) -> None:
     assert ranks.run(ProcessState("after")) == process_before
     assert {before["linear"] for before in process_before} == {"torch._C._nn"}
+
+
+# ------------------------------------------------------------------ what is gathered in half precision
+
+#: of a step of ZeRO-3 that keeps no parameter whole: 2 bytes an element of the weights that qualify, 4 another
+GATHERED = {"llama": 319_360, "gpt2": 386_048}
+
+
+@pytest.mark.parametrize("kind", GATHERED)
+def test_stage_3_gathers_in_half_precision_and_trains_what_it_did(ranks: Ranks, kind: str) -> None:
+    for result in ranks.run(HalfGathers("bf16-mixed", kind)):
+        assert sum(result["steps"][2]["gathered"]) == GATHERED[kind]
+        assert same(result["half"], result["stored"])
+        assert any((weight != weight.bfloat16()).any() for weight in result["half"]["weights"].values())
+
+
+def test_stage_3_refuses_another_use_of_such_a_weight_in_the_first_step(ranks: Ranks) -> None:
+    for said in ranks.run(ReadsAWeight()):
+        assert "net.2.weight" in said
+        assert "pins={'net.2': 'fp32'}" in said

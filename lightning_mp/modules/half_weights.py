@@ -1,0 +1,107 @@
+"""Which weights autocast alone computes with, so that a strategy may gather or hold them in the compute dtype.
+
+One rule for all strategies: the weights of linear layers, convolutions and attention's projections, which their
+module's forward hands to a product that autocast casts for; less those that something else reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_mp.compat.transformers import conv1d
+from lightning_mp.modules import fp8
+from lightning_mp.modules.class_swap import original_class
+from lightning_mp.modules.pins import PinMap
+from lightning_mp.numerics.dtypes import is_plain, to_torch
+from lightning_mp.policy import PrecisionPolicy
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+#: of peft's layers, what has the norms that DoRA takes of the weights below
+_DORA = "lora_magnitude_vector"
+#: what a subclass may not replace
+_FORWARDS = ("forward", "_conv_forward")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter, and why it is not computed with in half precision alone; ``None`` where it is."""
+
+    name: str
+    tensor: Tensor
+    #: where modules hold it
+    places: tuple[tuple[nn.Module, str], ...]
+    reason: str | None
+
+
+def survey(root: nn.Module, pin_map: PinMap, policy: PrecisionPolicy) -> list[Weight]:
+    """Every parameter of ``root``, once; before or after it is sharded."""
+    pinned = {id(member.module) for member in pin_map.members}
+    read = {id(part) for module in root.modules() if getattr(module, _DORA, None) for part in module.modules()}
+    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, module in root.named_modules():
+        for key, tensor in module.named_parameters(recurse=False):
+            tensors[id(tensor)] = tensor
+            found.setdefault(id(tensor), []).append((f"{name}.{key}".strip("."), module, key))
+    return [
+        Weight(
+            places[0][0],
+            tensors[number],
+            tuple((module, key) for _, module, key in places),
+            _reason(tensors[number], places, pinned, read, policy),
+        )
+        for number, places in found.items()
+    ]
+
+
+def _reason(
+    tensor: Tensor, places: list[tuple[str, nn.Module, str]], pinned: set[int], read: set[int], policy: PrecisionPolicy
+) -> str | None:
+    if not policy.mixed:
+        return "computed with as stored"
+    for _, module, _ in places:
+        for reason, holds in (
+            ("pinned", id(module) in pinned),
+            ("computed with in FP8", fp8.is_converted(module)),
+            ("read by DoRA", id(module) in read),
+        ):
+            if holds:
+                return reason
+    if not (is_plain(tensor) or hasattr(tensor, "to_local")) or not tensor.is_floating_point():
+        return "a tensor class of its own"
+    others = [(module, key) for _, module, key in places if key not in _keys(module)]
+    if not others:
+        return None
+    kind = original_class(others[0][0]).__name__
+    return f"tied to {kind}.{others[0][1]}" if len(others) < len(places) else kind
+
+
+def _keys(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of ``module`` that its forward does nothing with but hand them to one product."""
+    cls = original_class(module)
+    for kind in (*_LAYERS, *conv1d(), nn.MultiheadAttention):
+        if issubclass(cls, kind):
+            own = [vars(base) for base in cls.__mro__[: cls.__mro__.index(kind)]]
+            if any(name in place for place in (vars(module), *own) for name in _FORWARDS):
+                return ()
+            return _PROJECTIONS if kind is nn.MultiheadAttention else ("weight", "bias")
+    return ()
+
+
+def counted(weights: list[Weight], pin_map: PinMap, policy: PrecisionPolicy) -> Iterator[str]:
+    """How many bytes of which dtype a gather of all ``weights`` moves, and why those that are not half are not."""
+    stored = pin_map.dtypes()
+    groups: dict[str, list[Weight]] = {}
+    for weight in weights:
+        dtype = stored.get(id(weight.tensor), policy.storage_dtype)
+        groups.setdefault(policy.compute_dtype if weight.reason is None else dtype, []).append(weight)
+    for dtype, members in groups.items():
+        size = sum(weight.tensor.numel() for weight in members) * to_torch(dtype).itemsize
+        reasons = list(dict.fromkeys(weight.reason for weight in members if weight.reason and policy.mixed))
+        why = f" ({', '.join(reasons)})" if reasons else ""
+        if size:
+            yield f"{size:,} bytes in {dtype}{why}"

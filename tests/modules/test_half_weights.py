@@ -1,0 +1,192 @@
+"""Which weights may be gathered in half precision: the rule against what a forward of each model does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.models import SUBJECTS, Subject
+from lightning_mp import PlanError, PrecisionPolicy
+from lightning_mp.errors import Faults
+from lightning_mp.modules import half_weights, pins
+from lightning_mp.numerics.autocast_weight import AutocastWeight
+
+POLICY = PrecisionPolicy(precision="bf16-mixed")
+BF16 = torch.bfloat16
+
+
+def survey(module: nn.Module, policy: PrecisionPolicy = POLICY) -> dict[str, str | None]:
+    """Why each parameter is not gathered in half precision, ``None`` where it is."""
+    pin_map = pins.resolve(module, policy.pins, Faults())
+    return {weight.name: weight.reason for weight in half_weights.survey(module, pin_map, policy)}
+
+
+# ------------------------------------------------------------------ the rule
+
+
+def gpt2() -> nn.Module:
+    from support.hf import gpt2
+
+    return gpt2()
+
+
+class Own(nn.Linear):
+    """A linear layer that does more with its weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.weight.sum()
+
+
+def tied() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Embedding(4, 4))
+    net[1].weight = net[0].weight
+    return net
+
+
+def to_a_table() -> nn.Module:
+    net = tied()
+    net[2].weight = net[0].weight
+    return net
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str | None]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(2, 2)), {"0.weight": None, "0.bias": None}),
+    "convolution": (lambda: nn.Sequential(nn.ConvTranspose2d(1, 1, 1)), {"0.weight": None, "0.bias": None}),
+    "attention": (
+        lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True, kdim=2),
+        {
+            **dict.fromkeys(["q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"]),
+            **dict.fromkeys(["bias_k", "bias_v"], "MultiheadAttention"),
+            **dict.fromkeys(["out_proj.weight", "out_proj.bias"]),
+        },
+    ),
+    "another kind": (lambda: nn.Sequential(nn.Bilinear(1, 1, 1, bias=False)), {"0.weight": "Bilinear"}),
+    "its own forward": (lambda: nn.Sequential(Own(2, 2)), {"0.weight": "Own", "0.bias": "Own"}),
+    "tied": (tied, {"0.weight": None, "2.weight": "Embedding"}),
+    "tied to a table": (to_a_table, {"0.weight": "tied to Embedding.weight"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_qualifies_and_why_not(case: str) -> None:
+    make, expected = CASES[case]
+    assert survey(make()) == expected
+
+
+def test_pins_and_modes_leave_weights_out() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pinned = survey(net, PrecisionPolicy(precision="bf16-mixed", pins={"1": "fp32"}))
+    assert pinned == {"0.weight": None, "0.bias": None, "1.weight": "pinned", "1.bias": "pinned"}
+    assert set(survey(net, PrecisionPolicy(precision="bf16-true")).values()) == {"computed with as stored"}
+
+
+def test_the_plan_says_how_many_bytes_are_gathered_in_which_dtype() -> None:
+    from lightning_mp import MixedPrecisionPlan
+
+    net = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
+    said = MixedPrecisionPlan("16-mixed", pins={"3": "fp32"}).describe(net)
+    assert "gathered       192 bytes in fp32 (Embedding, LayerNorm, pinned); 80 bytes in fp16" in said
+
+
+# ------------------------------------------------------------------ against forwards
+
+
+class Uses(TorchDispatchMode):
+    """What is done with each parameter, besides views of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters()}
+        self.seen: dict[str, set[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        for tensor in (item for item in flat if isinstance(item, Tensor)):
+            name = self.names.get(tensor.untyped_storage().data_ptr())
+            if name is not None and not func.is_view:
+                casts = func.overloadpacket.__name__ == "_to_copy" and (kwargs or {}).get("dtype") is BF16
+                self.seen.setdefault(name, set()).add("cast" if casts else str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _loss(subject: Subject, model: nn.Module) -> Tensor:
+    batch = subject.data(torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", BF16, cache_enabled=False):
+        logits, target = subject.answer(model, batch)
+        return functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), target.reshape(-1))
+
+
+def _trained_once(subject: Subject, hold: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = subject.model().train()
+    if hold:
+        for weight in half_weights.survey(model, pins.PinMap((), ()), POLICY):
+            half = AutocastWeight(weight.tensor.detach().to(BF16), weight.name)
+            held = nn.Parameter(half, weight.tensor.requires_grad)
+            for module, key in weight.places if weight.reason is None else ():
+                module._parameters[key] = held
+    torch.manual_seed(0)
+    loss = _loss(subject, model)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_step_with_half_weights_is_the_step_with_fp32_ones(name: str) -> None:
+    """Each gradient, and the loss, to the last bit; nothing that the rule chose is used in another way."""
+    (loss, gradients), (other, others) = (_trained_once(SUBJECTS[name], hold) for hold in (False, True))
+    assert torch.equal(loss, other)
+    assert gradients.keys() == others.keys()
+    assert all(torch.equal(gradients[key], others[key]) for key in gradients)
+
+
+#: what is only ever cast, and left out all the same: other releases of peft read it; cuDNN wants one flat weight
+LEFT_OUT = {"dora": ".lora_", "lstm+weight_norm": "lstm."}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_an_observed_forward_finds_what_the_rule_finds(name: str) -> None:
+    model = SUBJECTS[name].model().train()
+    with Uses(model) as uses:
+        _loss(SUBJECTS[name], model)
+    chosen = {key for key, reason in survey(model).items() if reason is None}
+    only_cast = {key for key, how in uses.seen.items() if how == {"cast"}}
+    assert chosen & uses.seen.keys() <= only_cast
+    assert all(LEFT_OUT.get(name, "nothing") in key for key in only_cast - chosen)
+
+
+# ------------------------------------------------------------------ the weight itself
+
+OTHER_USES: dict[str, Callable[[Tensor], Any]] = {
+    "a penalty": lambda weight: weight.float().pow(2).sum(),
+    "a norm": lambda weight: weight.norm(),
+    "another cast": lambda weight: weight.double(),
+    "a product without autocast": lambda weight: functional.linear(torch.ones(1, 2), weight),
+    "beside another": lambda weight: torch.stack([torch.ones(2, 2), weight]),
+    "written to": lambda weight: weight.detach().zero_(),
+    "a view": lambda weight: weight.t()[0] * 2,
+}
+
+
+@pytest.mark.parametrize("use", OTHER_USES)
+def test_any_other_use_names_the_parameter_and_the_pin(use: str) -> None:
+    weight = nn.Parameter(AutocastWeight(torch.ones(2, 2, dtype=BF16), "model.head.weight"))
+    with pytest.raises(PlanError, match=r"(?s)model\.head\.weight.*half precision.*pins=\{'model\.head': 'fp32'\}"):
+        OTHER_USES[use](weight)
+
+
+def test_it_looks_like_an_fp32_weight_and_holds_no_copy() -> None:
+    held = torch.ones(2, 2, dtype=BF16)
+    weight = nn.Parameter(AutocastWeight(held, "weight"))
+    assert (weight.dtype, weight.shape, weight.requires_grad) == (torch.float32, (2, 2), True)
+    assert weight.to(BF16).data_ptr() == held.data_ptr() == weight.t().split(1)[0].to(BF16).data_ptr()
+    assert torch.zeros_like(weight).dtype == torch.float32
+    assert "weight" in repr(weight)

@@ -1,0 +1,249 @@
+"""What FSDP2 gathers in half precision: bytes that cross, copies that stay, and runs beside DDP's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from support import hf
+from support.collectives import Moved
+from support.models import FEATURES, batches
+from support.oracles import plan_for
+from support.running import fit
+from support.sharded import OPTIMIZERS, Both, Ranked, ddp, fsdp2, refused, trained, whole
+
+VOCABULARY, WIDTH, LAYERS = 251, 64, 3
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": LAYERS}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"n_positions": 64, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **quiet, bos_token_id=0, eos_token_id=0))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": _llama, "gpt2": _gpt2}
+
+
+def text() -> DataLoader[Tensor]:
+    """Four batches of two rows."""
+    ids = torch.randint(VOCABULARY, (8, 12), generator=torch.Generator().manual_seed(3))
+    return DataLoader(cast("Any", ids), batch_size=2)
+
+
+class Text(LightningModule):
+    """A transformers model; each rank has its own rows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = MODELS[kind]()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = hf.loss_of(self.model, (batch + self.global_rank) % VOCABULARY)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS["adamw"](self.parameters())
+
+
+class Counted(Text):
+    """Looks at what its graph keeps when a forward is over."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        #: bytes of half-precision copies of block weights that wait for the backward pass
+        self.kept: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        blocks = [part for part in self.model.modules() if type(part).__name__.endswith(("DecoderLayer", "GPT2Block"))]
+        sizes = {p.numel() for block in blocks for p in block.parameters() if p.dim() == 2}
+        saved: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.dtype.itemsize == 2 and tensor.numel() in sizes:
+                saved[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = super().training_step(batch, batch_idx)
+        weights = [t for t in saved.values() if t.dim() == 2 and WIDTH in t.shape and batch.numel() not in t.shape]
+        assert weights
+        self.kept.append(sum(t.untyped_storage().nbytes() for t in weights))
+        return loss
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A model's run under FSDP2 and DDP, and what crossed in each step."""
+
+    kind: str
+    mode: str = "bf16-mixed"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        module, moved = Counted(self.kind), Moved()
+        sharded = trained(self.mode, fsdp2(wrap=None), module, data=text(), callbacks=[moved], **self.options)
+        other = trained(self.mode, ddp(), Counted(self.kind), data=text(), **self.options)
+        return {"sharded": sharded, "ddp": other, "steps": moved.steps, "kept": module.kept}
+
+
+# ------------------------------------------------------------------ what a model may do with its weights
+
+
+class Kinds(nn.Module):
+    """Weights of sizes that two ranks do not divide: tied ones, one used twice, a convolution, attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(FEATURES, 17), nn.Linear(17, FEATURES)
+        self.one, self.other = nn.Linear(17, 17, bias=False), nn.Linear(17, 17, bias=False)
+        self.other.weight = self.one.weight
+        self.conv = nn.Conv1d(1, 3, 3, padding=1)
+        self.attention = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
+        self.norm = nn.LayerNorm(FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.other(self.one(self.up(x).relu()).relu())
+        x = self.norm(x + self.down(hidden + self.one(hidden)))
+        x = x + self.conv(x.unsqueeze(1)).mean(1)
+        rows = x.view(2, -1, FEATURES)
+        return (rows + self.attention(rows, rows, rows, need_weights=False)[0]).view_as(x)
+
+
+class Many(Ranked):
+    """Two blocks of :class:`Kinds`, and a head."""
+
+    def __init__(self, optimizer: str = "adamw", bad: tuple[int, ...] = ()) -> None:
+        super().__init__(bad, optimizer)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(Kinds(), Kinds(), nn.Linear(FEATURES, 1))
+
+
+class Penalised(Many):
+    """Reads a weight in the step."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.net[2].weight.float().pow(2).sum()
+
+
+class Lora(LightningModule):
+    """A Llama with peft's adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = hf.llama(lora=True)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = hf.loss_of(self.model, (batch + self.global_rank) % hf.VOCABULARY)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS["adamw"]([p for p in self.parameters() if p.requires_grad])
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """One weight that FSDP2 leaves whole, which nothing trains."""
+
+    def run(self) -> dict[str, Any]:
+        def make() -> Ranked:
+            module = Many()
+            module.net[0].up.requires_grad_(False)
+            return module
+
+        module = make()
+        ignored = set(module.net[0].up.parameters())
+        return {
+            "ddp": trained("bf16-mixed", ddp(), make()),
+            "sharded": trained("bf16-mixed", fsdp2(wrap=Kinds, ignored_params=ignored), module),
+            "whole": [name for name, p in module.named_parameters() if not hasattr(p, "to_local")],
+        }
+
+
+class _Assign(Callback):
+    """After the second step, the state dict is loaded by assignment, doubled."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            state = pl_module.state_dict()
+            assign = hasattr(next(pl_module.parameters()), "to_local")
+            pl_module.load_state_dict({key: value.detach().clone() * 2 for key, value in state.items()}, assign=assign)
+            if assign:  # an optimizer goes on with what it was given
+                trainer.optimizers[0].param_groups[0]["params"][:] = list(pl_module.parameters())
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """``load_state_dict(assign=True)`` between two steps."""
+
+    def run(self) -> dict[str, Any]:
+        run = partial(trained, "16-mixed", callbacks=[_Assign()])
+        return {
+            "ddp": run(ddp(), Many(optimizer="sgd")),
+            "sharded": run(fsdp2(wrap=Kinds), Many(optimizer="sgd")),
+        }
+
+
+@dataclass(frozen=True)
+class Afterwards:
+    """The module is its user's again: without autocast it computes with the fp32 weights."""
+
+    def run(self) -> dict[str, Any]:
+        module = Many()
+        fit(module, plugins=[plan_for("bf16-mixed")], **fsdp2(wrap=Kinds))
+        x = next(iter(batches()))[0]
+        with torch.no_grad():
+            out = module.net[0](x)
+        alone = Many()
+        alone.load_state_dict(whole(module), strict=False)  # tied: named once
+        with torch.no_grad():
+            return {"same": torch.equal(out, alone.net[0](x)), "dtype": out.dtype}
+
+
+@dataclass(frozen=True)
+class Read:
+    """What is said of a weight that the step reads."""
+
+    def run(self) -> str:
+        return refused(lambda: fit(Penalised(), plugins=[plan_for("16-mixed")], **fsdp2(wrap=Kinds)))
+
+
+KINDS = {"wrap": Kinds}
+HEAD = {"pins": {"net.2": "fp32"}}
+LORA = {"data": hf.token_batches()}
+EQUAL: dict[str, Any] = {
+    "bf16": Both("bf16-mixed", Many, {}, KINDS),
+    "16 with skips": Both("16-mixed", partial(Many, bad=(2, 5)), {}, KINDS),
+    "checkpointed": Both("16-mixed", Many, {"checkpointing": "Kinds"}, KINDS),
+    "pinned linears": Both("bf16-mixed", Many, {"pins": {"down": "fp32", "net.2": "bf16"}}, KINDS),
+    "a penalty on a pinned weight": Both("16-mixed", Penalised, HEAD, KINDS),
+    "resharded to fewer": Both("bf16-mixed", Many, {}, {**KINDS, "reshard_after_forward": 1}),
+    "offloaded": Both("16-mixed", Many, {}, {**KINDS, "cpu_offload": True}),
+    "replicas": Both("16-mixed", Many, {}, {**KINDS, "device_mesh": (2, 1)}),
+    "all in the root": Both("bf16-mixed", Many, {}, {"wrap": None}),
+    "adapters": Both("bf16-mixed", Lora, LORA, {"wrap": None}),
+    "ignored": Ignored(),
+    "assigned": Assigned(),
+}
