@@ -83,7 +83,7 @@ class _Zero:
 
     def __init__(self, dtype: torch.dtype = torch.float32, norm: Any = 2.0, clip_grad: float = 0.0) -> None:
         self.dtype, self.clip_grad, self.overflow, self._global_grad_norm = dtype, clip_grad, False, norm
-        self.compute_grad_norm, self.check_grad_overflow = norm is not None, False
+        self.compute_grad_norm, self.check_grad_overflow, self.cpu_offload = norm is not None, False, False
         self.clipped_at: list[float] = []
         self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 

@@ -82,16 +82,6 @@ def test_a_parameter_that_is_unfrozen_in_a_run_is_refused() -> None:
         weights.refuse_unfrozen()
 
 
-def test_a_weight_that_was_written_to_is_seen() -> None:
-    module, weights = _watched()
-    assert not weights.changed()
-    with torch.no_grad():
-        module[1].weight.clamp_(-0.1, 0.1)
-    assert weights.changed()
-    weights.stepped()
-    assert not weights.changed()
-
-
 def test_the_hooks_are_taken_off() -> None:
     module, weights = _watched(decay=True)
     weights.release()

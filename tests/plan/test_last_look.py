@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,11 +254,10 @@ class TestWhatIsNamed:
 
     @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
     @pytest.mark.parametrize("place", ["on_after_backward", "on_before_optimizer_step", "a callback"])
-    def test_by_the_event(self, place: str, mode: str) -> None:
+    def test_by_the_event(self, place: str, mode: str, tmp_path: Path) -> None:
         module, callbacks = AUTOMATIC[place](OPTIMIZERS["fused"])
-        health = TrainingHealth()
-        with pytest.warns(UserWarning, match="changed after the backward pass"):
-            fit(module, plugins=[plan_for(mode, LossScaling.static(64.0))], callbacks=[health, *callbacks])
+        health = TrainingHealth(run_dir=tmp_path)
+        fit(module, plugins=[plan_for(mode, LossScaling.static(64.0))], callbacks=[health, *callbacks])
         (event,) = [event for event in health.events if event.kind == "nonfinite_grad"]
         assert (event.step, event.rank, event.parameter) == (BAD, 0, "net.0.weight")
         assert "changed after the backward pass" in event.cause

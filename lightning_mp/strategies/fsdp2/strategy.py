@@ -230,7 +230,7 @@ class PlanFSDP2Strategy(
             self.model,
             compiled=self.sharding.compile,
             device=self.root_device,
-            recomputed=() if plan.engine is None else plan.engine.recomputed,
+            recomputed=plan.engine.recomputed,
         )
         self.model_to_device()
         self.barrier()
