@@ -60,7 +60,11 @@ def copy(name: str) -> tuple[Path, str]:
     found = known.get(group or EXPERIMENT, {}).get(option)
     if found is None:
         names = [*known[EXPERIMENT], *(f"{one}/{other}" for one, options in known.items() for other in options)]
-        faults.add(name, "an experiment, or GROUP/NAME", f"{did_you_mean(name, names)} 'lightning-mp init' lists them")
+        faults.add(
+            f"{name}, which is no config of the package",
+            "an experiment, or GROUP/NAME",
+            f"{did_you_mean(name, names)} 'lightning-mp init' lists them",
+        )
         faults.raise_if_any()
     assert found is not None
     experiment = group in ("", EXPERIMENT)

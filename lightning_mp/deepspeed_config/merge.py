@@ -337,3 +337,12 @@ def _micro(own: Mapping[str, Any], micro_batch: int | None, parts: int) -> int:
         return int(own.get(_MICRO, micro_batch))
     whole = int(own.get(_BATCH, parts))  # alone, the whole batch says what a part of it is
     return whole // parts if whole % parts == 0 else 1
+
+
+def over(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config``, with what it leaves out taken from ``defaults``, block by block."""
+    merged = dict(defaults)
+    for key, value in config.items():
+        below = merged.get(key)
+        merged[key] = over(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return merged

@@ -93,6 +93,9 @@ class _Zero:
     def step(self, closure: Any = None) -> None:
         """What the engine's step calls."""
 
+    def refresh_fp32_params(self) -> None:
+        """What takes changed weights into the masters."""
+
 
 class _DeepSpeed(torch.nn.Module):
     """What the engine touches of a DeepSpeedEngine."""

@@ -180,7 +180,7 @@ def test_a_device_that_cannot_do_the_mode_is_refused() -> None:
         MixedPrecisionPlan("bf16-mixed").convert_module(module)
 
 
-@pytest.mark.parametrize("mode", ["fp8-mixed", "bf17-mixed", "transformer-engine", "64-true", ""])
+@pytest.mark.parametrize("mode", ["fp4-mixed", "bf17-mixed", "transformer-engine", "64-true", ""])
 def test_an_unknown_mode_is_refused_with_a_list_of_what_exists(mode: str) -> None:
     with pytest.raises(PlanError) as caught:
         MixedPrecisionPlan(mode)

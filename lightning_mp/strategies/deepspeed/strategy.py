@@ -111,7 +111,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         )
         for note in composed.notes:
             rank_zero_info(f"DeepSpeed config: {note}")
-        return _over(self._host_defaults, composed.config)
+        return merge.over(self._host_defaults, composed.config)
 
     def _load_config(self, config: Json | None) -> None:
         """Nothing: the JSON is merged with the plan's, and Lightning's defaults stand below both."""
@@ -391,12 +391,3 @@ def _check_storage(engine: StepEngine, module: nn.Module, stage: int, offload: b
 
 def _trains(module: nn.Module, trained: set[int]) -> bool:
     return any(id(parameter) in trained for parameter in module.parameters(recurse=False))
-
-
-def _over(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config``, with what it leaves out taken from ``defaults``, block by block."""
-    merged = dict(defaults)
-    for key, value in config.items():
-        below = merged.get(key)
-        merged[key] = _over(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
-    return merged
