@@ -59,6 +59,20 @@ class EagerEngine(StepEngine):
         """Clip by the global 2-norm, in fp32."""
         self.last_norm = grads.clip_grad_norm_(grads.parameters_of(optimizer), max_norm)
 
+    def step(self, optimizer: Optimizer, *, closure: closures.Evaluated | None = None, **kwargs: Any) -> Any:
+        """As the base does; what rounds stochastically rounds alike on every rank, else their weights would part."""
+        with self._drawing_alike(optimizer):
+            return super().step(optimizer, closure=closure, **kwargs)
+
+    @contextmanager
+    def _drawing_alike(self, optimizer: Optimizer) -> Generator[None, None, None]:
+        if not (self.distributed and getattr(optimizer, "bf16_stochastic_round", False)):  # torchao's optimizers
+            yield
+            return
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self.step_counter.attempts)
+            yield
+
     def step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """A step of an optimizer that evaluates the closure itself (LBFGS), undone if a gradient was not finite."""
         scaler = self.scaler
