@@ -129,7 +129,7 @@ def test_an_extra_brings_what_it_is_named_for(extra: str, packages: set[str]) ->
 
 
 def test_all_is_every_extra_that_a_user_may_want_at_run_time() -> None:
-    at_run_time = ("hf", "deepspeed", "hydra", "report", "cli")
+    at_run_time = ("hf", "deepspeed", "hydra", "report", "fp8", "cli")
     assert required_by("all") == set().union(*map(required_by, at_run_time))
 
 

@@ -44,13 +44,13 @@ def require() -> None:
     """
     if find_spec("torchao") is None:
         raise MissingExtraError("torchao", "fp8", "precision 'fp8-mixed'")
-    with _quietly():
+    with quietly():
         import_module("torchao.float8")
     FLOAT8.require("MixedPrecisionPlan")
 
 
 @contextmanager
-def _quietly() -> Generator[None, None, None]:
+def quietly() -> Generator[None, None, None]:
     """Within, nothing is logged of kernels for other GPUs and Pythons that cannot be loaded, nor of a deprecated call.
 
     torchao logs a line for each of its compiled libraries that does not fit this machine, none of which FP8 training

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.compat import torchao
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import Faults, MissingExtraError, nearest, one_line
 
@@ -48,13 +49,14 @@ class CausalLM(LightningModule):
         warmup_steps: int = 10,
     ) -> None:
         super().__init__()
-        try:
-            from transformers import AutoConfig, AutoModelForCausalLM
-        except ImportError as error:
-            raise MissingExtraError("transformers", "hf", _HERE) from error
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
-        settings = AutoConfig.for_model(architecture, **{**ids, **config})
-        model: nn.Module = AutoModelForCausalLM.from_config(settings)
+        with torchao.quietly():  # transformers imports it where it is installed
+            try:
+                from transformers import AutoConfig, AutoModelForCausalLM
+            except ImportError as error:
+                raise MissingExtraError("transformers", "hf", _HERE) from error
+            settings = AutoConfig.for_model(architecture, **{**ids, **config})
+            model: nn.Module = AutoModelForCausalLM.from_config(settings)
         self.model = model if lora is None else _with_lora(model, lora)
         self._lr, self._betas, self._weight_decay = lr, (betas[0], betas[1]), weight_decay
         self._warmup_steps = warmup_steps

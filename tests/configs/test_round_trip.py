@@ -37,7 +37,7 @@ PLANS: dict[str, PrecisionPolicy] = {
         checkpointing=Checkpointing(
             modules=("*.h.*", "Block"), mode="selective", every=2, save_ops=("mm",), preserve_rng=False
         ),
-        nonfinite=NonFinite(action="raise", max_consecutive=3),
+        nonfinite=NonFinite(action="raise", max_consecutive=3, save_batch=True, run_dir="runs/bad"),
         reduce_dtype="bf16",
         buffer_dtype="fp16",
     ),
@@ -74,9 +74,12 @@ def unchanged(piece: Any) -> set[str]:
 
 
 def test_the_plans_below_leave_no_field_out() -> None:
-    assert unchanged(PLANS["scaled"]) == {"loss_scaling.dynamic", "pins.output", "fp8"}
+    assert unchanged(PLANS["scaled"]) == {"loss_scaling.dynamic", "pins.output", "fp8", "nonfinite.on_budget"}
     assert not {name for name in unchanged(PLANS["fp8"]) if name.startswith("fp8")}
     assert "loss_scaling.dynamic" not in unchanged(PLANS["static"])
+    # a run that rewinds wants a ModelCheckpoint, which not every way below has
+    rewinds = PrecisionPolicy(nonfinite=NonFinite(on_budget="rewind"))
+    assert PrecisionPolicy.from_dict(rewinds.to_dict()) == rewinds
     assert PLANS["scaled"].pins[0].output is not None
 
 
