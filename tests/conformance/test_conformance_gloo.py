@@ -52,6 +52,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "row", "word"), OTHERS)
 def test_a_cell(strategy: str, row: str, word: str, references: matrix.References) -> None:

@@ -76,7 +76,6 @@ REFUSED: dict[str, dict[str, str]] = {
         **ANOTHER,
         **dict.fromkeys([*EMA, "swa", "swa_with_batch_norm", "pruning", "lr_finder"], SHARDED),
         "all_weights_in_the_loss": ELSEWHERE,
-        "a_pinned_weight_is_read_from_outside": ELSEWHERE,
         "ranks_run_units_in_opposite_orders": OTHER_UNITS,
         "a_unit_is_left_out_of_one_loss": OTHER_UNITS,
         "a_unit_is_used_on_one_rank_that_logs": OTHER_UNITS,
@@ -121,6 +120,10 @@ for by_hand in ("unfreezes_by_hand", "freezes_by_hand"):  # in automatic optimiz
 OPEN = {
     ("deepspeed_zero3", "best_checkpoint_tested"): "DeepSpeed's AttributeError where it loads its own folder to test",
 }
+#: what ends in the timeout of the processes' group, after which no other feature runs in it
+WAITS = {
+    ("fsdp1", "a_unit_is_used_on_one_rank_that_logs"): "self.log(sync_dist=True) in a step whose unit one rank skips",
+}
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +145,8 @@ def test_it_is_the_same_as_on_one_device_or_refused(
     name: str, strategy: tuple[str, Ranks], one_device: Ranks, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     column, ranks = strategy
+    if (column, name) in WAITS:
+        pytest.xfail(WAITS[column, name])
     if (column, name) in OPEN:
         request.node.add_marker(pytest.mark.xfail(strict=True, reason=OPEN[column, name]))
     (alone,) = one_device.run(Ran(name, "single", MODE, str(tmp_path / "alone")))
