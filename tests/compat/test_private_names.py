@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import requires, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,8 @@ def test_every_name_is_in_what_is_installed(table: PrivateNames) -> None:
 def test_the_versions_that_a_refusal_names_are_the_bounds_of_the_package(host: str) -> None:
     bounds = [Requirement(line) for line in requires("lightning-mp") or ()]
     assert {bound.specifier for bound in bounds if bound.name == host} == {SpecifierSet(VERSIONS[host])}
+    if host == "torchao" and find_spec(host) is None:
+        pytest.skip("the oldest releases are installed without it")
     assert version(host) in SpecifierSet(VERSIONS[host])
 
 

@@ -56,7 +56,9 @@ class Net(Regression):
 
 def steps(strategy: Any) -> list[float]:
     """The losses of eight steps, one of which overflows, under a plan."""
-    plan = given.MixedPrecisionPlan("16-mixed", pins={"LayerNorm": "fp32", "net.3": "fp32"}, loss_scaling={"init_scale": 256})
+    plan = given.MixedPrecisionPlan(
+        "16-mixed", pins={"LayerNorm": "fp32", "net.3": "fp32"}, loss_scaling={"init_scale": 256}
+    )
     module = Regression(overflow_at=(2,))
     runner = fit(module, plugins=[plan], strategy=strategy(plan))
     assert type(runner) is given.pl.Trainer
