@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -14,3 +15,20 @@ def ranks() -> Iterator[Ranks]:
     """Two processes that run the cases of a test module; they start with its first case."""
     with Ranks() as started:
         yield started
+
+
+@pytest.fixture(autouse=True)
+def _what_is_logged() -> Iterator[None]:
+    """Lightning's loggers say after each test what they said before: a program that a test runs here may quiet them."""
+    loggers = [
+        logging.getLogger(name)
+        for name in list(logging.root.manager.loggerDict)
+        if name.startswith(("lightning", "pytorch_lightning"))
+    ]
+    before = [(logger, logger.level, logger.disabled) for logger in loggers]
+    disabled = logging.root.manager.disable
+    yield
+    logging.disable(disabled)
+    for logger, level, off in before:
+        logger.setLevel(level)
+        logger.disabled = off
