@@ -211,9 +211,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
+        self._run = run  # before it begins: a logger that fails then is no reason to leave its callback behind
         if run is not None:
             run.begin(module, engine)
-        self._run, self._engine, self._fp8 = run, engine, engine.fp8
+        self._engine, self._fp8 = engine, engine.fp8
         engine.prepare(module)
         self._restore_tf32 = device_rules.switch_tf32(self.policy, device)
         return layout

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaleError, LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError
@@ -99,6 +100,19 @@ def test_the_trainers_callbacks_are_given_back(fails: bool, tmp_path: Path) -> N
     runner = trainer(plugins=[_plan("32-true", tmp_path)], callbacks=[Fails()])
     before = list(runner.callbacks)
     with pytest.raises(RuntimeError, match="on purpose") if fails else nullcontext():
+        runner.fit(Breaks("loss", ()), batches())
+    assert runner.callbacks == before
+    fit(Breaks("loss", ()), plugins=[_plan("32-true", tmp_path)])  # the folder is free again
+
+
+def test_a_fit_that_fails_while_it_begins_leaves_no_callback_and_no_lock(tmp_path: Path) -> None:
+    class Fails(CSVLogger):
+        def log_hyperparams(self, params: Any = None) -> None:
+            raise RuntimeError("on purpose")
+
+    runner = trainer(plugins=[_plan("32-true", tmp_path)], logger=Fails(tmp_path / "logs"))
+    before = list(runner.callbacks)
+    with pytest.raises(RuntimeError, match="on purpose"):
         runner.fit(Breaks("loss", ()), batches())
     assert runner.callbacks == before
     fit(Breaks("loss", ()), plugins=[_plan("32-true", tmp_path)])  # the folder is free again
