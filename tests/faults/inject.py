@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ LAYERS = (
     "model.transformer.h.1.mlp.c_fc",
     "model.transformer.h.1.mlp.c_proj",
 )
-#: seconds a batch; on a machine whose own hiccups are as long as the wait, the rule asks for more steps in a row
-SLEEP = 1.0
+#: seconds that every batch is waited for, at least
+WAIT = 1.0
+#: and at least so many of the slowest step before: where the machine's own stalls are as long as the wait, the rule
+#: rightly asks for more readings in a row
+STALLS = 4.0
 
 
 class Injection(Callback):
@@ -121,10 +125,19 @@ class AlwaysOverflowing(Injection):
 
 
 class SlowData(Injection):
-    """Every batch is waited for."""
+    """Every batch is waited for, longer than the machine itself has let the run wait so far."""
 
     def prepare(self, data: Batches) -> None:
-        data.before = lambda number: time.sleep(SLEEP) if number >= self.at else None
+        self.asked_at: list[float] = []
+        data.before = self.wait
+
+    def wait(self, number: int) -> None:
+        if number < self.at:
+            self.asked_at.append(time.perf_counter())
+            return
+        # the first step is not one of the readings that the rule compares with
+        steps = [after - before for before, after in pairwise(self.asked_at[2:])]
+        time.sleep(max(WAIT, STALLS * max(steps)))
 
 
 def seed_index(seed: int, size: int) -> int:
