@@ -203,7 +203,12 @@ def _write(setting: Setting, rows: Sequence[Row], histories: dict[str, list[Read
     if any(histories.values()):
         with quiet():
             draw(setting.out / "demo.png", histories, _title(setting))
-        write_report([setting.out / mode for mode, history in histories.items() if history], setting.out / REPORT)
+        write_report(
+            [setting.out / mode for mode, history in histories.items() if history],
+            setting.out / REPORT,
+            title=("One model in every precision", _title(setting)),
+            not_run={row.mode: row.not_run or row.failed or "" for row in rows if row.result is None},
+        )
 
 
 def _title(setting: Setting) -> str:

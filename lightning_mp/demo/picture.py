@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_mp.demo.records import Reading
+from lightning_mp.monitor.report.compared import smooth
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLORS = {"fp32": "#000000", "tf32": "#009E73", "fp16": "#D55E00", "bf16": "#0072B2", "bf16-ckpt": "#CC79A7"}
 # Curves that coincide stay visible: the later one is dashed over the earlier.
 _DASHES: dict[str, Any] = {"tf32": (0, (6, 2)), "fp16": (0, (4, 2)), "bf16": (0, (2, 2)), "bf16-ckpt": (0, (1, 2))}
-_SMOOTHING = 0.85
 
 
 def draw(path: Path, histories: Mapping[str, Sequence[Reading]], title: str) -> None:
     """Write a PNG of every mode's readings; modes without any are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     drawn = {mode: readings for mode, readings in histories.items() if readings}
     scaled = {mode: readings for mode, readings in drawn.items() if readings[0].scale is not None}
@@ -34,6 +34,7 @@ def draw(path: Path, histories: Mapping[str, Sequence[Reading]], title: str) -> 
         _scales(axes["scale"], scaled)
     for axis in axes.values():
         axis.set_xlabel("step")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(True, color="#e5e5e5", linewidth=0.8)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
@@ -94,15 +95,3 @@ def _scales(axis: Any, histories: Mapping[str, Sequence[Reading]]) -> None:
 
 def _style(mode: str) -> dict[str, Any]:
     return {"color": _COLORS[mode], "linewidth": 2.0, "linestyle": _DASHES.get(mode, "solid")}
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """An exponential mean that starts unbiased; what is not finite is left out of it and stays a gap."""
-    result: list[float] = []
-    total = weight = 0.0
-    for value in values:
-        if math.isfinite(value):
-            total = _SMOOTHING * total + (1 - _SMOOTHING) * value
-            weight = _SMOOTHING * weight + (1 - _SMOOTHING)
-        result.append(total / weight if math.isfinite(value) else math.nan)
-    return result

@@ -84,8 +84,9 @@ def view(console: Console) -> Generator[View]:
         TextColumn("{task.description:<9}"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[reading]}"),
+        # before the text, which may be cut off on a narrow terminal
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        TextColumn("{task.fields[reading]}"),
     )
     with Progress(*columns, console=console) as progress:
         yield Bars(progress)

@@ -42,8 +42,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one mode gave. ``step_ms`` is a median; ``compute_dtype`` is what a matrix product was seen to return.
+    """What one mode gave.
 
+    ``step_ms`` is a median; ``compute_dtype`` is what a matrix product was seen to return, ``peak_mib`` the most that
+    tensors held at once in an optimizer step.
     ``data_crc`` and ``init_crc`` are checksums of the batches and of the initial weights: equal in every mode.
     """
 
@@ -51,7 +53,7 @@ class Result:
     compute_dtype: str
     step_ms: float
     tokens_per_s: float
-    peak_mib: float | None
+    peak_mib: float
     val_loss: float
     skipped: int
     final_scale: float | None

@@ -55,7 +55,7 @@ def _figures(result: Result, baseline: Result | None) -> list[str]:
         f"{result.step_ms:.1f}",
         f"{result.tokens_per_s:,.0f}",
         speed,
-        NOTHING if result.peak_mib is None else f"{result.peak_mib:,.0f}",
+        f"{result.peak_mib:,.0f}",
         f"{result.val_loss:.4f}",
         difference,
         str(result.skipped),
@@ -73,11 +73,8 @@ def _footnotes(rows: Sequence[Row], device: Device, baseline: Result | None, war
     """What the columns mean, as (column, meaning)."""
     left_out = f", the first {warm_up} left out" if warm_up else ""
     lines = [("step", f"median, the reading of the loss included{left_out}")]
-    if device.kind == "cuda":
-        lines.append(("peak", "most memory CUDA's allocator had given out at once (torch.cuda.max_memory_allocated)"))
-    else:
-        rise = "rise of resident memory (RSS) over its level before the model was built"
-        lines.append(("peak", f"{rise}; each mode has a fresh process, and what its allocator keeps for later counts"))
+    counted = "CUDA's allocator" if device.kind == "cuda" else "torch's profiler"
+    lines.append(("peak", f"most memory that tensors held at once in a step, as {counted} counted it"))
     seen = [f"{row.mode} {row.result.compute_dtype}" for row in rows if row.result]
     if seen:
         lines.append(("dtypes", f"seen coming out of attention's matrix product: {', '.join(seen)}"))

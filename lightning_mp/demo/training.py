@@ -7,31 +7,33 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_mp.callbacks.precision_audit import PrecisionAudit
 from lightning_mp.compat.lightning import Callback, LightningEnvironment, LightningModule, Trainer
 from lightning_mp.demo.language_model import CausalLM
-from lightning_mp.demo.memory import PeakMemory
 from lightning_mp.demo.modes import MODES
 from lightning_mp.demo.quiet import quiet
 from lightning_mp.demo.records import WARM_UP_STEPS, Job, Reading, Result
 from lightning_mp.demo.text_windows import windows
+from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.run_log import open_folder, write_run
+from lightning_mp.numerics.peak_memory import peak_memory
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
     from numpy.typing import NDArray
 
     from lightning_mp.demo.shapes import Shape
     from lightning_mp.demo.tokens import Corpus
     from lightning_mp.monitor.run_folder import RunFolder
+
+# Of the run that measures memory: the first ones may be skipped while the loss scale falls.
+MOST_MEMORY_STEPS = 12
 
 
 def train_windows(tokens: NDArray[np.uint16], shape: Shape, steps: int, seed: int) -> Tensor:
@@ -83,10 +85,11 @@ class GPT2(CausalLM):
 class Recorder(Callback):
     """Times every step, reads loss and scale after it, passes them on and keeps the run's folder."""
 
-    def __init__(self, plan: Any, tokens_per_step: int, run_dir: Path, report: Callable[[Reading], None]) -> None:
+    def __init__(self, plan: Any, job: Job, peak: int, report: Callable[[Reading], None]) -> None:
         self._plan = plan
-        self._tokens = tokens_per_step
-        self._run_dir = run_dir
+        self._tokens = job.shape.tokens_per_step
+        self._run_dir = job.folder
+        self._peak = peak
         self._folder: RunFolder | None = None
         self._report = report
         self._lr = 0.0
@@ -125,11 +128,11 @@ class Recorder(Callback):
         self._write(
             reading.step,
             {
-                "train/loss": reading.loss,
-                "health/loss_scale": reading.scale,
-                "health/skipped_steps": reading.skipped,
-                "health/lr": reading.lr,
-                "health/tokens_per_s": round(self._tokens / seconds, 1),
+                metric_names.LOSS: reading.loss,
+                metric_names.LOSS_SCALE: reading.scale,
+                metric_names.SKIPPED_STEPS: reading.skipped,
+                metric_names.LR: reading.lr,
+                metric_names.TOKENS_PER_S: round(self._tokens / seconds, 1),
             },
         )
         self._report(reading)
@@ -137,7 +140,9 @@ class Recorder(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the loss on the held-out windows, which is read once, after the last step."""
         self.val_loss = float(trainer.callback_metrics["val/loss"])
-        self._write(trainer.global_step, {"val/loss": self.val_loss})
+        self._write(
+            trainer.global_step, {metric_names.VAL_LOSS: self.val_loss, metric_names.MEMORY_PEAK: self._peak / 2**30}
+        )
 
     def _write(self, step: int, values: dict[str, float | None]) -> None:
         if self._folder is not None:
@@ -173,43 +178,44 @@ def train_mode(job: Job, corpus: Corpus, report: Callable[[Reading], None]) -> R
         Exception: whatever the training raises; metrics up to there are on disk.
     """
     with quiet():
-        if job.device == "cpu":
-            _touch_everything(job, corpus)
-        memory = PeakMemory(job.device)
-        return _fit(job, corpus, report, memory)
+        # Before the timed run, so that code is loaded and thread pools have worked when that begins.
+        return _fit(job, corpus, report, peak_memory(lambda: _two_steps(job, corpus), job.device))
 
 
-def _touch_everything(job: Job, corpus: Corpus) -> None:
-    """One step of a thumbnail through the same plan.
+class _TwoApplied(Callback):
+    """Ends a run after two steps that were applied: the second is the first with the optimizer's state in memory."""
 
-    A library's code becomes resident when it first runs, and thread pools when they first work; neither is the
-    model's memory, so both have to be there before the measurement begins.
-    """
-    shape = replace(job.shape, layers=1, width=8 * job.shape.heads, context=16, batch=1, val_batches=1)
-    plan = MODES[job.mode].plan()
-    module = GPT2(shape, 1, job.seed)
-    _trainer(plan, job.device, 1, []).fit(
-        module, _loader(train_windows(corpus.train, shape, 1, job.seed), 1), _loader(val_windows(corpus.val, shape), 1)
-    )
+    def __init__(self, plan: Any) -> None:
+        self._plan = plan
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+        """Ask for the end."""
+        trainer.should_stop = rest[2] + 1 - self._plan.skipped_steps >= 2
 
 
-def _fit(job: Job, corpus: Corpus, report: Callable[[Reading], None], memory: PeakMemory) -> Result:
+def _two_steps(job: Job, corpus: Corpus) -> None:
+    plan, most = MODES[job.mode].plan(), MOST_MEMORY_STEPS
+    trainer = _trainer(plan, job.device, most, [_TwoApplied(plan)], limit_val_batches=0)
+    batches = _loader(train_windows(corpus.train, job.shape, most, job.seed), job.shape.batch)
+    trainer.fit(GPT2(job.shape, most, job.seed), batches, _loader(val_windows(corpus.val, job.shape), job.shape.batch))
+
+
+def _fit(job: Job, corpus: Corpus, report: Callable[[Reading], None], peak: int) -> Result:
     shape = job.shape
     train, val = train_windows(corpus.train, shape, job.steps, job.seed), val_windows(corpus.val, shape)
     module = GPT2(shape, job.steps, job.seed)
     init_crc = _crc(module)
     plan = MODES[job.mode].plan()
-    recorder, witness = Recorder(plan, shape.tokens_per_step, job.folder, report), Witness()
-    trainer = _trainer(plan, job.device, job.steps, [recorder, witness])
+    recorder, witness = Recorder(plan, job, peak, report), Witness()
+    trainer = _trainer(plan, job.device, job.steps, [recorder, witness, PrecisionAudit(run_dir=job.folder)])
     trainer.fit(module, _loader(train, shape.batch), _loader(val, shape.batch))
-    peak = memory.read()
     median = statistics.median(recorder.seconds[min(WARM_UP_STEPS, job.steps // 2) :])
     return Result(
         mode=job.mode,
         compute_dtype=witness.dtype,
         step_ms=1000 * median,
         tokens_per_s=shape.tokens_per_step / median,
-        peak_mib=peak,
+        peak_mib=peak / 2**20,
         val_loss=recorder.val_loss,
         skipped=int(plan.skipped_steps),
         final_scale=None if plan.scaler is None else float(plan.scaler.get_scale()),
@@ -229,7 +235,7 @@ def _loader(rows: Tensor, batch: int) -> DataLoader[Tensor]:
     return DataLoader(rows, batch_size=batch)  # pyright: ignore[reportArgumentType]  it has what a dataset needs
 
 
-def _trainer(plan: Any, device: str, steps: int, callbacks: list[Callback]) -> Trainer:
+def _trainer(plan: Any, device: str, steps: int, callbacks: list[Callback], **options: Any) -> Trainer:
     return Trainer(
         accelerator="cuda" if device == "cuda" else "cpu",
         devices=1,
@@ -244,4 +250,5 @@ def _trainer(plan: Any, device: str, steps: int, callbacks: list[Callback]) -> T
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        **options,
     )

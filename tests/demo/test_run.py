@@ -124,10 +124,16 @@ def test_table_summary_and_metrics_tell_the_same(ladder: Finished) -> None:
         assert row[1] == f"{result['step_ms']:.1f}"
         assert row[5] == f"{result['val_loss']:.4f}"
         assert row[7] == str(result["skipped"])
-        assert result["peak_mib"] > 10
+        assert lines[-1]["health/memory_peak_gib"] == pytest.approx(result["peak_mib"] / 1024)
         if name != "fp32":
             assert row[6] == f"{result['val_loss'] - results['fp32']['val_loss']:+.4f}"
             assert row[3] == f"{results['fp32']['step_ms'] / result['step_ms']:.2f}x"
+
+
+def test_half_precision_needs_less_memory_and_checkpointing_less_still(ladder: Finished) -> None:
+    peak = {mode["mode"]: mode["peak_mib"] for mode in ladder.summary["modes"] if mode["status"] == "done"}
+    assert peak["bf16-ckpt"] < peak["bf16"] < peak["fp32"]
+    assert peak["fp16"] == pytest.approx(peak["bf16"], rel=0.02)
 
 
 def test_all_modes_start_from_the_same_weights_and_see_the_same_batches(ladder: Finished) -> None:
@@ -155,12 +161,17 @@ def test_there_is_a_picture(ladder: Finished) -> None:
 
 def test_there_is_a_report_that_compares_every_mode_that_ran(ladder: Finished) -> None:
     page = (ladder.out / "report.html").read_text(encoding="utf-8")
-    assert "4 runs compared" in page
+    assert "<h1>One model in every precision</h1>" in page
+    assert "tf32</strong> did not run: a CPU has no TF32" in page
+    assert "Not in this report" not in page
+    assert "Loss minus the first run" in page
     for mode in RAN:
         assert f'data-hide="run {RAN.index(mode)}"' in page
         about = json.loads((ladder.out / mode / "run.json").read_text(encoding="utf-8"), parse_constant=_refuse)
         assert about["status"] == "finished"
-        assert {path.name for path in (ladder.out / mode).iterdir()} == {"metrics.jsonl", "run.json"}
+        written = {"metrics.jsonl", "run.json", "audit.json", "audit.md"}
+        assert {path.name for path in (ladder.out / mode).iterdir()} == written
+        assert json.loads((ladder.out / mode / "audit.json").read_text(encoding="utf-8"))["ok"] is True
     fp16 = json.loads((ladder.out / "fp16" / "run.json").read_text(encoding="utf-8"))
     assert fp16["plan"]["precision"] == "16-mixed"
 

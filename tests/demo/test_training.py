@@ -97,7 +97,11 @@ def test_metrics_are_strict_json_with_a_line_a_step_and_the_validation_last(tmp_
         assert line["train/loss"] == reading.loss
         assert line["health/loss_scale"] == reading.scale
         assert line["health/skipped_steps"] == reading.skipped
-    assert lines[-1] == {"step": 4, "val/loss": result.val_loss}
+    assert lines[-1] == {
+        "step": 4,
+        "val/loss": result.val_loss,
+        "health/memory_peak_gib": pytest.approx(result.peak_mib / 1024),
+    }
 
 
 def test_a_mode_without_scaling_writes_null_for_its_scale(tmp_path: Path) -> None:

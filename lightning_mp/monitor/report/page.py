@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_mp.monitor.report.summary import swatch
 _HERE = Path(__file__).parent
 # The order of the page; the charts come after the alerts.
 _BEFORE = ("head", "faults", "summary", "alerts")
-_AFTER = ("findings", "audit", "about", "missing")
+_AFTER = ("findings", "coverage", "audit", "about", "missing")
 # For fingers, and for what a pointer does less exactly; the charts' own zoom works beside it.
 _ZOOM = tag(
     "div",
@@ -38,7 +38,7 @@ _ZOOM = tag(
 )
 
 
-def payload(runs: Sequence[Run]) -> dict[str, Any]:
+def payload(runs: Sequence[Run], title: Sequence[str] = (), not_run: Mapping[str, str] | None = None) -> dict[str, Any]:
     """All that changes while a run goes on: the text of every section, and the charts.
 
     Raises:
@@ -48,14 +48,16 @@ def payload(runs: Sequence[Run]) -> dict[str, Any]:
     steps = [step for run in runs for series in run.series.values() for step in series.steps]
     steps += [event.step for run in runs for event in run.alerts]
     return {
-        "sections": sections(runs, layout.left_out),
+        "sections": sections(runs, layout.left_out, title, not_run or {}),
         "charts": [draw(panel, runs).to_dict() for panel in layout.panels],
         "steps": [min(steps), max(steps)] if steps else [0, 1],
         "running": any(run.about.get("status") == "running" for run in runs),
     }
 
 
-def render(runs: Sequence[Run], *, live: bool = False) -> str:
+def render(
+    runs: Sequence[Run], *, live: bool = False, title: Sequence[str] = (), not_run: Mapping[str, str] | None = None
+) -> str:
     """The whole page. ``live`` has it ask its server for news.
 
     Raises:
@@ -65,15 +67,15 @@ def render(runs: Sequence[Run], *, live: bool = False) -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise MissingExtraError("plotly", "report", "the report's charts") from None
-    content = payload(runs)
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    content = payload(runs, title, not_run)
+    name = runs[0].name if len(runs) == 1 else [*title, f"{len(runs)} runs compared"][0]
     head = tag(
         "head",
         Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
         # Nothing may be fetched, whatever a run's files hold; a served page may ask its own server.
         Html(f'<meta http-equiv="Content-Security-Policy" content="{_policy(live)}">'),
         Html('<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'),
-        tag("title", f"{title} - training report"),
+        tag("title", f"{name} - training report"),
         tag("style", Html((_HERE / "page.css").read_text(encoding="utf-8"))),
     )
     body = tag(

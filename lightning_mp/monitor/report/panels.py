@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.report.compared import LOSS_DIFFERENCE
 from lightning_mp.monitor.report.load import Run, Series
 
 Scale = Literal["linear", "log", "log2", "share"]
@@ -54,6 +55,13 @@ KNOWN: tuple[Panel, ...] = (
         "Loss",
         "loss",
         (Line(metric_names.LOSS, "training"), Line(metric_names.VAL_LOSS, "validation", "Validation loss")),
+    ),
+    Panel(
+        "loss_difference",
+        "Loss minus the first run's, smoothed",
+        "loss",
+        (Line(LOSS_DIFFERENCE, "difference"),),
+        expected=False,
     ),
     Panel(
         "grad_norm",
@@ -166,7 +174,7 @@ def lay_out(runs: Sequence[Run]) -> Layout:
             for panel in panels
             if any(not line.alone for line in panel.lines[1:])
         ]
-        panels = [single for panel in panels for single in _split(panel)]
+        panels = [single for panel in panels for single in _split(panel) if not _told_by_the_table(single, runs)]
     notes += [
         f"{panel.title}: {len(panel.lines) - MAX_LINES} more lines than can be told apart"
         for panel in panels
@@ -212,18 +220,33 @@ def _split(panel: Panel) -> list[Panel]:
     ]
 
 
+def _told_by_the_table(panel: Panel, runs: Sequence[Run]) -> bool:
+    """Whether each run has one reading of it at most, which the table of runs has too."""
+    found = [series for run in runs for line in panel.lines if (series := series_of(run, line))]
+    in_table = panel.lines[0].name in (metric_names.VAL_LOSS, metric_names.MEMORY_PEAK)
+    return in_table and all(len(series.finite) == 1 for series in found)
+
+
 def _absences(panels: Sequence[Panel], runs: Sequence[Run]) -> list[str]:
     """In words, which panels have no number in which runs."""
     nowhere: list[str] = []
     somewhere: list[str] = []
     for panel in panels:
         what = f"{panel.title[0].lower()}{panel.title[1:]} ({panel.lines[0].name})"
-        without = [run.name for run in runs if not any(series_of(run, line) for line in panel.lines)]
+        without = [
+            run.name for run in runs if _ought(run, panel) and not any(series_of(run, line) for line in panel.lines)
+        ]
         if len(without) == len(runs):
-            nowhere.append(what)
+            nowhere += [what] if len(runs) == 1 else []
         elif without:
             somewhere.append(f"Without a number for {what}: {', '.join(without)}")
     return [f"Without a single number: {', '.join(nowhere)}", *somewhere] if nowhere else somewhere
+
+
+def _ought(run: Run, panel: Panel) -> bool:
+    """Whether a run without the panel's readings lacks them: one whose plan scales no loss has no loss scale."""
+    plan = run.about.get("plan")
+    return panel.key != "loss_scale" or not isinstance(plan, dict) or plan.get("loss_scaling") is not None
 
 
 def series_of(run: Run, line: Line) -> Series | None:

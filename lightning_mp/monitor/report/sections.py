@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_mp.monitor.events import Event
+from lightning_mp.monitor.report.compared import coverage
 from lightning_mp.monitor.report.load import Run
 from lightning_mp.monitor.report.markup import Html, dotted, facts, folded, join, table, tag
 from lightning_mp.monitor.report.numbers import counted, moment, plain
@@ -19,23 +20,27 @@ _AUDIT = ("module", "declared", "param", "input", "output", "compute", "grad", "
 _NO_ALERTS = "None were written."
 
 
-def sections(runs: Sequence[Run], left_out: Sequence[str]) -> dict[str, Html]:
+def sections(
+    runs: Sequence[Run], left_out: Sequence[str], title: Sequence[str], not_run: Mapping[str, str]
+) -> dict[str, Html]:
     """Every part by its place in the page; an empty one takes no room there."""
     return {
-        "head": _head(runs),
+        "head": _head(runs, title),
         "faults": _faults(runs),
-        "summary": tiles(runs[0]) if len(runs) == 1 else comparison(runs),
+        "summary": tiles(runs[0]) if len(runs) == 1 else comparison(runs, not_run),
         "alerts": _alerts(runs),
         "findings": _findings(runs),
+        "coverage": coverage(runs) if len(runs) > 1 else Html(""),
         "audit": _audits(runs),
         "about": _about(runs),
         "missing": _missing(runs, left_out),
     }
 
 
-def _head(runs: Sequence[Run]) -> Html:
+def _head(runs: Sequence[Run], title: Sequence[str]) -> Html:
     if len(runs) > 1:
-        return tag("h1", f"{len(runs)} runs compared")
+        head, *lines = title or [f"{len(runs)} runs compared"]
+        return join([tag("h1", head), *(tag("p", line, class_="quiet") for line in lines)])
     run = runs[0]
     machine = _dict(run.about.get("machine"))
     words = [machine.get("device"), run.about.get("precision"), run.about.get("strategy")]
@@ -209,8 +214,10 @@ def _missing(runs: Sequence[Run], left_out: Sequence[str]) -> Html:
         ("Precision audit: not run (PrecisionAudit writes it)", [run for run in runs if run.audit is None]),
         ("Doctor: no findings.json was written", [run for run in runs if run.findings is None]),
     ):
-        if absent:
-            lines.append(what + (f", in {', '.join(run.name for run in absent)}" if len(absent) < len(runs) else ""))
+        if absent and len(runs) == 1:
+            lines.append(what)
+        elif 0 < len(absent) < len(runs):
+            lines.append(f"{what}, in {', '.join(run.name for run in absent)}")
     if not lines:
         return Html("")
     return join([tag("h2", "Not in this report"), tag("ul", *(tag("li", line) for line in lines), class_="quiet")])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.report.compared import difference, speed_up
 from lightning_mp.monitor.report.load import Run
-from lightning_mp.monitor.report.markup import Html, table, tag
+from lightning_mp.monitor.report.markup import Html, join, table, tag
 from lightning_mp.monitor.report.numbers import counted, number
 from lightning_mp.monitor.report.traces import dash
 
@@ -55,20 +56,32 @@ def tiles(run: Run) -> Html:
     )
 
 
-def comparison(runs: Sequence[Run]) -> Html:
-    """The figures of several runs, a row each."""
+def comparison(runs: Sequence[Run], not_run: Mapping[str, str]) -> Html:
+    """The figures of several runs, a row each, and the reason of those that did not run."""
     figures = [summarize(run) for run in runs]
-    heads = ["run", "state", "last step", *(figure.name for figure in figures[0])]
+    first = runs[0]
+    relations = [f"loss \N{MINUS SIGN} {first.name}'s", "speed-up"]
+    heads = ["run", "state", "last step", *relations, *(figure.name for figure in figures[0])]
     rows = [
         [
             tag("span", swatch(place), run.name, class_="run"),
             state(run),
             NOTHING if run.last_step is None else f"{run.last_step:,}",
+            difference(run),
+            NOTHING if run is first else speed_up(run, first),
             *(f"{figure.value} {figure.unit}".strip() for figure in found),
         ]
         for place, (run, found) in enumerate(zip(runs, figures, strict=True))
     ]
-    return tag("div", table(heads, rows, numbers=range(2, len(heads))), class_="stacked")
+    reasons = [
+        tag("p", tag("strong", name), f" did not run: {reason}", class_="quiet") for name, reason in not_run.items()
+    ]
+    explained = (
+        "The loss difference is the mean over the second half of the steps, after smoothing, and below it the band "
+        f"that it kept to. Speed-up: the median throughput against that of {first.name}."
+    )
+    numbers = table(heads, rows, numbers=range(2, len(heads)))
+    return join([tag("div", numbers, class_="stacked"), *reasons, tag("p", explained, class_="quiet")])
 
 
 def swatch(place: int) -> Html:
@@ -112,7 +125,9 @@ def _throughput(run: Run) -> Figure:
 def _memory(run: Run) -> Figure:
     for name, what in ((metric_names.MEMORY_PEAK, "peak"), (metric_names.MEMORY_ALLOCATED, "highest reading")):
         if values := _finite(run, name):
-            return Figure("peak memory", f"{max(values):.3g}", what, "GiB")
+            small = max(values) < 1
+            value = f"{max(values) * 1024:.0f}" if small else f"{max(values):.3g}"
+            return Figure("peak memory", value, what, "MiB" if small else "GiB")
     return Figure("peak memory", NOTHING, "not recorded")
 
 

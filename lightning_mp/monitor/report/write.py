@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.monitor.report.compared import add_differences
 from lightning_mp.monitor.report.load import Run, is_run, load
 from lightning_mp.monitor.report.page import render
 from lightning_mp.monitor.run_folder import REPORT
@@ -14,11 +15,18 @@ from lightning_mp.monitor.run_folder import REPORT
 RunDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def write_report(run_dirs: RunDirs, output: str | os.PathLike[str] | None = None) -> Path:
+def write_report(
+    run_dirs: RunDirs,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    title: Sequence[str] = (),
+    not_run: Mapping[str, str] | None = None,
+) -> Path:
     """Write one HTML file on a run, or on several compared, and return where it is.
 
     ``output=None`` is ``report.html`` in the run's folder, with several in the folder that holds them all. The file
-    opens without a network and is there whole or not at all.
+    opens without a network and is there whole or not at all. For several runs, ``title`` is the heading and a line
+    below it, and ``not_run`` names those that are missing, with the reason.
 
     Raises:
         PlanError: a folder holds no run, or ``output`` is a folder.
@@ -30,7 +38,7 @@ def write_report(run_dirs: RunDirs, output: str | os.PathLike[str] | None = None
     if target.is_dir():
         fault = Fault(f"output={str(target)!r}, a folder", "the name of a file", f"write {str(target / REPORT)!r}")
         raise PlanError([fault], "report")
-    page = render(load_runs(folders))
+    page = render(load_runs(folders), title=title, not_run=not_run)
     beside = target.with_name(f".{target.name}.tmp")
     try:
         # A file may hold half a character; the page is then written with a question mark in its place.
@@ -60,7 +68,9 @@ def find_runs(run_dirs: RunDirs) -> list[Path]:
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
     """Read every folder; a run is named by as much of the end of its path as distinguishes it from the others."""
-    return [load(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    runs = [load(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    add_differences(runs)
+    return runs
 
 
 def _lack(folder: Path) -> str:
