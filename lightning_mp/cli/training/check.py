@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
@@ -12,6 +13,7 @@ from lightning_mp.cli.training import targets
 from lightning_mp.cli.training.compose import Composed
 from lightning_mp.cli.training.primary import SECTIONS, SETTINGS
 from lightning_mp.cli.training.targets import HYDRA_KEYS
+from lightning_mp.compat.lightning import Trainer
 from lightning_mp.errors import Faults, did_you_mean, nearest
 from lightning_mp.policy.places import Places
 
@@ -19,6 +21,8 @@ _NEEDED = {
     "model": "write 'model:' and below it '_target_: package.Class', or choose one of the group: model=llama_tiny",
     "plan": "write 'plan:' and below it 'precision: bf16-mixed', or choose one of the group: plan=bf16",
 }
+#: what arguments of the Trainer that take nothing else are checked for: Lightning compares them unchecked
+_KINDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", type(None): "null"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,14 @@ def _check_trainer(given: Any, places: Places, faults: Faults, *, under_plan: bo
     for key in (key for key in cast("Mapping[str, Any]", given) if key not in known and key not in HYDRA_KEYS):
         fix = targets.ELSEWHERE.get(key) or did_you_mean(key, known, "remove it")
         faults.add(f"trainer.{key}{places.of(f'trainer.{key}')}", "an argument of Lightning's Trainer", fix)
+    kinds = typing.get_type_hints(Trainer.__init__)
+    for key, value in cast("Mapping[str, Any]", given).items():
+        allowed = {*(typing.get_args(kinds.get(key)) or (kinds.get(key),))}
+        if allowed and allowed <= _KINDS.keys() and isinstance(value, str) and "${" not in value:
+            words = " or ".join(word for kind, word in _KINDS.items() if kind in allowed)
+            where = f"trainer.{key}={value!r}{places.of(f'trainer.{key}')}"
+            example = "10" if int in allowed else "true"
+            faults.add(where, words, f"write it as in trainer.{key}={example}, or leave the key out")
 
 
 def _resolvable(plan: Any) -> Any:

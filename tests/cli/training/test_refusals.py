@@ -161,6 +161,8 @@ ARGUMENTS = {
     "foo": ("argument 'foo'", "foo=..."),
     "seed=[1": ("argument 'seed=[1'", "quotes"),
     "experiment=lama_tiny": ("experiment=lama_tiny", "'llama_tiny'"),
+    "trainer.max_steps=many": ("trainer.max_steps='many' (on the command line)", "trainer.max_steps=10,"),
+    "trainer.inference_mode=maybe": ("trainer.inference_mode='maybe'", "trainer.inference_mode=true,"),
     "trainer.devices=none_at_all": ("trainer: ", "fix the trainer"),
 }
 
