@@ -35,7 +35,7 @@ def compare(
 
     Within a seed every plan begins from the same weights and sees the same batches. Exit status 1 if a run failed.
 
-    Example: lightning-mp compare experiment=llama_wide --plans bf16-mixed,fp8-mixed --seeds 8
+    Example: lightning-mp compare experiment=neox_wide --plans bf16-mixed,fp8-mixed --seeds 8
     """
     from lightning_mp.cli.training.compared import compared
 

@@ -8,8 +8,9 @@ import statistics
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 
 SUBJECT = "compare"
+T = TypeVar("T")
 #: the share of the steps that the final loss is the mean of
 _LAST = 10
 #: what seeding, a Trainer and the profiler leave in the environment
@@ -232,7 +234,7 @@ def _run_all(
     """The results of every plan, by seed."""
     results = {name: list[RunResult]() for name in named}
     _refuse(named, lambda policy: runs.arguments(MixedPrecisionPlan.from_policy(policy)))
-    peaks = _refuse(named, lambda policy: _attempt(lambda: runs.trial(policy, 0)))
+    peaks = _refuse(named, lambda policy: _attempt(partial(runs.trial, policy, 0)))
     if all(isinstance(peak, str) for peak in peaks.values()):
         given = f"what fails under every plan: {next(iter(peaks.values()))}"
         raise PlanError([Fault(given, "a module and data that train", "fix what it names")], SUBJECT)
@@ -240,11 +242,9 @@ def _run_all(
     for seed in range(seeds):
         turn = seed % len(names)
         for name in names[turn:] + names[:turn]:
-            peak = peaks[name] if seed == 0 else _attempt(lambda name=name, seed=seed: runs.trial(named[name], seed))
-            result = (
-                peak if isinstance(peak, str) else _attempt(lambda name=name, seed=seed: runs.run(named[name], seed))
-            )
-            result = _result(seed, peak, result)
+            peak = peaks[name] if seed == 0 else _attempt(partial(runs.trial, named[name], seed))
+            outcome = peak if isinstance(peak, str) else _attempt(partial(runs.run, named[name], seed))
+            result = _result(seed, peak, outcome)
             results[name].append(result)
             if runs.is_global_zero:
                 say(f"seed {seed + 1} of {seeds}, {name}: {_in_words(result)}")
@@ -253,19 +253,23 @@ def _run_all(
 
 def _refuse(named: Mapping[str, PrecisionPolicy], call: Callable[[PrecisionPolicy], Any]) -> dict[str, Any]:
     """What ``call`` returns for every plan; what refuses any of them is raised together."""
-    faults, found = Faults(SUBJECT), dict[str, Any]()
-    for name, policy in named.items():
+    faults = Faults(SUBJECT)
+
+    def called(name: str, policy: PrecisionPolicy) -> Any:
         try:
-            found[name] = call(policy)
+            return call(policy)
         except PlanError as error:
             own = error.subject == SUBJECT
             said = [f if own else Fault(f"{name}: {f.given}", f.allowed, f.fix) for f in error.faults]
             faults.extend(fault for fault in said if fault not in faults.found)
+            return None
+
+    found = {name: called(name, policy) for name, policy in named.items()}
     faults.raise_if_any()
     return found
 
 
-def _attempt(call: Callable[[], Any]) -> Any:
+def _attempt(call: Callable[[], T]) -> T | str:
     """What ``call`` returns, or its error in a line; a refusal is raised."""
     try:
         return call()

@@ -75,9 +75,7 @@ def _before(comparison: Comparison, title: str) -> list[Html]:
     words = [comparison.about["module"], comparison.about["machine"]["name"], _seeds(comparison)]
     head = join([tag("h1", title), tag("p", " · ".join([*words, f"{comparison.steps} steps a run"]), class_="quiet")])
     failed = [(plan.name, run) for plan in comparison.plans for run in plan.failed]
-    faults = tag(
-        "div", *(tag("p", tag("strong", f"{name}, seed {run.seed}, failed: "), run.error) for name, run in failed)
-    )
+    faults = [tag("p", tag("strong", f"{name}, seed {run.seed}, failed: "), run.error) for name, run in failed]
     rows = [
         [tag("span", swatch(place), cells[0], class_="run"), *cells[1:-1], _verdict(cells[-1])]
         for place, cells in enumerate(text.rows(comparison))
@@ -91,7 +89,7 @@ def _before(comparison: Comparison, title: str) -> list[Html]:
     )
     return [
         tag("section", head, id="head"),
-        tag("section", tag("div", faults, class_="notice error") if failed else None, id="faults"),
+        tag("section", tag("div", *faults, class_="notice error") if failed else None, id="faults"),
         tag("section", summary, id="summary"),
     ]
 
@@ -101,11 +99,8 @@ def _verdict(word: str) -> Html | str:
 
 
 def _after(comparison: Comparison) -> list[Html]:
-    heads = [
-        "seed",
-        *(plan.name for plan in comparison.plans),
-        *(f"{one.second} minus first" for one in comparison.differences),
-    ]
+    differences = [f"{one.second} minus first" for one in comparison.differences]
+    heads = ["seed", *(plan.name for plan in comparison.plans), *differences]
     rows = [
         [
             str(seed),
@@ -115,10 +110,11 @@ def _after(comparison: Comparison) -> list[Html]:
         for place, seed in enumerate(comparison.seeds)
     ]
     seeds = tag("div", table(heads, rows, numbers=range(1, len(heads))), class_="stacked")
-    about = [
-        (name, {key: plain(value) for key, value in comparison.about[name].items()}) for name in ("machine", "versions")
+    about = [(name, comparison.about[name].items()) for name in ("machine", "versions")]
+    blocks = [
+        tag("div", tag("h3", name), facts((key.replace("_", " "), plain(value)) for key, value in values))
+        for name, values in about
     ]
-    blocks = [tag("div", tag("h3", name), facts(values.items())) for name, values in about]
     plans = [
         folded(plan.name, tag("pre", tag("code", json.dumps(plan.policy.to_dict(), indent=2))), f"plan-{place}")
         for place, plan in enumerate(comparison.plans)
@@ -127,7 +123,7 @@ def _after(comparison: Comparison) -> list[Html]:
         tag("section", tag("h2", "Final losses, seed by seed"), seeds, id="seeds"),
         tag(
             "section",
-            tag("h2", "Machine, versions and plans"),
+            tag("h2", "Machine, versions, plans"),
             tag("div", *blocks, class_="blocks"),
             *plans,
             id="about",
@@ -158,7 +154,8 @@ def _series(values: Sequence[float]) -> Series:
 
 def _mean(plan: PlanResult) -> Series:
     """The mean over the seeds that ran to their end, step by step."""
-    return _series([statistics.fmean(losses) for losses in zip(*(run.losses for run in plan.runs if run.losses))])
+    runs = [run.losses for run in plan.runs if run.losses]
+    return _series([statistics.fmean(losses) for losses in zip(*runs, strict=False)])
 
 
 def _band(first: PlanResult, second: PlanResult, last: int) -> dict[str, Series]:

@@ -51,21 +51,20 @@ def _is_file(plan: str | PathLike[str]) -> bool:
 
 
 def _policy(plan: PlanLike, faults: Faults) -> PrecisionPolicy | None:
-    if isinstance(plan, PrecisionPolicy):
-        return plan
-    if isinstance(plan, MixedPrecisionPlan):
-        return plan.policy
+    if isinstance(plan, (PrecisionPolicy, MixedPrecisionPlan)):
+        return plan if isinstance(plan, PrecisionPolicy) else plan.policy
     try:
-        if isinstance(plan, Mapping) or _is_file(cast("str", plan)):
-            return MixedPrecisionPlan.from_config(cast("Any", plan)).policy
-        word = precision_word(plan)
-        if word is not None:
-            return PrecisionPolicy(precision=cast("Any", word))
-        if plan in PRESETS:
-            return preset(cast("str", plan))
+        if isinstance(plan, Mapping) or _is_file(plan):
+            return MixedPrecisionPlan.from_config(plan).policy
+        return preset(str(plan)) if plan in PRESETS else _of_word(plan, faults)
     except PlanError as error:
         faults.extend(error.faults)
-        return None
-    allowed = [*PRECISIONS, *PRESETS, "a YAML file"]
-    faults.add(f"plan {plan!r}", ", ".join(dict.fromkeys(allowed)), precision_fix(plan, (), PRESETS))
+    return None
+
+
+def _of_word(plan: object, faults: Faults) -> PrecisionPolicy | None:
+    word = precision_word(plan)
+    if word is not None:
+        return PrecisionPolicy(precision=cast("Any", word))
+    faults.add(f"plan {plan!r}", ", ".join([*PRECISIONS, *PRESETS, "a YAML file"]), precision_fix(plan, (), PRESETS))
     return None

@@ -8,6 +8,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_mp.comparison.allocated import peak_on_cpu, peak_on_cuda, reset_peak
 from lightning_mp.compat.lightning import (
     Callback,
     LightningDataModule,
@@ -23,7 +25,6 @@ from lightning_mp.compat.lightning import (
     Trainer,
     seed_everything,
 )
-from lightning_mp.comparison.allocated import peak_on_cpu, peak_on_cuda, reset_peak
 from lightning_mp.errors import Fault, NonFiniteError, PlanError
 from lightning_mp.monitor.health.throughput import default_tokens, samples_in
 from lightning_mp.monitor.side_run import loss_of
@@ -54,7 +55,7 @@ OWN = (*_ALONE, "max_steps", "precision", "min_steps", "max_time", "fast_dev_run
 class Recipe:
     """What every run is made of; a factory is called anew for each.
 
-    ``strategy`` is a name of ``make_strategy``'s or makes one for a plan; ``trainer`` are the Trainer's other arguments.
+    ``strategy`` is a name of ``make_strategy``'s or makes one for a plan; ``trainer`` has the Trainer's arguments.
     """
 
     module: Callable[[], LightningModule] | LightningModule
@@ -184,9 +185,14 @@ class Runs:
         """
         data = self._data(seed)
         steps = min(TRIAL_STEPS, self.steps)
+
+        def fit() -> None:
+            with suppress(NonFiniteError):  # the run that is timed will say so
+                self._fit(policy, seed, steps, data)
+
         if self.recipe.trainer.get("accelerator", "auto") == "cpu" or not torch.cuda.is_available():
-            return peak_on_cpu(lambda: self._fit(policy, seed, steps, data))
-        self._fit(policy, seed, steps, data)
+            return peak_on_cpu(fit)
+        fit()
         return None
 
     def run(self, policy: PrecisionPolicy, seed: int) -> RunResult:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 NOTHING = "-"
 MIB = 2**20
+_FEW = 100
 
 
 def to_text(comparison: Comparison, width: int) -> str:
@@ -54,7 +55,7 @@ def _alone(plan: PlanResult, first: PlanResult) -> list[str]:
     rate, base, peak = plan.rate, first.rate, plan.peak_bytes
     return [
         plan.name,
-        _with_sd(rate, "{:,.0f}"),
+        _with_sd(rate, "{:,.0f}" if rate and rate.mean >= _FEW else "{:.3g}"),
         f"{rate.mean / base.mean:.2f}x" if rate and base else NOTHING,
         _with_sd(peak, "{:,.1f}", MIB),
         _with_sd(plan.final_loss, "{:.4f}"),
@@ -83,12 +84,12 @@ def notes(comparison: Comparison) -> list[str]:
     count = len(comparison.seeds)
     cpu = comparison.about["machine"]["type"] == "cpu"
     margins = dict.fromkeys(f"{one.margin:.4g}" for one in comparison.differences)
+    final = f"final loss: the mean training loss of the last {last} of {comparison.steps} steps"
     lines = [
-        f"final loss: the mean training loss of the last {last} of {comparison.steps} steps, over "
-        f"{count} seed{'s' * (count != 1)}. Minus first: that of {first} in the same seed, same weights and batches, "
-        "taken away; its interval is Student's t over seeds.",
-        f"verdict: same where the interval lies within ±{', ±'.join(margins)} (the margin), else worse or better where "
-        "it leaves 0 out, else undecided.",
+        f"{final}, over {count} seed{'s' * (count != 1)}.",
+        f"minus first: {first}'s of the same seed, weights and batches taken away; interval: Student's t over seeds.",
+        f"verdict: same if the interval lies within ±{', ±'.join(margins)} (the margin); else worse or better if 0 lies "
+        "outside of it; else undecided.",
         *(f"{one.second}: {one.verdict}, {one.reason}." for one in comparison.differences),
     ]
     if cpu:

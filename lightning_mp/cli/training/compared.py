@@ -79,8 +79,9 @@ def _config(path: Path | None, overrides: Sequence[str], config_dirs: Sequence[P
 
 
 def _made(make: Callable[[Faults], T]) -> T:
-    with Faults(SUBJECT) as faults:
-        made = make(faults)
+    faults = Faults(SUBJECT)
+    made = make(faults)
+    faults.raise_if_any()
     return made
 
 
