@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -194,6 +195,7 @@ def compare(
     faults.raise_if_any()
     runs = Runs(Recipe(module, data, strategy, trainer), steps, max(1, steps // _LAST))
     with _as_before(), quiet():
+        warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
         results = _run_all(runs, named, seeds, say or (lambda _: None))
         found = _compared(runs, named, results, margin)
     if out is not None and runs.is_global_zero:
@@ -253,19 +255,20 @@ def _run_all(
 
 def _refuse(named: Mapping[str, PrecisionPolicy], call: Callable[[PrecisionPolicy], Any]) -> dict[str, Any]:
     """What ``call`` returns for every plan; what refuses any of them is raised together."""
-    faults = Faults(SUBJECT)
+    said: dict[Fault, list[str]] = {}
 
     def called(name: str, policy: PrecisionPolicy) -> Any:
         try:
             return call(policy)
         except PlanError as error:
-            own = error.subject == SUBJECT
-            said = [f if own else Fault(f"{name}: {f.given}", f.allowed, f.fix) for f in error.faults]
-            faults.extend(fault for fault in said if fault not in faults.found)
-            return None
+            for fault in error.faults:
+                said.setdefault(fault, []).append(name)
 
     found = {name: called(name, policy) for name, policy in named.items()}
-    faults.raise_if_any()
+    with Faults(SUBJECT) as faults:
+        for fault, names in said.items():
+            whose = "" if len(names) == len(named) else f"{', '.join(names)}: "
+            faults.add(f"{whose}{fault.given}", fault.allowed, fault.fix)
     return found
 
 

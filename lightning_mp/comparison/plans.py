@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy, precision_word
@@ -46,8 +46,8 @@ def _name(plan: PlanLike) -> str:
     return Path(plan).stem if _is_file(plan) else str(plan)
 
 
-def _is_file(plan: str | PathLike[str]) -> bool:
-    return not isinstance(plan, str) or plan.endswith((".yaml", ".yml")) or "/" in plan
+def _is_file(plan: object) -> TypeGuard[str | PathLike[str]]:
+    return isinstance(plan, PathLike) or (isinstance(plan, str) and (plan.endswith((".yaml", ".yml")) or "/" in plan))
 
 
 def _policy(plan: PlanLike, faults: Faults) -> PrecisionPolicy | None:

@@ -88,8 +88,7 @@ def notes(comparison: Comparison) -> list[str]:
     lines = [
         f"{final}, over {count} seed{'s' * (count != 1)}.",
         f"minus first: {first}'s of the same seed, weights and batches taken away; interval: Student's t over seeds.",
-        f"verdict: same if the interval lies within ±{', ±'.join(margins)} (the margin); else worse or better if 0 lies "
-        "outside of it; else undecided.",
+        f"verdict: same with the interval within the margin, ±{', ±'.join(margins)}, else worse or better without 0.",
         *(f"{one.second}: {one.verdict}, {one.reason}." for one in comparison.differences),
     ]
     if cpu:
