@@ -215,6 +215,8 @@ SETUPS: dict[str, Setup] = {
         elsewhere=("train experiment=longspec",),
     ),
     "docs/quickstart.md": Setup(prepare=names, shorter={"train": ("trainer.max_steps=3",)}, slow=("train",)),
+    # FP8 on a CPU takes seconds a step: tests/cli/test_compare.py runs both, small or in the slow tests
+    "docs/compare.md": Setup(prepare=names, elsewhere=("compare experiment",)),
     "docs/planner.md": Setup(prepare=config_json, status={"advise --params 70e9": 2}),
     "docs/modes.md": Setup(prepare=run_yaml, shorter={"train": TWO_STEPS}),
     "docs/configs.md": Setup(
