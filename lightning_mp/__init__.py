@@ -9,6 +9,7 @@ from lightning_mp.compat.deferred import fetch
 
 if TYPE_CHECKING:
     from lightning_mp.checkpoints import consolidate
+    from lightning_mp.comparison.compare import Comparison, compare
     from lightning_mp.errors import LossScaleError, MissingExtraError, NonFiniteError, PlanError
     from lightning_mp.modules.fp8 import FP8Layer
     from lightning_mp.modules.pins import unpin
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AuditReport": "monitor.audit",
     "Checkpointing": "policy",
+    "Comparison": "comparison.compare",
     "Event": "monitor.events",
     "FP8": "policy",
     "FP8Layer": "modules.fp8",
@@ -40,6 +42,7 @@ _HOMES = {
     "PlanError": "errors",
     "PrecisionPolicy": "policy",
     "audit": "monitor.audit",
+    "compare": "comparison.compare",
     "consolidate": "checkpoints",
     "doctor": "monitor.doctor",
     "make_strategy": "strategies.factory",
@@ -51,6 +54,7 @@ __all__ = [
     "FP8",
     "AuditReport",
     "Checkpointing",
+    "Comparison",
     "Event",
     "FP8Layer",
     "Finding",
@@ -64,6 +68,7 @@ __all__ = [
     "PlanError",
     "PrecisionPolicy",
     "audit",
+    "compare",
     "consolidate",
     "doctor",
     "make_strategy",
@@ -72,7 +77,7 @@ __all__ = [
 ]
 
 #: those that are made of Lightning's classes, or ask for them
-_OF_LIGHTNING = ("AuditReport", "MixedPrecisionPlan", "audit", "doctor", "make_strategy", "trainer_kwargs")
+_OF_LIGHTNING = ("AuditReport", "MixedPrecisionPlan", "audit", "compare", "doctor", "make_strategy", "trainer_kwargs")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ import typer
 import lightning_mp
 from lightning_mp.cli.advise import advise
 from lightning_mp.cli.audit import audit
+from lightning_mp.cli.compare import compare
 from lightning_mp.cli.consolidate import consolidate
 from lightning_mp.cli.demo import demo
 from lightning_mp.cli.doctor import doctor
@@ -37,7 +38,7 @@ def root(
     """Mixed precision for PyTorch Lightning: say once which numbers live in which format, and that is what runs."""
 
 
-for _command in (demo, init, train, advise, audit, doctor, report, consolidate, env):
+for _command in (demo, init, train, compare, advise, audit, doctor, report, consolidate, env):
     app.command()(_command)
 app.command("cli", context_settings=CONTEXT)(lightning_cli)
 

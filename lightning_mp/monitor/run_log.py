@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_mp.compat.lightning import Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import PlanError
@@ -28,7 +30,7 @@ _LOGGER = logging.getLogger("lightning_mp")
 RunDir = str | os.PathLike[str] | None
 #: the folder under the root folder where no logger has one
 FALLBACK = "lightning_mp_run"
-_PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed")
+_PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed", "torchao")
 #: how many events of a kind there were, as a metric
 EVENT_COUNT = "health/events"
 
@@ -69,20 +71,12 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
     ``status`` is ``"running"``, ``"finished"`` or ``"failed"``.
     """
     plugin = trainer.precision_plugin
-    device = describe(trainer.strategy.root_device)
     values: dict[str, Any] = {
         "status": status,
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": {
-            "device": device.name,
-            "type": device.type,
-            "memory_bytes": device.memory,
-            "processes": trainer.world_size,
-            "cpus": os.cpu_count(),
-            "system": platform.platform(),
-        },
-        "versions": {"python": sys.version.split()[0], **_versions()},
+        "machine": {**machine(trainer.strategy.root_device), "processes": trainer.world_size},
+        "versions": versions(),
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
         "plan": plugin.policy.to_dict() if isinstance(plugin, PlanBase) else None,
@@ -96,8 +90,22 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
     folder.write(RUN, values)
 
 
-def _versions() -> dict[str, str]:
-    return {package: found for package in _PACKAGES if (found := _version(package)) is not None}
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a run ran on."""
+    known = describe(device)
+    return {
+        "device": known.name,
+        "type": known.type,
+        "memory_bytes": known.memory,
+        "cpus": os.cpu_count(),
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, and of the packages that numbers may depend on."""
+    found = {package: found for package in _PACKAGES if (found := _version(package)) is not None}
+    return {"python": sys.version.split()[0], **found}
 
 
 def _version(package: str) -> str | None:

@@ -95,6 +95,12 @@ def _lightning_cli(code: str, values: dict[str, Any], block: Block) -> None:
     assert result.exit_code == 0, (block.place, result.output)
 
 
+def _plan_file(code: str, values: dict[str, Any], block: Block) -> None:
+    path = Path(block.file or "plan.yaml")
+    path.write_text(code, encoding="utf-8")
+    assert MixedPrecisionPlan.from_config(path).policy
+
+
 def _is_training_file(values: dict[str, Any]) -> bool:
     parts = ("plan", "model", "data", "strategy", "trainer", "callbacks", "seed", "defaults", "run_dir", "ckpt_path")
     return set(values) <= set(parts) or {"plan", "model"} <= set(values)
@@ -105,6 +111,7 @@ _YAMLS: tuple[tuple[Callable[[dict[str, Any]], bool], Callable[[str, dict[str, A
     (lambda values: "class_path" in str(values) or "fit" in values, _lightning_cli),
     (lambda values: "searchpath" in str(values.get("hydra")), _hydra_project),
     (_is_training_file, _training_file),
+    (lambda values: "precision" in values, _plan_file),
 )
 
 

@@ -210,11 +210,18 @@ SETUPS: dict[str, Setup] = {
     "README.md": Setup(
         prepare=names,
         texts=[demo_table, plan_error],
-        shorter={"train": TWO_STEPS},
-        slow=("train experiment", "train -m"),
+        shorter={"train": TWO_STEPS, "compare": ("--seeds=1", "--steps=2")},
+        slow=("train experiment", "train -m", "compare"),
         elsewhere=("train experiment=longspec",),
     ),
     "docs/quickstart.md": Setup(prepare=names, shorter={"train": ("trainer.max_steps=3",)}, slow=("train",)),
+    # FP8 on a CPU takes seconds a step: tests/cli/test_compare.py runs both, small or in the slow tests
+    "docs/compare.md": Setup(
+        prepare=names,
+        changes={"seeds=8, steps=300": "seeds=1, steps=2"},
+        shorter={"compare": ("--seeds=1", "--steps=2")},
+        elsewhere=("compare experiment",),
+    ),
     "docs/planner.md": Setup(prepare=config_json, status={"advise --params 70e9": 2}),
     "docs/modes.md": Setup(prepare=run_yaml, shorter={"train": TWO_STEPS}),
     "docs/configs.md": Setup(

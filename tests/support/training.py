@@ -61,9 +61,17 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), self.lr)
 
 
-def loader(rows: int) -> DataLoader[tuple[Tensor, ...]]:
-    """Fixed random rows of four numbers."""
-    return DataLoader(TensorDataset(torch.randn(rows, 4, generator=torch.Generator().manual_seed(1))), batch_size=4)
+class Wide(Net):
+    """One whose layer can multiply in FP8."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.layer = torch.nn.Linear(width, 16)
+
+
+def loader(rows: int, width: int = 4) -> DataLoader[tuple[Tensor, ...]]:
+    """Fixed random rows of numbers."""
+    return DataLoader(TensorDataset(torch.randn(rows, width, generator=torch.Generator().manual_seed(1))), batch_size=4)
 
 
 def run(*arguments: str, multirun: bool = False, config_dirs: tuple[Path, ...] = ()) -> list[str]:

@@ -63,40 +63,53 @@ def render(
     Raises:
         MissingExtraError: plotly is not installed.
     """
+    content = payload(runs, title, not_run)
+    name = runs[0].name if len(runs) == 1 else [*title, f"{len(runs)} runs compared"][0]
+    before, after = (
+        [tag("section", content["sections"][name], id=name) for name in names] for names in (_BEFORE, _AFTER)
+    )
+    return document(
+        f"{name} - training report", [*before, *charts(runs), *after], {**content, "sections": {}}, live=live
+    )
+
+
+def charts(runs: Sequence[Run]) -> list[Html]:
+    """Where the page's script draws, and the buttons for what is shown."""
+    return [
+        tag("div", _switches(runs) if len(runs) > 1 else None, _ZOOM, class_="bar"),
+        tag("section", id="charts", class_="charts"),
+        tag("noscript", tag("p", "The charts need JavaScript; the tables do not.", class_="notice")),
+    ]
+
+
+def document(title: str, main: Sequence[Html], content: Mapping[str, Any], *, live: bool = False) -> str:
+    """A page in the report's style, with nothing to fetch; ``content`` is what its script draws.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise MissingExtraError("plotly", "report", "the report's charts") from None
-    content = payload(runs, title, not_run)
-    name = runs[0].name if len(runs) == 1 else [*title, f"{len(runs)} runs compared"][0]
     head = tag(
         "head",
         Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
         # Nothing may be fetched, whatever a run's files hold; a served page may ask its own server.
         Html(f'<meta http-equiv="Content-Security-Policy" content="{_policy(live)}">'),
         Html('<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'),
-        tag("title", f"{name} - training report"),
+        tag("title", title),
         tag("style", Html((_HERE / "page.css").read_text(encoding="utf-8"))),
     )
     body = tag(
         "body",
-        tag("main", *_main(content["sections"], runs)),
+        tag("main", *main),
         _script(get_plotlyjs()),
-        tag("script", Html(_safe({**content, "sections": {}})), type="application/json", id="payload"),
+        tag("script", Html(_safe(content)), type="application/json", id="payload"),
         _script((_HERE / "page.js").read_text(encoding="utf-8")),
         data_live=live,
     )
     return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
-
-
-def _main(texts: dict[str, Html], runs: Sequence[Run]) -> list[Html]:
-    return [
-        *(tag("section", texts[name], id=name) for name in _BEFORE),
-        tag("div", _switches(runs) if len(runs) > 1 else None, _ZOOM, class_="bar"),
-        tag("section", id="charts", class_="charts"),
-        tag("noscript", tag("p", "The charts need JavaScript; the tables do not.", class_="notice")),
-        *(tag("section", texts[name], id=name) for name in _AFTER),
-    ]
 
 
 def _switches(runs: Sequence[Run]) -> Html:
@@ -112,9 +125,9 @@ def _script(code: str) -> Html:
     return Html(f"<script>{code}</script>")
 
 
-def _safe(content: dict[str, Any]) -> str:
+def _safe(content: Mapping[str, Any]) -> str:
     """JSON that cannot end the element it stands in."""
-    return json.dumps(content, allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(dict(content), allow_nan=False).replace("<", "\\u003c")
 
 
 def _policy(live: bool) -> str:

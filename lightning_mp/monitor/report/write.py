@@ -38,7 +38,16 @@ def write_report(
     if target.is_dir():
         fault = Fault(f"output={str(target)!r}, a folder", "the name of a file", f"write {str(target / REPORT)!r}")
         raise PlanError([fault], "report")
-    page = render(load_runs(folders), title=title, not_run=not_run)
+    put(target, render(load_runs(folders), title=title, not_run=not_run))
+    return target
+
+
+def put(target: Path, page: str) -> None:
+    """Write a page, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     beside = target.with_name(f".{target.name}.tmp")
     try:
         # A file may hold half a character; the page is then written with a question mark in its place.
@@ -47,7 +56,6 @@ def write_report(
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(target)) from error
-    return target
 
 
 def find_runs(run_dirs: RunDirs) -> list[Path]:

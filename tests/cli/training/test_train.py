@@ -64,6 +64,10 @@ def test_a_large_model_of_the_package_runs_with_only_its_size_changed() -> None:
 
 SMALL = {
     "llama_tiny": ("trainer.max_steps=2", "trainer.limit_val_batches=1"),
+    "neox_wide": (
+        "model.config.hidden_size=48", "model.config.intermediate_size=64", "model.config.num_attention_heads=3",
+        "trainer.max_steps=2", "trainer.limit_val_batches=1",
+    ),
     "gpt2_small": (
         "data.context=64", "data.vocab=512", "data.batch_size=2", "data.num_workers=0", "model.config.n_layer=1",
         "model.config.vocab_size=512", "model.config.n_embd=48", "trainer.max_steps=2", "trainer.limit_val_batches=1",

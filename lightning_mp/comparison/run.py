@@ -1,0 +1,300 @@
+"""One plan in one seed: a run like the user's own, of which losses, speed and batches are noted."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from lightning_mp.comparison.allocated import peak_on_cpu, peak_on_cuda, reset_peak
+from lightning_mp.compat.lightning import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Strategy,
+    Trainer,
+    seed_everything,
+)
+from lightning_mp.errors import Fault, NonFiniteError, PlanError
+from lightning_mp.monitor.health.throughput import default_tokens, samples_in
+from lightning_mp.monitor.side_run import loss_of
+from lightning_mp.numerics.nested import tensors_in
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.strategies.factory import trainer_kwargs
+
+#: optimizer steps of a run that is not timed: the second is the first with optimizer state
+TRIAL_STEPS = 2
+#: steps that are not timed at the beginning of a run, at most
+WARM_UP_STEPS = 5
+#: what a run has none of, whatever the user's Trainer has
+_ALONE: Mapping[str, Any] = {
+    "max_epochs": -1,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+#: Trainer arguments that the comparison owns
+OWN = (*_ALONE, "max_steps", "precision", "min_steps", "max_time", "fast_dev_run")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What every run is made of; a factory is called anew for each.
+
+    ``strategy`` is a name of ``make_strategy``'s or makes one for a plan; ``trainer`` has the Trainer's arguments.
+    """
+
+    module: Callable[[], LightningModule] | LightningModule
+    data: Any
+    strategy: str | Callable[[MixedPrecisionPlan], Strategy]
+    trainer: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run came to: ``losses`` is the training loss of every optimizer step (a mean over its micro-batches).
+
+    ``final_loss`` is the mean of the last ones, NaN where one of them is not finite. ``rate`` is in ``unit`` ("tokens"
+    or "samples") a second, ``peak_bytes`` the allocator's. ``error`` is set, and the rest is empty, where it failed.
+    """
+
+    seed: int
+    losses: tuple[float, ...] = ()
+    final_loss: float | None = None
+    rate: float | None = None
+    unit: str = "samples"
+    peak_bytes: int | None = None
+    skipped: int = 0
+    error: str | None = None
+
+
+class _Noting(MixedPrecisionPlan):
+    """A plan that notes a checksum of every batch as it came from the loader, before the plan casts it."""
+
+    batches: list[int]
+
+    def convert_input(self, data: Any) -> Any:
+        self.batches.append(_checksum(tensors_in(data)))
+        return super().convert_input(data)
+
+
+@dataclass(eq=False)
+class _Watch(Callback):
+    """Notes losses on the device, and when the timed steps began and ended; waits for the device twice a run."""
+
+    seed: int
+    steps: int
+    losses: list[tuple[int, Tensor]] = field(default_factory=list[tuple[int, Tensor]])
+    tokens: int | None = 0
+    samples: int = 0
+    seconds: float = 0.0
+    _step: int = 0
+    _start: float | None = None
+
+    @property
+    def state_key(self) -> str:
+        return "lightning_mp.comparison"
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Whatever random numbers a plan needed until here, the first order of the data is the same."""
+        self._seed(0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seed(1)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """And so is that of every later epoch."""
+        self._seed(2 + trainer.current_epoch)
+
+    def _seed(self, number: int) -> None:
+        seed_everything((self.seed + 1000003 * number) % 2**32, workers=True, verbose=False)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._step = trainer.global_step
+        if self._start is None and self._step >= min(WARM_UP_STEPS, self.steps // 2):
+            self._start = _now(trainer)
+        if self._start is not None:
+            count = default_tokens(batch)
+            self.tokens = None if count is None or self.tokens is None else self.tokens + count
+            self.samples += samples_in(batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = loss_of(outputs)
+        if isinstance(loss, Tensor):
+            # Lightning has divided it by the number of micro-batches, under automatic optimization
+            times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self.losses.append((self._step, loss.detach().float().mean() * times))
+        if trainer.global_step >= self.steps and self._start is not None:
+            self.seconds = _now(trainer) - self._start
+
+    def read(self, trainer: Trainer) -> list[float]:
+        """The loss of every optimizer step, a mean over ranks and micro-batches."""
+        if not self.losses:
+            return []
+        values = torch.stack([loss for _, loss in self.losses])
+        reduced = trainer.strategy.reduce(values, reduce_op="mean")
+        steps: dict[int, list[float]] = {}
+        for (step, _), value in zip(self.losses, reduced.tolist(), strict=True):
+            steps.setdefault(step, []).append(value)
+        return [statistics.fmean(values) for values in steps.values()]
+
+
+def _now(trainer: Trainer) -> float:
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Runs:
+    """The runs of a comparison; within a seed they begin from the same weights and see the same batches."""
+
+    def __init__(self, recipe: Recipe, steps: int, last: int) -> None:
+        self.recipe = recipe
+        self.steps = steps
+        #: how many of the last losses the final loss is the mean of
+        self.last = last
+        self.device = torch.device("cpu")
+        self.is_global_zero = True
+        self.module_name = ""
+        #: of each seed, the weights and the batches of the run that came first
+        self._weights: dict[int, int] = {}
+        self._batches: dict[int, list[int]] = {}
+
+    def trial(self, policy: PrecisionPolicy, seed: int) -> int | None:
+        """Two steps that are not timed; the CPU allocator's peak in bytes, ``None`` on another device.
+
+        Raises:
+            Exception: whatever the run raises; a ``PlanError`` where the plan refuses it.
+        """
+        data = self._data(seed)
+        steps = min(TRIAL_STEPS, self.steps)
+
+        def fit() -> None:
+            with suppress(NonFiniteError):  # the run that is timed will say so
+                self._fit(policy, seed, steps, data)
+
+        if self.recipe.trainer.get("accelerator", "auto") == "cpu" or not torch.cuda.is_available():
+            return peak_on_cpu(fit)
+        fit()
+        return None
+
+    def run(self, policy: PrecisionPolicy, seed: int) -> RunResult:
+        """All steps, timed.
+
+        Raises:
+            Exception: whatever the run raises, but non-finite values that the plan does not allow.
+        """
+        reset_peak(self.device)
+        try:
+            trainer, plan, watch = self._fit(policy, seed, self.steps, self._data(seed))
+        except NonFiniteError:
+            return RunResult(seed, final_loss=math.nan)
+        losses = watch.read(trainer)
+        seen = plan.batches
+        first = self._batches.setdefault(seed, seen)
+        both = min(len(first), len(seen))
+        if first[:both] != seen[:both]:
+            raise PlanError([_order(seed)], "compare")
+        work, unit = (watch.samples, "samples") if watch.tokens is None else (watch.tokens, "tokens")
+        tail = losses[-self.last :]
+        return RunResult(
+            seed=seed,
+            losses=tuple(losses),
+            final_loss=(statistics.fmean(tail) if all(map(math.isfinite, tail)) else math.nan) if tail else None,
+            rate=work * trainer.world_size / watch.seconds if watch.seconds else None,
+            unit=unit,
+            peak_bytes=peak_on_cuda(self.device),
+            skipped=int(plan.skipped_steps),
+            error=None if tail else "no step with a loss",
+        )
+
+    def _fit(
+        self, policy: PrecisionPolicy, seed: int, steps: int, data: Mapping[str, Any]
+    ) -> tuple[Trainer, _Noting, _Watch]:
+        recipe = self.recipe
+        seed_everything(seed, workers=True, verbose=False)
+        module = copy.deepcopy(recipe.module) if isinstance(recipe.module, LightningModule) else recipe.module()
+        self.module_name = type(module).__name__
+        weights = _checksum(module.parameters())
+        if self._weights.setdefault(seed, weights) != weights:
+            raise PlanError([_weights(seed)], "compare")
+        plan = _Noting.from_policy(policy)
+        assert isinstance(plan, _Noting)
+        plan.batches = []
+        watch = _Watch(seed, steps)
+        trainer = Trainer(**{**self.arguments(plan), "max_steps": steps, "callbacks": self._callbacks(watch)})
+        self.device, self.is_global_zero = trainer.strategy.root_device, trainer.is_global_zero
+        trainer.fit(module, **data)
+        return trainer, plan, watch
+
+    def arguments(self, plan: MixedPrecisionPlan) -> dict[str, Any]:
+        """The Trainer's, for ``plan``.
+
+        Raises:
+            PlanError: an unknown strategy or argument; a plan that the strategy refuses.
+        """
+        strategy = self.recipe.strategy
+        built = strategy if isinstance(strategy, str) else strategy(plan)
+        return trainer_kwargs(plan, strategy=built, **{"devices": 1, **self.recipe.trainer, **_ALONE})
+
+    def _callbacks(self, watch: _Watch) -> list[Callback]:
+        given = self.recipe.trainer.get("callbacks") or []
+        return [*copy.deepcopy(given if isinstance(given, list) else [given]), watch]
+
+    def _data(self, seed: int) -> dict[str, Any]:
+        seed_everything(seed, workers=True, verbose=False)
+        return fit_arguments(self.recipe.data)
+
+
+def fit_arguments(data: Any) -> dict[str, Any]:
+    """``data`` as arguments of ``Trainer.fit``: made where it is a factory, a LightningDataModule, or a loader."""
+    made = data() if callable(data) else data
+    if made is None:
+        return {}  # the module has its own
+    if isinstance(made, LightningDataModule):
+        return {"datamodule": made}
+    if isinstance(made, dict) and made.keys() <= {"train_dataloaders", "val_dataloaders", "datamodule"}:
+        return made
+    return {"train_dataloaders": made}
+
+
+def _checksum(tensors: Iterable[Tensor]) -> int:
+    value = 0
+    for tensor in tensors:
+        if not is_lazy(tensor) and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel():
+            plain = tensor.detach().cpu().contiguous().reshape(-1)
+            value = zlib.crc32(plain.view(torch.uint8).numpy(), value)
+    return value
+
+
+def _weights(seed: int) -> Fault:
+    return Fault(
+        f"other initial weights of one plan than of another in seed {seed}",
+        "a module that is the same whenever it is made after the same seed",
+        "draw its weights from torch's own generator, or give a module instead of a factory",
+    )
+
+
+def _order(seed: int) -> Fault:
+    return Fault(
+        f"other batches for one plan than for another in seed {seed}",
+        "data that comes in the same order whenever it is read after the same seed",
+        "give data as a function that makes it, with its generators and iterators",
+    )

@@ -1,0 +1,63 @@
+"""The page of a comparison in a real Chromium: its curves, in light and in dark, with nothing said or fetched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_mp import PrecisionPolicy
+from lightning_mp.comparison.compare import Comparison, PlanResult
+from lightning_mp.comparison.page import write
+from lightning_mp.comparison.paired import compare_losses
+from lightning_mp.comparison.run import RunResult
+from monitor.report.browser import Shown, chromium
+
+STEPS = 20
+
+
+def _plan(name: str, *gaps: float | None) -> PlanResult:
+    """Runs of straight lines that lie ``gaps`` above 2 - step / 20; None is a run that failed."""
+    runs = [
+        RunResult(seed, error="OutOfMemoryError: <full>")
+        if gap is None
+        else RunResult(
+            seed, tuple(2 - step / 20 + gap for step in range(STEPS)), 1.075 + gap, 1000.0 + seed, "tokens", 9
+        )
+        for seed, gap in enumerate(gaps)
+    ]
+    return PlanResult(name, PrecisionPolicy(precision="bf16-mixed"), tuple(runs))
+
+
+def _compared(*plans: PlanResult) -> Comparison:
+    losses = [(plan.name, {run.seed: run.final_loss for run in plan.runs}) for plan in plans]
+    about = {"module": "<Net>", "machine": {"name": "a CPU", "type": "cpu"}, "versions": {"torch": "2.13.0"}}
+    differences = tuple(compare_losses(losses[0], other, None) for other in losses[1:])
+    return Comparison(plans, differences, tuple(run.seed for run in plans[0].runs), STEPS, 2, about)
+
+
+def test_the_page_shows_the_curves_and_the_difference(tmp_path: Path) -> None:
+    plans = (_plan("bf16", 0.0, 0.1, 0.2), _plan("fp8", 0.3, 0.4, 0.5), _plan("<i>full", 0.0, None, None))
+    write(_compared(*plans), tmp_path)
+    with chromium() as browser:
+        for dark in (False, True):
+            shown = Shown(browser, (tmp_path / "compare.html").as_uri(), dark=dark)
+            charts = shown.charts()
+            titles = [f"{name} minus bf16, paired, mean of 2 steps" for name in ("fp8", "<i>full")]
+            assert list(charts) == ["Loss, mean of 3 seeds", *titles]
+            text = shown.page.inner_text("main")
+            for expected in ("worse", "undecided", "OutOfMemoryError: <full>", "+0.3000", "<Net>", "margin"):
+                assert expected in text
+            shown.close()
+            assert shown.messages == []
+            assert not [url for url in shown.requests[1:] if not url.startswith(("data:", "blob:"))]
+
+
+def test_the_json_is_strict_and_has_every_loss(tmp_path: Path) -> None:
+    write(_compared(_plan("one", 0.0, 0.1), _plan("other", 0.0, float("nan"))), tmp_path)
+    found = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
+    assert found["verdict"] == "worse"
+    assert found["differences"][0]["differences"] == {"0": 0.0}
+    assert found["plans"][1]["runs"][1]["final_loss"] is None
+    assert [len(run["losses"]) for plan in found["plans"] for run in plan["runs"]] == [STEPS] * 4
