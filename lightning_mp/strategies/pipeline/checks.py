@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.compat.lightning import (
     LightningModule,
     Trainer,
-    TrainerFn,
     is_compiled,
     is_overridden,
     layer_sync_of,
+    trainer_of,
+    validates,
 )
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, Faults
@@ -32,8 +32,8 @@ PREDICTS = Fault(
     "load the checkpoint into the plain module and predict with strategy='mp_ddp' or 'mp_fsdp2'",
 )
 _MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-#: methods of a module that a run in stages does not call
-_NOT_CALLED = ("training_step", "validation_step", "test_step")
+#: methods of a module that a run in stages does not call, and that Lightning asks for
+_TRAINS, _VALIDATES = "training_step", "validation_step"
 
 
 def arguments(
@@ -149,13 +149,15 @@ def _never(*args: Any, **kwargs: Any) -> None:
 
 def stand_in(model: LightningModule) -> None:
     """Lightning asks for the steps that are not called here; a module without them gets some for the run."""
-    for name in _NOT_CALLED:
-        if not is_overridden(name, model) and callable(getattr(model, "pipeline_loss", None)):
+    trainer = trainer_of(model)
+    wanted = [_TRAINS, *([_VALIDATES] if trainer is not None and validates(trainer) else [])]
+    for name in wanted if callable(getattr(model, "pipeline_loss", None)) else ():
+        if not is_overridden(name, model):
             model.__dict__[name] = _never
 
 
 def stand_down(model: LightningModule | None) -> None:
     """Take them away again."""
-    for name in _NOT_CALLED:
+    for name in (_TRAINS, _VALIDATES):
         if model is not None and model.__dict__.get(name) is _never:
             del model.__dict__[name]

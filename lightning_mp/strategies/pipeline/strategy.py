@@ -1,4 +1,4 @@
-"""Pipeline parallelism for any LightningModule that says what its stages are; transformers' Llama and GPT-2 need not."""
+"""Pipeline parallelism for a LightningModule that says what its stages are; transformers' Llama and GPT-2 need not."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
     DDP,
     FSDP2,
+    PIPELINE,
     LightningModule,
     ModelParallelStrategy,
     Trainer,
@@ -57,7 +58,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
     Args:
         stages: ranks of a pipeline; by default all processes that ``data_parallel_size`` leaves.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``.
-        microbatches: pieces of a batch; twice the stages by default. Gradients are those of as many batches accumulated.
+        microbatches: pieces of a batch, as if as many batches were accumulated; twice the stages by default.
         data_parallel_size: pipelines with data of their own; by default what ``stages`` leaves of the processes.
         shard: shard each stage over its replicas with FSDP2, instead of keeping whole ones.
         virtual_stages: stages on a rank, under the interleaved schedules.
@@ -69,9 +70,9 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
     """
 
     plan_engine = PipelineEngine
-    private_names = (DDP, FSDP2, PIPELINING, sharding_compat.FSDP2)
+    private_names = (DDP, FSDP2, PIPELINE, PIPELINING, sharding_compat.FSDP2)
 
-    def __init__(  # noqa: PLR0913  what a user may choose, by name
+    def __init__(
         self,
         *,
         stages: int | None = None,
