@@ -133,15 +133,19 @@ def _check_own(module: nn.Module, stages: list[nn.Module], count: int, faults: F
 class Part(nn.Module):
     """One stage on this rank, run as the plan says: forward under autocast, backward outside of it."""
 
-    def __init__(self, stage: nn.Module, context: Callable[[], Any]) -> None:
+    def __init__(self, stage: nn.Module, context: Callable[[], Any], *, no_views: bool) -> None:
         super().__init__()
         self.stage = stage
-        self._context = context
+        self._context, self._no_views = context, no_views
 
     def forward(self, *inputs: Any) -> Any:
-        """What the stage makes of the inputs."""
+        """What the stage makes of the inputs; with ``no_views`` in memory of its own."""
         with self._context():
-            return self.stage(*inputs)
+            output = self.stage(*inputs)
+        if not self._no_views:
+            return output
+        whole = [one.clone() if one.is_floating_point() else one for one in leaves(output)]
+        return whole[0] if isinstance(output, torch.Tensor) else tuple(whole)
 
 
 def leaves(value: Any) -> list[torch.Tensor]:

@@ -18,18 +18,22 @@ from lightning_mp.strategies.pipeline.parts import Part, leaves
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A schedule of torch's, whether it runs several stages on a rank, and which schedule evaluates like it."""
+    """A schedule of torch's, whether it runs several stages on a rank, and which schedule evaluates like it.
+
+    One that goes backward in two parts detaches what a stage hands on in place, which torch does not do with views.
+    """
 
     torch: str
     several: bool = False
     evaluates: str = "ScheduleGPipe"
+    in_two_parts: bool = False
 
 
 SCHEDULES = {
     "gpipe": Kind("ScheduleGPipe"),
     "1f1b": Kind("Schedule1F1B"),
-    "interleaved_1f1b": Kind("ScheduleInterleaved1F1B", several=True, evaluates="ScheduleLoopedBFS"),
-    "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", several=True, evaluates="ScheduleLoopedBFS"),
+    "interleaved_1f1b": Kind("ScheduleInterleaved1F1B", True, "ScheduleLoopedBFS"),
+    "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", True, "ScheduleLoopedBFS", in_two_parts=True),
 }
 
 

@@ -119,6 +119,11 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         return self.device_mesh.get_group("data_parallel")
 
     @property
+    def parameter_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups over which what each rank holds of the parameters adds up to all of them."""
+        return (self.replica_group, self.stage_group) if self.shards_stages else (self.stage_group,)
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Every stage of a replica draws the same batches."""
         group = self.replica_group
@@ -209,7 +214,9 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         if not self.has_cut(model):
             self._cut, self._cut_from = cut, weakref.ref(model)
             self._give_away(model, cut)
-            self._parts = {index: Part(cut.make(index, cut.count), plan.forward_context) for index in self._mine}
+            made = {index: cut.make(index, cut.count) for index in self._mine}
+            no_views = SCHEDULES[self._schedule].in_two_parts
+            self._parts = {index: Part(stage, plan.forward_context, no_views=no_views) for index, stage in made.items()}
             for part in self._parts.values() if self.shards_stages else ():
                 assert plan.engine is not None
                 shard_part(part, plan.engine, self.device_mesh["data_parallel"], plan.policy)

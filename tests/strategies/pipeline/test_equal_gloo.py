@@ -37,7 +37,8 @@ SLOW = {
     ),
     "bf16-true with pins": Fit("bf16-true", "1f1b", "llama", plan=(("pins", {"*norm*": "fp32"}),)),
     "16-true": Fit("16-true", scale=64.0),
-    "zero bubble": Fit("bf16-mixed", "interleaved_zero_bubble"),
+    "zero bubble": Fit("bf16-mixed", "interleaved_zero_bubble", plan=(("checkpointing", "Block"),)),
+    "zero bubble, Llama": Fit("16-mixed", "interleaved_zero_bubble", "llama", scale=64.0),
 }
 
 
