@@ -79,6 +79,7 @@ _PLACES = {
     "LightningOptimizer": "core.optimizer",
     "CSVLogger": "loggers.csv_logs",
     "DummyLogger": "loggers.logger",
+    "EvaluationLoop": "loops",
     "FitLoop": "loops",
     "TrainingEpochLoop": "loops",
     "DataLoaderIterDataFetcher": "loops.fetchers",
@@ -130,6 +131,7 @@ _PRIVATE = frozenset(
         "AcceleratorConnector",
         "CheckpointConnector",
         "DataLoaderIterDataFetcher",
+        "EvaluationLoop",
         "FitLoop",
         "ForwardRedirection",
         "SubprocessScriptLauncher",
@@ -226,6 +228,7 @@ DEEPSPEED = _Names(
         "FitLoop": ("_should_accumulate",),
     },
 )
+PIPELINE = _Names("lightning", {"EvaluationLoop()": ("_data_source",)})
 CLI = _Names(
     "lightning",
     {
@@ -301,6 +304,11 @@ def checkpoint_connector(trainer: Trainer) -> Generator[Any, None, None]:
 def keep_sampler(trainer: Trainer) -> None:
     """Have the Trainer leave the user's own sampler in place of a ``DistributedSampler``."""
     cast("Any", trainer)._accelerator_connector.use_distributed_sampler = False
+
+
+def validates(trainer: Trainer) -> bool:
+    """Whether the fit at hand has data to validate on."""
+    return cast("Any", trainer.fit_loop.epoch_loop.val_loop)._data_source.is_defined()
 
 
 def ddp_hooks(strategy: Any) -> tuple[Any, Any]:

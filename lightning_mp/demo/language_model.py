@@ -65,6 +65,14 @@ class CausalLM(LightningModule):
         """Mean next-token loss in nats."""
         return self._loss(batch)
 
+    def pipeline_batch(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and what follows each, for runs in pipeline stages."""
+        return batch[:, :-1], batch[:, 1:]
+
+    def pipeline_loss(self, logits: Tensor, wanted: Tensor) -> Tensor:
+        """Mean next-token loss in nats of logits (batch, context, vocabulary)."""
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
+
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Log the mean next-token loss as ``val/loss``."""
         self.log("val/loss", self._loss(batch), batch_size=batch.shape[0], prog_bar=True, sync_dist=True)
@@ -88,8 +96,8 @@ class CausalLM(LightningModule):
         return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[warm_up])
 
     def _loss(self, batch: Tensor) -> Tensor:
-        logits = self.model(input_ids=batch[:, :-1]).logits
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        tokens, wanted = self.pipeline_batch(batch)
+        return self.pipeline_loss(self.model(input_ids=tokens).logits, wanted)
 
 
 def _with_lora(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:

@@ -15,19 +15,19 @@ _NORM: Any = Tensor.norm
 
 
 class WholeNorms(TorchFunctionMode):
-    """Within it, the norms that ``grad_norm`` takes are those of whole gradients; of FSDP1's pieces none are taken."""
+    """Within it, the norms that ``grad_norm`` takes are those of whole gradients; of mere ``pieces`` none are taken."""
 
-    def __init__(self, *, flat: bool) -> None:
+    def __init__(self, *, pieces: str | None) -> None:
         super().__init__()
-        self._flat = flat
+        self._pieces = pieces
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is not _NORM or not called_by_grad_norm():
             return result
-        if self._flat:
+        if self._pieces is not None:
             fault = Fault(
-                "grad_norm(...) under FSDP1, whose ranks hold flat pieces of the gradients",
+                f"grad_norm(...) {self._pieces}",
                 "torch.nn.utils.clip_grad_norm_(parameters, max_norm), which returns the norm over all shards",
                 "log that, watch with TrainingHealth(), or use strategy='mp_fsdp2'",
             )

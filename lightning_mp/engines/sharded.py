@@ -144,7 +144,8 @@ class ShardedEngine(StepEngine):
 
     def user_hooks(self) -> AbstractContextManager[Any]:
         """Norms of single gradients are those of whole ones."""
-        return WholeNorms(flat=bool(self._flat_groups)) if self.distributed else nullcontext()
+        pieces = "under FSDP1, whose ranks hold flat pieces of the gradients" if self._flat_groups else None
+        return WholeNorms(pieces=pieces) if self.distributed else nullcontext()
 
     def release(self) -> None:
         """Let go of FSDP2's units too, and of ``clip_grad_norm_``."""

@@ -132,7 +132,7 @@ class PortableDTensorCheckpoints(PortableCheckpoints):
         assert module is not None
         here: dict[str, Any] = module.state_dict()
         full: dict[str, Any] = checkpoint.pop("state_dict")
-        shards = {name: _like(here.get(name), value) for name, value in full.items()}
+        shards = {name: sharded_like(here.get(name), value) for name, value in full.items()}
         module.load_state_dict(shards, strict=module.strict_loading)
         if not self.optimizers:
             return
@@ -149,13 +149,13 @@ def _sharded(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     # Groups of other sizes are refused by the optimizer itself.
     parameters = dict(zip(numbers, parameters_of(optimizer), strict=False))
     sharded = {
-        number: {key: _like(parameters.get(number), value) for key, value in values.items()}
+        number: {key: sharded_like(parameters.get(number), value) for key, value in values.items()}
         for number, values in state["state"].items()
     }
     return {**state, "state": sharded}
 
 
-def _like(target: Any, full: Any) -> Any:
+def sharded_like(target: Any, full: Any) -> Any:
     """``full``, sharded as ``target`` is if that is a DTensor of its shape."""
     if not isinstance(target, DTensor) or not isinstance(full, Tensor) or full.shape != target.shape:
         return full

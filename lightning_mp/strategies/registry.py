@@ -61,6 +61,10 @@ STRATEGIES: dict[str, Entry] = {
     ),
     "fsdp2_offload": Entry(_FSDP2_HOME, "FSDP2 under a plan, shards on the CPU", _OFFLOAD),
     "fsdp1_offload": Entry(_FSDP1_HOME, "FullyShardedDataParallel under a plan, shards on the CPU", _OFFLOAD, _FSDP1),
+    "pipeline": Entry(
+        "lightning_mp.strategies.pipeline.strategy:PlanPipelineStrategy",
+        "stages of layers over ranks (torch.distributed.pipelining) under a plan",
+    ),
     "deepspeed_zero1": _zero(1),
     "deepspeed_zero2": _zero(2),
     "deepspeed_zero3": _zero(3),

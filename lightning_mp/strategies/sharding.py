@@ -47,18 +47,18 @@ def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
         _broadcast_(tensor, device)
 
 
-def _broadcast_(tensor: Tensor, device: torch.device) -> None:
+def _broadcast_(tensor: Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     there = tensor.detach().to(device).contiguous()
-    dist.broadcast(there, src=0)
+    dist.broadcast(there, group=group, group_src=0)
     tensor.data.copy_(there)
 
 
-def share_buffers(model: nn.Module, device: torch.device) -> None:
-    """Broadcast rank 0's saved buffers (a batch norm's statistics), which each rank updates by itself."""
+def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Broadcast the first rank's saved buffers (a batch norm's statistics), which each rank updates by itself."""
     kept = {id(tensor) for tensor in _saved_buffers(model)}
     for tensor in model.buffers():
         if id(tensor) in kept and not isinstance(tensor, DTensor):
-            _broadcast_(tensor, device)
+            _broadcast_(tensor, device, group)
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:

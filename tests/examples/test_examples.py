@@ -33,8 +33,8 @@ def lines_of(path: Path) -> list[dict[str, float]]:
 # ---------------------------------------------------------------------- all of them
 
 
-def test_there_are_nine() -> None:
-    assert sorted({path.name[:2] for path in FILES}) == [f"0{number}" for number in range(1, 10)]
+def test_there_are_ten() -> None:
+    assert sorted({path.name[:2] for path in FILES}) == [f"{number:02}" for number in range(1, 11)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -266,3 +266,24 @@ def test_09_shows_fp8_beside_bf16(tmp_path: Path, cache: Path, pytestconfig: pyt
     assert layers.count("skip") == 1
     audited = [line for line in ran.output.splitlines() if "| `" in line]
     assert sum("| fp8 | fp32 |" in line for line in audited) == 7  # a row for both layers
+
+
+# ---------------------------------------------------------------------- 10
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_10_holds_half_of_the_layers_on_each_process_and_ends_as_one(
+    tmp_path: Path, cache: Path, pytestconfig: pytest.Config
+) -> None:
+    ran = run("10", tmp_path, cache=cache)
+    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+    held = set(re.findall(r"rank (\d) holds (\S+) to (\S+)", ran.output))
+    layer = "model.model.layers"
+    assert held == {
+        ("0", "model.model.embed_tokens.weight", f"{layer}.1.post_attention_layernorm.weight"),
+        ("1", f"{layer}.2.self_attn.q_proj.weight", "model.lm_head.weight"),
+    }
+    loss, apart = ran.find(r"loss after 40 steps: ([\d.]+); weights (\S+) apart")
+    assert float(loss) < math.log(256) - 1.5
+    assert float(apart) == 0.0

@@ -28,6 +28,7 @@ HOSTS: dict[str, Any] = {
     "fsdp2": ModelParallelStrategy,
     "fsdp": ModelParallelStrategy,
     "hsdp": ModelParallelStrategy,
+    "pipeline": ModelParallelStrategy,
     "fsdp1": FSDPStrategy,
     "fsdp2_offload": ModelParallelStrategy,
     "fsdp1_offload": FSDPStrategy,

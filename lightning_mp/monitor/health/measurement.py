@@ -34,7 +34,8 @@ class StepMeasurement:
     def __init__(self, trainer: Trainer, module: LightningModule, groups: Mapping[str, str], faults: Faults) -> None:
         strategy = trainer.strategy
         self._device, self._world, self._rank = strategy.root_device, trainer.world_size, trainer.global_rank
-        self._layout = Layout(flat_groups(trainer.model), zero=isinstance(strategy, DeepSpeedStrategy))
+        over = getattr(strategy, "parameter_groups", ())
+        self._layout = Layout(flat_groups(trainer.model), isinstance(strategy, DeepSpeedStrategy), over)
         self._named, self._groups = named_parameters(module), in_groups(module, groups, faults)
         self._order = list(dict.fromkeys(self._layout.parameter(value).groups for value in self._named.values()))
         self._accumulates = trainer.accumulate_grad_batches if module.automatic_optimization else 0

@@ -1,0 +1,110 @@
+"""The step where each rank holds a stage of the layers: its gradients are whole, or FSDP2's shards of its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_mp.compat import torch_sharding as sharding_compat
+from lightning_mp.compat.lightning import trainer_of
+from lightning_mp.engines import closures, elementwise
+from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.shard_norms import WholeNorms
+from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.numerics import grad_norm, grads
+
+
+class PipelineEngine(StepEngine):
+    """Carries a policy out where gradients are those of one stage; the flag is the maximum over all of them."""
+
+    holds = "every process holds a stage of the layers"
+    _undo_norm: Callable[[], None] | None = None
+
+    def may_be_reverted(self) -> bool:
+        """No: the other stages are gone by then."""
+        return False
+
+    def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
+        """Refuse those that evaluate a closure, which would run the schedule again, and those that need all weights."""
+        for optimizer in optimizers:
+            name = type(optimizer).__name__
+            if self.steps_with_closure(optimizer):
+                faults.extend([_evaluates(optimizer)])
+            elif (why := elementwise.fault_on_dtensors(optimizer)) is not None:
+                faults.add(f"{name} on sharded parameters, {why}", *elementwise.INSTEAD)
+
+    def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take the optimizers; from then on ``clip_grad_norm_`` on a stage's gradients is by the norm of all."""
+        super().connect(model, optimizers)
+        if optimizers and self._undo_norm is None:
+            self._undo_norm = sharding_compat.take_total_norms_by(self._users_norm)
+
+    def release(self) -> None:
+        """Let go of ``clip_grad_norm_`` too."""
+        super().release()
+        if self._undo_norm is not None:
+            self._undo_norm()
+            self._undo_norm = None
+
+    def user_hooks(self) -> AbstractContextManager[Any]:
+        """Lightning's ``grad_norm``, which would be of one stage alone, is refused."""
+        return WholeNorms(pieces="under pipeline parallelism, whose ranks hold the gradients of one stage")
+
+    def step(self, optimizer: Optimizer, *, closure: closures.Evaluated | None = None, **kwargs: Any) -> Any:
+        """As the base does.
+
+        Raises:
+            PlanError: the optimizer evaluates ``closure`` again (SAM), as it would for a norm of its own stage alone.
+        """
+        if closure is not None:
+            closure.again = partial(_refuse, optimizer)
+        return super().step(optimizer, closure=closure, **kwargs)
+
+    @property
+    def _stages(self) -> grad_norm.Groups:
+        trainer = trainer_of(self._module)
+        strategy: Any = None if trainer is None else trainer.strategy
+        return () if strategy is None else (strategy.stage_group,)
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
+        """Clip by the norm over all stages, in fp32."""
+        parameters = grads.parameters_of(optimizer)
+        own = grad_norm.global_norm(parameters, self.device)
+        self.last_norm = grad_norm.over_shards(own, 2.0, self._stages)
+        grad_norm.clip_to_(parameters, max_norm, self.last_norm)
+
+    def _users_norm(
+        self,
+        own: Callable[..., Tensor],
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        members: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        held = {id(p.grad) for optimizer in self.optimizers for p in grads.parameters_of(optimizer)}
+        if members and not any(id(member) in held for member in members):
+            return own(members, norm_type, error_if_nonfinite, foreach)
+        norm = own(members, norm_type, False, foreach)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        plain = torch.as_tensor(whole, dtype=torch.float32, device=self.device)
+        return grad_norm.over_shards(plain, norm_type, self._stages, error_if_nonfinite=error_if_nonfinite)
+
+
+def _evaluates(optimizer: Optimizer) -> Fault:
+    return Fault(
+        f"{type(optimizer).__name__} under pipeline parallelism, which evaluates its closure again",
+        "an optimizer that steps once a batch, with the gradients at hand",
+        "use AdamW or SGD, or strategy='mp_ddp'",
+    )
+
+
+def _refuse(optimizer: Optimizer) -> Any:
+    raise PlanError([_evaluates(optimizer)])

@@ -1,0 +1,152 @@
+"""What the module's ``pipeline_batch`` and ``pipeline_loss`` give, and why a batch cannot go through the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.errors import Fault, PlanError
+from lightning_mp.strategies.pipeline.parts import leaves
+
+LOGS = Fault(
+    "self.log in pipeline_loss, which is called on the last stage alone",
+    "a pure pipeline_loss: what one stage logs would wait for the others",
+    "log in a hook or a callback; train_loss, val_loss and test_loss are logged on every rank",
+)
+
+
+class Batches:
+    """Asks the module for what goes in and what comes out.
+
+    Args:
+        module: the user's.
+        microbatches: pieces of a training batch.
+        group: the stages of this replica, which must get the same batch.
+        context: around the loss, as around the stages: the plan's.
+    """
+
+    def __init__(
+        self, module: LightningModule, microbatches: int, group: dist.ProcessGroup, context: Callable[[], Any]
+    ) -> None:
+        self._module, self._microbatches, self._group, self._context = module, microbatches, group, context
+        self._shapes: list[torch.Size] | None = None
+        self._compared: int | None = None
+
+    def of(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
+        """Inputs and target of a batch.
+
+        Raises:
+            PlanError: they are no tensors with rows, the rows do not divide, or the stages got different batches.
+        """
+        given: Any = self._module
+        pair = given.pipeline_batch(batch)
+        if not isinstance(pair, tuple) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
+            _refuse(f"pipeline_batch, which returned {type(pair).__name__}", "(inputs, target)", "return the two")
+        inputs, target = pair  # pyright: ignore[reportUnknownVariableType]
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        if not inputs or not all(isinstance(one, Tensor) and one.ndim for one in inputs):
+            _refuse(
+                "pipeline_batch with inputs that are no tensors with a dimension of rows",
+                "a tensor, or a tuple of tensors, rows first",
+                "make tensors of them in pipeline_batch; what a stage needs besides belongs into its module",
+            )
+        self._check_rows([*inputs, *leaves(target)], training=training)
+        if training:
+            self._check_shapes(inputs)
+        self._check_alike([*inputs, *leaves(target)], self._module.trainer.current_epoch if training else -1)
+        return inputs, target
+
+    def _check_rows(self, tensors: list[Tensor], *, training: bool) -> None:
+        rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
+        if len(rows) > 1:
+            _refuse(
+                f"pipeline_batch with tensors of {' and '.join(map(str, sorted(rows)))} rows",
+                "inputs and target of as many rows, which are cut into micro-batches together",
+                "give every tensor the rows of the batch, or keep what has none in the module",
+            )
+        number = rows.pop()
+        if training and number % self._microbatches:
+            _refuse(*rows_that_do_not_divide(number, self._microbatches))
+
+    def _check_shapes(self, inputs: tuple[Tensor, ...]) -> None:
+        shapes = [tensor.shape for tensor in inputs]
+        if self._shapes is None:
+            self._shapes = shapes
+        if shapes != self._shapes:
+            _refuse(
+                f"a batch of shape {[*map(tuple, shapes)]} after batches of {[*map(tuple, self._shapes)]}",
+                "training batches of one shape: the stages receive into buffers of it",
+                "pad to one length, and use DataLoader(drop_last=True)",
+            )
+
+    def _check_alike(self, tensors: list[Tensor], epoch: int) -> None:
+        """Once an epoch, with a host read, so that all ranks of a pipeline refuse together."""
+        if self._compared == epoch:
+            return
+        self._compared = epoch
+        sums = torch.stack([_fingerprint(tensor) for tensor in tensors]).flatten()
+        extremes = torch.cat([sums, -sums])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        if not torch.equal(extremes[: len(sums)], -extremes[len(sums) :]):
+            _refuse(
+                "other batches on one stage than on another",
+                "the same batch on every stage of a replica",
+                "leave use_distributed_sampler=True, give your sampler num_replicas and rank of "
+                "trainer.strategy.distributed_sampler_kwargs, or seed_everything() and draw alike on every rank",
+            )
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """The module's ``pipeline_loss`` of a micro-batch.
+
+        Raises:
+            PlanError: it is no scalar, or not differentiable in training.
+        """
+        given: Any = self._module
+        with self._context():
+            loss = given.pipeline_loss(output, target)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            _refuse(
+                f"pipeline_loss, which returned {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)}",
+                "a scalar tensor",
+                "return the mean over the rows of the micro-batch",
+            )
+        return loss
+
+    @contextmanager
+    def nothing_logged(self) -> Generator[None, None, None]:
+        """Within it ``self.log`` is refused."""
+        self._module.__dict__["log"] = _refuse_log
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
+
+
+def rows_that_do_not_divide(rows: int, microbatches: int) -> tuple[str, str, str]:
+    """What to say of a batch of so many rows."""
+    return (
+        f"a batch of {rows} rows with microbatches={microbatches}",
+        "batches that the micro-batches divide",
+        f"use a batch size that is a multiple of {microbatches}, with drop_last=True, or other microbatches=",
+    )
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Two sums of a tensor that differ where two batches do."""
+    numbers = tensor.detach().flatten().to(torch.float64 if tensor.device.type != "mps" else torch.float32)
+    weights = torch.arange(1, len(numbers) + 1, device=numbers.device, dtype=numbers.dtype)
+    return torch.nan_to_num(torch.stack([numbers.sum(), (numbers * weights).sum()]))
+
+
+def _refuse_log(*args: Any, **kwargs: Any) -> NoReturn:
+    raise PlanError([LOGS], "strategy")
+
+
+def _refuse(given: str, allowed: str, fix: str) -> NoReturn:
+    raise PlanError([Fault(given, allowed, fix)], "strategy")

@@ -1,0 +1,163 @@
+"""Why a module, a plan or a Trainer cannot run in stages: everything that is known before the first batch."""
+
+from __future__ import annotations
+
+import dis
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning_mp.compat.lightning import (
+    LightningModule,
+    Trainer,
+    is_compiled,
+    is_overridden,
+    layer_sync_of,
+    trainer_of,
+    validates,
+)
+from lightning_mp.engines.base import StepEngine
+from lightning_mp.errors import Fault, Faults
+from lightning_mp.modules.elsewhere import is_elsewhere
+from lightning_mp.strategies import unfit_callbacks
+from lightning_mp.strategies.pipeline.batches import LOGS, rows_that_do_not_divide
+from lightning_mp.strategies.pipeline.parts import Cut, cut
+from lightning_mp.strategies.pipeline.schedules import SCHEDULES
+from lightning_mp.strategies.pipeline.sharded_parts import units_of
+
+if TYPE_CHECKING:
+    from lightning_mp.strategies.pipeline.strategy import PlanPipelineStrategy
+
+PREDICTS = Fault(
+    "trainer.predict under pipeline parallelism",
+    "fit, validate and test, whose schedule ends in a loss",
+    "load the checkpoint into the plain module and predict with strategy='mp_ddp' or 'mp_fsdp2'",
+)
+_MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+#: methods of a module that a run in stages does not call, and that Lightning asks for
+_TRAINS, _VALIDATES = "training_step", "validation_step"
+
+
+def arguments(
+    stages: int | None, schedule: str, microbatches: int | None, replicas: int | str, virtual_stages: int
+) -> None:
+    """Raise where an argument is out of its range."""
+    with Faults("make_strategy") as faults:
+        if schedule not in SCHEDULES:
+            faults.unknown("schedule", schedule, SCHEDULES)
+        if stages is not None:
+            faults.whole("stages", stages, 2, "use 2 or more, or strategy='mp_ddp'")
+        if microbatches is not None:
+            faults.whole("microbatches", microbatches, 1, "use a multiple of the stages")
+        if replicas != "auto":
+            faults.whole("data_parallel_size", replicas, 1, "use 1, or leave it out")
+        faults.whole("virtual_stages", virtual_stages, 2, "use 2, or schedule='1f1b'")
+
+
+def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningModule, faults: Faults) -> Cut | None:
+    """Note why ``model`` cannot be run in stages; else how it is cut."""
+    unfit_callbacks.refuse_with_shards(model, faults)
+    policy = engine.policy
+    if policy.precision not in _MODES:
+        faults.add(f"precision={policy.precision!r} under pipeline parallelism", ", ".join(_MODES), "use 'bf16-mixed'")
+    if not model.automatic_optimization:
+        faults.add(
+            "manual optimization under pipeline parallelism",
+            "automatic optimization: the schedule runs forward and backward itself",
+            "leave out automatic_optimization=False, or use strategy='mp_ddp'",
+        )
+    if layer_sync_of(strategy) is not None:
+        faults.add(
+            "sync_batchnorm=True under pipeline parallelism",
+            "batch norms whose statistics are those of a micro-batch",
+            "leave it out, or use strategy='mp_ddp'",
+        )
+    if is_compiled(model):
+        faults.add("a compiled LightningModule under pipeline parallelism", "a plain one", "leave out torch.compile")
+    _check_methods(model, faults)
+    if not strategy.has_cut(model) and any(map(is_elsewhere, model.parameters())):
+        faults.add(
+            f"{type(model).__name__}, whose other stages are on the ranks of an earlier run",
+            "a module with all its weights, or the Trainer that cut it",
+            "make the module anew and load the checkpoint (ckpt_path=...)",
+        )
+    if faults.found:
+        return None
+    found = cut(model, strategy.layout.count, faults)
+    if found is not None and not faults.found and strategy.shards_stages:
+        for index in range(found.count):
+            units_of(found.make(index, found.count), engine, faults)
+    return found
+
+
+def _check_methods(model: LightningModule, faults: Faults) -> None:
+    wanted = {
+        "pipeline_batch": "pipeline_batch(self, batch), which returns (inputs, target)",
+        "pipeline_loss": "pipeline_loss(self, output, target), which returns a scalar",
+    }
+    for name, what in wanted.items():
+        if not callable(getattr(model, name, None)):
+            faults.add(
+                f"{type(model).__name__} without {name} under pipeline parallelism",
+                "a module that says what goes into the first stage and what the last one's output costs",
+                f"define {what}",
+            )
+    loss: Any = getattr(model, "pipeline_loss", None)
+    if loss is not None and _logs(getattr(loss, "__func__", loss)):
+        faults.extend([LOGS])
+
+
+def _logs(function: Any) -> bool:
+    """Whether the function's own code calls ``self.log`` or ``self.log_dict``."""
+    code = getattr(function, "__code__", None)
+    if code is None or not code.co_varnames:
+        return False
+    own, before = code.co_varnames[0], None
+    for step in dis.get_instructions(code):
+        if before == own and step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval in ("log", "log_dict"):
+            return True
+        before = step.argval if step.opname.startswith("LOAD_FAST") else None
+    return False
+
+
+def loader(trainer: Trainer, microbatches: int) -> None:
+    """Raise where the batches of the training loader, the last one included, cannot be cut into micro-batches."""
+    given: Any = trainer.train_dataloader
+    rows, data = getattr(given, "batch_size", None), getattr(given, "sampler", None)
+    if not isinstance(rows, int):
+        return
+    with Faults("strategy") as faults:
+        if rows % microbatches:
+            faults.add(*rows_that_do_not_divide(rows, microbatches))
+        try:
+            left = len(cast("Any", data)) % rows
+            reached = trainer.num_training_batches >= len(given)
+        except TypeError:  # an iterable data set; each batch is looked at when it comes
+            return
+        if left and reached and not given.drop_last:
+            faults.add(
+                f"a last batch of {left} rows after batches of {rows}, under pipeline parallelism",
+                "training batches of one shape",
+                "use DataLoader(drop_last=True)",
+            )
+
+
+# ------------------------------------------------------------------ the steps that are not called
+
+
+def _never(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("the schedule takes this step's place")
+
+
+def stand_in(model: LightningModule) -> None:
+    """Lightning asks for the steps that are not called here; a module without them gets some for the run."""
+    trainer = trainer_of(model)
+    wanted = [_TRAINS, *([_VALIDATES] if trainer is not None and validates(trainer) else [])]
+    for name in wanted if callable(getattr(model, "pipeline_loss", None)) else ():
+        if not is_overridden(name, model):
+            model.__dict__[name] = _never
+
+
+def stand_down(model: LightningModule | None) -> None:
+    """Take them away again."""
+    for name in (_TRAINS, _VALIDATES):
+        if model is not None and model.__dict__.get(name) is _never:
+            del model.__dict__[name]

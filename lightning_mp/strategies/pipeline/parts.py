@@ -1,0 +1,159 @@
+"""Which stage each parameter belongs to, and why a module cannot be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_mp.compat import transformers_stages
+from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.errors import Faults
+
+#: makes stage ``index`` of ``count`` out of the module's own submodules
+MakeStage = Callable[[int, int], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a module is cut: what makes a stage, and the stage of each parameter and buffer by its name."""
+
+    make: MakeStage
+    count: int
+    parameters: dict[str, int]
+    buffers: dict[str, int]
+
+
+def maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
+    """The module's own ``pipeline_stage``, or what does the same for the one transformers model in it."""
+    own: Any = getattr(module, "pipeline_stage", None)
+    if own is not None:
+        return cast("MakeStage", own)
+    found = transformers_stages.decoders(module)
+    if len(found) != 1:
+        known = ", ".join(transformers_stages.KNOWN)
+        faults.add(
+            f"{type(module).__name__} without pipeline_stage(index, count), and with {len(found)} models that are cut "
+            "without it",
+            f"a module that says what its stages are, or holds one of transformers' {known}",
+            "define pipeline_stage(self, index, count), which returns a module made of the module's own submodules",
+        )
+        return None
+    model, layers = found[0], transformers_stages.layers_of(found[0])
+    if count > layers:
+        faults.add(
+            f"{count} stages of {type(model).__name__}, which has {layers} layers",
+            "at least one layer a stage",
+            f"use at most {layers} stages, those that one process holds counted in",
+        )
+        return None
+    return lambda index, total: transformers_stages.stage(model, index, total)
+
+
+def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
+    """Where each parameter goes; notes what is tied across stages, what is in none, and what is not the module's."""
+    _check_plain(module, faults)
+    make = None if faults.found else maker(module, count, faults)
+    if make is None:
+        return None
+    stages = [make(index, count) for index in range(count)]
+    for index, stage in enumerate(stages):
+        if not isinstance(cast("Any", stage), nn.Module):
+            faults.add(
+                f"pipeline_stage({index}, {count}), which returned {type(stage).__name__}",
+                "an nn.Module made of the module's own submodules",
+                "return nn.Sequential(...) of them, or a module of yours that holds them",
+            )
+    if faults.found:
+        return None
+    held = [{id(one) for one in (*stage.parameters(), *stage.buffers())} for stage in stages]
+    _check_own(module, stages, count, faults)
+    parameters: dict[str, int] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        where = [index for index, own in enumerate(held) if id(parameter) in own]
+        if len(where) > 1:
+            stated = " and ".join(map(str, where))
+            faults.add(
+                f"{name!r} in the stages {stated}, as tied embeddings are",
+                "parameters of one stage: a tied one would have to be summed and stepped on several ranks",
+                "untie them (transformers: tie_word_embeddings=False), or use strategy='mp_fsdp2'",
+            )
+        elif not where and parameter.requires_grad:
+            faults.add(
+                f"{name!r}, which is in none of the {count} stages",
+                "trained parameters that a stage's forward uses",
+                "put its module into the stage that uses it, or freeze it",
+            )
+        parameters[name] = where[0] if where else -1
+    named = {
+        name: [index for index, own in enumerate(held) if id(one) in own]
+        for name, one in module.named_buffers(remove_duplicate=False)
+    }
+    return Cut(make, count, parameters, {name: where[0] if where else -1 for name, where in named.items()})
+
+
+def _check_plain(module: nn.Module, faults: Faults) -> None:
+    beside: tuple[type[nn.Module], ...] = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
+    for name, part in module.named_modules():
+        if isinstance(part, beside) or type(part).__name__ == "DeepSpeedEngine":
+            faults.add(
+                f"{name or type(part).__name__!r}, which is sharded or wrapped already, under pipeline parallelism",
+                "a plain module, cut and sharded by the strategy",
+                "leave out fully_shard, FSDP1, DDP and DeepSpeed; make_strategy('pipeline', ..., shard=True) shards "
+                "each stage",
+            )
+    split = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if split:
+        faults.add(
+            f"{split[0]!r}, which is a DTensor, under pipeline parallelism",
+            "plain parameters: tensor parallel inside a stage is not run",
+            "leave out parallelize_module, or use strategy='mp_fsdp2' with tensor_parallel",
+        )
+
+
+def _check_own(module: nn.Module, stages: list[nn.Module], count: int, faults: Faults) -> None:
+    known = {id(parameter) for parameter in module.parameters()}
+    for index, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            if id(parameter) not in known:
+                faults.add(
+                    f"pipeline_stage({index}, {count}) with the parameter {name!r}, which is not the module's own",
+                    "stages made of the module's own submodules, so that checkpoints keep its names",
+                    "use the module's submodules themselves, not copies or new ones",
+                )
+                break
+
+
+class Part(nn.Module):
+    """One stage on this rank, run as the plan says: forward under autocast, backward outside of it."""
+
+    def __init__(self, stage: nn.Module, context: Callable[[], Any], *, no_views: bool) -> None:
+        super().__init__()
+        self.stage = stage
+        self._context, self._no_views = context, no_views
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the stage makes of the inputs; with ``no_views`` in memory of its own."""
+        with self._context():
+            output = self.stage(*inputs)
+        if not self._no_views:
+            return output
+        whole = [one.clone() if one.is_floating_point() else one for one in leaves(output)]
+        return whole[0] if isinstance(output, torch.Tensor) else tuple(whole)
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    """Every tensor in a tensor, tuple, list or mapping."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(cast("dict[Any, Any]", value).values())
+    if isinstance(value, (list, tuple)):
+        return [leaf for member in cast("list[Any]", value) for leaf in leaves(member)]
+    return []

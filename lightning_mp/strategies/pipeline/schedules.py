@@ -1,0 +1,164 @@
+"""torch's schedules: one for the training batches of a run, and one for each shape of batch that is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import pipelining
+
+from lightning_mp.compat.torch_pipelining import WatchedStage
+from lightning_mp.errors import Faults
+from lightning_mp.strategies.pipeline.parts import Part, leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A schedule of torch's, whether it runs several stages on a rank, and which schedule evaluates like it.
+
+    One that goes backward in two parts detaches what a stage hands on in place, which torch does not do with views.
+    """
+
+    torch: str
+    several: bool = False
+    evaluates: str = "ScheduleGPipe"
+    in_two_parts: bool = False
+
+
+SCHEDULES = {
+    "gpipe": Kind("ScheduleGPipe"),
+    "1f1b": Kind("Schedule1F1B"),
+    "interleaved_1f1b": Kind("ScheduleInterleaved1F1B", True, "ScheduleLoopedBFS"),
+    "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", True, "ScheduleLoopedBFS", in_two_parts=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What was asked for: ``stages`` ranks a pipeline, each with ``per_rank`` stages."""
+
+    schedule: str
+    stages: int
+    microbatches: int
+    per_rank: int
+
+    @property
+    def count(self) -> int:
+        """Stages in all, virtual ones included."""
+        return self.stages * self.per_rank
+
+    def check(self, faults: Faults) -> None:
+        """Note what the schedule cannot run."""
+        number = self.microbatches
+        if self.schedule == "1f1b" and number < self.stages:
+            faults.add(
+                f"microbatches={number} with schedule='1f1b' and {self.stages} stages",
+                "at least as many micro-batches as stages",
+                f"use microbatches={self.stages} or more, or schedule='gpipe'",
+            )
+        if SCHEDULES[self.schedule].several and number % max(1, number // self.stages):
+            faults.add(
+                f"microbatches={number} with schedule={self.schedule!r} and {self.stages} stages",
+                "micro-batches that go into rounds of one for each stage",
+                f"use microbatches={number // self.stages * self.stages}, or a multiple of {self.stages}",
+            )
+
+
+class Pipeline:
+    """Runs batches through the stages of one replica.
+
+    Args:
+        layout: what was asked for.
+        parts: the stages on this rank, by index.
+        group: the ranks of the pipeline, in the order of their stages.
+        device: where they compute.
+        loss: an output and a target → the loss of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parts: dict[int, Part],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        loss: Callable[[Any, Any], Tensor],
+    ) -> None:
+        self.layout, self._parts, self._group, self._device = layout, parts, group, device
+        self._loss, self._scaled = loss, _as_it_is
+        self._shapes_only = False
+        self._targets: Sequence[Any] = ()
+        self._losses: list[Tensor] = []
+        self._made: dict[Any, Any] = {}
+        self.first = 0 in parts
+        self.last = layout.count - 1 in parts
+
+    def train(self, inputs: tuple[Tensor, ...], target: Any, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        """Forward and backward of every micro-batch, from ``scaled(loss)``; the mean loss, on every rank."""
+        self._scaled = scaled
+        return self._run(inputs, target, self.layout.microbatches, "step")
+
+    def evaluate(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
+        """Forward alone; the mean loss, on every rank; in one piece where the batch cannot be split evenly."""
+        self._scaled = _as_it_is
+        number = self.layout.microbatches if len(inputs[0]) % self.layout.microbatches == 0 else 1
+        return self._run(inputs, target, number, "eval")
+
+    def _run(self, inputs: tuple[Tensor, ...], target: Any, number: int, how: str) -> Tensor:
+        key = (how, number, torch.is_inference_mode_enabled(), tuple(tensor.shape for tensor in inputs))
+        if key not in self._made:
+            self._made[key] = self._schedule(number, how)
+        self._targets, self._losses = split(target, number), []
+        places = {"target": torch.arange(number)} if self.last else {}
+        getattr(self._made[key], how)(*(inputs if self.first else ()), **places, return_outputs=False)
+        self._targets = ()
+        mean = torch.zeros((), dtype=torch.float32, device=self._device)
+        if self.last:
+            mean = torch.stack(self._losses).mean().to(mean)
+        dist.broadcast(mean, src=dist.get_global_rank(self._group, self.layout.stages - 1), group=self._group)
+        return mean
+
+    def _schedule(self, number: int, how: str) -> Any:
+        kind = SCHEDULES[self.layout.schedule]
+        stages = [self._stage(index, part) for index, part in self._parts.items()]
+        cls: Any = getattr(pipelining, kind.torch if how == "step" else kind.evaluates)
+        given = stages if kind.several else stages[0]
+        # the loss is divided before it is scaled: a loss scale times a sum overflows sooner than times a mean
+        return cls(given, number, loss_fn=self._loss_of, scale_grads=False)
+
+    def _stage(self, index: int, part: Part) -> WatchedStage:
+        stage = WatchedStage(part, index, self.layout.count, self._device, group=self._group)
+        stage.shapes_only = self._see_shapes
+        return stage
+
+    def _see_shapes(self, begins: bool) -> None:
+        self._shapes_only = begins
+
+    def _loss_of(self, output: Any, place: Tensor) -> Tensor:
+        if self._shapes_only:
+            floating = [leaf for leaf in leaves(output) if leaf.is_floating_point()]
+            return torch.stack([leaf.float().square().sum() for leaf in floating]).sum()
+        loss = self._loss(output, self._targets[int(place)])
+        self._losses.append(loss.detach())
+        return self._scaled(loss)
+
+
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
+
+
+def split(value: Any, number: int) -> list[Any]:
+    """``value`` cut into ``number`` equal pieces along the first dimension of every tensor in it."""
+    if isinstance(value, Tensor):
+        return list(value.split(len(value) // number))
+    if isinstance(value, dict):
+        members = cast("dict[Any, Any]", value)
+        pieces = {key: split(member, number) for key, member in members.items()}
+        return [{key: pieces[key][place] for key in members} for place in range(number)]
+    if isinstance(value, (list, tuple)):
+        pieces = [split(member, number) for member in cast("list[Any]", value)]
+        return [type(value)(piece[place] for piece in pieces) for place in range(number)]  # pyright: ignore
+    return [value] * number

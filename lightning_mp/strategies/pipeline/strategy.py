@@ -1,0 +1,322 @@
+"""Pipeline parallelism for a LightningModule that says what its stages are; transformers' Llama and GPT-2 need not."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import RandomSampler
+
+from lightning_mp.compat import torch_sharding as sharding_compat
+from lightning_mp.compat.lightning import (
+    DDP,
+    FSDP2,
+    PIPELINE,
+    LightningModule,
+    ModelParallelStrategy,
+    Trainer,
+    TrainerFn,
+    accumulates,
+    default_pg_timeout,
+    keep_sampler,
+    optimizers_to_device,
+    rank_zero_info,
+    set_mesh,
+)
+from lightning_mp.compat.torch_pipelining import PIPELINING
+from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.pipelined import PipelineEngine
+from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.modules import elsewhere
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.strategies.common import RunsPlan, plan_of
+from lightning_mp.strategies.fail_together import FailTogether
+from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
+from lightning_mp.strategies.pipeline import checks
+from lightning_mp.strategies.pipeline.batches import Batches
+from lightning_mp.strategies.pipeline.checkpoints import PipelineCheckpoints
+from lightning_mp.strategies.pipeline.gradients import Kept, Replicas
+from lightning_mp.strategies.pipeline.parts import Cut, Part
+from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout, Pipeline
+from lightning_mp.strategies.pipeline.sharded_parts import shard_part
+from lightning_mp.strategies.sharding import broadcast_from_first, share_buffers
+
+
+class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineCheckpoints, ModelParallelStrategy):
+    """``torch.distributed.pipelining`` under a plan: every rank holds a stage, a batch goes through in micro-batches.
+
+    The module has ``pipeline_batch(batch) -> (inputs, target)``, a pure ``pipeline_loss(output, target) -> Tensor`` and
+    ``pipeline_stage(index, count) -> nn.Module``, which is made for transformers' Llama-like models and GPT-2.
+    ``training_step`` and ``validation_step`` are not called: ``train_loss`` and ``val_loss`` are logged.
+
+    Args:
+        stages: ranks of a pipeline; by default all processes that ``data_parallel_size`` leaves.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``.
+        microbatches: pieces of a batch, as if as many batches were accumulated; twice the stages by default.
+        data_parallel_size: pipelines with data of their own; by default what ``stages`` leaves of the processes.
+        shard: shard each stage over its replicas with FSDP2, instead of keeping whole ones.
+        virtual_stages: stages on a rank, under the interleaved schedules.
+        process_group_backend: as in Lightning.
+        timeout: as in Lightning.
+
+    Raises:
+        PlanError: at once: a value out of range. At start: a module that cannot be cut, or lacks its part.
+    """
+
+    plan_engine = PipelineEngine
+    private_names = (DDP, FSDP2, PIPELINE, PIPELINING, sharding_compat.FSDP2)
+
+    def __init__(
+        self,
+        *,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+        data_parallel_size: int | str = "auto",
+        shard: bool = False,
+        virtual_stages: int = 2,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=False, process_group_backend=process_group_backend, timeout=timeout
+        )
+        checks.arguments(stages, schedule, microbatches, data_parallel_size, virtual_stages)
+        self._stages, self._schedule, self._microbatches = stages, schedule, microbatches
+        self._replicas, self._shard, self._virtual = data_parallel_size, shard, virtual_stages
+        self._layout: Layout | None = None
+        self._cut: Cut | None = None
+        #: the module that was cut, and its stages on this rank by index
+        self._cut_from: weakref.ref[nn.Module] | None = None
+        self._parts: dict[int, Part] = {}
+        self._pipeline: Pipeline | None = None
+        self._kept: Kept | None = None
+        self._averaged: Replicas | None = None
+        self._batches: Batches | None = None
+
+    # ------------------------------------------------------------------ processes
+
+    @property
+    def layout(self) -> Layout:
+        """Stages, schedule and micro-batches; known once the processes are."""
+        assert self._layout is not None, "before setup_environment()"
+        return self._layout
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup:
+        """The ranks of this pipeline, in the order of their stages."""
+        return self.device_mesh.get_group("pipeline")
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same stage as this one."""
+        return self.device_mesh.get_group("data_parallel")
+
+    @property
+    def parameter_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups over which what each rank holds of the parameters adds up to all of them."""
+        return (self.replica_group, self.stage_group) if self.shards_stages else (self.stage_group,)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every stage of a replica draws the same batches."""
+        group = self.replica_group
+        return {"num_replicas": group.size(), "rank": dist.get_rank(group)}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """With one pipeline the user's sampler is kept, as on one process; what it draws by chance all stages share."""
+        sampler = getattr(dataloader, "sampler", None)
+        if isinstance(sampler, RandomSampler) and sampler.generator is None:
+            seed = int(torch.randint(2**62, ()))
+            sampler.generator = torch.Generator().manual_seed(self.broadcast(seed))
+        return dataloader
+
+    def setup_environment(self) -> None:
+        """Start the process group and lay the mesh.
+
+        Raises:
+            PlanError: the stages do not divide the processes, or the micro-batches do not suit the schedule.
+        """
+        stages, replicas = self._sizes()
+        per_rank = self._virtual if SCHEDULES[self._schedule].several else 1
+        self._layout = Layout(self._schedule, stages, self._microbatches or 2 * stages, per_rank)
+        with Faults("strategy") as faults:
+            self._layout.check(faults)
+        self._setup_distributed()
+        names = ("pipeline", "data_parallel")
+        self._device_mesh = init_device_mesh(self.root_device.type, (stages, replicas), mesh_dim_names=names)
+        assert self.lightning_module is not None
+        set_mesh(self.lightning_module, self._device_mesh)
+
+    def _sizes(self) -> tuple[int, int]:
+        world = self.num_nodes * self.num_processes
+        replicas = 1 if self._replicas == "auto" else int(self._replicas)
+        stages = self._stages or world // replicas
+        if self._replicas == "auto":
+            replicas = max(world // stages, 1)
+        if stages * replicas != world or stages < 2:
+            fault = Fault(
+                f"stages={stages} and data_parallel_size={replicas} with {world} processes",
+                "2 or more stages, and stages x data_parallel_size = the number of processes (devices x num_nodes)",
+                f"start {max(stages, 2) * replicas} processes, or choose sizes whose product is {world}",
+            )
+            raise PlanError([fault], "strategy")
+        return stages, replicas
+
+    # ------------------------------------------------------------------ the model
+
+    def connect(self, model: LightningModule) -> None:
+        """As the host does; a module without ``training_step`` is trained all the same."""
+        super().connect(model)
+        checks.stand_in(model)
+
+    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Cut | None:
+        """Decide which parameter goes where; notes what cannot be, changes nothing."""
+        return checks.module(self, engine, cast("LightningModule", module), faults)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Apply the plan, keep this rank's stages, then make the optimizers."""
+        assert self.accelerator is not None
+        assert isinstance(self.model, LightningModule)
+        self.accelerator.setup(trainer)
+        if self.replica_group.size() == 1:
+            keep_sampler(trainer)
+        plan, fitting = plan_of(self), trainer.state.fn == TrainerFn.FITTING
+        cut: Cut = plan.apply(self.model)
+        self._keep_stages(self.model, cut, plan)
+        self.barrier()
+        if fitting:
+            rank_zero_info(
+                f"{type(self.model).__name__} is trained in {self.layout.count} pipeline stages: pipeline_batch and "
+                "pipeline_loss are called, training_step and validation_step are not."
+            )
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    def has_cut(self, model: nn.Module) -> bool:
+        """Whether ``model`` was cut by a run of this strategy: its other stages are where they were."""
+        return self._cut_from is not None and self._cut_from() is model
+
+    @property
+    def shards_stages(self) -> bool:
+        """Whether FSDP2 shards each stage over its replicas."""
+        return self._shard and self.replica_group.size() > 1
+
+    def _keep_stages(self, model: LightningModule, cut: Cut, plan: MixedPrecisionPlan) -> None:
+        if not self.has_cut(model):
+            self._cut, self._cut_from = cut, weakref.ref(model)
+            self._give_away(model, cut)
+            made = {index: cut.make(index, cut.count) for index in self._mine}
+            no_views = SCHEDULES[self._schedule].in_two_parts
+            self._parts = {index: Part(stage, plan.forward_context, no_views=no_views) for index, stage in made.items()}
+            for part in self._parts.values() if self.shards_stages else ():
+                assert plan.engine is not None
+                shard_part(part, plan.engine, self.device_mesh["data_parallel"], plan.policy)
+        layout, group = self.layout, self.stage_group
+        self._batches = Batches(model, layout.microbatches, group, plan.forward_context)
+        self._pipeline = Pipeline(layout, self._parts, group, self.root_device, self._batches.loss)
+        self._kept = Kept([parameter for part in self._parts.values() for parameter in part.parameters()])
+        alone = self.shards_stages or self.replica_group.size() == 1
+        reduced = to_torch(plan.policy.reduce_dtype)
+        self._averaged = None if alone else Replicas(self._kept.parameters, self.replica_group, reduced)
+
+    @property
+    def _mine(self) -> range:
+        """The stages on this rank."""
+        return range(dist.get_rank(self.stage_group), self.layout.count, self.layout.stages)
+
+    def _give_away(self, model: LightningModule, cut: Cut) -> None:
+        broadcast_from_first(model, self.root_device)
+        own = {id(one) for name, one in model.named_parameters() if cut.parameters[name] in (-1, *self._mine)}
+        for tensor in (*(one for one in model.parameters() if id(one) in own), *model.buffers()):
+            tensor.data = tensor.data.to(self.root_device)
+        elsewhere.give_away(model, own, self.root_device)
+
+    def model_to_device(self) -> None:
+        """It is there; what other stages hold must not be made here."""
+
+    # ------------------------------------------------------------------ steps
+
+    def on_train_start(self) -> None:
+        """Refuse batches that cannot be cut before the first one is drawn."""
+        assert self.lightning_module is not None
+        checks.loader(self.lightning_module.trainer, self.layout.microbatches)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the schedule on a batch; the loss that is returned hands the gradients out when it is run backward."""
+        plan, module = plan_of(self), self.lightning_module
+        assert module is not None
+        assert plan.engine is not None
+        assert self._batches is not None
+        assert self._pipeline is not None
+        assert self._kept is not None
+        trainer, scaler = module.trainer, plan.engine.scaler
+        inputs, target = self._batches.of(args[0], training=True)
+        afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        pieces = self.layout.microbatches * trainer.accumulate_grad_batches
+        with plan.engine.training_step(), self._batches.nothing_logged():
+            self._kept.begin(afresh=afresh)
+            loss = self._pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
+            if self._averaged is not None and not accumulates(trainer):
+                self._averaged.average()
+            self._kept.take(afresh=afresh)
+        module.log("train_loss", loss, batch_size=len(inputs[0]))
+        return self._kept.loss(loss)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the schedule's forward on a batch; ``val_loss`` is logged on every rank."""
+        return self._evaluate(args[0], "val_loss")
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the schedule's forward on a batch; ``test_loss`` is logged on every rank."""
+        return self._evaluate(args[0], "test_loss")
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError([checks.PREDICTS], "strategy")
+
+    def _evaluate(self, batch: Any, name: str) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
+        assert self._batches is not None
+        assert self._pipeline is not None
+        inputs, target = self._batches.of(batch, training=False)
+        with self._batches.nothing_logged():
+            loss = self._pipeline.evaluate(inputs, target)
+        module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
+        return loss
+
+    # ------------------------------------------------------------------ buffers
+
+    def _share_buffers(self) -> None:
+        """The first replica's, as under DDP: the model is evaluated with what is saved."""
+        if self.replica_group.size() > 1:
+            for part in self._parts.values():
+                share_buffers(part, self.root_device, self.replica_group)
+
+    def on_validation_start(self) -> None:
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        self._share_buffers()
+
+    def on_train_end(self) -> None:
+        self._share_buffers()
+
+    def teardown(self) -> None:
+        """As the host does; the stages stay where they are."""
+        super().teardown()
+        checks.stand_down(self.lightning_module)
+        self._pipeline = self._batches = self._averaged = None

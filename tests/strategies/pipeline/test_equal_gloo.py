@@ -1,0 +1,84 @@
+"""Two stages in two processes: what one process does that accumulates as many batches as there are micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from support.comparing import furthest, same
+from support.pipeline import MODULES, Fit
+from support.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+#: of the norm over all stages, which is summed in another order than on one process
+OF_THE_NORM = 1e-6
+#: of a mean over micro-batches
+OF_A_MEAN = 1e-2
+PINS = ("pins", {"*norm*": "fp32", "lm_head": "fp32"})
+ALONE = ((1, "blocks.0.up.weight"), (2, "head.bias"))
+
+FITS = {
+    "1f1b": Fit(),
+    "interleaved, bf16, two batches a step": Fit("bf16-mixed", "interleaved_1f1b", accumulate=2),
+    "gpipe, fp16, one stage overflows alone": Fit("16-mixed", "gpipe", scale=64.0, bad=ALONE),
+    "a batch norm, validated": Fit(module="batch norm"),
+}
+SLOW = {
+    "fp16 from 2^24": Fit("16-mixed", module="llama", steps=16),
+    "gpipe": Fit(schedule="gpipe", accumulate=2),
+    "interleaved, fp16": Fit("16-mixed", "interleaved_1f1b", scale=64.0, bad=ALONE),
+    "GPT-2, interleaved, bf16": Fit("bf16-mixed", "interleaved_1f1b", "gpt2"),
+    "Llama with pins and checkpointing": Fit(
+        "bf16-mixed", "1f1b", "llama", plan=(PINS, ("checkpointing", "*.layers.*"))
+    ),
+    "bf16-true with pins": Fit("bf16-true", "1f1b", "llama", plan=(("pins", {"*norm*": "fp32"}),)),
+    "16-true": Fit("16-true", scale=64.0),
+    "zero bubble": Fit("bf16-mixed", "interleaved_zero_bubble", plan=(("checkpointing", "Block"),)),
+    "zero bubble, Llama": Fit("16-mixed", "interleaved_zero_bubble", "llama", scale=64.0),
+}
+
+
+def _gradients(results: list[dict[str, Any]], step: int) -> dict[str, torch.Tensor]:
+    return {name: gradient for result in results for name, gradient in result["gradients"][step].items()}
+
+
+@pytest.mark.parametrize("name", [*FITS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_fit_in_stages_is_the_fit_on_one_process_bit_for_bit(name: str, ranks: Ranks) -> None:
+    fit = {**FITS, **SLOW}[name]
+    results, alone = ranks.run(fit), fit.alone()
+    assert all(set(results[0]["gradients"][0]).isdisjoint(result["gradients"][0]) for result in results[1:])
+    for step, expected in enumerate(alone["gradients"]):
+        assert same(_gradients(results, step), expected), step
+    assert list(results[0]["weights"]) == list(alone["weights"])
+    assert furthest(results[0]["weights"], alone["weights"]) == 0.0
+    assert same(results[0]["optimizer"], alone["optimizer"])
+    for key in ("counts", "scale", "steps", "rates"):
+        assert {result[key] for result in results} == {alone[key]}, key
+    assert len({result["metrics"]["train_loss"] for result in results}) == 1
+    losses = [result["metrics"]["val_loss"] for result in results]
+    assert losses == [pytest.approx(alone["metrics"]["val_loss"], rel=OF_A_MEAN)] * len(losses)
+    assert len(set(losses)) == 1
+    if fit.bad:
+        assert alone["counts"] == (2, 2)
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_stages(ranks: Ranks) -> None:
+    fit = Fit("16-mixed", scale=64.0, clip=0.1)
+    results, alone = ranks.run(fit), fit.alone()
+    assert [result["norm"] for result in results] == [pytest.approx(alone["norm"], rel=OF_THE_NORM)] * 2
+    assert same(results[0]["weights"], alone["weights"], OF_THE_NORM)
+    unclipped = replace(fit, clip=None).alone()
+    assert not same(results[0]["weights"], unclipped["weights"], 1e-3)
+
+
+def test_a_rank_holds_the_numbers_of_its_own_stage(ranks: Ranks) -> None:
+    results, whole = ranks.run(Fit()), MODULES["blocks"]()
+    numbers = {name: parameter.numel() for name, parameter in whole.named_parameters()}
+    for rank, result in enumerate(results):
+        held = sum(numbers[name] for name in result["gradients"][0])
+        gone = len(numbers) - len(result["gradients"][0])
+        assert result["held"] == held + gone, rank  # one number stands for each parameter that is elsewhere

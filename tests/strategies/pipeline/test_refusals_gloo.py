@@ -1,0 +1,198 @@
+"""What cannot run in stages is refused on every rank before the first step, with what was given and what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+
+from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
+from support.pipeline import GPT2, LENGTH, ROWS, VOCABULARY, WIDTH, Llama, Staged, data
+from support.ranks import Ranks
+from support.running import trainer
+
+pytestmark = pytest.mark.gloo
+
+
+class Tied(Llama):
+    """Its table is its head."""
+
+    def build(self) -> None:
+        super().build()
+        self.model.lm_head.weight = self.model.model.embed_tokens.weight
+
+
+class Manual(Staged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Closure(Staged):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NoLoss(Staged):
+    pipeline_loss = None
+
+
+class NoStage(Staged):
+    pipeline_stage = None
+
+
+class Logs(Staged):
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = super().pipeline_loss(output, target)
+        self.log("mine", loss)
+        return loss
+
+
+class Copies(Staged):
+    def pipeline_stage(self, index: int, count: int) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+
+
+class LeavesOut(Staged):
+    def pipeline_stage(self, index: int, count: int) -> nn.Module:
+        return nn.Sequential(*self.blocks[index * 2 : index * 2 + 2])
+
+
+class Sharded(Staged):
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        if not hasattr(self.head, "unshard"):
+            fully_shard(self.head)
+
+
+class NotAPair(Staged):
+    def pipeline_batch(self, batch: Any) -> Any:
+        return batch[0]
+
+
+def _varying() -> Any:
+    tokens = [torch.randint(VOCABULARY, (ROWS, length)) for length in (LENGTH, LENGTH, LENGTH + 1)]
+    return DataLoader([(one, one, one) for one in tokens], batch_size=None)
+
+
+def _rows(rows: int, number: int) -> Callable[[], Any]:
+    return lambda: DataLoader([(torch.randn(WIDTH), torch.randn(1)) for _ in range(number)], batch_size=rows)
+
+
+def _apart() -> Any:
+    members = [(torch.randn(WIDTH), torch.randn(1)) for _ in range(32)]
+    return DataLoader(members, batch_size=8, sampler=DistributedSampler(members))
+
+
+PARTS: dict[str, tuple[type[Staged], str]] = {
+    "tied": (Tied, "as tied embeddings are"),
+    "manual": (Manual, "manual optimization under pipeline parallelism"),
+    "closure": (Closure, "LBFGS under pipeline parallelism, which evaluates its closure again"),
+    "no loss": (NoLoss, "NoLoss without pipeline_loss"),
+    "no stages": (NoStage, "NoStage without pipeline_stage(index, count)"),
+    "logs": (Logs, "self.log in pipeline_loss"),
+    "copies": (Copies, "which is not the module's own"),
+    "leaves out": (LeavesOut, "'head.weight', which is in none of the 2 stages"),
+    "sharded": (Sharded, "sharded or wrapped already"),
+    "not a pair": (NotAPair, "pipeline_batch, which returned Tensor"),
+}
+LOADERS: dict[str, tuple[type[Staged], Callable[[], Any], str]] = {
+    "rows": (Staged, _rows(6, 24), "a batch of 6 rows with microbatches=4"),
+    "last": (Staged, _rows(8, 20), "a last batch of 4 rows after batches of 8"),
+    "lengths": (GPT2, _varying, "after batches of [(8, 6)]"),
+    "apart": (Staged, _apart, "other batches on one stage than on another"),
+}
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "processes": ({"stages": 3}, "stages=3 and data_parallel_size=1 with 2 processes"),
+    "layers": (
+        {"schedule": "interleaved_1f1b", "virtual_stages": 3},
+        "6 stages of LlamaForCausalLM, which has 4 layers",
+    ),
+    "1f1b": ({"microbatches": 1}, "microbatches=1 with schedule='1f1b'"),
+    "rounds": ({"microbatches": 5, "schedule": "interleaved_1f1b"}, "microbatches=5 with schedule='interleaved_1f1b'"),
+}
+
+
+def _said(module: Staged, loader: Any, arguments: dict[str, Any], plan: str = "32-true") -> tuple[str, int]:
+    plan_ = MixedPrecisionPlan(plan)
+    strategy = make_strategy("pipeline", plan_, **{"stages": 2, "microbatches": 4, **arguments})
+    runner = trainer(strategy=strategy, plugins=[plan_], devices=2)
+    try:
+        runner.fit(module, loader)
+    except PlanError as error:
+        return str(error), runner.global_step
+    return "", runner.global_step
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Every entry of the tables above."""
+
+    def run(self) -> dict[str, tuple[str, int]]:
+        said = {name: _said(cls(), data(1, ROWS), {}) for name, (cls, _) in PARTS.items()}
+        said |= {name: _said(cls(), make(), {}) for name, (cls, make, _) in LOADERS.items()}
+        said |= {name: _said(Llama(), data(1, ROWS), given) for name, (given, _) in OPTIONS.items()}
+        said["fp8"] = _said(Llama(), data(1, ROWS), {}, "fp8-mixed")
+        return said
+
+
+EXPECTED = {
+    **{name: text for name, (_, text) in PARTS.items()},
+    **{name: text for name, (_, _, text) in LOADERS.items()},
+    **{name: text for name, (_, text) in OPTIONS.items()},
+    "fp8": "precision='fp8-mixed' under pipeline parallelism",
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_it_is_refused_on_every_rank_before_a_step(name: str, ranks: Ranks) -> None:
+    for said, step in (result[name] for result in ranks.run(Refused())):
+        assert EXPECTED[name] in said
+        assert "Allowed: " in said
+        assert step == (2 if name == "lengths" else 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"schedule": "1f2b"}, "unknown schedule '1f2b'"),
+        ({"stages": 1}, "stages=1"),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"data_parallel_size": 0}, "data_parallel_size=0"),
+        ({"tensor_parallel": 2}, "unknown keyword 'tensor_parallel'"),
+    ],
+)
+def test_arguments_are_refused_at_once(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        make_strategy("pipeline", MixedPrecisionPlan("32-true"), **given)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What each rank was given of a loader that shuffles."""
+
+    def run(self) -> Any:
+        plan, module = MixedPrecisionPlan("32-true"), Staged()
+        torch.manual_seed(int(os.environ["RANK"]))
+        members = [(torch.full((WIDTH,), float(number)), torch.ones(1)) for number in range(32)]
+        loader = DataLoader(members, batch_size=8, shuffle=True)
+        assert isinstance(loader.sampler, RandomSampler)
+        trainer(strategy=make_strategy("pipeline", plan, stages=2, microbatches=4), plugins=[plan], devices=2).fit(
+            module, loader
+        )
+        return [batch[:, 0].tolist() for batch in module.seen]
+
+
+def test_all_stages_are_given_the_same_shuffled_batches(ranks: Ranks) -> None:
+    first, second = ranks.run(Drawn())
+    assert first == second
+    drawn = [number for batch in first for number in batch]
+    assert sorted(drawn) == [float(number) for number in range(32)]
+    assert drawn != sorted(drawn)
