@@ -1,0 +1,98 @@
+"""torch's private names around tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_mp.compat.checks import PrivateNames
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+#: what a prediction of memory uses
+FAKES = PrivateNames(
+    "torch",
+    {
+        "torch.nn:Module": ("_apply",),
+        "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
+        "torch:UntypedStorage": ("_cdata",),
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FakeTensorMode":
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        return FakeTensorMode
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether it has a shape and a dtype, and no memory."""
+    return isinstance(tensor, FakeTensor)
+
+
+def constant_of(tensor: Tensor) -> Tensor | None:
+    """The value of a fake tensor, where it is known."""
+    return cast("Any", tensor).constant if isinstance(tensor, FakeTensor) else None
+
+
+def storage_key(tensor: Tensor) -> int:
+    """One number for all tensors of one storage, while it lives."""
+    return cast("Any", tensor.untyped_storage())._cdata
+
+
+@contextmanager
+def moved_in_place() -> Generator[None, None, None]:
+    """Within, ``module.to()`` and its kind change fake tensors in place; torch swaps them, which weak references bar."""
+    before = cast("Any", nn.Module)._apply
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(map(is_fake, own)):
+            return before(module, fn, recurse)
+        for child in module.children() if recurse else ():
+            cast("Any", child)._apply(fn)
+        with torch.no_grad():
+            for tensor in [*own, *(tensor.grad for tensor in own if tensor.grad is not None)]:
+                moved = fn(tensor)
+                if moved is not tensor:
+                    tensor.data = moved
+        return module
+
+    cast("Any", nn.Module)._apply = apply
+    try:
+        yield
+    finally:
+        cast("Any", nn.Module)._apply = before
+
+
+@contextmanager
+def resizes_told(tell: Callable[[Any], None]) -> Generator[None, None, None]:
+    """Within, ``tell`` gets every storage that is resized."""
+    before = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = before(storage, size)
+        tell(storage)
+        return result
+
+    cast("Any", torch.UntypedStorage).resize_ = resize
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = before
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Within, operators run for real."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()

@@ -1,0 +1,109 @@
+"""Two optimizer steps of the real Trainer, without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
+from lightning_mp.compat.torch_fake import FakeTensorMode, moved_in_place
+from lightning_mp.compat.transformers import fakes_unnoticed
+from lightning_mp.demo.quiet import quiet
+from lightning_mp.numerics.rng import rng_state, set_rng_state
+from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.strategies.factory import trainer_kwargs
+from lightning_mp.tracing.fake import FakeCopies, fake_batch, fake_module
+from lightning_mp.tracing.storages import Storages, peak, strided
+
+ALONE: Mapping[str, Any] = {
+    "max_epochs": -1,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The peak of the second step, by part."""
+
+    peak_bytes: int
+    parts: dict[str, int]
+
+
+class _Follow(Callback):
+    """Tells the storages where the run is, and what tensors are for."""
+
+    def __init__(self, storages: Storages) -> None:
+        self._storages = storages
+        self.begin = self.end = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step < STEPS:
+            self._name(trainer, pl_module)
+        if trainer.global_step == STEPS - 1 and not self.begin:
+            self.begin = len(self._storages.events)
+        self._storages.in_forward = True
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        self._storages.in_forward = False
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._name(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._storages.in_forward = False
+        self._name(trainer, pl_module)
+        if trainer.global_step == STEPS and not self.end:
+            self.end = len(self._storages.events)
+
+    def _name(self, trainer: Trainer, module: LightningModule) -> None:
+        name, parameters = self._storages.name, list(module.parameters())
+        name(strided(parameters), "parameters")
+        name(strided(module.buffers()), "buffers")
+        name(strided(parameter.grad for parameter in parameters), "gradients")
+        for optimizer in trainer.optimizers:
+            for state in optimizer.state.values():
+                name(strided(state.values()), "optimizer_state")
+
+
+class _Again:
+    """The same batch for ever."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._batch
+
+
+def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args: Mapping[str, Any]) -> Traced:
+    device = torch.device("cpu")
+    storages = Storages()
+    follow = _Follow(storages)
+    with ExitStack() as stack:
+        generators = rng_state(device)
+        stack.callback(set_rng_state, generators, device)
+        stack.enter_context(quiet())
+        stack.enter_context(moved_in_place())
+        stack.enter_context(fakes_unnoticed())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        mine = MixedPrecisionPlan.from_policy(plan.policy)
+        arguments = {**trainer_args, **ALONE, "max_steps": STEPS, "callbacks": [follow], "accelerator": "cpu"}
+        trainer = Trainer(**trainer_kwargs(mine, **arguments))
+        stack.enter_context(storages)
+        stack.enter_context(FakeCopies(device))
+        copied = fake_module(module, device)
+        given = fake_batch(batch, device)
+        trainer.fit(copied, train_dataloaders=_Again(given))
+    return Traced(*peak(storages.events, follow.begin, follow.end or len(storages.events)))

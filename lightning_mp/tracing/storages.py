@@ -1,0 +1,150 @@
+"""Which storages are alive when: a dispatch mode that counts them, and what each of them is for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from lightning_mp.compat.torch_fake import storage_key, without_modes
+from lightning_mp.tracing import values
+from lightning_mp.tracing.fake import fake
+
+#: what a peak is made of
+PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers", "other")
+
+
+class Held:
+    """One storage: its bytes, and which of ``PARTS`` it belongs to."""
+
+    __slots__ = ("bytes", "part")
+
+    def __init__(self, part: str) -> None:
+        self.bytes, self.part = 0, part
+
+
+class Storages(TorchDispatchMode):
+    """Counts storages while they live. Values are not known, so that a read by the host is answered for them.
+
+    What the forward pass makes, recomputed or not, is an activation, except for casts of a parameter; the rest is
+    "other" until :meth:`name` says otherwise.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: (storage, bytes that came or went), in order
+        self.events: list[tuple[Held, int]] = []
+        self.in_forward = False
+        self._held: dict[int, Held] = {}
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        #: storages of flags that say "not finite", and of what was made of them
+        self._flags: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._read(args[0])
+        value = values.computed(func, args, kwargs)
+        if value is not None and torch.Tag.dynamic_output_shape in func.tags:
+            out = tree_map(lambda leaf: fake(leaf, args[0].device), value)
+        else:
+            out = func(*args, **kwargs)
+        for tensor, number in zip(tree_iter(out), tree_iter(value), strict=False) if value is not None else ():
+            if isinstance(tensor, Tensor):
+                values.keep(tensor, number)
+        made = [tensor for tensor in tree_iter(out) if isinstance(tensor, Tensor)]
+        if made:
+            part = self._part(func, args)
+            for tensor in made:
+                self.hold(tensor, part)
+        self._follow_flags(func, args, made)
+        return out
+
+    def _part(self, func: Any, args: Any) -> str:
+        if not (self.in_forward or torch.is_grad_enabled()):
+            return "other"
+        if func is torch.ops.aten._to_copy.default and self._part_of(args[0]) == "parameters":
+            return "other"
+        return "activations"
+
+    def _part_of(self, tensor: Tensor) -> str | None:
+        held = self._held.get(storage_key(tensor))
+        return None if held is None else held.part
+
+    # ------------------------------------------------------------------ storages
+
+    def hold(self, tensor: Tensor, part: str) -> None:
+        """Count the storage of ``tensor`` from now on, if it is new."""
+        if tensor.layout is not torch.strided:
+            for inner in (tensor.indices(), tensor.values()) if tensor.layout is torch.sparse_coo else ():
+                self.hold(inner, part)
+            return
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = Held(part)
+            self._refs[key] = weakref.ref(storage, lambda _: self._gone(key))
+        self.resized(held, storage.nbytes())
+
+    def resized(self, held: Held, size: int) -> None:
+        """Note that the storage has ``size`` bytes now."""
+        if size != held.bytes:
+            self.events.append((held, size - held.bytes))
+            held.bytes = size
+
+    def _gone(self, key: int) -> None:
+        held = self._held.pop(key)
+        del self._refs[key]
+        self.resized(held, 0)
+
+    def name(self, tensors: Iterable[Tensor], part: str) -> None:
+        """The storages of ``tensors`` belong to ``part``, and did from the beginning."""
+        for tensor in tensors:
+            self.hold(tensor, part)
+            self._held[storage_key(tensor)].part = part
+
+    # ------------------------------------------------------------------ what the host reads
+
+    def _read(self, tensor: Any) -> Any:
+        """The value where it is known; else 0 of a flag or a boolean, 1 of any other: gradients are finite, counts begin."""
+        value = values.known(tensor)
+        if value is not None:
+            with without_modes():
+                return value.item()
+        if tensor.dtype is torch.bool or tensor.untyped_storage() in self._flags:
+            return tensor.dtype is not torch.bool and 0.0
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _follow_flags(self, func: Any, args: Any, made: list[Tensor]) -> None:
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self._flags.add(args[1].untyped_storage())
+        elif made and made[0].numel() <= 2 and func is not torch.ops.aten._amp_update_scale_.default:
+            if any(isinstance(arg, Tensor) and arg.untyped_storage() in self._flags for arg in tree_iter(args)):
+                self._flags.update(tensor.untyped_storage() for tensor in made)
+
+
+def peak(events: list[tuple[Held, int]], begin: int, end: int) -> tuple[int, dict[str, int]]:
+    """The most bytes alive at one moment of ``events[begin:end]``, and by part what was."""
+    total = most = 0
+    at = begin
+    for index, (_, size) in enumerate(events[:end]):
+        total += size
+        if index >= begin and total > most:
+            most, at = total, index
+    parts = dict.fromkeys(PARTS, 0)
+    for held, size in events[: at + 1]:
+        parts[held.part] += size
+    return most, parts
+
+
+def strided(tensors: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among ``tensors``; of a DTensor what this rank holds."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            yield getattr(tensor, "_local_tensor", tensor)
