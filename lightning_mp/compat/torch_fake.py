@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -96,3 +97,22 @@ def without_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Generator[None, None, None]:
+    """Within, this process is the first of ``world_size``, whose collectives move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    before = dist.all_gather_object
+
+    def gather(everywhere: list[Any], mine: Any, group: Any = None) -> None:
+        everywhere[:] = [mine] * len(everywhere)
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.all_gather_object = gather
+    try:
+        yield
+    finally:
+        dist.all_gather_object = before
+        dist.destroy_process_group()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_mp.compat.torch_fake import is_fake, without_modes
+from lightning_mp.compat.torch_fake import without_modes
 from lightning_mp.tracing import values
 
 
@@ -19,7 +19,7 @@ def fake(tensor: Tensor, device: torch.device) -> Tensor:
     like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(like, requires_grad=tensor.requires_grad)
-    value = values.known(tensor) if is_fake(tensor) or tensor.is_meta else tensor
+    value = values.known(tensor)
     if value is not None and values.keeps(tensor):
         with without_modes():
             values.keep(like, value.to("cpu", copy=True))

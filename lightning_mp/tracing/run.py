@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import os
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
-from lightning_mp.compat.torch_fake import FakeTensorMode, moved_in_place
+from lightning_mp.compat.lightning import Callback, LightningEnvironment, LightningModule, Trainer, rank_zero_only
+from lightning_mp.compat.torch_fake import FakeTensorMode, fake_ranks, moved_in_place, resizes_told
 from lightning_mp.compat.transformers import fakes_unnoticed
 from lightning_mp.demo.quiet import quiet
 from lightning_mp.numerics.rng import rng_state, set_rng_state
@@ -87,19 +89,56 @@ class _Again:
             yield self._batch
 
 
+class _OneOfMany(LightningEnvironment):
+    """The first of so many processes, none of which is started."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self._size = world_size
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return self._size
+
+    def local_rank(self) -> int:
+        return 0
+
+
+@contextmanager
+def _kept() -> Generator[None, None, None]:
+    """On exit generators, environment, rank and working folder of the process are what they were."""
+    device, environment, folder = torch.device("cpu"), dict(os.environ), Path.cwd()
+    generators, rank = rng_state(device), getattr(rank_zero_only, "rank", None)
+    try:
+        yield
+    finally:
+        set_rng_state(generators, device)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        rank_zero_only.rank = rank
+
+
 def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args: Mapping[str, Any]) -> Traced:
     device = torch.device("cpu")
     storages = Storages()
     follow = _Follow(storages)
     with ExitStack() as stack:
-        generators = rng_state(device)
-        stack.callback(set_rng_state, generators, device)
+        stack.enter_context(_kept())
         stack.enter_context(quiet())
         stack.enter_context(moved_in_place())
         stack.enter_context(fakes_unnoticed())
+        stack.enter_context(resizes_told(storages.resized))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         mine = MixedPrecisionPlan.from_policy(plan.policy)
         arguments = {**trainer_args, **ALONE, "max_steps": STEPS, "callbacks": [follow], "accelerator": "cpu"}
+        ranks = int(arguments.get("devices", 1))
+        if ranks > 1:
+            stack.enter_context(fake_ranks(ranks))
+            arguments["plugins"] = [*arguments.get("plugins", ()), _OneOfMany(ranks)]
         trainer = Trainer(**trainer_kwargs(mine, **arguments))
         stack.enter_context(storages)
         stack.enter_context(FakeCopies(device))

@@ -90,10 +90,15 @@ class Storages(TorchDispatchMode):
         if held is None:
             held = self._held[key] = Held(part)
             self._refs[key] = weakref.ref(storage, lambda _: self._gone(key))
-        self.resized(held, storage.nbytes())
+        self._set(held, storage.nbytes())
 
-    def resized(self, held: Held, size: int) -> None:
-        """Note that the storage has ``size`` bytes now."""
+    def resized(self, storage: Any) -> None:
+        """``storage`` was given another size, past every operator."""
+        held = self._held.get(storage._cdata)
+        if held is not None:
+            self._set(held, storage.nbytes())
+
+    def _set(self, held: Held, size: int) -> None:
         if size != held.bytes:
             self.events.append((held, size - held.bytes))
             held.bytes = size
@@ -101,7 +106,7 @@ class Storages(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         held = self._held.pop(key)
         del self._refs[key]
-        self.resized(held, 0)
+        self._set(held, 0)
 
     def name(self, tensors: Iterable[Tensor], part: str) -> None:
         """The storages of ``tensors`` belong to ``part``, and did from the beginning."""

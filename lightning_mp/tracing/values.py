@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_any, tree_iter, tree_map
 
-from lightning_mp.compat.torch_fake import constant_of, without_modes
+from lightning_mp.compat.torch_fake import constant_of, is_fake, without_modes
 
 #: entries of a tensor whose numbers are kept: a mask over 2048 x 2048 tokens
 _MOST = 2**22
@@ -30,6 +30,8 @@ def keeps(tensor: Tensor) -> bool:
 
 def known(tensor: Tensor) -> Tensor | None:
     """The numbers of ``tensor``, or ``None``."""
+    if not is_fake(tensor):
+        return None if tensor.is_meta else tensor
     value = getattr(tensor, _VALUE, None)
     if value is None or getattr(value.untyped_storage(), _UNKNOWN, False):
         return constant_of(tensor)
