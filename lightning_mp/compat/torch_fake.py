@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _disabled_torch_dispatch_impl
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_mp.compat.checks import PrivateNames
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 FAKES = PrivateNames(
     "torch",
     {
+        "torch._C": ("_disabled_torch_dispatch_impl",),
         "torch.nn:Module": ("_apply",),
         "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
         "torch:UntypedStorage": ("_cdata",),
@@ -38,6 +40,11 @@ def __getattr__(name: str) -> Any:
 def is_fake(tensor: object) -> bool:
     """Whether it has a shape and a dtype, and no memory."""
     return isinstance(tensor, FakeTensor)
+
+
+def wraps(kind: type) -> bool:
+    """Whether tensors of this class hold others (``DTensor``), and have no storage of their own."""
+    return not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not _disabled_torch_dispatch_impl
 
 
 def constant_of(tensor: Tensor) -> Tensor | None:

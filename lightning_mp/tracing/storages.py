@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from lightning_mp.compat.torch_fake import storage_key, without_modes
+from lightning_mp.compat.torch_fake import storage_key, without_modes, wraps
 from lightning_mp.tracing import values
 from lightning_mp.tracing.fake import fake
 
@@ -47,6 +47,8 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(wraps, types)):
+            return NotImplemented  # it comes back with what the wrapper holds
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read(args[0])
         value = values.computed(func, args, kwargs)
@@ -80,6 +82,8 @@ class Storages(TorchDispatchMode):
 
     def hold(self, tensor: Tensor, part: str) -> None:
         """Count the storage of ``tensor`` from now on, if it is new."""
+        if wraps(type(tensor)):
+            return
         if tensor.layout is not torch.strided:
             for inner in (tensor.indices(), tensor.values()) if tensor.layout is torch.sparse_coo else ():
                 self.hold(inner, part)
