@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_mp.compat.lightning import Callback, LightningEnvironment, LightningModule, Trainer, rank_zero_only
+from lightning_mp.compat.lightning import (
+    Callback,
+    DummyLogger,
+    LightningEnvironment,
+    LightningModule,
+    Trainer,
+    rank_zero_only,
+)
 from lightning_mp.compat.torch_fake import FakeTensorMode, fake_ranks, moved_in_place, resizes_told
 from lightning_mp.compat.transformers import fakes_unnoticed
 from lightning_mp.demo.quiet import quiet
@@ -20,26 +27,29 @@ from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import trainer_kwargs
 from lightning_mp.tracing.fake import FakeCopies, fake_batch, fake_module
-from lightning_mp.tracing.storages import Storages, peak, strided
+from lightning_mp.tracing.storages import Storages, alive, peak, strided
 
 ALONE: Mapping[str, Any] = {
     "max_epochs": -1,
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
-    "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
+    "max_steps": 2,
 }
 STEPS = 2
+#: of a run's Trainer arguments, those that this run decides, and those that write
+_LEFT_OUT = frozenset(("max_time", "plugins", "callbacks", "logger", "profiler", "ckpt_path", "default_root_dir"))
 
 
 @dataclass(frozen=True)
 class Traced:
-    """The peak of the second step, by part."""
+    """The peak of the second step by part, and what is held when it ends."""
 
     peak_bytes: int
     parts: dict[str, int]
+    held: dict[str, int]
 
 
 class _Follow(Callback):
@@ -123,9 +133,18 @@ def _kept() -> Generator[None, None, None]:
 
 
 def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args: Mapping[str, Any]) -> Traced:
-    device = torch.device("cpu")
-    storages = Storages()
+    """Run ``STEPS`` optimizer steps on copies without memory; ``trainer_args`` names strategy and devices.
+
+    Raises:
+        Exception: whatever the module, the plan or torch raise on tensors whose numbers are not known.
+    """
+    device = torch.device("cpu")  # where the module is made; Lightning moves it
+    on_cuda = torch.cuda.is_available() and trainer_args.get("accelerator", "auto") in ("auto", "gpu", "cuda")
+    storages = Storages("cuda" if on_cuda else "cpu")
     follow = _Follow(storages)
+    given = {key: value for key, value in trainer_args.items() if key not in _LEFT_OUT}
+    arguments: dict[str, Any] = {"accelerator": "cuda" if on_cuda else "cpu", **given, **ALONE, "callbacks": [follow]}
+    ranks = arguments.get("devices", 1)
     with ExitStack() as stack:
         stack.enter_context(_kept())
         stack.enter_context(quiet())
@@ -133,16 +152,16 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
         stack.enter_context(fakes_unnoticed())
         stack.enter_context(resizes_told(storages.resized))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        mine = MixedPrecisionPlan.from_policy(plan.policy)
-        arguments = {**trainer_args, **ALONE, "max_steps": STEPS, "callbacks": [follow], "accelerator": "cpu"}
-        ranks = int(arguments.get("devices", 1))
-        if ranks > 1:
+        if ranks > 1 or arguments.get("strategy", "auto") not in ("auto", "ddp"):
             stack.enter_context(fake_ranks(ranks))
-            arguments["plugins"] = [*arguments.get("plugins", ()), _OneOfMany(ranks)]
-        trainer = Trainer(**trainer_kwargs(mine, **arguments))
+            arguments["plugins"] = [_OneOfMany(ranks)]
+        mine = MixedPrecisionPlan.from_policy(plan.policy)
+        trainer = Trainer(**trainer_kwargs(mine, logger=DummyLogger(), **arguments))
         stack.enter_context(storages)
         stack.enter_context(FakeCopies(device))
         copied = fake_module(module, device)
-        given = fake_batch(batch, device)
-        trainer.fit(copied, train_dataloaders=_Again(given))
-    return Traced(*peak(storages.events, follow.begin, follow.end or len(storages.events)))
+        # what a user's hooks may write or fetch
+        copied.configure_callbacks, copied.prepare_data = list, lambda: None
+        trainer.fit(copied, train_dataloaders=_Again(fake_batch(batch, device)))
+    end = follow.end or len(storages.events)
+    return Traced(*peak(storages.events, follow.begin, end), alive(storages.events, end))

@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from lightning_mp.compat.torch_fake import storage_key, without_modes, wraps
+from lightning_mp.planner.prediction import PARTS
 from lightning_mp.tracing import values
 from lightning_mp.tracing.fake import fake
 
-#: what a peak is made of
-PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers", "other")
+#: CUDA's allocator gives out whole blocks of so many bytes
+_CUDA_BLOCK = 512
 
 
 class Held:
@@ -29,14 +30,15 @@ class Held:
 
 
 class Storages(TorchDispatchMode):
-    """Counts storages while they live. Values are not known, so that a read by the host is answered for them.
+    """Counts storages on one type of device while they live. Values are not known, so that a read by the host is answered for them.
 
     What the forward pass makes, recomputed or not, is an activation, except for casts of a parameter; the rest is
     "other" until :meth:`name` says otherwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
+        self._device = device
         #: (storage, bytes that came or went), in order
         self.events: list[tuple[Held, int]] = []
         self.in_forward = False
@@ -82,7 +84,7 @@ class Storages(TorchDispatchMode):
 
     def hold(self, tensor: Tensor, part: str) -> None:
         """Count the storage of ``tensor`` from now on, if it is new."""
-        if wraps(type(tensor)):
+        if wraps(type(tensor)) or tensor.device.type != self._device:
             return
         if tensor.layout is not torch.strided:
             for inner in (tensor.indices(), tensor.values()) if tensor.layout is torch.sparse_coo else ():
@@ -103,6 +105,8 @@ class Storages(TorchDispatchMode):
             self._set(held, storage.nbytes())
 
     def _set(self, held: Held, size: int) -> None:
+        if self._device == "cuda":
+            size = -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
         if size != held.bytes:
             self.events.append((held, size - held.bytes))
             held.bytes = size
@@ -116,7 +120,9 @@ class Storages(TorchDispatchMode):
         """The storages of ``tensors`` belong to ``part``, and did from the beginning."""
         for tensor in tensors:
             self.hold(tensor, part)
-            self._held[storage_key(tensor)].part = part
+            held = self._held.get(storage_key(tensor))
+            if held is not None:
+                held.part = part
 
     # ------------------------------------------------------------------ what the host reads
 
@@ -146,10 +152,15 @@ def peak(events: list[tuple[Held, int]], begin: int, end: int) -> tuple[int, dic
         total += size
         if index >= begin and total > most:
             most, at = total, index
+    return most, alive(events, at + 1)
+
+
+def alive(events: list[tuple[Held, int]], end: int) -> dict[str, int]:
+    """By part, the bytes alive after ``events[:end]``."""
     parts = dict.fromkeys(PARTS, 0)
-    for held, size in events[: at + 1]:
+    for held, size in events[:end]:
         parts[held.part] += size
-    return most, parts
+    return parts
 
 
 def strided(tensors: Iterable[Any]) -> Iterator[Tensor]:
