@@ -111,15 +111,16 @@ def fake_ranks(world_size: int) -> Generator[None, None, None]:
     """Within, this process is the first of ``world_size``, whose collectives move nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    before = dist.all_gather_object
+    before = dist.all_gather_object, dist.new_group
 
     def gather(everywhere: list[Any], mine: Any, group: Any = None) -> None:
         everywhere[:] = [mine] * len(everywhere)
 
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     dist.all_gather_object = gather
+    dist.new_group = lambda *args, **kwargs: before[1](*args, **{**kwargs, "backend": "fake"})
     try:
         yield
     finally:
-        dist.all_gather_object = before
+        dist.all_gather_object, dist.new_group = before
         dist.destroy_process_group()
