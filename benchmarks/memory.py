@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.planner_pages import DOCS, table
-from lightning_mp import Checkpointing, FP8, MixedPrecisionPlan, trainer_kwargs
+from lightning_mp import FP8, Checkpointing, MixedPrecisionPlan, trainer_kwargs
 from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.demo.quiet import quiet
 from lightning_mp.planner import MemoryPrediction, predict_memory
@@ -60,7 +60,11 @@ class Cell:
     def module(self) -> LightningModule:
         """The model with its optimizer."""
         torch.manual_seed(0)
-        net = ConvNet() if self.model == "conv" else _language_model(self.model, 64 if self.precision == "fp8-mixed" else 128)
+        net = (
+            ConvNet()
+            if self.model == "conv"
+            else _language_model(self.model, 64 if self.precision == "fp8-mixed" else 128)
+        )
         return Trained(net.train(), self.optimizer)
 
 
@@ -110,12 +114,15 @@ def _language_model(name: str, width: int) -> nn.Module:
         sizes = {"n_embd": width, "n_layer": 3, "n_head": 2, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}
         return GPT2LMHeadModel(GPT2Config(vocab_size=_VOCAB, **sizes))
     heads = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=_VOCAB, hidden_size=width, intermediate_size=5 * width // 2, **heads))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=_VOCAB, hidden_size=width, intermediate_size=5 * width // 2, **heads)
+    )
 
 
 def cells() -> Iterator[Cell]:
-    """All of one device."""
-    return itertools.starmap(Cell, itertools.product(MODELS, PRECISIONS, CHECKPOINTING, OPTIMIZERS))
+    """All of one device. FP8 is refused on GPT-2, whose layers are no ``nn.Linear``."""
+    every = itertools.starmap(Cell, itertools.product(MODELS, PRECISIONS, CHECKPOINTING, OPTIMIZERS))
+    return (cell for cell in every if (cell.model, cell.precision) != ("gpt2", "fp8-mixed"))
 
 
 class Always:
@@ -145,6 +152,7 @@ def predicted(cell: Cell) -> MemoryPrediction:
 
 def _rows() -> Iterator[list[object]]:
     for cell in cells():
+        print(cell, flush=True)
         said, true = predicted(cell).peak_bytes, measured(cell)
         yield [
             cell.model, f"`{cell.precision}`", cell.checkpointing, cell.optimizer,

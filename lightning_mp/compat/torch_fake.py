@@ -59,7 +59,7 @@ def storage_key(tensor: Tensor) -> int:
 
 @contextmanager
 def moved_in_place() -> Generator[None, None, None]:
-    """Within, ``module.to()`` and its kind change fake tensors in place; torch swaps them, which weak references bar."""
+    """Within, ``module.to()`` and its kind change fakes in place; torch swaps them, which weak references bar."""
     before = cast("Any", nn.Module)._apply
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -43,7 +43,7 @@ class FakeCopies(TorchFunctionMode):
 
 
 def fake_module(module: nn.Module, device: torch.device) -> Any:
-    """A copy of ``module`` within ``FakeCopies``, whose tensors are fakes on ``device``, attached to no Trainer; ties hold."""
+    """Within ``FakeCopies``, a copy of ``module`` with fakes on ``device``, attached to no Trainer; ties hold."""
     memo: dict[int, Any] = {}
     for inner in module.modules():
         for name in ("_trainer", "_fabric"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +24,6 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.compat.torch_fake import FakeTensorMode, fake_ranks, moved_in_place, resizes_told
 from lightning_mp.compat.transformers import fakes_unnoticed
-from lightning_mp.demo.quiet import quiet
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import trainer_kwargs
@@ -119,12 +120,17 @@ class _OneOfMany(LightningEnvironment):
 
 @contextmanager
 def _kept() -> Generator[None, None, None]:
-    """On exit generators, environment, rank and working folder of the process are what they were."""
+    """On exit generators, environment, rank and working folder of the process are what they were; silent within."""
     device, environment, folder = torch.device("cpu"), dict(os.environ), Path.cwd()
     generators, rank = rng_state(device), getattr(rank_zero_only, "rank", None)
+    disabled = logging.root.manager.disable
     try:
-        yield
+        logging.disable(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
+        logging.disable(disabled)
         set_rng_state(generators, device)
         os.environ.clear()
         os.environ.update(environment)
@@ -147,7 +153,6 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
     ranks = arguments.get("devices", 1)
     with ExitStack() as stack:
         stack.enter_context(_kept())
-        stack.enter_context(quiet())
         stack.enter_context(moved_in_place())
         stack.enter_context(fakes_unnoticed())
         stack.enter_context(resizes_told(storages.resized))

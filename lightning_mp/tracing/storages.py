@@ -18,6 +18,8 @@ from lightning_mp.tracing.fake import fake
 
 #: CUDA's allocator gives out whole blocks of so many bytes
 _CUDA_BLOCK = 512
+#: flags, and flags stacked with a count
+_SMALL = 2
 
 
 class Held:
@@ -30,7 +32,7 @@ class Held:
 
 
 class Storages(TorchDispatchMode):
-    """Counts storages on one type of device while they live. Values are not known, so that a read by the host is answered for them.
+    """Counts storages on one type of device while they live, and answers the host where it reads a number.
 
     What the forward pass makes, recomputed or not, is an activation, except for casts of a parameter; the rest is
     "other" until :meth:`name` says otherwise.
@@ -53,6 +55,8 @@ class Storages(TorchDispatchMode):
             return NotImplemented  # it comes back with what the wrapper holds
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read(args[0])
+        if func is torch.ops.aten.index.Tensor:
+            args = args[0], [index for mask in args[1] for index in self._indices(mask)]
         value = values.computed(func, args, kwargs)
         if value is not None and torch.Tag.dynamic_output_shape in func.tags:
             out = tree_map(lambda leaf: fake(leaf, args[0].device), value)
@@ -126,8 +130,18 @@ class Storages(TorchDispatchMode):
 
     # ------------------------------------------------------------------ what the host reads
 
+    @staticmethod
+    def _indices(mask: Any) -> list[Any]:
+        """A mask as the indices that it stands for, where its numbers are known; their count is that of the result."""
+        value = None if mask is None or mask.dtype is not torch.bool else values.known(mask)
+        if value is None:
+            return [mask]
+        with without_modes():
+            found = value.nonzero(as_tuple=True)
+        return [fake(index, mask.device) for index in found]
+
     def _read(self, tensor: Any) -> Any:
-        """The value where it is known; else 0 of a flag or a boolean, 1 of any other: gradients are finite, counts begin."""
+        """The value where it is known; else 0 of a flag or boolean, 1 of any other: finite gradients, a first count."""
         value = values.known(tensor)
         if value is not None:
             with without_modes():
@@ -139,9 +153,12 @@ class Storages(TorchDispatchMode):
     def _follow_flags(self, func: Any, args: Any, made: list[Tensor]) -> None:
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._flags.add(args[1].untyped_storage())
-        elif made and made[0].numel() <= 2 and func is not torch.ops.aten._amp_update_scale_.default:
-            if any(isinstance(arg, Tensor) and arg.untyped_storage() in self._flags for arg in tree_iter(args)):
-                self._flags.update(tensor.untyped_storage() for tensor in made)
+            return
+        small = made and made[0].numel() <= _SMALL and func is not torch.ops.aten._amp_update_scale_.default
+        if small and any(
+            isinstance(leaf, Tensor) and leaf.untyped_storage() in self._flags for leaf in tree_iter(args)
+        ):
+            self._flags.update(tensor.untyped_storage() for tensor in made)
 
 
 def peak(events: list[tuple[Held, int]], begin: int, end: int) -> tuple[int, dict[str, int]]:
