@@ -11,11 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _disabled_torch_dispatch_impl
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_mp.compat.checks import PrivateNames
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+#: operators: a read by the host; a cast; the check of gradients for infinities; the loss scale's rule; indexing
+READ = torch.ops.aten._local_scalar_dense.default
+CAST = torch.ops.aten._to_copy.default
+CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+UPDATE_SCALE = torch.ops.aten._amp_update_scale_.default
+INDEX = torch.ops.aten.index.Tensor
 
 #: what a prediction of memory uses
 FAKES = PrivateNames(
@@ -25,6 +33,8 @@ FAKES = PrivateNames(
         "torch.nn:Module": ("_apply",),
         "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
         "torch:UntypedStorage": ("_cdata",),
+        "torch.utils._pytree": ("tree_leaves", "tree_map"),
+        "torch.utils._python_dispatch": ("_disable_current_modes",),
     },
 )
 
@@ -52,9 +62,32 @@ def constant_of(tensor: Tensor) -> Tensor | None:
     return cast("Any", tensor).constant if isinstance(tensor, FakeTensor) else None
 
 
-def storage_key(tensor: Tensor) -> int:
-    """One number for all tensors of one storage, while it lives."""
-    return cast("Any", tensor.untyped_storage())._cdata
+def storage_key(owner: Tensor | torch.UntypedStorage) -> int:
+    """One number for a storage, and all tensors of it, while it lives."""
+    return cast("Any", owner.untyped_storage() if isinstance(owner, Tensor) else owner)._cdata
+
+
+def leaves(data: Any) -> list[Any]:
+    """What nested ``data`` holds, in order."""
+    return tree_leaves(data)
+
+
+def mapped(change: Callable[[Any], Any], data: Any) -> Any:
+    """Nested ``data`` with ``change`` made to each leaf."""
+    return tree_map(change, data)
+
+
+def overwritten(operator: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that ``operator`` writes to."""
+    schema = operator._schema
+    if not schema.is_mutable:
+        return []
+    given = zip(schema.arguments, [*args, *([None] * len(schema.arguments))], strict=False)
+    return [
+        kwargs.get(argument.name, value)
+        for argument, value in given
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 @contextmanager

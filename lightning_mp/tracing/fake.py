@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
-from lightning_mp.compat.torch_fake import without_modes
+from lightning_mp.compat.lightning import attached_to
+from lightning_mp.compat.torch_fake import mapped, without_modes
 from lightning_mp.tracing import values
 
 
@@ -46,10 +46,7 @@ def fake_module(module: nn.Module, device: torch.device) -> Any:
     """Within ``FakeCopies``, a copy of ``module`` with fakes on ``device``, attached to no Trainer; ties hold."""
     memo: dict[int, Any] = {}
     for inner in module.modules():
-        for name in ("_trainer", "_fabric"):
-            attached = inner.__dict__.get(name)
-            if attached is not None:
-                memo[id(attached)] = None
+        memo.update((id(one), None) for one in attached_to(inner))
     for tensor in (*module.parameters(), *module.buffers()):
         memo[id(tensor)] = fake(tensor, device)
         if tensor.grad is not None:
@@ -59,4 +56,4 @@ def fake_module(module: nn.Module, device: torch.device) -> Any:
 
 def fake_batch(batch: Any, device: torch.device) -> Any:
     """``batch`` with fakes for its tensors."""
-    return tree_map_only(Tensor, lambda tensor: fake(tensor, device), batch)
+    return mapped(lambda leaf: fake(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)

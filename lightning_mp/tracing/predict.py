@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
 from lightning_mp.compat.lightning import LightningModule, Strategy
+from lightning_mp.compat.torch_fake import leaves
 from lightning_mp.errors import Faults, PlanError, one_line
 from lightning_mp.planner import ModelShape, estimate
 from lightning_mp.planner.memory import HELD, STRATEGIES
@@ -138,7 +138,7 @@ def by_formula(
     policy, notes = plan.policy, [f"not traced: {reason}"]
     params = sum(parameter.numel() for parameter in module.parameters())
     config = next((inner.config for inner in module.modules() if hasattr(inner, "config")), None)
-    tokens = next((leaf for leaf in tree_iter(batch) if isinstance(leaf, Tensor)), None)
+    tokens = next((leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)), None)
     kind = STRATEGIES.get(name, STRATEGIES["auto"])
     weights, gradients, moments = HELD.get(policy.precision, HELD["32-true"])
     held = {

@@ -8,10 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
-from lightning_mp.compat.torch_fake import storage_key, without_modes, wraps
+from lightning_mp.compat.torch import TorchDispatchMode
+from lightning_mp.compat.torch_fake import (
+    CAST,
+    CHECK,
+    INDEX,
+    READ,
+    UPDATE_SCALE,
+    leaves,
+    mapped,
+    storage_key,
+    without_modes,
+    wraps,
+)
+from lightning_mp.numerics.grads import local
 from lightning_mp.planner.prediction import PARTS
 from lightning_mp.tracing import values
 from lightning_mp.tracing.fake import fake
@@ -53,19 +64,19 @@ class Storages(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(wraps, types)):
             return NotImplemented  # it comes back with what the wrapper holds
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is READ:
             return self._read(args[0])
-        if func is torch.ops.aten.index.Tensor:
+        if func is INDEX:
             args = args[0], [index for mask in args[1] for index in self._indices(mask)]
         value = values.computed(func, args, kwargs)
         if value is not None and torch.Tag.dynamic_output_shape in func.tags:
-            out = tree_map(lambda leaf: fake(leaf, args[0].device), value)
+            out = mapped(lambda leaf: fake(leaf, args[0].device), value)
         else:
             out = func(*args, **kwargs)
-        for tensor, number in zip(tree_iter(out), tree_iter(value), strict=False) if value is not None else ():
+        for tensor, number in zip(leaves(out), leaves(value), strict=False) if value is not None else ():
             if isinstance(tensor, Tensor):
                 values.keep(tensor, number)
-        made = [tensor for tensor in tree_iter(out) if isinstance(tensor, Tensor)]
+        made = [tensor for tensor in leaves(out) if isinstance(tensor, Tensor)]
         if made:
             part = self._part(func, args)
             for tensor in made:
@@ -76,7 +87,7 @@ class Storages(TorchDispatchMode):
     def _part(self, func: Any, args: Any) -> str:
         if not (self.in_forward or torch.is_grad_enabled()):
             return "other"
-        if func is torch.ops.aten._to_copy.default and self._part_of(args[0]) == "parameters":
+        if func is CAST and self._part_of(args[0]) == "parameters":
             return "other"
         return "activations"
 
@@ -104,7 +115,7 @@ class Storages(TorchDispatchMode):
 
     def resized(self, storage: Any) -> None:
         """``storage`` was given another size, past every operator."""
-        held = self._held.get(storage._cdata)
+        held = self._held.get(storage_key(storage))
         if held is not None:
             self._set(held, storage.nbytes())
 
@@ -151,13 +162,11 @@ class Storages(TorchDispatchMode):
         return 1.0 if tensor.is_floating_point() else 1
 
     def _follow_flags(self, func: Any, args: Any, made: list[Tensor]) -> None:
-        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+        if func is CHECK:
             self._flags.add(args[1].untyped_storage())
             return
-        small = made and made[0].numel() <= _SMALL and func is not torch.ops.aten._amp_update_scale_.default
-        if small and any(
-            isinstance(leaf, Tensor) and leaf.untyped_storage() in self._flags for leaf in tree_iter(args)
-        ):
+        small = made and made[0].numel() <= _SMALL and func is not UPDATE_SCALE
+        if small and any(isinstance(leaf, Tensor) and leaf.untyped_storage() in self._flags for leaf in leaves(args)):
             self._flags.update(tensor.untyped_storage() for tensor in made)
 
 
@@ -184,4 +193,4 @@ def strided(tensors: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among ``tensors``; of a DTensor what this rank holds."""
     for tensor in tensors:
         if isinstance(tensor, Tensor):
-            yield getattr(tensor, "_local_tensor", tensor)
+            yield local(tensor)

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_any, tree_iter, tree_map
 
-from lightning_mp.compat.torch_fake import constant_of, is_fake, without_modes
+from lightning_mp.compat.torch_fake import constant_of, is_fake, leaves, mapped, overwritten, without_modes
 
 #: entries of a tensor whose numbers are kept: a mask over 2048 x 2048 tokens
 _MOST = 2**22
@@ -40,12 +39,12 @@ def known(tensor: Tensor) -> Tensor | None:
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """What ``func`` returns for the numbers of its arguments; ``None`` where they are not all known."""
-    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     values = {id(tensor): known(tensor) for tensor in tensors}
     if any(value is None for value in values.values()) or not all(map(keeps, tensors)):
-        for tensor in tensors if func._schema.is_mutable else ():
+        for tensor in leaves(overwritten(func, args, kwargs)):
             value = getattr(tensor, _VALUE, None)
-            if value is not None and _written(func, args, kwargs, tensor):
+            if value is not None:
                 setattr(value.untyped_storage(), _UNKNOWN, True)
         return None
     if not tensors and not _whole(func, args, kwargs):
@@ -57,16 +56,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
         return _CPU if isinstance(leaf, torch.device) else leaf
 
     with without_modes():
-        return func(*tree_map(real, args), **tree_map(real, kwargs))
-
-
-def _written(func: Any, args: Any, kwargs: Any, tensor: Tensor) -> bool:
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            if tree_any(lambda leaf: leaf is tensor, given):
-                return True
-    return False
+        return func(*mapped(real, args), **mapped(real, kwargs))
 
 
 def _whole(func: Any, args: Any, kwargs: Any) -> bool:
@@ -78,5 +68,5 @@ def _whole(func: Any, args: Any, kwargs: Any) -> bool:
     small = all(isinstance(size, (int, float)) and abs(size) <= _MOST for size in sizes)
     if dtype is None:
         named = func.__name__.startswith(("arange", "full", "scalar_tensor"))
-        return small and named and all(isinstance(leaf, (int, bool)) for leaf in tree_iter(args))
+        return small and named and all(isinstance(leaf, (int, bool)) for leaf in leaves(args))
     return small and not dtype.is_floating_point and not dtype.is_complex
