@@ -250,6 +250,11 @@ def trainer_of(module: Any) -> Trainer | None:
     return getattr(module, "_trainer", None)
 
 
+def attached_to(module: Any) -> list[Any]:
+    """The Trainer and the Fabric that a LightningModule belongs to."""
+    return [one for one in (vars(module).get(name) for name in ("_trainer", "_fabric")) if one is not None]
+
+
 def is_compiled(module: Any) -> bool:
     """Whether Lightning was given ``torch.compile(module)``, which it takes apart again."""
     return vars(module).get("_compiler_ctx") is not None

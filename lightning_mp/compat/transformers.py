@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -33,3 +34,18 @@ def conv1d() -> tuple[type[nn.Module], ...]:
     """The class of GPT-2's linear layers, if anything has imported it."""
     found = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return () if found is None else (found,)
+
+
+@contextmanager
+def fakes_unnoticed() -> Generator[None, None, None]:
+    """Within, transformers takes tensors without memory for ordinary ones; else it makes masks that no run makes."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(module, "is_fake_tensor", None)
+    if before is None:
+        yield
+        return
+    module.is_fake_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = before

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat.torch import TorchDispatchMode, is_compiled
+from lightning_mp.compat.torch_fake import is_fake, storage_key
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.pins import PinMap
@@ -124,5 +125,7 @@ def _is_part(tensor: Tensor, weight: Tensor) -> bool:
         return True
     if isinstance(tensor, DTensor) or isinstance(weight, DTensor) or tensor.device != weight.device:
         return False
+    if is_fake(tensor):
+        return storage_key(tensor) == storage_key(weight)
     start, size = weight.data_ptr(), weight.numel() * weight.element_size()
     return tensor.dtype == weight.dtype and start <= tensor.data_ptr() < start + size

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.compat.torch_fake import is_fake
 from lightning_mp.numerics.nested import floating_in, map_tensors
 
 HALF = (torch.float16, torch.bfloat16)
@@ -32,8 +33,11 @@ def floating_dtype(data: Any) -> torch.dtype | None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is a real floating tensor of torch's own class; a quantised weight chooses its own storage."""
-    return type(tensor.data) is Tensor and tensor.is_floating_point()
+    """Whether it is a real floating tensor of torch's own class; a quantised weight chooses its own storage.
+
+    A tensor without memory (``FakeTensorMode``) stands for one of torch's own.
+    """
+    return (type(tensor.data) is Tensor or is_fake(tensor.data)) and tensor.is_floating_point()
 
 
 def cast_module_(

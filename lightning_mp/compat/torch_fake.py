@@ -1,0 +1,159 @@
+"""torch's private names around tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import _disabled_torch_dispatch_impl
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_mp.compat.checks import PrivateNames
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+#: operators: a read by the host; a cast; the check of gradients for infinities; the loss scale's rule; indexing
+READ = torch.ops.aten._local_scalar_dense.default
+CAST = torch.ops.aten._to_copy.default
+CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+UPDATE_SCALE = torch.ops.aten._amp_update_scale_.default
+INDEX = torch.ops.aten.index.Tensor
+
+#: what a prediction of memory uses
+FAKES = PrivateNames(
+    "torch",
+    {
+        "torch._C": ("_disabled_torch_dispatch_impl",),
+        "torch.nn:Module": ("_apply",),
+        "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
+        "torch:UntypedStorage": ("_cdata",),
+        "torch.utils._pytree": ("tree_leaves", "tree_map"),
+        "torch.utils._python_dispatch": ("_disable_current_modes",),
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FakeTensorMode":
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        return FakeTensorMode
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether it has a shape and a dtype, and no memory."""
+    return isinstance(tensor, FakeTensor)
+
+
+def wraps(kind: type) -> bool:
+    """Whether tensors of this class hold others (``DTensor``), and have no storage of their own."""
+    return not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not _disabled_torch_dispatch_impl
+
+
+def constant_of(tensor: Tensor) -> Tensor | None:
+    """The value of a fake tensor, where it is known."""
+    return cast("Any", tensor).constant if isinstance(tensor, FakeTensor) else None
+
+
+def storage_key(owner: Tensor | torch.UntypedStorage) -> int:
+    """One number for a storage, and all tensors of it, while it lives."""
+    return cast("Any", owner.untyped_storage() if isinstance(owner, Tensor) else owner)._cdata
+
+
+def leaves(data: Any) -> list[Any]:
+    """What nested ``data`` holds, in order."""
+    return tree_leaves(data)
+
+
+def mapped(change: Callable[[Any], Any], data: Any) -> Any:
+    """Nested ``data`` with ``change`` made to each leaf."""
+    return tree_map(change, data)
+
+
+def overwritten(operator: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that ``operator`` writes to."""
+    schema = operator._schema
+    if not schema.is_mutable:
+        return []
+    given = zip(schema.arguments, [*args, *([None] * len(schema.arguments))], strict=False)
+    return [
+        kwargs.get(argument.name, value)
+        for argument, value in given
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+@contextmanager
+def moved_in_place() -> Generator[None, None, None]:
+    """Within, ``module.to()`` and its kind change fakes in place; torch swaps them, which weak references bar."""
+    before = cast("Any", nn.Module)._apply
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(map(is_fake, own)):
+            return before(module, fn, recurse)
+        for child in module.children() if recurse else ():
+            cast("Any", child)._apply(fn)
+        with torch.no_grad():
+            for tensor in [*own, *(tensor.grad for tensor in own if tensor.grad is not None)]:
+                moved = fn(tensor)
+                if moved is not tensor:
+                    tensor.data = moved
+        return module
+
+    cast("Any", nn.Module)._apply = apply
+    try:
+        yield
+    finally:
+        cast("Any", nn.Module)._apply = before
+
+
+@contextmanager
+def resizes_told(tell: Callable[[Any], None]) -> Generator[None, None, None]:
+    """Within, ``tell`` gets every storage that is resized."""
+    before = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = before(storage, size)
+        tell(storage)
+        return result
+
+    cast("Any", torch.UntypedStorage).resize_ = resize
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = before
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Within, operators run for real."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Generator[None, None, None]:
+    """Within, this process is the first of ``world_size``, whose collectives move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    before = dist.all_gather_object, dist.new_group
+
+    def gather(everywhere: list[Any], mine: Any, group: Any = None) -> None:
+        everywhere[:] = [mine] * len(everywhere)
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.all_gather_object = gather
+    dist.new_group = lambda *args, **kwargs: before[1](*args, **{**kwargs, "backend": "fake"})
+    try:
+        yield
+    finally:
+        dist.all_gather_object, dist.new_group = before
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""A run without its memory: the real Trainer, plan and strategy under ``FakeTensorMode``, its storages counted."""

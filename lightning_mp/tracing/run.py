@@ -1,0 +1,172 @@
+"""Two optimizer steps of the real Trainer, without memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_mp.compat.lightning import (
+    Callback,
+    DummyLogger,
+    LightningEnvironment,
+    LightningModule,
+    Trainer,
+    rank_zero_only,
+)
+from lightning_mp.compat.torch_fake import FakeTensorMode, fake_ranks, moved_in_place, resizes_told
+from lightning_mp.compat.transformers import fakes_unnoticed
+from lightning_mp.numerics.rng import rng_state, set_rng_state
+from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.strategies.factory import trainer_kwargs
+from lightning_mp.tracing.fake import FakeCopies, fake_batch, fake_module
+from lightning_mp.tracing.storages import Storages, alive, peak, strided
+
+ALONE: Mapping[str, Any] = {
+    "max_epochs": -1,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_steps": 2,
+}
+STEPS = 2
+#: of a run's Trainer arguments, those that this run decides, and those that write
+_LEFT_OUT = frozenset(("max_time", "plugins", "callbacks", "logger", "profiler", "ckpt_path", "default_root_dir"))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The peak of the second step by part, and what is held when it ends."""
+
+    peak_bytes: int
+    parts: dict[str, int]
+    held: dict[str, int]
+
+
+class _Follow(Callback):
+    """Tells the storages where the run is, and what tensors are for."""
+
+    def __init__(self, storages: Storages) -> None:
+        self._storages = storages
+        self.begin = self.end = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step < STEPS:
+            self._name(trainer, pl_module)
+        if trainer.global_step == STEPS - 1 and not self.begin:
+            self.begin = len(self._storages.events)
+        self._storages.in_forward = True
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        self._storages.in_forward = False
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._name(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._storages.in_forward = False
+        self._name(trainer, pl_module)
+        if trainer.global_step == STEPS and not self.end:
+            self.end = len(self._storages.events)
+
+    def _name(self, trainer: Trainer, module: LightningModule) -> None:
+        name, parameters = self._storages.name, list(module.parameters())
+        name(strided(parameters), "parameters")
+        name(strided(module.buffers()), "buffers")
+        name(strided(parameter.grad for parameter in parameters), "gradients")
+        for optimizer in trainer.optimizers:
+            for state in optimizer.state.values():
+                name(strided(state.values()), "optimizer_state")
+
+
+class _Again:
+    """The same batch for ever."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._batch
+
+
+class _OneOfMany(LightningEnvironment):
+    """The first of so many processes, none of which is started."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self._size = world_size
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return self._size
+
+    def local_rank(self) -> int:
+        return 0
+
+
+@contextmanager
+def _kept() -> Generator[None, None, None]:
+    """On exit generators, environment, rank and working folder of the process are what they were; silent within."""
+    device, environment, folder = torch.device("cpu"), dict(os.environ), Path.cwd()
+    generators, rank = rng_state(device), getattr(rank_zero_only, "rank", None)
+    disabled = logging.root.manager.disable
+    try:
+        logging.disable(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        set_rng_state(generators, device)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        rank_zero_only.rank = rank
+
+
+def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args: Mapping[str, Any]) -> Traced:
+    """Run ``STEPS`` optimizer steps on copies without memory; ``trainer_args`` names strategy and devices.
+
+    Raises:
+        Exception: whatever the module, the plan or torch raise on tensors whose numbers are not known.
+    """
+    device = torch.device("cpu")  # where the module is made; Lightning moves it
+    on_cuda = torch.cuda.is_available() and trainer_args.get("accelerator", "auto") in ("auto", "gpu", "cuda")
+    storages = Storages("cuda" if on_cuda else "cpu")
+    follow = _Follow(storages)
+    given = {key: value for key, value in trainer_args.items() if key not in _LEFT_OUT}
+    arguments: dict[str, Any] = {"accelerator": "cuda" if on_cuda else "cpu", **given, **ALONE, "callbacks": [follow]}
+    ranks = arguments.get("devices", 1)
+    with ExitStack() as stack:
+        stack.enter_context(_kept())
+        stack.enter_context(moved_in_place())
+        stack.enter_context(fakes_unnoticed())
+        stack.enter_context(resizes_told(storages.resized))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if ranks > 1 or arguments.get("strategy", "auto") not in ("auto", "ddp"):
+            stack.enter_context(fake_ranks(ranks))
+            arguments["plugins"] = [_OneOfMany(ranks)]
+        mine = MixedPrecisionPlan.from_policy(plan.policy)
+        trainer = Trainer(**trainer_kwargs(mine, logger=DummyLogger(), **arguments))
+        stack.enter_context(storages)
+        stack.enter_context(FakeCopies(device))
+        copied = fake_module(module, device)
+        # what a user's hooks may write or fetch
+        copied.configure_callbacks, copied.prepare_data = list, lambda: None
+        trainer.fit(copied, train_dataloaders=_Again(fake_batch(batch, device)))
+    end = follow.end or len(storages.events)
+    return Traced(*peak(storages.events, follow.begin, end), alive(storages.events, end))
