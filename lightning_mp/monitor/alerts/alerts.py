@@ -10,6 +10,7 @@ from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.alerts.grad_norm_spike import GradNormSpike
 from lightning_mp.monitor.alerts.loss_divergence import LossDivergence
 from lightning_mp.monitor.alerts.loss_plateau import LossPlateau
+from lightning_mp.monitor.alerts.lost_updates import LostUpdates
 from lightning_mp.monitor.alerts.memory_growth import MemoryGrowth
 from lightning_mp.monitor.alerts.reading import Reading
 from lightning_mp.monitor.alerts.rule import Rule
@@ -27,6 +28,7 @@ RULES: tuple[type[Rule], ...] = (
     ScaleCollapse,
     SkipStreak,
     ScaleJump,
+    LostUpdates,
     ThroughputDrop,
     MemoryGrowth,
 )

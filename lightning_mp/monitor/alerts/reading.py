@@ -19,6 +19,7 @@ class Reading:
     grad_norm: float | None = None
     param_norm: float | None = None
     update_ratio: float | None = None
+    lost_updates: float | None = None
     loss_scale: float | None = None
     skipped: bool = False
     skips_in_a_row: int = 0

@@ -75,6 +75,11 @@ class AlertSettings:
     jump_total: float = 64.0
     jump_steps: int = 20
 
+    #: readings whose median share of lost updates ...
+    lost_window: int = 20
+    #: ... is this much
+    lost_share: float = 0.5
+
     #: readings left out at the start: compilation, caches
     throughput_warmup: int = 20
     throughput_window: int = 100

@@ -16,6 +16,7 @@ from lightning_mp.compat.torch import takes_flag
 from lightning_mp.engines.sharded import flat_groups
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.health.lost_updates import LOST, MOVED, LostUpdates
 from lightning_mp.monitor.health.memory import memory
 from lightning_mp.monitor.health.norms import Snapshot, SquareSums, in_groups, named_parameters
 from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource, read_together
@@ -49,6 +50,7 @@ class StepMeasurement:
         self._seen: set[int] = set()
         self._snapshot: Snapshot | None = None
         self._norm_before: float | None = None
+        self._lost = LostUpdates(self._layout)
         self._trained = {name: value for name, value in self._named.items() if value.requires_grad}
         self._sums = self._no_sums()
         #: of the first group of the first optimizer that stepped
@@ -78,6 +80,7 @@ class StepMeasurement:
         elif self._seen:
             return
         self._seen.update(map(id, parameters.values()))
+        self._lost.before_step(optimizer, parameters)
         shards = [self._layout.gradient(parameter) for parameter in parameters.values()]
         self._sums.add_size(shards, _SIZE)
         wanted = {
@@ -95,6 +98,7 @@ class StepMeasurement:
         shards = self._parameters()
         self._snapshot.add_change(shards, self._sums, _CHANGE)
         self._sums.add(shards, {metric_names.PARAM_NORM: None})
+        self._lost.after_step(self._sums)
         self._snapshot = None
 
     def read(self, others: Mapping[str, Number | None], done: Processed | None = None) -> Values:
@@ -113,6 +117,9 @@ class StepMeasurement:
         change = read.pop(_CHANGE, None)
         if change is not None and self._norm_before:
             read[metric_names.UPDATE_RATIO] = change / self._norm_before
+        lost, moved = read.pop(LOST, None), read.pop(MOVED, None)
+        if lost is not None and moved:
+            read[metric_names.LOST_UPDATES] = lost / moved
         if read.pop(_SIZE, None) == 0.0:  # the step was dropped already
             read = {name: None if name.startswith(metric_names.GRAD_NORM) else value for name, value in read.items()}
         return {**read, **self._over_ranks(rows)}
