@@ -8,6 +8,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_mp.compat.lightning import Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import PlanError
 from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.alerts.reading import Operand
 from lightning_mp.monitor.callback_utils import log
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.findings import Finding
@@ -86,6 +88,7 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
         "plan": plugin.policy.to_dict() if isinstance(plugin, PlanBase) else None,
+        "fp8_layers": [asdict(layer) for layer in plugin.fp8_layers] if isinstance(plugin, PlanBase) else [],
         "trainer": {
             "max_steps": trainer.max_steps,
             "max_epochs": trainer.max_epochs,
@@ -116,6 +119,8 @@ class RunLog:
         self._counts: Counter[str] = Counter()
         self.rows: list[dict[str, Any]] = []
         self.events: list[Event] = []
+        #: FP8's operands, as written
+        self.fp8_rows: list[dict[str, Any]] = []
 
     def open(self, trainer: Trainer, run_dir: RunDir, *, fresh: bool) -> None:
         """Begin, or continue; every rank has to call it.
@@ -127,6 +132,7 @@ class RunLog:
         if fresh:
             self.rows.clear()
             self.events.clear()
+            self.fp8_rows.clear()
             self._counts.clear()
         if self._folder is not None:
             write_run(self._folder, trainer, "running")
@@ -142,6 +148,15 @@ class RunLog:
         if self._folder is not None:
             self._folder.metrics(step, values)
         log(trainer, logged)
+
+    def fp8(self, step: int, operands: Mapping[tuple[str, str], Operand]) -> None:
+        """Write what became of FP8's operands in a reading."""
+        layers: dict[str, dict[str, dict[str, float]]] = {}
+        for (layer, role), operand in operands.items():
+            layers.setdefault(layer, {})[role] = operand._asdict()
+        self.fp8_rows.append({metric_names.STEP: step, "layers": layers})
+        if self._folder is not None:
+            self._folder.fp8(step, layers)
 
     def event(self, trainer: Trainer, event: Event) -> None:
         """Write an event, and print it."""

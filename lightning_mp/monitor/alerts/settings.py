@@ -75,6 +75,11 @@ class AlertSettings:
     jump_total: float = 64.0
     jump_steps: int = 20
 
+    #: share of an FP8 operand's values flushed to zero ...
+    underflow_share: float = 0.25
+    #: ... in so many readings in a row
+    underflow_patience: int = 10
+
     #: readings whose median share of lost updates ...
     lost_window: int = 20
     #: ... is this much
