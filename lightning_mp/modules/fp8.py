@@ -19,6 +19,8 @@ from lightning_mp.errors import Faults
 from lightning_mp.modules import class_swap, fp8_watch
 from lightning_mp.modules.patterns import matches, named_submodules, no_match
 from lightning_mp.numerics.dtypes import is_plain
+from lightning_mp.numerics.grads import local
+from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.policy import FP8
 
 #: what a dimension of an FP8 product is a multiple of (torch._scaled_mm on CUDA; a CPU takes any)
@@ -265,6 +267,18 @@ def _no_inference_mode() -> Generator[None, None, None]:
 def is_converted(module: nn.Module) -> bool:
     """Whether a run has it multiply in FP8."""
     return module.__dict__.get("_lmp_fp8") is not None
+
+
+def with_role(root: nn.Module, origin: Origin | None) -> Origin | None:
+    """Where a non-finite value was born; of a layer that runs in FP8, with the operand that was not finite."""
+    found = None if origin is None else dict(root.named_modules()).get(origin.module)
+    if origin is None or found is None or not is_converted(found) or origin.phase not in ("forward", "backward"):
+        return origin
+    if origin.phase == "backward":
+        return replace(origin, role="gradient")
+    weight = local(cast("Tensor", found.weight))
+    bad = not bool(torch.isfinite(torchao.restored(weight) if torchao.holds_fp8(weight) else weight).all())
+    return replace(origin, role="weight" if bad else "input" if origin.input_bad else "output")
 
 
 class Conversion:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from lightning_mp.monitor.alerts.reading import Operand, Reading
 from lightning_mp.monitor.alerts.rule import Rule
 from lightning_mp.monitor.alerts.settings import AlertSettings
-from lightning_mp.monitor.alerts.window import Window, known, median
+from lightning_mp.monitor.alerts.window import Window, known, median, sigma
 from lightning_mp.monitor.events import Event, Kind
 
 Place = tuple[str, str]
@@ -115,11 +115,12 @@ class OperandScaleJump(OperandRule):
         operand = reading.fp8[place]
         powers = self.windows.setdefault(place, self.window())
         power = math.log2(operand.scale)
-        before, full = median(powers) if powers else power, bool(powers.full)
+        full, before = powers.full, median(powers) if powers else power
+        usual = sigma(powers, before) if powers else 0.0
         powers.append(power)
         # A gradient's scale rises without limit where a model has learned its data: that is no fault.
         far = before - power if place[1] == "gradient" else abs(power - before)
-        if not full or far < math.log2(self.settings.jump_total):
+        if not full or far < max(math.log2(self.settings.jump_total), self.settings.jump_sigmas * usual):
             return None
         event = self.event(
             reading.step,
