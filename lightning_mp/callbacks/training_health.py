@@ -122,7 +122,7 @@ class TrainingHealth(Callback):
 
     @property
     def fp8_rows(self) -> list[dict[str, Any]]:
-        """Of every reading under ``"fp8-mixed"``, each layer's flushed share, amax and scale by role."""
+        """Under ``"fp8-mixed"``: each layer's flushed share, amax and scale by role; after 200 readings of each 20th."""
         return self._log.fp8_rows
 
     # ------------------------------------------------------------------ the run

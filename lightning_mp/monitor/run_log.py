@@ -31,6 +31,8 @@ RunDir = str | os.PathLike[str] | None
 #: the folder under the root folder where no logger has one
 FALLBACK = "lightning_mp_run"
 _PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed")
+#: a layer has nine numbers, and a model hundreds of layers
+_ALL_FP8, _THEN_EVERY = 200, 20
 #: how many events of a kind there were, as a metric
 EVENT_COUNT = "health/events"
 
@@ -88,7 +90,6 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
         "plan": plugin.policy.to_dict() if isinstance(plugin, PlanBase) else None,
-        "fp8_layers": [asdict(layer) for layer in plugin.fp8_layers] if isinstance(plugin, PlanBase) else [],
         "trainer": {
             "max_steps": trainer.max_steps,
             "max_epochs": trainer.max_epochs,
@@ -96,6 +97,8 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
             "gradient_clip_val": trainer.gradient_clip_val,
         },
     }
+    if isinstance(plugin, PlanBase) and plugin.fp8_layers:
+        values["fp8_layers"] = [asdict(layer) for layer in plugin.fp8_layers]
     folder.write(RUN, values)
 
 
@@ -121,6 +124,7 @@ class RunLog:
         self.events: list[Event] = []
         #: FP8's operands, as written
         self.fp8_rows: list[dict[str, Any]] = []
+        self._fp8_readings = 0
 
     def open(self, trainer: Trainer, run_dir: RunDir, *, fresh: bool) -> None:
         """Begin, or continue; every rank has to call it.
@@ -150,7 +154,10 @@ class RunLog:
         log(trainer, logged)
 
     def fp8(self, step: int, operands: Mapping[tuple[str, str], Operand]) -> None:
-        """Write what became of FP8's operands in a reading."""
+        """Write what became of FP8's operands in a reading: at first of each, later of one in twenty, for their number."""
+        self._fp8_readings += 1
+        if self._fp8_readings > _ALL_FP8 and self._fp8_readings % _THEN_EVERY:
+            return
         layers: dict[str, dict[str, dict[str, float]]] = {}
         for (layer, role), operand in operands.items():
             layers.setdefault(layer, {})[role] = operand._asdict()
