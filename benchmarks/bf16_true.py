@@ -34,6 +34,8 @@ from lightning_mp.monitor import metric_names
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PICTURE = DOCS / "how-to" / "bf16-true.md", DOCS / "images" / "bf16-true.svg"
 TABLE = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
+#: curves that coincide stay visible
+DASHES = {"fp32 masters": (2, 2)}
 COLORS = {"nearest": "#D55E00", "stochastic": "#009E73", "fp32 masters": "#0072B2"}
 
 
@@ -150,7 +152,8 @@ def draw(found: dict[tuple[float, str], Measured], rates: Sequence[float], path:
         above, below = axes[0][column], axes[1][column]
         for name in WAYS:
             mine = found[rate, name]
-            above.plot(smooth(mean(mine.losses)), color=COLORS[name], linewidth=1.8, label=name)
+            how = {"color": COLORS[name], "linewidth": 1.8, "dashes": DASHES.get(name, (1, 0))}
+            above.plot(smooth(mean(mine.losses)), label=name, **how)
             if mine.lost[0]:
                 shares = mean(mine.lost)
                 below.plot(range(0, 5 * len(shares), 5), shares, color=COLORS[name], linewidth=1.8)

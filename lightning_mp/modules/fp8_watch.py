@@ -97,6 +97,7 @@ class Watch:
         return cast("Any", _Noted).apply(output, seen.gradient, self.recipe)
 
 
+@torch.compiler.allow_in_graph
 class _Noted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, probe: Tensor, recipe: str) -> Tensor:
