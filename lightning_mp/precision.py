@@ -137,7 +137,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def _start_over(self) -> None:
         self.precision = cast("Any", self.policy.precision)
-        self.step_counter = StepCounter()
+        self.step_counter, self._fallen = StepCounter(), ()
         rule = self.policy.loss_scaling if self.policy.precision != "auto" else None
         found_inf = self.step_counter.found_inf
         self.scaler = cast("Any", None if rule is None else LossScaler(rule, found_inf, on_step=self._on_users_step))
@@ -216,6 +216,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             run.begin(module, engine)
         self._engine, self._fp8 = engine, engine.fp8
         engine.prepare(module)
+        self._fall_back_again()
         self._restore_tf32 = device_rules.switch_tf32(self.policy, device)
         return layout
 

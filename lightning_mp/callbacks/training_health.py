@@ -50,6 +50,9 @@ class TrainingHealth(Callback):
     - ``health/grad_norm``, and ``health/grad_norm/<group>``: 2-norm of the true gradients, before clipping.
     - ``health/param_norm``: 2-norm of the trained parameters. ``health/update_ratio``: the norm of their change in the
       step over their norm before it; of a parameter with more elements, 16 evenly spaced pieces of 1,024 are compared.
+    - ``health/lost_updates``: the share of updates that weights stored in half precision rounded away, of the same pieces;
+      ``None`` where weights are fp32, or the optimizer loses none. ``health/fp8_flushed``: the largest share of values
+      that FP8 flushed to zero, over layers and roles; each layer's numbers are in ``fp8_rows`` and ``fp8.jsonl``.
     - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
     - ``health/tokens_per_s``, ``health/samples_per_s``: over all ranks, since the last reading, validation excluded.
     - ``health/mfu``: FLOPs per token or sample, counted in the first batch, times the throughput, over the device's
@@ -68,7 +71,8 @@ class TrainingHealth(Callback):
         alerts: thresholds, as :class:`~lightning_mp.monitor.alerts.AlertSettings` or a mapping of its fields; False for
             none.
         actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step),
-            ``ReduceLR(factor, steps)``, ``"stop"``, or a callable(event, trainer, pl_module), called on every rank.
+            ``ReduceLR(factor, steps)``, ``"stop"``, ``"fallback"`` (the FP8 layer that the event names computes in bf16 for
+            the rest of the run), or a callable(event, trainer, pl_module), called on every rank.
         groups: group name to module pattern; the gradients of each group get a norm of their own.
         tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the first
             integer tensor with two dimensions.
@@ -77,7 +81,8 @@ class TrainingHealth(Callback):
         strict_actions: let a callable's exception end the run; by default it is logged, and the run continues.
 
     Raises:
-        PlanError: an unknown kind, action, threshold or pattern, or ``"skip"`` where a step cannot be skipped.
+        PlanError: an unknown kind, action, threshold or pattern, ``"skip"`` where a step cannot be skipped, or
+            ``"fallback"`` without FP8.
     """
 
     def __init__(
@@ -115,6 +120,11 @@ class TrainingHealth(Callback):
         """Every event of the run, as written."""
         return self._log.events
 
+    @property
+    def fp8_rows(self) -> list[dict[str, Any]]:
+        """Under ``"fp8-mixed"``: each layer's flushed share, amax and scale by role; after 200 readings of each 20th."""
+        return self._log.fp8_rows
+
     # ------------------------------------------------------------------ the run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -134,6 +144,7 @@ class TrainingHealth(Callback):
         if is_fresh(trainer):
             self._alerts = Alerts(self._alert_settings)
         self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
+        _check_fallback(trainer, self.actions)
         throughput = Throughput(self.tokens, self.peak_flops)
         beside = callbacks_of(trainer)
         self._run = HealthRun(
@@ -191,6 +202,8 @@ class TrainingHealth(Callback):
         if finished is not None:
             values, reading, events = finished
             self._log.row(trainer, reading.step, values, self._here.logged(values))
+            if reading.fp8:
+                self._log.fp8(reading.step, reading.fp8)
             for event in (*events, *self._alerts.look(reading)):
                 self._log.event(trainer, self._act(event, trainer, pl_module))
         for reduction in self._reductions():
@@ -210,6 +223,10 @@ class TrainingHealth(Callback):
             return event
         if action == "skip":
             return replace(event, action="skip" if self._here.withheld else "log")
+        if action == "fallback":
+            plugin, layer = trainer.precision_plugin, event.module
+            fell = isinstance(plugin, PlanBase) and layer is not None and plugin.fall_back(layer)
+            return replace(event, action="fallback" if fell else "log")
         if action == "stop":
             trainer.should_stop = True
         elif isinstance(action, ReduceLR):
@@ -276,6 +293,18 @@ class TrainingHealth(Callback):
     def __getstate__(self) -> dict[str, Any]:
         # A copy (a spawned process, a sweep) belongs to no run.
         return {**self.__dict__, "_run": None}
+
+
+def _check_fallback(trainer: Trainer, actions: Mapping[Kind, Action]) -> None:
+    """Refuse to fall back where nothing runs in FP8."""
+    plugin = trainer.precision_plugin
+    if "fallback" in actions.values() and (not isinstance(plugin, PlanBase) or plugin.fp8 is None):
+        with Faults(_NAME) as faults:
+            faults.add(
+                f"an action 'fallback' under precision={str(trainer.precision)!r}, of which no layer runs in FP8",
+                "'fallback' under MixedPrecisionPlan('fp8-mixed')",
+                "leave it out, or use precision='fp8-mixed'",
+            )
 
 
 def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None:

@@ -21,6 +21,7 @@ FLOAT8 = PrivateNames(
     {
         "torchao.float8._inductor_patch": ("_patch_inductor_min_max_codegen",),
         "torchao.float8.float8_linear": ("matmul_with_hp_or_float8_args",),
+        "torchao.float8.float8_scaling_utils": ("tensor_to_scale",),
         "torchao.float8.float8_training_tensor": ("GemmInputRole", "LinearMMConfig", "ScaledMMConfig"),
         "torchao.float8.float8_utils": ("amax_to_scale", "to_fp8_saturated"),
         "torchao.float8.float8_training_tensor:Float8TrainingTensor()": ("_data", "_scale"),
@@ -104,6 +105,31 @@ def product(recipe: str, *, emulate: bool) -> Product:
     return multiplied
 
 
+def scaling(rows: Tensor, recipe: str, role: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The scale by which a recipe multiplies an operand, and what rounds the result to FP8.
+
+    ``rows`` are of the operand named ``role`` (input, weight, gradient), in the product where each of its rows has a
+    scale of its own if the recipe's have: fp32 (rows, 1), else a scalar.
+    """
+    from functools import partial
+
+    from torchao.float8 import float8_scaling_utils  # pyright: ignore
+    from torchao.float8.config import ScalingGranularity  # pyright: ignore
+    from torchao.float8.float8_utils import to_fp8_saturated  # pyright: ignore
+
+    config, _ = _recipe(recipe, False)
+    cast_to: Any = getattr(config, f"cast_config_{'grad_output' if role == 'gradient' else role}")
+    by_row = cast_to.scaling_granularity is cast("Any", ScalingGranularity).AXISWISE
+    scale: Tensor = cast("Any", float8_scaling_utils).tensor_to_scale(
+        rows,
+        cast_to.target_dtype,
+        scaling_granularity=cast_to.scaling_granularity,
+        axiswise_dim=-1 if by_row else None,
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )
+    return scale, partial(cast("Any", to_fp8_saturated), float8_dtype=cast_to.target_dtype)
+
+
 # ------------------------------------------------------------------ weights that are gathered in FP8
 
 
@@ -140,12 +166,17 @@ def restored(tensor: Tensor) -> Tensor:
     return cast("Any", tensor).to_original_precision()
 
 
+def held(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of a tensor that holds FP8, and their scale."""
+    inner = cast("Any", tensor)
+    return inner._data, inner._scale
+
+
 def held_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of what the tensor holds: a tensor of torchao's that is FP8 gives itself out as what it was made of."""
     if not holds_fp8(tensor):
         return tensor.dtype
-    held: Tensor = cast("Any", tensor)._data
-    return held.dtype
+    return held(tensor)[0].dtype
 
 
 def product_node(output: Tensor) -> Any:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp.errors import LossScaleError, NonFiniteError
+from lightning_mp.modules import fp8
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 
@@ -33,13 +34,13 @@ def error(
     optimizer steps attempted so far.
     """
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
-    at_hand = nonfinite.from_gradients(module)  # of which nothing is left once the batch is run again
-    origin = nonfinite.locate(module, replay) if replay is not None else None
+    at_hand = fp8.with_role(module, nonfinite.from_gradients(module))  # of which nothing is left once the batch is run again
+    origin = fp8.with_role(module, nonfinite.locate(module, replay)) if replay is not None else None
     own_loss = bad_loss
     rank, (origin, bad_loss) = first_bad_rank((origin, own_loss), distributed=distributed)
     if origin is None:  # on every rank: no batch to run again, or nothing in it was bad by itself
         if at_hand is not None and replay is not None and not bad_loss:
-            at_hand = replace(at_hand, phase="after backward")
+            at_hand = replace(at_hand, phase="after backward", role=None)
         rank, (origin, bad_loss) = first_bad_rank((at_hand, own_loss), distributed=distributed)
     return named(rank, origin, bad_loss, what=what, step=step, scale=scale, at_min=at_min)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -16,13 +16,17 @@ from torch.nn.parameter import is_lazy
 
 from lightning_mp.compat import torchao
 from lightning_mp.errors import Faults
-from lightning_mp.modules import class_swap
+from lightning_mp.modules import class_swap, fp8_watch
 from lightning_mp.modules.patterns import matches, named_submodules, no_match
 from lightning_mp.numerics.dtypes import is_plain
+from lightning_mp.numerics.grads import local
+from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.policy import FP8
 
 #: what a dimension of an FP8 product is a multiple of (torch._scaled_mm on CUDA; a CPU takes any)
 MULTIPLE = 16
+#: the reason of a layer that a run has taken back to bf16
+FALLBACK = "fallback"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,8 @@ class FP8Layer:
     """A Linear or Conv1D: whether its products run in FP8, and why not.
 
     ``reason`` is ``None`` where they do, else one of ``shape`` (a dimension that is no multiple of 16), ``size`` (too
-    small to pay), ``skip``, ``pinned``, ``tied``, ``frozen``, ``adapter``, ``kind`` (no plain Linear); ``shape`` is
-    the weight's.
+    small to pay), ``skip``, ``pinned``, ``tied``, ``frozen``, ``adapter``, ``kind`` (no plain Linear), ``fallback``
+    (an alert's action took it back to bf16 in the midst of the run); ``shape`` is the weight's.
     """
 
     name: str
@@ -202,6 +206,7 @@ class Running:
     #: what has the stage of the Trainer's run as ``stage``, and that of training; ``None`` where there is no Trainer
     stages: tuple[Any, Any] | None
     evaluate: bool
+    watch: fp8_watch.Watch
 
     def __deepcopy__(self, memo: Any) -> Running:
         return self
@@ -234,12 +239,17 @@ class FP8Forward(class_swap.Swapped):
                 return nn.functional.linear(input, torchao.restored(module.weight), module.bias)
             return cast("Any", super()).forward(input)
         rows = input.to(running.dtype).reshape(-1, input.shape[-1])
+        seen: fp8_watch.Seen | None = self.__dict__.get(fp8_watch.SEEN) if running.watch.on else None
+        if seen is not None:
+            running.watch.note(rows, module.weight, seen)
         count = rows.shape[0]
         if count % MULTIPLE:  # the tokens are what the gradient of the weight sums over
             rows = nn.functional.pad(rows, (0, 0, 0, -count % MULTIPLE))
         # torchao looks at CUDA's autocast alone, and its tensors do not know the operators of inference mode.
         with torch.autocast(running.device_type, enabled=False), _no_inference_mode():
             output = running.product(rows, module.weight.t())[:count]
+        if seen is not None:
+            output = running.watch.note_gradient(output, seen)
         output = output.reshape(*input.shape[:-1], -1)
         bias = cast("Tensor | None", module.bias)
         return output if bias is None else output + bias.to(output.dtype)
@@ -259,6 +269,18 @@ def is_converted(module: nn.Module) -> bool:
     return module.__dict__.get("_lmp_fp8") is not None
 
 
+def with_role(root: nn.Module, origin: Origin | None) -> Origin | None:
+    """Where a non-finite value was born; of a layer that runs in FP8, with the operand that was not finite."""
+    found = None if origin is None else dict(root.named_modules()).get(origin.module)
+    if origin is None or found is None or not is_converted(found) or origin.phase not in ("forward", "backward"):
+        return origin
+    if origin.phase == "backward":
+        return replace(origin, role="gradient")
+    weight = local(cast("Tensor", found.weight))
+    bad = not bool(torch.isfinite(torchao.restored(weight) if torchao.holds_fp8(weight) else weight).all())
+    return replace(origin, role="weight" if bad else "input" if origin.input_bad else "output")
+
+
 class Conversion:
     """What is converted of a model for one run, and the way back.
 
@@ -271,19 +293,37 @@ class Conversion:
         self.rule = rule
         #: every Linear and Conv1D, once
         self.layers, self.modules = select(root, rule, pinned, faults)
+        self._names = [layer.name for layer in self.layers if layer.converted]
         #: what has the stage of the Trainer's run as ``stage``, and that of training
         self.stages: tuple[Any, Any] | None = None
+        self.watch = fp8_watch.Watch(rule.recipe)
 
     def apply(self, dtype: torch.dtype, device_type: str) -> None:
         """Convert in place; parameters stay what they are. ``dtype`` is autocast's."""
         product = torchao.product(self.rule.recipe, emulate=self.rule.emulate)
-        running = Running(product, dtype, device_type, self.stages, evaluate=self.rule.evaluate == "fp8")
+        evaluate = self.rule.evaluate == "fp8"
+        running = Running(product, dtype, device_type, self.stages, evaluate, self.watch)
         for module in self.modules:
             object.__setattr__(module, "_lmp_fp8", running)
             class_swap.swap_in(module, FP8Forward)
 
+    @property
+    def converted(self) -> dict[str, nn.Module]:
+        """The converted layers of the run by name, those that fell back to bf16 included."""
+        return dict(zip(self._names, self.modules, strict=bool(self.modules)))
+
+    def fall_back(self, name: str) -> bool:
+        """Have the layer compute in bf16 for the rest of the run; whether it is one that computed in FP8."""
+        module = self.converted.get(name)
+        if module is None or not is_converted(module):
+            return False
+        object.__setattr__(module, "_lmp_fp8", None)
+        self.layers = [replace(one, converted=False, reason=FALLBACK) if one.name == name else one for one in self.layers]
+        return True
+
     def undo(self) -> None:
         """Give the layers their own forward back."""
+        fp8_watch.forget(self.modules)
         for module in self.modules:
             if "_lmp_fp8" in module.__dict__:
                 class_swap.swap_out(module, FP8Forward)

@@ -1,4 +1,4 @@
-"""What is done about an alert: log it, skip the step, lower the learning rate, stop, or call a function."""
+"""What is done about an alert: log it, skip the step, lower the learning rate, stop, fall back, or call a function."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from lightning_mp.errors import Faults, PlanError, did_you_mean, is_number
 from lightning_mp.monitor.events import KINDS, Event, Kind
 from lightning_mp.numerics import grads
 
-Word = Literal["log", "skip", "reduce_lr", "stop"]
+Word = Literal["log", "skip", "reduce_lr", "stop", "fallback"]
 Call = Callable[[Event, Trainer, LightningModule], Any]
 #: the kinds that are known before the optimizer steps
 KNOWN_EARLY: tuple[Kind, ...] = ("nonfinite_loss", "nonfinite_grad", "grad_norm_spike", "loss_divergence")
-_ALLOWED = "'log', 'skip', 'stop', 'reduce_lr', ReduceLR(factor, steps), or a callable(event, trainer, pl_module)"
+#: the kinds that name a layer that runs in FP8
+OF_FP8: tuple[Kind, ...] = ("fp8_underflow", "scale_jump")
+_ALLOWED = "'log', 'skip', 'stop', 'reduce_lr', 'fallback', ReduceLR(factor, steps), or a callable(event, trainer, pl_module)"
 
 
 class ReduceLR:
@@ -86,7 +88,7 @@ class ReduceLR:
         return {**self.__dict__, "_handles": [], "_own": []}
 
 
-Action = Literal["log", "skip", "stop"] | ReduceLR | Call
+Action = Literal["log", "skip", "stop", "fallback"] | ReduceLR | Call
 ActionLike = Word | ReduceLR | Mapping[str, Mapping[str, Any]] | Call
 
 
@@ -103,6 +105,12 @@ def parse(actions: Mapping[str, ActionLike] | None, faults: Faults) -> dict[Kind
                 f"'skip' for {', '.join(KNOWN_EARLY)}",
                 "use 'log', 'stop', 'reduce_lr' or a callable",
             )
+        if action == "fallback" and kind in KINDS and kind not in OF_FP8:
+            faults.add(
+                f"actions[{kind!r}]='fallback', which takes an FP8 layer back to bf16",
+                f"'fallback' for {', '.join(OF_FP8)}",
+                "use 'log', 'stop', 'reduce_lr' or a callable",
+            )
         if action is not None:
             found[cast("Kind", kind)] = action
     return found
@@ -111,7 +119,7 @@ def parse(actions: Mapping[str, ActionLike] | None, faults: Faults) -> dict[Kind
 def _action(key: str, given: Any, faults: Faults) -> Action | None:
     if isinstance(given, ReduceLR) or (callable(given) and not isinstance(given, type)):
         return given
-    if given in ("log", "skip", "stop"):
+    if given in ("log", "skip", "stop", "fallback"):
         return given
     if given == "reduce_lr":
         return ReduceLR()

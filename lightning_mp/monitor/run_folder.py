@@ -15,6 +15,7 @@ from lightning_mp.monitor.strict_json import to_json
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+FP8 = "fp8.jsonl"
 RUN = "run.json"
 AUDIT = "audit.json"
 FINDINGS = "findings.json"
@@ -57,7 +58,7 @@ class RunFolder:
                 raise _taken(writer, f"run_dir={str(path)!r}, to which another run is writing") from None
             found = _open[folder] = cls(folder, owner, lock)
             if fresh:
-                for name in (METRICS, EVENTS, RUN, AUDIT, FINDINGS, REPORT):
+                for name in (METRICS, EVENTS, FP8, RUN, AUDIT, FINDINGS, REPORT):
                     (folder / name).unlink(missing_ok=True)
         found._writers.add(writer)
         return found
@@ -65,6 +66,10 @@ class RunFolder:
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a reading."""
         self._append(METRICS, {"step": step, **values})
+
+    def fp8(self, step: int, operands: Mapping[str, Any]) -> None:
+        """Append what became of FP8's operands, by layer and role."""
+        self._append(FP8, {"step": step, "layers": operands})
 
     def event(self, event: Event) -> None:
         """Append an event."""

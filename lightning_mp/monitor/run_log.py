@@ -8,6 +8,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightning_mp.compat.lightning import Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import PlanError
 from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.alerts.reading import Operand
 from lightning_mp.monitor.callback_utils import log
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.findings import Finding
@@ -31,6 +33,8 @@ RunDir = str | os.PathLike[str] | None
 #: the folder under the root folder where no logger has one
 FALLBACK = "lightning_mp_run"
 _PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed", "torchao")
+#: a layer has nine numbers, and a model hundreds of layers
+_ALL_FP8, _THEN_EVERY = 200, 20
 #: how many events of a kind there were, as a metric
 EVENT_COUNT = "health/events"
 
@@ -87,6 +91,8 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
             "gradient_clip_val": trainer.gradient_clip_val,
         },
     }
+    if isinstance(plugin, PlanBase) and plugin.fp8_layers:
+        values["fp8_layers"] = [asdict(layer) for layer in plugin.fp8_layers]
     folder.write(RUN, values)
 
 
@@ -124,6 +130,9 @@ class RunLog:
         self._counts: Counter[str] = Counter()
         self.rows: list[dict[str, Any]] = []
         self.events: list[Event] = []
+        #: FP8's operands, as written
+        self.fp8_rows: list[dict[str, Any]] = []
+        self._fp8_readings = 0
 
     def open(self, trainer: Trainer, run_dir: RunDir, *, fresh: bool) -> None:
         """Begin, or continue; every rank has to call it.
@@ -135,6 +144,7 @@ class RunLog:
         if fresh:
             self.rows.clear()
             self.events.clear()
+            self.fp8_rows.clear()
             self._counts.clear()
         if self._folder is not None:
             write_run(self._folder, trainer, "running")
@@ -150,6 +160,18 @@ class RunLog:
         if self._folder is not None:
             self._folder.metrics(step, values)
         log(trainer, logged)
+
+    def fp8(self, step: int, operands: Mapping[tuple[str, str], Operand]) -> None:
+        """Write what became of FP8's operands in a reading: at first of each, later of one in twenty, for their number."""
+        self._fp8_readings += 1
+        if self._fp8_readings > _ALL_FP8 and self._fp8_readings % _THEN_EVERY:
+            return
+        layers: dict[str, dict[str, dict[str, float]]] = {}
+        for (layer, role), operand in operands.items():
+            layers.setdefault(layer, {})[role] = operand._asdict()
+        self.fp8_rows.append({metric_names.STEP: step, "layers": layers})
+        if self._folder is not None:
+            self._folder.fp8(step, layers)
 
     def event(self, trainer: Trainer, event: Event) -> None:
         """Write an event, and print it."""

@@ -22,12 +22,14 @@ class Origin:
     In phase ``"loss"`` every module's output was finite: it is the module that ran last before the loss.
     In phase ``"after backward"`` the batch, run again, was finite everywhere: the gradient was changed afterwards.
     ``input_bad`` says that the module's input was non-finite already and no module before it produced that: the batch.
+    ``role`` is which operand of a layer that runs in FP8 it was (``input``, ``weight``, ``gradient``, else ``output``).
     """
 
     module: str
     parameter: str | None
     phase: Literal["forward", "loss", "backward", "after backward"]
     input_bad: bool = False
+    role: str | None = None
 
     def __str__(self) -> str:
         parameter = f", parameter {self.parameter!r}" if self.parameter else ""
@@ -40,7 +42,8 @@ class Origin:
                 "numbers)"
             )
         batch = ", whose input from the batch was non-finite already" if self.input_bad else ""
-        return f"module {self.module!r} ({self.phase}){parameter}{batch}"
+        role = f", fp8 {self.role}" if self.role else ""
+        return f"module {self.module!r} ({self.phase}){role}{parameter}{batch}"
 
 
 def locate(root: nn.Module, run: Callable[[], Tensor | None], *, backward: bool = True) -> Origin | None:

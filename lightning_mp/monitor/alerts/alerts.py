@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_mp.monitor.advice import pinning
+from lightning_mp.monitor.alerts.fp8 import FP8Underflow, OperandScaleJump
 from lightning_mp.monitor.alerts.grad_norm_spike import GradNormSpike
 from lightning_mp.monitor.alerts.loss_divergence import LossDivergence
 from lightning_mp.monitor.alerts.loss_plateau import LossPlateau
+from lightning_mp.monitor.alerts.lost_updates import LostUpdates
 from lightning_mp.monitor.alerts.memory_growth import MemoryGrowth
 from lightning_mp.monitor.alerts.reading import Reading
 from lightning_mp.monitor.alerts.rule import Rule
@@ -27,6 +29,9 @@ RULES: tuple[type[Rule], ...] = (
     ScaleCollapse,
     SkipStreak,
     ScaleJump,
+    OperandScaleJump,
+    FP8Underflow,
+    LostUpdates,
     ThroughputDrop,
     MemoryGrowth,
 )
@@ -53,10 +58,10 @@ class Alerts:
         return [replace(event, advice=event.advice.format(pinned=pinned)) for event in events]
 
     def state_dict(self) -> dict[str, Any]:
-        """Every rule's windows and counts by kind, as plain values."""
-        return {rule.kind: rule.state_dict() for rule in self.rules}
+        """Every rule's windows and counts, as plain values."""
+        return {rule.key(): rule.state_dict() for rule in self.rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; a rule that is not in it starts afresh."""
         for rule in self.rules:
-            rule.load_state_dict(state.get(rule.kind, {}))
+            rule.load_state_dict(state.get(rule.key(), {}))

@@ -61,6 +61,11 @@ class Rule(ABC):
             advice=advice,
         )
 
+    @classmethod
+    def key(cls) -> str:
+        """What its state is kept under."""
+        return cls.kind
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain values."""
         values = {name: getattr(self, name) for name in ("judged", "quiet", *self.state)}

@@ -57,6 +57,7 @@ CHECKS: tuple[Check, ...] = (
     scales.accumulation_overflows,
     optimizers.eps_underflows,
     optimizers.schedule_counts_skips,
+    optimizers.updates_vanish,
     deepspeed.contradicts_trainer,
 )
 

@@ -10,13 +10,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat.lightning import LightningModule
-from lightning_mp.monitor.doctor.case import Case
+from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule
+from lightning_mp.engines.optimizer_facts import keeps_small_updates
+from lightning_mp.monitor.doctor.case import HALF, Case
 from lightning_mp.monitor.findings import Finding
+from lightning_mp.monitor.health.norms import some
 from lightning_mp.monitor.side_run import untouched
+from lightning_mp.numerics.dtypes import to_torch
 
 #: what a plan says of the last step
 _HELD = "step_skipped"
+#: the share of weights that has to stay as it is for a learning rate to be called too small
+VANISH = 0.5
 
 
 def eps_underflows(case: Case) -> Iterator[Finding]:
@@ -66,6 +71,47 @@ def schedule_counts_skips(case: Case) -> Iterator[Finding]:
             fix=" and ".join([*plan, held]) if by_hand else f"{plan[0]}, which holds schedules on a skipped step",
             where="training_step" if by_hand else "configure_optimizers",
         )
+
+
+def updates_vanish(case: Case) -> Iterator[Finding]:
+    """A learning rate that is too small for weights stored in half precision alone, without fp32 masters."""
+    if case.policy is None and (isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)):
+        return  # its own engines keep fp32 masters
+    for optimizer in configured(case)[0]:
+        if keeps_small_updates(optimizer):
+            continue
+        lost, every, rates = _vanishing(case, optimizer)
+        if every and lost > VANISH * every:
+            name, half = type(optimizer).__name__, next(word for word in HALF if word in rates)
+            mixed = "16-mixed" if half == "fp16" else "bf16-mixed"
+            yield Finding(
+                name="updates_vanish",
+                severity="warning",
+                what=f"{name}(lr={rates[half]:g}) cannot move {lost / every:.0%} of the weights, stored in {half} alone",
+                why="an update of the learning rate's size is below half of the last bit of these weights, and is "
+                "rounded away; Adam's updates are of that size at most",
+                fix=f"use '{mixed}', which keeps fp32 weights, or an optimizer that rounds stochastically, such as "
+                "torchao.optim's with bf16_stochastic_round=True",
+                where="configure_optimizers",
+            )
+
+
+def _vanishing(case: Case, optimizer: Optimizer) -> tuple[int, int, dict[str, float]]:
+    """How many weights stay what they are under an update of the learning rate, of how many in half precision."""
+    lost = every = 0
+    rates: dict[str, float] = {}
+    trained = {id(parameter) for _, _, parameter in case.trained}
+    for group in optimizer.param_groups:
+        lr = group.get("initial_lr", group["lr"])  # a schedule that warms up has lowered it
+        halves = [p for p in group["params"] if id(p) in trained and case.stored(p) in HALF] if lr else []
+        for parameter in halves:
+            stored = case.stored(parameter)
+            rates.setdefault(stored, float(lr))
+            weight = some(parameter.detach()).to(to_torch(stored))
+            up, down = ((weight.float() + step).to(weight.dtype) == weight for step in (float(lr), -float(lr)))
+            share = (up & down).float().mean().item() if weight.numel() else 0.0
+            lost, every = lost + round(share * parameter.numel()), every + parameter.numel()
+    return lost, every, rates
 
 
 def _called(model: nn.Module) -> set[str]:

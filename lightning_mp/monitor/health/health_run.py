@@ -33,6 +33,8 @@ _SKIPPED = "skipped"
 _AFTER_GROUPS = (
     metric_names.PARAM_NORM,
     metric_names.UPDATE_RATIO,
+    metric_names.LOST_UPDATES,
+    metric_names.FP8_FLUSHED,
     *_SCALES,
     metric_names.LR,
     metric_names.TOKENS_PER_S,
@@ -178,6 +180,8 @@ class HealthRun:
         self._measured.after_step()
         late = self._measured.read({metric_names.LR: self._measured.lr, **self._scale_values()}, self.throughput.take())
         values = {**(self._early_values or {}), **late}
+        if late[_SKIPPED] or self.withheld:
+            values[metric_names.LOST_UPDATES] = None  # there was no update
         values[metric_names.SKIPPED_STEPS] = (values[metric_names.SKIPPED_STEPS] or 0.0) + self._withheld_in_all
         row = values[metric_names.SKIPPED_IN_A_ROW] or 0.0
         values[metric_names.SKIPPED_IN_A_ROW] = max(row, float(self._withheld_in_a_row))
@@ -207,6 +211,8 @@ class HealthRun:
             grad_norm=values.get(metric_names.GRAD_NORM),
             param_norm=values.get(metric_names.PARAM_NORM),
             update_ratio=values.get(metric_names.UPDATE_RATIO),
+            lost_updates=values.get(metric_names.LOST_UPDATES),
+            fp8=self._measured.operands,
             loss_scale=scale,
             skipped=bool(values[_SKIPPED]) or self.withheld,
             skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),

@@ -13,9 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer
 from lightning_mp.compat.torch import takes_flag
+from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.sharded import flat_groups
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.alerts.reading import Operand
+from lightning_mp.monitor.health.lost_updates import LOST, MOVED, LostUpdates
 from lightning_mp.monitor.health.memory import memory
 from lightning_mp.monitor.health.norms import Snapshot, SquareSums, in_groups, named_parameters
 from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource, read_together
@@ -42,6 +45,10 @@ class StepMeasurement:
         sampler: Any = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         #: ranks that share one batch (tensor parallel) count it once
         self._share = sampler.get("num_replicas", self._world) / self._world
+        plugin = trainer.precision_plugin
+        self._fp8 = plugin.fp8 if isinstance(plugin, PlanBase) else None
+        #: of the last reading: what became of FP8's operands
+        self.operands: dict[tuple[str, str], Operand] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -50,8 +57,12 @@ class StepMeasurement:
         self._seen: set[int] = set()
         self._snapshot: Snapshot | None = None
         self._norm_before: float | None = None
+        self._lost = LostUpdates(self._layout)
         self._trained = {name: value for name, value in self._named.items() if value.requires_grad}
         self._sums = self._no_sums()
+        self.operands = {}
+        if self._fp8 is not None:
+            self._fp8.watch.begin(self._fp8.converted, self._device)
         #: of the first group of the first optimizer that stepped
         self.lr: Number | None = None
 
@@ -79,6 +90,7 @@ class StepMeasurement:
         elif self._seen:
             return
         self._seen.update(map(id, parameters.values()))
+        self._lost.before_step(optimizer, parameters)
         shards = [self._layout.gradient(parameter) for parameter in parameters.values()]
         self._sums.add_size(shards, _SIZE)
         wanted = {
@@ -96,24 +108,34 @@ class StepMeasurement:
         shards = self._parameters()
         self._snapshot.add_change(shards, self._sums, _CHANGE)
         self._sums.add(shards, {metric_names.PARAM_NORM: None})
+        self._lost.after_step(self._sums)
         self._snapshot = None
 
     def read(self, others: Mapping[str, Number | None], done: Processed | None = None) -> Values:
         """Everything measured since the last read, and ``others``, in one host read; every rank gets the same numbers.
 
-        ``done`` is what this rank has processed; without it, memory is not read either.
+        ``done`` is what this rank has processed; without it, memory and FP8's operands are not read either.
         """
+        tables = [] if done is None or self._fp8 is None else [self._fp8.watch.end()]
         norms, self._sums = self._sums.norms(), self._no_sums()
         mine = dict(zip(_COLUMNS, self._mine(done), strict=True))
         if self._world == 1:
-            read, _ = read_together({**norms, **others, **mine}, self._device)
+            read, found = read_together({**norms, **others, **mine}, self._device, *tables)
             rows = [[_number(read.pop(name)) for name in _COLUMNS]]
         else:
-            read, rows = read_together({**norms, **others}, self._device, self._table(list(mine.values())))
+            tables = [self._table(list(mine.values())), *tables]
+            read, (rows, *found) = read_together({**norms, **others}, self._device, *tables)
+        if found and self._fp8 is not None:
+            named = self._fp8.watch.operands(found[0])
+            self.operands = {place: Operand(*numbers) for place, numbers in named.items()}
+            read[metric_names.FP8_FLUSHED] = max((one.flushed for one in self.operands.values()), default=None)
         self._norm_before = read.pop(_BEFORE, self._norm_before)
         change = read.pop(_CHANGE, None)
         if change is not None and self._norm_before:
             read[metric_names.UPDATE_RATIO] = change / self._norm_before
+        lost, moved = read.pop(LOST, None), read.pop(MOVED, None)
+        if lost is not None and moved:
+            read[metric_names.LOST_UPDATES] = lost / moved
         if read.pop(_SIZE, None) == 0.0:  # the step was dropped already
             read = {name: None if name.startswith(metric_names.GRAD_NORM) else value for name, value in read.items()}
         return {**read, **self._over_ranks(rows)}

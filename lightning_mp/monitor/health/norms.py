@@ -27,6 +27,7 @@ class SquareSums:
         """``order`` is that of the all-reduces, which has to be the same on every rank."""
         self._device = device
         self._sums: dict[Groups, dict[str, Tensor]] = {groups: {} for groups in order}
+        self._counts: set[str] = set()
 
     def add(
         self,
@@ -52,12 +53,17 @@ class SquareSums:
         """Add the number of elements under ``name``: 0 where no rank has any."""
         for groups in dict.fromkeys(shard.groups for shard in shards):
             size = sum(shard.tensor.numel() for shard in shards if shard.groups == groups)
-            value = torch.full((), float(size), dtype=torch.float32, device=self._device)
-            sums = self._sums.setdefault(groups, {})
-            sums[name] = sums[name] + value if name in sums else value
+            self.add_counts(groups, {name: torch.full((), float(size), dtype=torch.float32, device=self._device)})
+
+    def add_counts(self, groups: Groups, counts: Mapping[str, Tensor]) -> None:
+        """Add numbers that are added up over ``groups`` as they are."""
+        self._counts.update(counts)
+        sums = self._sums.setdefault(groups, {})
+        for name, value in counts.items():
+            sums[name] = sums[name] + value.float() if name in sums else value.float()
 
     def norms(self) -> dict[str, Tensor]:
-        """The 2-norm under every name: fp32 scalars on the device."""
+        """The 2-norm, or the count, under every name: fp32 scalars on the device."""
         total: dict[str, Tensor] = {}
         for groups, sums in self._sums.items():
             if not sums:
@@ -67,7 +73,7 @@ class SquareSums:
                 dist.all_reduce(values, group=group)
             for name, value in zip(sums, values, strict=True):
                 total[name] = total[name] + value if name in total else value
-        return {name: value.sqrt() for name, value in total.items()}
+        return {name: value if name in self._counts else value.sqrt() for name, value in total.items()}
 
 
 def _sum_at(values: Tensor, places: Collection[int]) -> Tensor:
@@ -98,12 +104,12 @@ def _copied(shards: Sequence[Shard]) -> dict[object, Shard]:
     """Copies of the parameters, those of a kind behind each other in one tensor."""
     found: dict[tuple[Groups, torch.dtype, torch.device, int], list[Tensor]] = {}
     for tensor, groups in shards:
-        some = _some(tensor)
-        found.setdefault((groups, tensor.dtype, tensor.device, some.dim()), []).append(some)
+        kept = some(tensor)
+        found.setdefault((groups, tensor.dtype, tensor.device, kept.dim()), []).append(kept)
     return {kind: Shard(torch.cat(members), kind[0]) for kind, members in found.items()}
 
 
-def _some(tensor: Tensor) -> Tensor:
+def some(tensor: Tensor) -> Tensor:
     """All of a tensor, flat; of a large one :data:`PIECES` rows."""
     flat = tensor.reshape(-1)
     if flat.numel() <= PIECES * PIECE:

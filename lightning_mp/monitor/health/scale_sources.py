@@ -190,21 +190,21 @@ def _kept(value: Number) -> Number:
 
 
 def read_together(
-    values: Mapping[str, Number | None], device: torch.device, table: Tensor | None = None
-) -> tuple[dict[str, float | None], list[list[float]]]:
-    """Every value as a Python number, and the rows of ``table``, with one host read for all that are on a device."""
+    values: Mapping[str, Number | None], device: torch.device, *tables: Tensor
+) -> tuple[dict[str, float | None], list[list[list[float]]]]:
+    """Every value as a Python number, and the rows of each table, with one host read for all that are on a device."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     columns = [value.detach().reshape(1).to(device, torch.float32) for value in tensors.values()]
-    if table is not None:
-        columns.append(table.reshape(-1))
+    columns += [table.reshape(-1) for table in tables]
     numbers: list[float] = torch.cat(columns).tolist() if columns else []
     read = {name: numbers[place] for place, name in enumerate(tensors)}
     found = {
         name: read[name] if isinstance(value, Tensor) else None if value is None else float(value)
         for name, value in values.items()
     }
-    if table is None:
-        return found, []
-    width = table.shape[1]
-    rows = numbers[len(tensors) :]
-    return found, [rows[start : start + width] for start in range(0, len(rows), width)]
+    start, read_tables = len(tensors), list[list[list[float]]]()
+    for table in tables:
+        rows, width = numbers[start : start + table.numel()], table.shape[-1]
+        read_tables.append([rows[first : first + width] for first in range(0, len(rows), width)])
+        start += table.numel()
+    return found, read_tables

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_mp.errors import Fault, NonFiniteError
 from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.events import Event
@@ -22,7 +24,8 @@ def bad_step_event(
     under_plan: bool,
 ) -> Event:
     """The event of a step that was skipped and counts against the budget."""
-    numbers: dict[str, float | None] = {
+    numbers: dict[str, Any] = {
+        "role": None if diagnosis.origin is None else diagnosis.origin.role,
         "batch_idx": diagnosis.batch_idx,
         "skips_in_a_row": in_a_row,
         "allowed": allowed,

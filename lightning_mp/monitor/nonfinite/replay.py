@@ -27,6 +27,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.compat.torch_sharding import drop_unsharded_gradients
 from lightning_mp.engines.diagnosis import Found, first_bad_rank
+from lightning_mp.modules import fp8
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.monitor.side_run import loss_of, untouched
 from lightning_mp.numerics import nonfinite
@@ -157,7 +158,7 @@ def _replayed(trainer: Trainer, module: LightningModule, kept: KeptBatch, notes:
         with _aside(trainer, module, kept), torch.set_grad_enabled(backward):
             locate = partial(nonfinite.locate, module, run, backward=backward)
             own = not isinstance(trainer.strategy, DeepSpeedStrategy) or not backward
-            origin = locate() if own else _on_fresh_parameters(module, locate)
+            origin = fp8.with_role(module, locate() if own else _on_fresh_parameters(module, locate))
     except Exception as error:  # a diagnosis must not end a run that would have gone on
         notes.append(f"the replay of batch {kept.batch_idx} failed: {type(error).__name__}: {error}")
         return None, False
@@ -339,6 +340,7 @@ def _without_replay(
         origin = nonfinite.from_gradients(module)
         if window and not notes and origin is not None and not bad_loss:
             origin = replace(origin, phase="after backward")
+    origin = fp8.with_role(module, origin)
     origin = None if origin is None else _plainly_named(origin)
     rank, (found, any_bad_loss) = first_bad_rank((origin, bad_loss), distributed=distributed)
     if found is not None and found.phase == "after backward":

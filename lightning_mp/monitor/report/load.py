@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_mp.monitor.events import SEVERITIES, Event, Kind
-from lightning_mp.monitor.metric_names import STEP
-from lightning_mp.monitor.run_folder import AUDIT, EVENTS, FINDINGS, METRICS, RUN
+from lightning_mp.monitor.metric_names import FP8_AMAX, FP8_FLUSHED, FP8_SCALE, STEP
+from lightning_mp.monitor.run_folder import AUDIT, EVENTS, FINDINGS, FP8, METRICS, RUN
 
 #: What a run writes, and a report reads.
-FILES = (METRICS, EVENTS, RUN, AUDIT, FINDINGS)
+FILES = (METRICS, EVENTS, FP8, RUN, AUDIT, FINDINGS)
 #: Integers above this are no longer exact in a float, which is what a browser has.
 _MAX_STEP = 2**53
 _LINES_NAMED = 5
+_OPERANDS_DRAWN = 8
 
 
 @dataclass(slots=True)
@@ -40,7 +41,10 @@ class Series:
 
 @dataclass(slots=True)
 class Run:
-    """What one folder holds. ``faults`` says, a sentence each, what of it could not be read."""
+    """What one folder holds. ``faults`` says, a sentence each, what of it could not be read.
+
+    ``fp8`` has, by layer, role and name (``flushed``, ``amax``, ``scale``), what became of FP8's operands.
+    """
 
     path: Path
     name: str
@@ -49,6 +53,7 @@ class Run:
     audit: dict[str, Any] | None = None
     findings: list[dict[str, Any]] | None = None
     about: dict[str, Any] = field(default_factory=dict[str, Any])
+    fp8: dict[tuple[str, str, str], Series] = field(default_factory=dict[tuple[str, str, str], Series])
     faults: list[str] = field(default_factory=list[str])
 
     @property
@@ -75,6 +80,9 @@ def load(path: Path, name: str) -> Run:
         run.faults.append(f"{METRICS} holds no reading yet" if (path / METRICS).exists() else f"{METRICS} is missing")
     if (path / EVENTS).exists():
         _read_lines(run, EVENTS, lambda row: _take_event(run, row))
+    if (path / FP8).exists():
+        _read_lines(run, FP8, lambda row: _take_operands(run, row))
+        _chart_operands(run)
     run.about = _mapping(run, RUN, _document(run, RUN)) or {}
     if not (path / RUN).exists():
         run.faults.append(f"{RUN} is missing: status, machine, versions and plan are unknown")
@@ -132,6 +140,39 @@ def _take_reading(run: Run, row: dict[str, Any]) -> None:
             fault = f"{METRICS}: {name!r} holds values that are no numbers; they are left out"
             if fault not in run.faults:
                 run.faults.append(fault)
+
+
+def _take_operands(run: Run, row: dict[str, Any]) -> None:
+    step, layers = _step(row.get(STEP)), row.get("layers")
+    try:
+        found = [
+            ((layer, role, name), value)
+            for layer, roles in cast("dict[str, Any]", layers).items()
+            for role, numbers in roles.items()
+            for name, value in numbers.items()
+            if isinstance(value, (int, float))
+        ]
+    except AttributeError:
+        raise ValueError("no layers") from None
+    for key, value in found:
+        series = run.fp8.setdefault(key, Series())
+        series.steps.append(step)
+        series.values.append(_finite(value))
+
+
+def _chart_operands(run: Run) -> None:
+    """Put the operands that lost most, or whose scale moved most, among the series that are drawn."""
+
+    def worth(place: tuple[str, str]) -> tuple[float, float]:
+        lost = run.fp8[(*place, "flushed")].finite if (*place, "flushed") in run.fp8 else []
+        scales = [value for value in run.fp8[(*place, "scale")].finite if value > 0] if (*place, "scale") in run.fp8 else []
+        return max(lost, default=0.0), math.log(max(scales) / min(scales)) if scales else 0.0
+
+    places = sorted(dict.fromkeys((layer, role) for layer, role, _ in run.fp8), key=worth, reverse=True)
+    for layer, role in places[:_OPERANDS_DRAWN]:
+        for name, family in (("flushed", FP8_FLUSHED), ("amax", FP8_AMAX), ("scale", FP8_SCALE)):
+            if (layer, role, name) in run.fp8:
+                run.series[f"{family}/{layer} {role}"] = run.fp8[layer, role, name]
 
 
 def _take_event(run: Run, row: dict[str, Any]) -> None:

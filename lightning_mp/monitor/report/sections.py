@@ -16,6 +16,7 @@ from lightning_mp.monitor.report.summary import comparison, state, swatch, tiles
 #: Rows of one table; a page with more of them would be slow on a phone.
 MAX_ROWS = 300
 _ALERTS_SHOWN = 5
+_ROLES, _NUMBERS = ("input", "weight", "gradient"), ("flushed", "amax", "scale")
 _AUDIT = ("module", "declared", "param", "input", "output", "compute", "grad", "reduce", "optimizer_state")
 _NO_ALERTS = "None were written."
 
@@ -29,6 +30,7 @@ def sections(
         "faults": _faults(runs),
         "summary": tiles(runs[0]) if len(runs) == 1 else comparison(runs, not_run),
         "alerts": _alerts(runs),
+        "fp8": _fp8(runs),
         "findings": _findings(runs),
         "coverage": coverage(runs) if len(runs) > 1 else Html(""),
         "audit": _audits(runs),
@@ -125,6 +127,39 @@ def _evidence(event: Event) -> Html:
     )
 
 
+def _fp8(runs: Sequence[Run]) -> Html:
+    parts = [join([_titled(run, runs), _fp8_of(run)]) for run in runs if run.fp8 or run.about.get("fp8_layers")]
+    return join([tag("h2", "FP8, layer by layer"), *parts]) if parts else Html("")
+
+
+def _fp8_of(run: Run) -> Html:
+    """A row a layer: whether it runs in FP8, and of each operand the most that was flushed, and its last amax and scale."""
+    layers: list[Any] = run.about["fp8_layers"] if isinstance(run.about.get("fp8_layers"), list) else []
+    listed = [_dict(layer) for layer in layers]
+    rest = dict.fromkeys(name for name, _, _ in run.fp8 if name not in [layer.get("name") for layer in listed])
+    rows = [
+        [
+            dotted(plain(layer.get("name"))),
+            plain(layer.get("shape")),
+            "fp8" if layer.get("converted", True) else f"bf16: {layer.get('reason')}",
+            *(_operand(run, str(layer.get("name")), role) for role in _ROLES),
+        ]
+        for layer in (*listed, *({"name": name} for name in rest))
+    ]
+    heads = ["layer", "shape", "runs in", *_ROLES]
+    said = "Of each operand: the largest share flushed to zero, then the last amax and scale."
+    found = join([tag("div", table(heads, rows[:MAX_ROWS]), class_="stacked"), _more(len(rows))])
+    return join([tag("p", said, class_="quiet"), found])
+
+
+def _operand(run: Run, layer: str, role: str) -> Html:
+    numbers = {name: run.fp8[layer, role, name].finite for name in _NUMBERS if (layer, role, name) in run.fp8}
+    if not all(numbers.get(name) for name in _NUMBERS):
+        return Html("-")
+    words = (f"{max(numbers['flushed']):.2%}", plain(numbers["amax"][-1]), plain(numbers["scale"][-1]))
+    return join(tag("span", word, class_="pair short") for word in words)
+
+
 def _findings(runs: Sequence[Run]) -> Html:
     parts: list[Html] = []
     for run in runs:
@@ -188,7 +223,7 @@ def _about(runs: Sequence[Run]) -> Html:
 def _about_one(place: int, run: Run, runs: Sequence[Run]) -> Html:
     about = dict(run.about)
     groups = [(name, _dict(about.pop(name, None))) for name in ("machine", "versions", "trainer")]
-    plan = about.pop("plan", None)
+    plan, _ = about.pop("plan", None), about.pop("fp8_layers", None)
     general = {"folder": str(run.path), **{name: about[name] for name in about if name not in ("status", "error")}}
     blocks = [
         tag("div", tag("h3", name), facts(_readable(values))) for name, values in [("run", general), *groups] if values

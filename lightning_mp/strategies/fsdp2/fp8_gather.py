@@ -15,6 +15,7 @@ from lightning_mp.compat import torchao
 from lightning_mp.compat.torch import norms
 from lightning_mp.compat.torch_sharding import GatherWays, fsdp2_parameters
 from lightning_mp.errors import Faults
+from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.strategies.sharding import Sharding
 
 
@@ -67,18 +68,20 @@ class FP8Gather:
     """
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module], group: Any, *, emulate: bool) -> None:
-        weights = {id(module.weight) for module in modules}
+        weights = {id(module.weight): module for module in modules}
         units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
         found = [one for unit in units for one in fsdp2_parameters(unit) if id(one.sharded_param) in weights]
         self._ways = [(GatherWays(one), _InFP8(emulate, one.sharded_param.shape[0])) for one in found]
+        self._owners = [weights[id(one.sharded_param)] for one in found]
         self._group = group
 
     def before_step(self, *, in_fp8: bool) -> None:
         """Before a step: weights do not change within one, so that no scale is ever of other weights than those."""
         if in_fp8:
             self._scale()
-        for ways, shard in self._ways:
-            ways.take("fp8" if in_fp8 else "stored", (shard.before, shard.after) if in_fp8 else None)
+        for (ways, shard), module in zip(self._ways, self._owners, strict=True):
+            as_fp8 = in_fp8 and is_converted(module)  # one that fell back to bf16 no longer is
+            ways.take("fp8" if as_fp8 else "stored", (shard.before, shard.after) if as_fp8 else None)
 
     @torch.no_grad()
     def _scale(self) -> None:

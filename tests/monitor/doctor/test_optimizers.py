@@ -218,3 +218,51 @@ def test_what_asking_changes_is_undone() -> None:
     assert module.losses == []
     assert not hasattr(module, "asked")
     assert torch.equal(generator, torch.get_rng_state())
+
+
+# ------------------------------------------------------------------ updates
+
+
+class Rounds(AdamW):
+    bf16_stochastic_round = True
+
+
+@pytest.mark.parametrize("plan", ["bf16-true", MixedPrecisionPlan("bf16-true"), "16-true"])
+def test_a_rate_below_half_of_the_last_bit(plan: Any) -> None:
+    """Of weights evenly spread over +-1/16 those from 1/64 on stay: half of their last bit is more."""
+    bits = 12 if plan == "16-true" else 9
+    model = nn.Linear(128, 128, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-1 / 16, 1 / 16, 2**14).view(128, 128))
+    rate = 1.5 * 2.0 ** (-4 - 2 - bits)
+    finding = found(model, plan, optimizer=AdamW(model.parameters(), lr=rate, eps=1e-4))["updates_vanish"]
+    assert finding.severity == "warning"
+    assert " 75% of the weights" in finding.what
+    assert "updates_vanish" not in found(model, plan, optimizer=AdamW(model.parameters(), lr=8 * rate, eps=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [
+        (partial(Rounds, lr=1e-6), "bf16-true"),
+        (partial(AdamW, lr=1e-6), "bf16-mixed"),
+        (partial(AdamW, lr=1e-6), {"precision": "bf16-true", "pins": {"Linear": "fp32"}}),
+        (partial(AdamW, lr=1e-6), "32-true"),
+    ],
+)
+def test_where_updates_are_kept_nothing_is_said(make: Any, plan: Any) -> None:
+    assert "updates_vanish" not in found(Wrapped(net(), make), plan)
+
+
+def test_deepspeeds_own_engine_keeps_fp32_masters() -> None:
+    make = partial(AdamW, lr=1e-6)
+    assert "updates_vanish" in found(Wrapped(net(), make), "bf16-true")
+    assert "updates_vanish" not in found(Wrapped(net(), make), "bf16-true", "deepspeed_stage_2")
+
+
+def test_a_warm_up_does_not_count() -> None:
+    def make(parameters: Any) -> Any:
+        optimizer = AdamW(parameters, lr=1e-2)
+        return [optimizer], [LambdaLR(optimizer, lambda step: 1e-4 * (step + 1))]
+
+    assert "updates_vanish" not in found(Wrapped(net(), make), "bf16-true")

@@ -115,9 +115,9 @@ def test_nothing_is_read_before_all_is_read_at_once() -> None:
             skips.after_batch()
     assert reads.count == 0
     values = {"total": skips.total, "host": 7, "missing": None}
-    assert read_together(values, CPU, torch.tensor([[1.0, 2.0], [3.0, 4.0]])) == (
+    assert read_together(values, CPU, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0]])) == (
         {"total": 1.0, "host": 7.0, "missing": None},
-        [[1.0, 2.0], [3.0, 4.0]],
+        [[[1.0, 2.0], [3.0, 4.0]], [[5.0]]],
     )
 
 

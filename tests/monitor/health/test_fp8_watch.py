@@ -1,0 +1,257 @@
+"""What is seen of FP8's operands: the numbers, the alerts with layer and role, and the way back to bf16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mp import MixedPrecisionPlan, PlanError
+from lightning_mp.callbacks import TrainingHealth
+from lightning_mp.modules.fp8_watch import Watch
+from lightning_mp.monitor import metric_names
+from support import fp8
+from support.counting import Counts
+from support.fp8_faults import AT, FALL_BACK, FAULTS, LAYER, Across, input_jump, watched
+from support.models import Regression
+from support.ranks import Ranks
+from support.running import fit
+from support.saving import SaveAt
+
+pytest.importorskip("torchao")
+CPU = torch.device("cpu")
+ROLES = ("input", "weight", "gradient")
+
+
+# ------------------------------------------------------------------ the numbers
+
+
+def wide(*shape: int) -> Tensor:
+    """Lognormal with a standard deviation of 5: what one scale a tensor cannot hold."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).mul(5).exp()
+
+
+def cast_by_torchao(values: Tensor, recipe: str, role: str) -> Any:
+    """A tensor that holds FP8, as the recipe's own configuration makes it of an operand (rows, …)."""
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    config = Float8LinearConfig.from_recipe_name({"rowwise_gw_hp": "rowwise_with_gw_hp"}.get(recipe, recipe))
+    how = getattr(config, {"gradient": "cast_config_grad_output"}.get(role, f"cast_config_{role}"))
+    by_row = "AXISWISE" in str(how.scaling_granularity)
+    return hp_tensor_to_float8_dynamic(
+        values,
+        how.target_dtype,
+        LinearMMConfig(),
+        scaling_granularity=how.scaling_granularity,
+        axiswise_dim=-1 if by_row else None,
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )
+
+
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+def test_it_is_what_torchao_makes_of_the_operands(recipe: str) -> None:
+    watch, layer = Watch(recipe), nn.Linear(64, 32, bias=False)
+    rows, gradient = wide(48, 64), torch.zeros(48, 32).index_fill(1, torch.tensor([0]), 1.0) + wide(48, 32)
+    layer.weight.data = wide(32, 64)
+    watch.begin({"it": layer}, CPU)
+    seen = layer.__dict__["_lmp_fp8_seen"]
+    watch.note(rows, layer.weight, seen)
+    watch.note_gradient(layer(rows), seen).backward(gradient)
+    found = watch.operands(watch.end().tolist())
+    for role, values in zip(ROLES, (rows, layer.weight.detach(), gradient), strict=True):
+        held = cast_by_torchao(values, recipe, role)
+        flushed = ((held._data.float() == 0) & (values != 0)).sum() / (values != 0).sum()
+        assert found["it", role] == pytest.approx((float(flushed), float(values.abs().max()), float(held._scale.min())))
+    assert found["it", "input"][0] > 0.1
+
+
+def test_zeros_are_not_flushed_and_nothing_is_no_reading() -> None:
+    watch, layer = Watch("rowwise"), nn.Linear(16, 16)
+    layer.weight.data.zero_()
+    watch.begin({"it": layer}, CPU)
+    watch.note(torch.eye(16), layer.weight, layer.__dict__["_lmp_fp8_seen"])
+    watch.note(torch.empty(0, 16), layer.weight, layer.__dict__["_lmp_fp8_seen"])
+    assert watch.operands(watch.end().tolist()) == {("it", "input"): (0.0, 1.0, 256.0)}
+
+
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+def test_watching_changes_no_bit_and_sees_every_layer_and_role(recipe: str, tmp_path: Path) -> None:
+    health, module, plugin = watched(tmp_path, recipe, steps=4)
+    unwatched = fp8.run(fp8.Language(), fp8.plan(recipe, emulate=True), data=fp8.texts(rows=16))
+    assert fp8.same(module, unwatched)
+    converted = [layer.name for layer in plugin.fp8_layers if layer.converted]
+    for row in health.fp8_rows:
+        assert {name: list(roles) for name, roles in row["layers"].items()} == dict.fromkeys(converted, list(ROLES))
+    lost = [max(one["flushed"] for roles in row["layers"].values() for one in roles.values()) for row in health.fp8_rows]
+    assert [row[metric_names.FP8_FLUSHED] for row in health.rows] == lost
+    written = [json.loads(line) for line in (tmp_path / "run" / "fp8.jsonl").read_text().splitlines()]
+    assert written == health.fp8_rows
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own tracing asks
+@pytest.mark.parametrize(
+    "how",
+    [{"rule": {"checkpointing": "Block"}}, {"rule": {"checkpointing": {"modules": "Block", "mode": "selective"}}},
+     {"compiled": "aot_eager"}],
+    ids=["full checkpointing", "selective checkpointing", "compiled"],
+)  # fmt: skip
+def test_checkpointing_and_compile_see_the_same(how: dict[str, Any], tmp_path: Path) -> None:
+    plain, module, _ = watched(tmp_path / "plain", steps=3)
+    other, same, _ = watched(tmp_path / "other", steps=3, **how)
+    assert other.fp8_rows == plain.fp8_rows
+    assert fp8.same(same, module)
+
+
+def test_between_readings_nothing_is_read(tmp_path: Path) -> None:
+    asked = []
+    for every in (1, 4):
+        counts = Counts()
+        watched(tmp_path / str(every), steps=8, monitor={"every_n_steps": every}, callbacks=[counts])
+        asked.append(counts.counts)
+    watched_steps, seldom = asked
+    assert len(set(watched_steps[1:])) == 1
+    assert [count for step, count in enumerate(seldom) if step % 4] == [watched_steps[1] - 1] * 6
+
+
+# ------------------------------------------------------------------ alerts
+
+
+@pytest.mark.parametrize(("kind", "role"), FAULTS)
+def test_a_planted_fault_is_found_with_layer_and_role(kind: str, role: str, tmp_path: Path) -> None:
+    health, _, _ = watched(tmp_path, steps=AT + 2, plant=FAULTS[kind, role])
+    event = next(event for event in health.events if event.kind == kind)
+    assert (event.module, event.evidence["role"], event.action) == (LAYER, role, "log")
+    assert event.cause
+    assert "FP8(skip=...)" in event.advice
+    assert event.step == (AT if kind == "scale_jump" else 9)
+    assert [other.module for other in health.events if other.kind == "fp8_underflow"] in ([], [LAYER])
+
+
+def test_a_wrong_scale_is_seen_where_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale is the one that torchao multiplies by, not one that is computed beside it."""
+    from torchao.float8 import float8_scaling_utils, float8_utils
+
+    made = float8_utils.tensor_to_scale
+    for place in (float8_utils, float8_scaling_utils):
+        monkeypatch.setattr(place, "tensor_to_scale", lambda *a, **k: made(*a, **k) / 64)
+    health, _, _ = watched(tmp_path, steps=2)
+    monkeypatch.undo()
+    right, _, _ = watched(tmp_path / "right", steps=2)
+    scales = [run.fp8_rows[0]["layers"][LAYER]["weight"]["scale"] for run in (health, right)]
+    assert scales[0] * 64 == scales[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_a_healthy_run_says_nothing(recipe: str, tmp_path: Path) -> None:
+    """Of 2,000 steps nothing was said either; these are until the loss is a hundredth."""
+    health, module, _ = watched(tmp_path, recipe, steps=300)
+    assert module.losses[-1] < module.losses[0] / 100
+    assert [event for event in health.events if event.kind in FALL_BACK] == []
+
+
+# ------------------------------------------------------------------ back to bf16
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_a_layer_falls_back_for_the_rest_of_the_run_and_a_resume_keeps_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": AT + 6, "plant": input_jump, "enable_checkpointing": True}
+    health, module, plugin = watched(
+        tmp_path, monitor={"actions": FALL_BACK}, callbacks=[SaveAt(tmp_path, AT + 3)], **options
+    )
+    events = [event for event in health.events if event.kind == "scale_jump"]
+    assert (events[0].step, events[0].module, events[0].action) == (AT, LAYER, "fallback")
+    fallen = [event.module for event in events]
+    assert [layer.name for layer in plugin.fp8_layers if layer.reason == "fallback"] == fallen
+    assert all(name not in health.fp8_rows[-1]["layers"] for name in fallen)
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert [layer["name"] for layer in about["fp8_layers"] if layer["reason"] == "fallback"] == fallen
+    assert type(module.get_submodule(LAYER)) is nn.Linear
+
+    checkpoint = tmp_path / f"{AT + 3}.ckpt"
+    torch.load(checkpoint, weights_only=True)
+    with fp8.products() as made:
+        real = {"emulate": False}
+        _, again, resumed = watched(tmp_path / "resumed", rule=real, ckpt_path=checkpoint, **options)
+    assert [layer.name for layer in resumed.fp8_layers if layer.reason == "fallback"] == fallen
+    assert len(again.losses) == 3
+    assert len(made) == 3 * 3 * (4 - len(fallen))
+
+
+def test_the_rest_of_the_run_is_one_in_which_the_layer_was_left(tmp_path: Path) -> None:
+    """From the step after it the layer computes as one that was skipped."""
+    class Looks(fp8.Language):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.trainer.precision_plugin.fall_back(LAYER)
+
+    plugin = fp8.plan()
+    with fp8.products() as made:
+        fp8.run(Looks(), plugin, max_steps=4)
+    assert len(made) == 2 * 12 + 2 * 9
+    assert plugin.state_dict()["fp8_fallback"] == [LAYER]
+    assert not plugin.fall_back(LAYER)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "says"),
+    [
+        ("fp8_underflow", "bf16-mixed", "an action 'fallback' under precision='bf16-mixed'"),
+        ("grad_norm_spike", "fp8-mixed", "'fallback' for fp8_underflow, scale_jump"),
+    ],
+)
+def test_without_fp8_nothing_can_fall_back(kind: str, plan: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=says):
+        mine = TrainingHealth(tmp_path / "run", actions={kind: "fallback"}, report=False)
+        fit(Regression(), plugins=[MixedPrecisionPlan(plan)], callbacks=[mine], max_steps=1)
+
+
+# ------------------------------------------------------------------ more than one process
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("strategy", "rule"), [("ddp", {}), ("fsdp2", {"all_gather": True})], ids=["ddp", "fsdp2"])
+def test_two_processes_see_the_same_and_fall_back_together(
+    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, strategy: str, rule: dict[str, Any]
+) -> None:
+    options = {} if strategy == "ddp" else {"wrap": "Block"}
+    first, second = ranks.run(Across(strategy, tmp_path_factory.mktemp(strategy), options, rule))
+    assert {**first, "losses": 0} == {**second, "losses": 0}
+    assert first["events"][0]["step"] == AT
+    assert first["events"][0]["module"] == LAYER
+    assert next(layer for layer in first["layers"] if layer.name == LAYER).reason == "fallback"
+    if strategy == "fsdp2":
+        whole = ranks.run(Across("ddp", tmp_path_factory.mktemp("whole"), {}, {}))[0]
+        assert first["losses"] == whole["losses"]
+
+
+# ------------------------------------------------------------------ non-finite steps
+
+
+def _inf(values: Tensor) -> Tensor:
+    return values * torch.inf
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_bad_step_names_layer_and_operand(role: str, tmp_path: Path) -> None:
+    from support.fp8_faults import _Changed
+
+    def plant(module: Any) -> None:
+        layer = module.get_submodule(LAYER)
+        if role == "weight":
+            layer.weight.data[3, 3] = torch.nan
+        elif role == "input":
+            layer.register_forward_pre_hook(lambda _, a: (_inf(a[0]),))
+        else:
+            layer.register_forward_hook(lambda _, a, output: _Changed.apply(output, _inf))
+
+    health, _, _ = watched(tmp_path, steps=2, plant=plant)
+    event = health.events[0]
+    assert event.kind.startswith("nonfinite")
+    assert (event.module, event.evidence["role"]) == (LAYER, role)
