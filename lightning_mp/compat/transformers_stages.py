@@ -74,7 +74,7 @@ def _shape(module: nn.Module) -> _Shape | None:
 def layers_of(model: nn.Module) -> int:
     """How many layers the model has."""
     shape = cast("_Shape", _shape(model))
-    return len(cast("Any", getattr(getattr(model, shape.body), shape.layers)))
+    return len(getattr(getattr(model, shape.body), shape.layers))
 
 
 def stage(model: nn.Module, index: int, count: int) -> nn.Module:
@@ -104,5 +104,5 @@ def _some(named: Iterable[tuple[str, nn.Module]]) -> nn.ModuleList:
 def _with(module: nn.Module, parts: dict[str, nn.Module]) -> nn.Module:
     """The same module, of the same class, with other submodules; everything else is shared."""
     changed = copy(module)
-    changed._modules = {**module._modules, **parts}
+    vars(changed)["_modules"] = {**vars(module)["_modules"], **parts}
     return changed

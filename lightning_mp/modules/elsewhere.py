@@ -21,7 +21,7 @@ def is_elsewhere(parameter: Tensor) -> bool:
 
 
 def give_away(model: nn.Module, kept: Container[int], device: torch.device) -> None:
-    """Free every parameter of ``model`` but the ``kept``, by ``id``; a module that misses one raises when it is called."""
+    """Free every parameter of ``model`` but the ``kept``, by ``id``; a module that lacks one raises when called."""
     for name, module in model.named_modules():
         gone = [one for one in module.parameters(recurse=False) if id(one) not in kept]
         fresh = [parameter for parameter in gone if not is_elsewhere(parameter)]

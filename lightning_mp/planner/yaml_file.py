@@ -51,7 +51,8 @@ def write(shape: ModelShape, module: Any, found: Estimate, reason: str, tokens: 
         ]
     lines += _strategy(layout)
     lines += _llama(shape) if module is None else _of_module(module)
-    lines += ["data:", f"  vocab: {shape.vocab}", f"  context: {shape.seq_len}", f"  batch_size: {layout.micro_batch}"]
+    rows = layout.micro_batch * (layout.accumulate if layout.pipeline > 1 else 1)  # a pipeline cuts its batches itself
+    lines += ["data:", f"  vocab: {shape.vocab}", f"  context: {shape.seq_len}", f"  batch_size: {rows}"]
     lines += ["trainer:", f"  devices: {min(layout.gpus, layout.gpus_per_node)}", f"  num_nodes: {layout.nodes}"]
     if layout.accumulate > 1 and layout.pipeline == 1:
         lines.append(f"  accumulate_grad_batches: {layout.accumulate}")
@@ -70,7 +71,8 @@ def _blocks(shape: ModelShape, module: Any) -> str:
 
 def _strategy(layout: Layout) -> list[str]:
     if layout.pipeline > 1:
-        return ["strategy:", f"  stages: {layout.pipeline}", f"  microbatches: {layout.accumulate}", "  schedule: 1f1b"]
+        lines = ["strategy:", f"  stages: {layout.pipeline}", f"  microbatches: {layout.accumulate}", "  schedule: 1f1b"]
+        return [*lines, f"  data_parallel_size: {layout.data}", *(["  shard: true"] if layout.data > 1 else [])]
     return ["strategy:", f"  tensor_parallel: {layout.tensor}"] if layout.tensor > 1 else []
 
 

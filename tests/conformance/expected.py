@@ -120,6 +120,7 @@ FORMULAS = {
     "hsdp": "S, S, 2S (one shard)",
     "fsdp1": "S/N, S/N, 2S/N",
     "fsdp2_offload": "S/N, S/N, 2S/N",
+    "pipeline": "S/N, S/N, 2S/N (stages of equal size)",
     "deepspeed_zero1": "S + S/N, 4P/N, 2S/N",
     "deepspeed_zero2": "S + S/N, 4P/N, 2S/N",
     "deepspeed_zero2_offload": "S + S/N, 4P/N, 2S/N",

@@ -15,6 +15,7 @@ from conformance.cells import BAD_STEP, SAVED_AT, SHORT, Cell
 from conformance.model import CLIP, STEPS
 from conformance.observe import Parts, Run
 from conformance.rows import Row
+from conformance.strategies import MICROBATCHES
 
 SAME, REFUSED, DIFFERS, FAILED = "same", "refused", "DIFFERS", "FAILED"
 FP32_TOLERANCE, HALF_TOLERANCE = 1e-5, 2e-2
@@ -45,10 +46,11 @@ def judge(strategy: str, row: Row, cells: Sequence[Cell], reference: Run | None)
     if reference is None:
         return Verdict(FAILED, ["there is no plain loop to compare with"])
     mains, policy = [cell.runs["main"] for cell in cells], row.policy
+    observed = [_of_all_stages(mains)] if strategy == "pipeline" else mains
     figures: dict[str, Any] = {}
     differences = [
-        *(_dtypes(row, mains) if row.declared else _dtypes_of(row, mains, reference)),
-        *_reductions(row, mains),
+        *(_dtypes(row, observed) if row.declared else _dtypes_of(row, mains, reference)),
+        *_reductions(mains, set() if strategy == "pipeline" else {expected.REDUCED}),
         *_losses(row, mains, reference, figures),
         *_norms(row, mains, reference, figures),
         *_steps("main", row, mains, STEPS, ()),
@@ -58,8 +60,8 @@ def judge(strategy: str, row: Row, cells: Sequence[Cell], reference: Run | None)
         *_resume(row, cells),
     ]
     if row.declared:
-        differences += [*_recomputation(row, mains), *_memory(strategy, row, mains, figures)]
-        figures["dtypes"] = _summary(mains)
+        differences += [*_recomputation(row, observed), *_memory(strategy, row, mains, figures)]
+        figures["dtypes"] = _summary(observed)
     else:
         differences += _ended_at(row, mains, reference, figures)
     return Verdict(DIFFERS if differences else SAME, differences, figures)
@@ -113,11 +115,23 @@ def _differing(rank: int, what: str, declared: dict[str, str], seen: dict[str, s
         yield f"dtype: rank {rank}, {name} {what} in {found}, not {dtype}; {len(wrong)} of {len(declared)} differ"
 
 
-def _reductions(row: Row, mains: Sequence[Run]) -> Iterator[str]:
+def _of_all_stages(mains: Sequence[Run]) -> Run:
+    """What the ranks of a pipeline saw, each of its own layers, once for every micro-batch."""
+    merged = Run()
+    for run in mains:
+        for kind in ("stored", "computed", "handed_on", "backward", "reduced", "state"):
+            getattr(merged, kind).update(getattr(run, kind))
+        # torch runs a stage once more in the first step, to see shapes
+        merged.calls |= {name: float(count // MICROBATCHES) for name, count in run.calls.items()}
+    return merged
+
+
+def _reductions(mains: Sequence[Run], wanted: set[str]) -> Iterator[str]:
     for rank, run in enumerate(mains):
         seen = {dtype for _, dtype in run.reduced}
-        if len(mains) > 1 and seen != {expected.REDUCED}:
-            yield f"dtype: rank {rank} reduced gradients in {_list(seen) or 'nothing'}, not {expected.REDUCED}"
+        if len(mains) > 1 and seen != wanted:
+            told = _list(wanted) or "none"
+            yield f"dtype: rank {rank} reduced gradients in {_list(seen) or 'nothing'}, not {told}"
 
 
 def _recomputation(row: Row, mains: Sequence[Run]) -> Iterator[str]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.modules.elsewhere import is_elsewhere
+
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
@@ -33,8 +35,9 @@ def plain_name(name: str) -> str:
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Name → the local part."""
-    return {plain_name(name): local(parameter) for name, parameter in module.named_parameters()}
+    """Name → the local part, of what is not on another stage of a pipeline."""
+    here = ((name, parameter) for name, parameter in module.named_parameters() if not is_elsewhere(parameter))
+    return {plain_name(name): local(parameter) for name, parameter in here}
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -106,6 +106,23 @@ class Learner(LightningModule):
         self.lrs[batch_idx] = float(self.trainer.optimizers[0].param_groups[0]["lr"])  # a tensor changes in place
         return loss
 
+    # ------------------------------------------------------------------ in pipeline stages
+
+    def pipeline_batch(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        Learner.steps_begun += 1
+        return batch[0], batch[0]
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.trainer.global_step in self.overflow_at:
+            output = InfiniteGradient.apply(output)
+        return loss_of(output[:, :-1], target[:, 1:])
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.lrs[batch_idx] = float(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.losses.setdefault(batch_idx, float(outputs["loss"]))
+
     def configure_optimizers(self) -> Any:
         optimizer, schedule = optimizer_for(self.row, self.parameters())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

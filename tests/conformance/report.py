@@ -28,7 +28,8 @@ strategy, beside a plain torch loop. Nothing here is written by hand.
 {versions}.
 
 **What ran.** {steps} steps on global batches of {rows} rows, clipped to a norm of {clip}. `single` is one process;
-every other strategy is two processes on CPU joined by gloo, each with its half of every global batch. They import
+every other strategy is two processes on CPU joined by gloo, each with its half of every global batch; under `pipeline`
+each has its half of the layers, and the halves of a batch are its micro-batches. They import
 `lightning.pytorch`, or the copy of Lightning named after the `@`. The plain loop is one process without Lightning and
 without a plan; beside two ranks it takes each batch in the two parts that they have of it.
 

@@ -43,7 +43,7 @@ OPTIMIZERS["sam bf16-mixed"] = Row(POLICIES["bf16-mixed"], by="sam")
 ROWS = PLAN | MODELS | OPTIMIZERS
 
 #: table → its rows, its columns
-_HOSTS = tuple(strategy for strategy in STRATEGIES if "@" not in strategy)
+_HOSTS = tuple(strategy for strategy in STRATEGIES if "@" not in strategy and strategy != "pipeline")
 TABLES = {
     "plan": (tuple(PLAN), STRATEGIES),
     "models": (tuple(MODELS), _HOSTS),

@@ -26,7 +26,9 @@ STRATEGIES = (
     "fsdp2_offload",
     "deepspeed_zero2_offload",
     "deepspeed_zero3_offload",
+    "pipeline",
 )
+MICROBATCHES = 2
 #: a rank that waits longer for the other has lost it
 TIMEOUT = timedelta(seconds=60)
 
@@ -58,5 +60,8 @@ def trainer_arguments(strategy: str, plan: Any, subject: Subject) -> dict[str, A
     if strategy == "single":
         return shared
     # one node has one replica by default: with two, gradients are summed over both mesh dimensions
-    own = {"hsdp": {"device_mesh": (2, 1)}, "ddp": dict(subject.ddp)}.get(plain(strategy), {})
+    # a stage a process; a micro-batch is what another strategy's rank has of a batch
+    own = {"hsdp": {"device_mesh": (2, 1)}, "ddp": dict(subject.ddp), "pipeline": {"microbatches": MICROBATCHES}}.get(
+        plain(strategy), {}
+    )
     return {**shared, "strategy": make_strategy(plain(strategy), plan, timeout=TIMEOUT, **own)}

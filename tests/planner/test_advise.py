@@ -203,7 +203,7 @@ def test_the_table_of_gpus_is_the_one_of_hardware() -> None:
 
 
 def test_every_strategy_of_the_planner_is_one_of_the_package() -> None:
-    assert set(STRATEGIES) - {"pipeline"} <= set(REGISTERED)
+    assert set(STRATEGIES) <= set(REGISTERED)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

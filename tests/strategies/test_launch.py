@@ -73,6 +73,8 @@ FAILS: dict[str, tuple[Launch, int]] = {
     "torchrun, zero2, a step": (_torchrun(strategy="deepspeed_zero2", fail="step"), 1),
     "torchrun, fsdp2, setup": (_torchrun(strategy="fsdp2", fail="setup"), 1),
     "plain, fsdp2, a step": (_plain(strategy="fsdp2", fail="step"), 1),
+    "torchrun, pipeline, a step": (_torchrun(strategy="pipeline", fail="step"), 1),
+    "plain, pipeline, rank 0": (_plain(strategy="pipeline", fail="step", failing=0, busy=60), 0),
     "plain, ddp, rank 0": (_plain(strategy="ddp", fail="step", failing=0, busy=60), 0),
 }
 REFUSED: dict[str, Launch] = {

@@ -99,7 +99,7 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
 
 
 def _check_plain(module: nn.Module, faults: Faults) -> None:
-    beside: tuple[type[nn.Module], ...] = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
+    beside = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
     for name, part in module.named_modules():
         if isinstance(part, beside) or type(part).__name__ == "DeepSpeedEngine":
             faults.add(

@@ -58,7 +58,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
     Args:
         stages: ranks of a pipeline; by default all processes that ``data_parallel_size`` leaves.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``.
-        microbatches: pieces of a batch, as if as many batches were accumulated; twice the stages by default.
+        microbatches: pieces of a batch, as if as many batches were accumulated; four a stage by default.
         data_parallel_size: pipelines with data of their own; by default what ``stages`` leaves of the processes.
         shard: shard each stage over its replicas with FSDP2, instead of keeping whole ones.
         virtual_stages: stages on a rank, under the interleaved schedules.
@@ -145,7 +145,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         """
         stages, replicas = self._sizes()
         per_rank = self._virtual if SCHEDULES[self._schedule].several else 1
-        self._layout = Layout(self._schedule, stages, self._microbatches or 2 * stages, per_rank)
+        self._layout = Layout(self._schedule, stages, self._microbatches or 4 * stages, per_rank)
         with Faults("strategy") as faults:
             self._layout.check(faults)
         self._setup_distributed()

@@ -47,6 +47,17 @@ class Model(LightningModule):
             self.planned("step")
         return (self.net(batch[0]).float() - batch[1]).pow(2).mean()
 
+    def pipeline_stage(self, index: int, count: int) -> nn.Module:
+        return self.net[:1] if index == 0 else self.net[1:]
+
+    def pipeline_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+        if self.trainer.fit_loop.batch_idx == 2:
+            self.planned("step")
+        return batch[0], batch[1]
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output.float() - target).pow(2).mean()
+
     def on_train_end(self) -> None:
         """Say what this rank saw: what launches others may be another process than they."""
         seen = {
