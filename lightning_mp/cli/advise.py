@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from lightning_mp.planner import Advice, ModelShape
 
 _GIB, _MIB = 2**30, 2**20
-#: of a GPU's memory, what a run may be predicted to take; the rest is the CUDA context's, and lost to fragments
-_USABLE = 0.95
 _SHOWN = 5
 Whole = Optional[int]  # noqa: UP045  typer reads these at run time, on 3.10 too
 Number = Optional[float]  # noqa: UP045
@@ -89,13 +87,14 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
 def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, check: bool, as_json: bool) -> None:
     from lightning_mp.cli.training.advised import advised
     from lightning_mp.errors import Faults
+    from lightning_mp.planner.memory import USABLE
     from lightning_mp.policy.gpus import find
 
     with refusals("advise", ValueError):
         with Faults("advise") as faults:
             device = find(gpu, faults)
         assert device is not None
-        found = advised(arguments, memory=device.memory * _USABLE, measure=check, config_dirs=config_dirs)
+        found = advised(arguments, memory=device.memory * USABLE, measure=check, config_dirs=config_dirs)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
         return

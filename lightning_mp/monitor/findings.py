@@ -27,6 +27,7 @@ CODES: dict[str, str] = {
     "fp8_converts_nothing": "LMP016",
     "fp8_not_compiled": "LMP017",
     "fp8_tensorwise_not_causal": "LMP018",
+    "will_not_fit": "LMP019",
 }
 
 

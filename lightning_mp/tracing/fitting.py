@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_mp.compat.torch_fake import leaves, mapped
 from lightning_mp.compat.transformers import block_classes
 from lightning_mp.planner.prediction import MemoryPrediction
-from lightning_mp.policy import Checkpointing
+from lightning_mp.policy import Checkpointing, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.tracing.predict import predict_memory
 
@@ -24,11 +24,15 @@ StrategyFor = Callable[[MixedPrecisionPlan], Any]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One way of checkpointing: the prediction for the batch at hand, and how many rows of it fit; 0: none do."""
+    """One way of checkpointing: the prediction for the batch at hand, and how many rows of it fit; 0: none do.
+
+    ``least_bytes`` is the smallest peak that was met, of a single row where none fits.
+    """
 
     checkpointing: Mode
     prediction: MemoryPrediction
     rows: int
+    least_bytes: int
 
 
 def rows_of(batch: Any) -> int:
@@ -69,7 +73,7 @@ def fits(
             return predict_memory(module, with_rows(batch, rows), there, strategy=strategy(there), **run)
 
         found = predict(rows_of(batch))
-        yield Fit(mode, found, most_rows(lambda rows: predict(rows).peak_bytes, memory, rows_of(batch), found))
+        yield Fit(mode, found, *most_rows(lambda rows: predict(rows).peak_bytes, memory, rows_of(batch), found))
 
 
 def _blocks(module: nn.Module) -> tuple[str, ...]:
@@ -77,8 +81,8 @@ def _blocks(module: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(named & {type(inner).__name__ for inner in module.modules()}))
 
 
-def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: MemoryPrediction) -> int:
-    """The most rows whose ``peak`` is not above ``memory``; from two predictions on a line, then looked at."""
+def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: MemoryPrediction) -> tuple[int, int]:
+    """The most rows whose ``peak`` is not above ``memory``, guessed on a line and looked at; the smallest peak met."""
     sizes = {rows: known.peak_bytes}
 
     def size(count: int) -> int:
@@ -99,4 +103,45 @@ def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: Memor
         slope = (sizes[other] - sizes[one]) / (other - one) if other > one else 0
         line = int(guess + (memory - sizes[guess]) / slope) if slope > 0 else 2 * guess
         guess = min(max(line, low + 1), high - 1)
-    return low
+    return low, min(sizes.values())
+
+
+def prediction_and_change(
+    module: nn.Module,
+    batch: Any,
+    policy: PrecisionPolicy,
+    memory: float,
+    *,
+    strategy: str,
+    devices: int,
+    trainer_args: Mapping[str, Any],
+) -> tuple[MemoryPrediction, str]:
+    """The prediction, and where it is above ``memory`` bytes the cheapest change that fits: what the doctor says."""
+    plan = MixedPrecisionPlan.from_policy(policy)
+    run = {"devices": devices, "trainer_args": trainer_args}
+    found = predict_memory(module, batch, plan, strategy=strategy, **run)
+    if found.peak_bytes <= memory:
+        return found, ""
+    ways = {each.checkpointing: each for each in fits(module, batch, plan, memory, lambda _: strategy, **run)}
+    return found, _change(ways, plan, rows_of(batch), memory, sharded=strategy not in ("auto", "ddp"), devices=devices)
+
+
+def _change(
+    ways: Mapping[str, Fit], plan: MixedPrecisionPlan, rows: int, memory: float, *, sharded: bool, devices: int
+) -> str:
+    """Fewer rows, then recomputation, then ranks."""
+    own = "none" if plan.policy.checkpointing is None else plan.policy.checkpointing.mode
+    for each in (ways[own], *ways.values()):
+        said = [] if each.checkpointing == own else [f"checkpointing with mode={each.checkpointing!r}"]
+        if 0 < each.rows < rows:
+            said.append(f"micro-batches of {each.rows} and accumulate_grad_batches={-(-rows // each.rows)}")
+        if each.rows:
+            return f"use {', '.join(said)}"
+    least = list(ways.values())[-1]
+    held = sum(least.prediction.held[part] for part in ("parameters", "gradients", "optimizer_state"))
+    alone = least.least_bytes - held
+    for ranks in () if sharded else (2**power for power in range(1, 13)):
+        if ranks >= devices and alone + held / ranks <= memory:
+            also = "" if least.checkpointing == own else f" and checkpointing with mode={least.checkpointing!r}"
+            return f"use strategy='mp_fsdp2' on {ranks} devices{also}"
+    return "use more devices, or larger ones: neither fewer rows nor checkpointing is enough"

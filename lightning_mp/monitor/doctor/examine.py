@@ -16,6 +16,7 @@ from lightning_mp.monitor.doctor import (
     devices,
     dims,
     fp8,
+    memory,
     norms,
     optimizers,
     scales,
@@ -58,6 +59,7 @@ CHECKS: tuple[Check, ...] = (
     optimizers.eps_underflows,
     optimizers.schedule_counts_skips,
     deepspeed.contradicts_trainer,
+    memory.will_not_fit,
 )
 
 
