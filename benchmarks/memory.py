@@ -21,7 +21,7 @@ from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.demo.quiet import quiet
 from lightning_mp.planner import MemoryPrediction, predict_memory
 from lightning_mp.tracing.measured import AllocatorPeak
-from lightning_mp.tracing.run import ALONE
+from lightning_mp.tracing.run import ALONE, Again
 
 MARKS = ("<!-- written by benchmarks/memory.py -->", "<!-- as far as here, by benchmarks/memory.py -->")
 MODELS = ("gpt2", "llama", "conv")
@@ -125,23 +125,12 @@ def cells() -> Iterator[Cell]:
     return (cell for cell in every if (cell.model, cell.precision) != ("gpt2", "fp8-mixed"))
 
 
-class Always:
-    """The same batch for ever."""
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self._batch
-
-
 def measured(cell: Cell) -> int:
     """The CPU allocator's peak over making the model and two steps, in bytes."""
     gc.collect()
     with quiet(), AllocatorPeak() as peak:
         arguments = trainer_kwargs(cell.plan(), devices=1, accelerator="cpu", logger=False, **ALONE)
-        Trainer(**arguments).fit(cell.module(), Always(cell.batch()))
+        Trainer(**arguments).fit(cell.module(), Again(cell.batch()))
     return peak.bytes
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from lightning_mp.cli.output import console, refusals, refuse
+from lightning_mp.cli.train import Arguments, ConfigDirs
 
 if TYPE_CHECKING:
     from lightning_mp.planner import Advice, ModelShape
 
-_GIB = 2**30
+_GIB, _MIB = 2**30, 2**20
 _SHOWN = 5
 Whole = Optional[int]  # noqa: UP045  typer reads these at run time, on 3.10 too
 Number = Optional[float]  # noqa: UP045
@@ -21,6 +23,7 @@ File = Optional[Path]  # noqa: UP045
 
 
 def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
+    arguments: Arguments = None,
     params: Annotated[Number, typer.Option(help="Parameters, as 7e9: a Llama of that size.")] = None,
     config: Annotated[File, typer.Option(help="A transformers config.json instead.")] = None,
     gpu: Annotated[str, typer.Option(help="a100-40, a100-80, h100-80, h200-141, v100-32, t4-16, l4-24, …")] = "h100-80",
@@ -39,11 +42,18 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     out: Annotated[File, typer.Option(help="Write the first choice as YAML for lightning-mp train.")] = None,
     html: Annotated[File, typer.Option(help="Write one page with pictures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="With a CONFIG: run two steps here, measure.")] = False,
+    config_dir: ConfigDirs = None,
 ) -> None:
     """Say what fits these GPUs: precision, strategy, degrees; how fast, at what cost; and write the YAML that runs it.
 
+    With a CONFIG of `train`, its memory by part, the largest micro-batch, and what checkpointing buys on --gpu.
+
     Example: lightning-mp advise --params 7e9 --gpus 8 --gpu h100-80 --out run.yaml
     """
+    if arguments:
+        _advise_run(arguments, gpu, config_dir or [], check=check, as_json=as_json)
+        return
     from lightning_mp.planner import advise as ask
 
     keywords: dict[str, Any] = {
@@ -72,6 +82,30 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
         if out is not None:
             out.write_text(found.yaml(), encoding="utf-8")
             typer.echo(f"written: {out}; run it: lightning-mp train {out}", err=as_json)
+
+
+def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, check: bool, as_json: bool) -> None:
+    from lightning_mp.cli.training.advised import advised
+    from lightning_mp.errors import Faults
+    from lightning_mp.planner.memory import USABLE
+    from lightning_mp.policy.gpus import find
+
+    with refusals("advise", ValueError):
+        with Faults("advise") as faults:
+            device = find(gpu, faults)
+        assert device is not None
+        found = advised(arguments, memory=device.memory * USABLE, measure=check, config_dirs=config_dirs)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+        return
+    typer.echo(f"{found.strategy} on {found.devices}, {found.rows} rows a micro-batch, on one rank:\n")
+    typer.echo(found.prediction.to_markdown())
+    if found.measured is not None:
+        said, true = found.prediction.peak_bytes / _MIB, found.measured / _MIB
+        typer.echo(f"two steps here: predicted {said:,.1f} MiB, measured {true:,.1f} MiB ({said / true - 1:+.1%})")
+    for each in found.fits:
+        size = f"{each.prediction.peak_bytes / _MIB:,.1f} MiB"
+        typer.echo(f"checkpointing {each.checkpointing}: {size}; up to {each.rows} rows on {device.word}")
 
 
 def _shape(params: float | None, config: Path | None, seq_len: int | None) -> ModelShape:

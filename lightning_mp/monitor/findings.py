@@ -28,6 +28,7 @@ CODES: dict[str, str] = {
     "fp8_not_compiled": "LMP017",
     "fp8_tensorwise_not_causal": "LMP018",
     "updates_vanish": "LMP019",
+    "will_not_fit": "LMP020",
 }
 
 

@@ -1,6 +1,7 @@
 """Will it fit, how fast, split how: arithmetic that is held against published runs. No torch.
 
-``predict_memory`` runs a Trainer: it is made several floors above, and fetched from there on first use.
+``predict_memory`` runs a Trainer: it is made several floors above, and fetched from there on first use; so is what
+the doctor, which is below it too, asks for.
 """
 
 from importlib import import_module
@@ -30,9 +31,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     predict_memory: Any
+    prediction_and_change: Any
+
+_ABOVE = {"predict_memory": "predict", "prediction_and_change": "fitting"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "predict_memory":
+    if name not in _ABOVE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("lightning_mp.tracing.predict").predict_memory
+    return getattr(import_module(f"lightning_mp.tracing.{_ABOVE[name]}"), name)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from lightning_mp.planner.layout import Layout
 from lightning_mp.planner.shape import ModelShape
 
-#: What is kept free of a device; more with tensor parallelism, where the formula came out a third too low.
-_HEADROOM, _TENSOR_HEADROOM = 0.05, 0.25
+#: What may be used of a device; what is kept free with tensor parallelism, where the formula came out a third too low.
+USABLE, _TENSOR_HEADROOM = 0.95, 0.25
 #: By mode: bytes a parameter of the weights, of their gradients, and of AdamW's two moments.
 HELD = {
     "32-true": (4, 4, 8),
@@ -63,7 +63,7 @@ STRATEGIES = {
 
 def usable(layout: Layout) -> float:
     """Bytes of the GPU that a run may be predicted to take."""
-    return layout.gpu.memory * (1 - (_TENSOR_HEADROOM if layout.tensor > 1 else _HEADROOM))
+    return layout.gpu.memory * (1 - _TENSOR_HEADROOM if layout.tensor > 1 else USABLE)
 
 
 def compute_bytes(precision: str) -> int:

@@ -41,7 +41,7 @@ ALONE: Mapping[str, Any] = {
 }
 STEPS = 2
 #: of a run's Trainer arguments, those that this run decides, and those that write
-_LEFT_OUT = frozenset(("max_time", "plugins", "callbacks", "logger", "profiler", "ckpt_path", "default_root_dir"))
+LEFT_OUT = frozenset(("max_time", "plugins", "callbacks", "logger", "profiler", "ckpt_path", "default_root_dir"))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Follow(Callback):
                 name(strided(state.values()), "optimizer_state")
 
 
-class _Again:
+class Again:
     """The same batch for ever."""
 
     def __init__(self, batch: Any) -> None:
@@ -148,7 +148,7 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
     on_cuda = torch.cuda.is_available() and trainer_args.get("accelerator", "auto") in ("auto", "gpu", "cuda")
     storages = Storages("cuda" if on_cuda else "cpu")
     follow = _Follow(storages)
-    given = {key: value for key, value in trainer_args.items() if key not in _LEFT_OUT}
+    given = {key: value for key, value in trainer_args.items() if key not in LEFT_OUT}
     arguments: dict[str, Any] = {"accelerator": "cuda" if on_cuda else "cpu", **given, **ALONE, "callbacks": [follow]}
     ranks = arguments.get("devices", 1)
     with ExitStack() as stack:
@@ -167,6 +167,6 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
         copied = fake_module(module, device)
         # what a user's hooks may write or fetch
         copied.configure_callbacks, copied.prepare_data = list, lambda: None
-        trainer.fit(copied, train_dataloaders=_Again(fake_batch(batch, device)))
+        trainer.fit(copied, train_dataloaders=Again(fake_batch(batch, device)))
     end = follow.end or len(storages.events)
     return Traced(*peak(storages.events, follow.begin, end), alive(storages.events, end))

@@ -16,6 +16,7 @@ from lightning_mp.monitor.doctor import (
     devices,
     dims,
     fp8,
+    memory,
     norms,
     optimizers,
     scales,
@@ -59,6 +60,7 @@ CHECKS: tuple[Check, ...] = (
     optimizers.schedule_counts_skips,
     optimizers.updates_vanish,
     deepspeed.contradicts_trainer,
+    memory.will_not_fit,
 )
 
 
