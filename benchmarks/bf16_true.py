@@ -112,7 +112,9 @@ def run(way: Way, rate: float, steps: int, seed: int, into: Measured) -> None:
             enable_model_summary=False,
         )
         torch.manual_seed(seed)  # what stochastic rounding draws
-        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which would take longer than the fit
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # torchao compiles its step, which would take longer than the fit
             trainer.fit(module, data)
         into.final.append(trainer.validate(module, held_out, verbose=False)[0][metric_names.VAL_LOSS])
     into.losses.append(module.losses)
@@ -134,7 +136,11 @@ def table(found: dict[tuple[float, str], Measured], rates: Sequence[float]) -> s
         for name, way in WAYS.items():
             mine = found[rate, name]
             apart = [value - other for value, other in zip(mine.final, best, strict=True)]
-            gap = "" if name == "fp32 masters" else f"{statistics.fmean(apart):+.3f} ({min(apart):+.3f} to {max(apart):+.3f})"
+            gap = (
+                ""
+                if name == "fp32 masters"
+                else f"{statistics.fmean(apart):+.3f} ({min(apart):+.3f} to {max(apart):+.3f})"
+            )
             lost = f"{statistics.fmean(map(statistics.fmean, mine.lost)):.0%}" if mine.lost[0] else ""
             lines.append(f"| {rate:g} | {way.words} | {statistics.fmean(mine.final):.3f} | {gap} | {lost} |")
     return "\n".join(lines)

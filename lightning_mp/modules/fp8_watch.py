@@ -60,7 +60,9 @@ class Watch:
         self.on = False
         forward = torch.stack([seen.forward for seen in self._seen.values()])
         none = torch.zeros_like(forward[0, 0, :1]).expand(5)
-        gradient = torch.stack([none if seen.gradient.grad is None else seen.gradient.grad for seen in self._seen.values()])
+        gradient = torch.stack(
+            [none if seen.gradient.grad is None else seen.gradient.grad for seen in self._seen.values()]
+        )
         means = gradient[:, _AMAX:_TIMES] / gradient[:, _TIMES:]  # of its micro-batches
         table = torch.cat((forward, torch.cat((gradient[:, :_AMAX], means), 1)[:, None]), 1)
         if dist.is_initialized() and dist.get_world_size() > 1:
