@@ -1,7 +1,8 @@
-"""What ``bf16-true`` loses, and what keeps it: losses and lost updates of three ways to store weights, on the demo's text.
+"""What ``bf16-true`` loses, and what keeps it: losses and lost updates of three ways to store weights.
 
-The same model, data order and seeds with weights in bf16 rounded to the nearest, in bf16 rounded stochastically
-(torchao), and in fp32 (``bf16-mixed``). Writes the table into ``docs/how-to/bf16-true.md`` and the picture beside it.
+The same model, text of the demo, data order and seeds with weights in bf16 rounded to the nearest, in bf16 rounded
+stochastically (torchao), and in fp32 (``bf16-mixed``). Writes the table into ``docs/how-to/bf16-true.md`` and the
+picture beside it.
 ``python -m benchmarks.bf16_true [--steps 300] [--seeds 2] [--rates 1e-4 1e-3]``
 """
 
@@ -128,7 +129,7 @@ def mean(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def table(found: dict[tuple[float, str], Measured], rates: Sequence[float]) -> str:
-    """A row a way and rate: the loss on held-out text, its distance from fp32 masters', and the share of updates lost."""
+    """A row a way and rate: the loss on held-out text, its distance from fp32 masters', the updates lost."""
     lines = ["| learning rate | weights | validation loss | more than fp32 masters, by seed | updates lost |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for rate in rates:

@@ -15,7 +15,7 @@ from lightning_mp.numerics.grads import local
 #: the operands of a layer's products, in the order in which they are noted
 ROLES = ("input", "weight", "gradient")
 _INPUT, _WEIGHT, _GRADIENT = range(3)
-#: what is noted of each: values flushed to zero, values that were not zero, largest magnitude, smallest scale, how often
+#: what is noted of each: values flushed to zero, values that were not 0, largest magnitude, smallest scale, how often
 _FLUSHED, _VALUES, _AMAX, _SCALE, _TIMES = range(5)
 #: of more values, evenly spaced rows of about so many are looked at
 _SAMPLE = 2**17

@@ -154,7 +154,7 @@ class RunLog:
         log(trainer, logged)
 
     def fp8(self, step: int, operands: Mapping[tuple[str, str], Operand]) -> None:
-        """Write what became of FP8's operands in a reading: at first of each, later of one in twenty, for their number."""
+        """Write what became of FP8's operands in a reading: of each at first, later of one in twenty."""
         self._fp8_readings += 1
         if self._fp8_readings > _ALL_FP8 and self._fp8_readings % _THEN_EVERY:
             return

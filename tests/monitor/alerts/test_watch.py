@@ -16,7 +16,6 @@ from lightning_mp.monitor.alerts.reading import Operand
 from lightning_mp.monitor.events import Event
 from monitor.alerts.feed import noise
 
-
 #: the loss scale jumps, and an FP8 layer's
 EVERY = (*RULE_KINDS, "scale_jump")
 
