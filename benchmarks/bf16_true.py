@@ -1,7 +1,8 @@
-"""What ``bf16-true`` loses, and what keeps it: losses and lost updates of three ways to store weights, on the demo's text.
+"""What ``bf16-true`` loses, and what keeps it: losses and lost updates of three ways to store weights.
 
-The same model, data order and seeds with weights in bf16 rounded to the nearest, in bf16 rounded stochastically
-(torchao), and in fp32 (``bf16-mixed``). Writes the table into ``docs/how-to/bf16-true.md`` and the picture beside it.
+The same model, text of the demo, data order and seeds with weights in bf16 rounded to the nearest, in bf16 rounded
+stochastically (torchao), and in fp32 (``bf16-mixed``). Writes the table into ``docs/how-to/bf16-true.md`` and the
+picture beside it.
 ``python -m benchmarks.bf16_true [--steps 300] [--seeds 2] [--rates 1e-4 1e-3]``
 """
 
@@ -112,7 +113,9 @@ def run(way: Way, rate: float, steps: int, seed: int, into: Measured) -> None:
             enable_model_summary=False,
         )
         torch.manual_seed(seed)  # what stochastic rounding draws
-        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which would take longer than the fit
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # torchao compiles its step, which would take longer than the fit
             trainer.fit(module, data)
         into.final.append(trainer.validate(module, held_out, verbose=False)[0][metric_names.VAL_LOSS])
     into.losses.append(module.losses)
@@ -126,7 +129,7 @@ def mean(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def table(found: dict[tuple[float, str], Measured], rates: Sequence[float]) -> str:
-    """A row a way and rate: the loss on held-out text, its distance from fp32 masters', and the share of updates lost."""
+    """A row a way and rate: the loss on held-out text, its distance from fp32 masters', the updates lost."""
     lines = ["| learning rate | weights | validation loss | more than fp32 masters, by seed | updates lost |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for rate in rates:
@@ -134,7 +137,11 @@ def table(found: dict[tuple[float, str], Measured], rates: Sequence[float]) -> s
         for name, way in WAYS.items():
             mine = found[rate, name]
             apart = [value - other for value, other in zip(mine.final, best, strict=True)]
-            gap = "" if name == "fp32 masters" else f"{statistics.fmean(apart):+.3f} ({min(apart):+.3f} to {max(apart):+.3f})"
+            gap = (
+                ""
+                if name == "fp32 masters"
+                else f"{statistics.fmean(apart):+.3f} ({min(apart):+.3f} to {max(apart):+.3f})"
+            )
             lost = f"{statistics.fmean(map(statistics.fmean, mine.lost)):.0%}" if mine.lost[0] else ""
             lines.append(f"| {rate:g} | {way.words} | {statistics.fmean(mine.final):.3f} | {gap} | {lost} |")
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from benchmarks.gpu import page
 
 ROOT = Path(__file__).resolve().parents[2]
 #: the parts in order of importance, and the seconds each may take: nine minutes in all
-PARTS = {"tests": 170, "sync": 50, "ladder": 90, "overhead": 100, "mfu": 120}
+PARTS = {"tests": 150, "sync": 40, "ladder": 75, "overhead": 80, "mfu": 80, "fp8": 115}
 #: what a part's log may hold in the page and the JSON
 TAIL = 1500
 _PACKAGES = ("torch", "lightning", "transformers", "peft", "omegaconf", "hydra-core", "deepspeed", "torchao")

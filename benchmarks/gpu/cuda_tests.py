@@ -13,7 +13,7 @@ from benchmarks.gpu.part import Figures
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "gpu"
 #: a step's numbers, that nothing waits, sharding, TF32, then what watches; other files come after these
-ORDER = ("steps", "waits", "sharded", "tf32", "checkpointing", "nonfinite_guard", "health", "audit", "doctor")
+ORDER = ("steps", "waits", "sharded", "tf32", "checkpointing", "nonfinite_guard", "health", "audit", "doctor", "fp8")
 #: on a CPU every test skips itself
 _QUICK = ("steps",)
 

@@ -13,9 +13,18 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 
-from benchmarks.gpu.models import GPT2_SMALL, LLAMA_1B, TINY, TINY_LLAMA, Batches, Decoder, Size
+from benchmarks.gpu.models import (
+    GPT2_SMALL,
+    LLAMA_1B,
+    LLAMA_8B_LAYERS,
+    TINY,
+    TINY_LLAMA,
+    Batches,
+    Decoder,
+    Size,
+)
 from benchmarks.gpu.part import Figures
-from lightning_mp import LossScaling, MixedPrecisionPlan
+from lightning_mp import FP8, LossScaling, MixedPrecisionPlan
 from lightning_mp.numerics.device import describe
 from lightning_mp.policy import hardware
 
@@ -221,3 +230,35 @@ def mfu(figures: Figures, *, quick: bool) -> None:
             },
         )
         del module
+
+
+def fp8(figures: Figures, *, quick: bool) -> None:
+    """Steps of layers of Llama 8B's shapes, each block compiled: bf16, and FP8 by each recipe, end to end."""
+    size, steps = (TINY_LLAMA, WARM_UP + 2) if quick else (LLAMA_8B_LAYERS, WARM_UP + 15)
+    small = {"small": "convert", "emulate": True} if quick else {}
+    plans = {"bf16": _plan("bf16-mixed")} | {
+        recipe: _plan("fp8-mixed", fp8=FP8(recipe=recipe, **small))  # pyright: ignore[reportArgumentType]
+        for recipe in ("tensorwise", "rowwise", "rowwise_gw_hp")
+    }
+    for name, plan in plans.items():
+        torch.manual_seed(0)
+        module, times = Decoder(size), BlockTime(steps)
+        layers: Any = module.model.get_submodule("model.layers")
+        for layer in layers:
+            layer.compile(backend="aot_eager" if quick else "inductor")
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        _fit(module, size, plan, steps, times)
+        assert module.last is not None
+        figures.note(
+            name,
+            {
+                "ms": times.seconds * 1e3,
+                "tokens_per_s": size.tokens / times.seconds,
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+                "loss": float(module.last),
+                "layers": sum(layer.converted for layer in plan.fp8_layers),
+            },
+        )
+        del module, layers

@@ -62,6 +62,8 @@ class Size:
 
 GPT2_SMALL = Size("GPT-2 small", 12, 768, 12, 50257, 1024, 8)
 LLAMA_1B = Size("Llama, 1.1B", 16, 2048, 32, 32000, 2048, 8, intermediate=8192, kv_heads=8)
+#: layers of Llama 3 8B's shapes; with four of them instead of 32, weights and optimizer state leave room on any 80 GiB
+LLAMA_8B_LAYERS = Size("4 layers of Llama 8B", 4, 4096, 32, 32000, 4096, 4, intermediate=14336, kv_heads=8)
 TINY = Size("tiny GPT-2", 2, 32, 2, 256, 32, 2)
 TINY_LLAMA = Size("tiny Llama", 2, 32, 2, 256, 32, 2, intermediate=64, kv_heads=1)
 

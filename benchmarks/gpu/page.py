@@ -97,6 +97,23 @@ def _mfu(figures: dict[str, Any]) -> Iterator[str]:
         yield "FLOPs a token are 6 N + 12 L h s (MosaicML's convention), recomputation not counted."
 
 
+def _fp8(figures: dict[str, Any]) -> Iterator[str]:
+    base = figures.get("bf16", {}).get("tokens_per_s")
+    rows = [
+        (
+            name,
+            row["layers"],
+            f"{row['ms']:.1f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s'] / base:.2f}x" if base else "-",
+            _number(row["peak_gib"], ".2f"),
+            f"{row['loss']:.4f}",
+        )
+        for name, row in figures.items()
+    ]
+    yield from _table(("", "layers in FP8", "step, ms", "tokens / s", "vs bf16", "peak, GiB", "last loss"), rows)
+
+
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
@@ -107,5 +124,6 @@ _TITLES = {
     "ladder": "The ladder of modes, GPT-2 small",
     "overhead": "What the plan costs, GPT-2 small",
     "mfu": "Model FLOPs utilisation, Llama of 1.1B parameters",
+    "fp8": "FP8, layers of Llama 8B's shapes, compiled",
 }
-_SECTIONS = {"tests": _tests, "sync": _sync, "ladder": _ladder, "overhead": _overhead, "mfu": _mfu}
+_SECTIONS = {"tests": _tests, "sync": _sync, "ladder": _ladder, "overhead": _overhead, "mfu": _mfu, "fp8": _fp8}

@@ -50,9 +50,10 @@ class TrainingHealth(Callback):
     - ``health/grad_norm``, and ``health/grad_norm/<group>``: 2-norm of the true gradients, before clipping.
     - ``health/param_norm``: 2-norm of the trained parameters. ``health/update_ratio``: the norm of their change in the
       step over their norm before it; of a parameter with more elements, 16 evenly spaced pieces of 1,024 are compared.
-    - ``health/lost_updates``: the share of updates that weights stored in half precision rounded away, of the same pieces;
-      ``None`` where weights are fp32, or the optimizer loses none. ``health/fp8_flushed``: the largest share of values
-      that FP8 flushed to zero, over layers and roles; each layer's numbers are in ``fp8_rows`` and ``fp8.jsonl``.
+    - ``health/lost_updates``: the share of updates that weights stored in half precision rounded away, of the same
+      pieces; ``None`` where weights are fp32, or the optimizer loses none. ``health/fp8_flushed``: the largest share of
+      values that FP8 flushed to zero, over layers and roles; each layer's numbers are in ``fp8_rows`` and
+      ``fp8.jsonl``.
     - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
     - ``health/tokens_per_s``, ``health/samples_per_s``: over all ranks, since the last reading, validation excluded.
     - ``health/mfu``: FLOPs per token or sample, counted in the first batch, times the throughput, over the device's
@@ -71,8 +72,8 @@ class TrainingHealth(Callback):
         alerts: thresholds, as :class:`~lightning_mp.monitor.alerts.AlertSettings` or a mapping of its fields; False for
             none.
         actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step),
-            ``ReduceLR(factor, steps)``, ``"stop"``, ``"fallback"`` (the FP8 layer that the event names computes in bf16 for
-            the rest of the run), or a callable(event, trainer, pl_module), called on every rank.
+            ``ReduceLR(factor, steps)``, ``"stop"``, ``"fallback"`` (the FP8 layer that the event names computes in bf16
+            for the rest of the run), or a callable(event, trainer, pl_module), called on every rank.
         groups: group name to module pattern; the gradients of each group get a norm of their own.
         tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the first
             integer tensor with two dimensions.
@@ -122,7 +123,7 @@ class TrainingHealth(Callback):
 
     @property
     def fp8_rows(self) -> list[dict[str, Any]]:
-        """Under ``"fp8-mixed"``: each layer's flushed share, amax and scale by role; after 200 readings of each 20th."""
+        """Under ``"fp8-mixed"``: each layer's flushed share, amax and scale by role; 200 readings, then each 20th."""
         return self._log.fp8_rows
 
     # ------------------------------------------------------------------ the run

@@ -34,7 +34,9 @@ def error(
     optimizer steps attempted so far.
     """
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
-    at_hand = fp8.with_role(module, nonfinite.from_gradients(module))  # of which nothing is left once the batch is run again
+    at_hand = fp8.with_role(
+        module, nonfinite.from_gradients(module)
+    )  # of which nothing is left once the batch is run again
     origin = fp8.with_role(module, nonfinite.locate(module, replay)) if replay is not None else None
     own_loss = bad_loss
     rank, (origin, bad_loss) = first_bad_rank((origin, own_loss), distributed=distributed)

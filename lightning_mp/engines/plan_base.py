@@ -58,8 +58,9 @@ class PlanBase:
 
     def _fall_back_again(self) -> None:
         """Take back the layers that fell back before a resume, or a second fit."""
-        for layer in self._fallen if self._fp8 is not None else ():
-            self._fp8.fall_back(layer)
+        if self._fp8 is not None:
+            for layer in self._fallen:
+                self._fp8.fall_back(layer)
 
     @property
     def step_skipped(self) -> bool:

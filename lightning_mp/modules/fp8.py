@@ -318,7 +318,9 @@ class Conversion:
         if module is None or not is_converted(module):
             return False
         object.__setattr__(module, "_lmp_fp8", None)
-        self.layers = [replace(one, converted=False, reason=FALLBACK) if one.name == name else one for one in self.layers]
+        self.layers = [
+            replace(one, converted=False, reason=FALLBACK) if one.name == name else one for one in self.layers
+        ]
         return True
 
     def undo(self) -> None:

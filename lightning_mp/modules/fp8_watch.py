@@ -15,7 +15,7 @@ from lightning_mp.numerics.grads import local
 #: the operands of a layer's products, in the order in which they are noted
 ROLES = ("input", "weight", "gradient")
 _INPUT, _WEIGHT, _GRADIENT = range(3)
-#: what is noted of each: values flushed to zero, values that were not zero, largest magnitude, smallest scale, how often
+#: what is noted of each: values flushed to zero, values that were not 0, largest magnitude, smallest scale, how often
 _FLUSHED, _VALUES, _AMAX, _SCALE, _TIMES = range(5)
 #: of more values, evenly spaced rows of about so many are looked at
 _SAMPLE = 2**17
@@ -60,7 +60,9 @@ class Watch:
         self.on = False
         forward = torch.stack([seen.forward for seen in self._seen.values()])
         none = torch.zeros_like(forward[0, 0, :1]).expand(5)
-        gradient = torch.stack([none if seen.gradient.grad is None else seen.gradient.grad for seen in self._seen.values()])
+        gradient = torch.stack(
+            [none if seen.gradient.grad is None else seen.gradient.grad for seen in self._seen.values()]
+        )
         means = gradient[:, _AMAX:_TIMES] / gradient[:, _TIMES:]  # of its micro-batches
         table = torch.cat((forward, torch.cat((gradient[:, :_AMAX], means), 1)[:, None]), 1)
         if dist.is_initialized() and dist.get_world_size() > 1:

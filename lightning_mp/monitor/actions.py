@@ -18,7 +18,9 @@ Call = Callable[[Event, Trainer, LightningModule], Any]
 KNOWN_EARLY: tuple[Kind, ...] = ("nonfinite_loss", "nonfinite_grad", "grad_norm_spike", "loss_divergence")
 #: the kinds that name a layer that runs in FP8
 OF_FP8: tuple[Kind, ...] = ("fp8_underflow", "scale_jump")
-_ALLOWED = "'log', 'skip', 'stop', 'reduce_lr', 'fallback', ReduceLR(factor, steps), or a callable(event, trainer, pl_module)"
+_ALLOWED = (
+    "'log', 'skip', 'stop', 'reduce_lr', 'fallback', ReduceLR(factor, steps), or a callable(event, trainer, pl_module)"
+)
 
 
 class ReduceLR:

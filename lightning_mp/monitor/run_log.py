@@ -162,13 +162,14 @@ class RunLog:
         log(trainer, logged)
 
     def fp8(self, step: int, operands: Mapping[tuple[str, str], Operand]) -> None:
-        """Write what became of FP8's operands in a reading: at first of each, later of one in twenty, for their number."""
+        """Write what became of FP8's operands in a reading: of each at first, later of one in twenty."""
         self._fp8_readings += 1
         if self._fp8_readings > _ALL_FP8 and self._fp8_readings % _THEN_EVERY:
             return
         layers: dict[str, dict[str, dict[str, float]]] = {}
-        for (layer, role), operand in operands.items():
-            layers.setdefault(layer, {})[role] = operand._asdict()
+        for (layer, role), one in operands.items():
+            numbers = {"flushed": one.flushed, "amax": one.amax, "scale": one.scale}
+            layers.setdefault(layer, {})[role] = numbers
         self.fp8_rows.append({metric_names.STEP: step, "layers": layers})
         if self._folder is not None:
             self._folder.fp8(step, layers)

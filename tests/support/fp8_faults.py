@@ -20,7 +20,7 @@ FALL_BACK = {"fp8_underflow": "fallback", "scale_jump": "fallback"}
 LAYER, AT = "blocks.0.up", 22
 
 
-class _Changed(torch.autograd.Function):
+class Changed(torch.autograd.Function):
     """Hands its input on; what comes back is changed."""
 
     @staticmethod
@@ -62,7 +62,7 @@ def weight_outlier(module: Any) -> None:
 def gradient_outlier(module: Any) -> None:
     """One entry of every gradient that comes back is far above the others."""
     layer = module.get_submodule(LAYER)
-    layer.register_forward_hook(lambda _, a, output: _Changed.apply(output, _one_large))
+    layer.register_forward_hook(lambda _, a, output: Changed.apply(output, _one_large))
 
 
 FAULTS = {

@@ -135,13 +135,11 @@ class OperandScaleJump(OperandRule):
 
 _UNDERFLOW = (
     "a few of its values are so large that the scale they need leaves nothing of the others",
-    "leave that layer in bf16: FP8(skip=...), or the action 'fallback'; under recipe='tensorwise', 'rowwise' gives each "
-    "row a scale of its own",
+    "leave that layer in bf16: FP8(skip=...), or the action 'fallback'; recipe='rowwise' has a scale for each row",
 )
 _DROP = (
-    "that operand has grown: an outlier in the batch or an activation that runs away; all other values lose precision",
-    "look at the batch and at the layers before; clip gradients or lower the learning rate, or leave that layer in "
-    "bf16: FP8(skip=...), or the action 'fallback'",
+    "that operand has grown: an outlier in the batch, or an activation that runs away; its other values lose precision",
+    "look at the batch and the layers before; clip gradients, or leave that layer in bf16: FP8(skip=...) or 'fallback'",
 )
 _RISE = (
     "that operand has collapsed: a layer before it is dead, or was reset",

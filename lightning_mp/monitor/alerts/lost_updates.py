@@ -32,7 +32,7 @@ class LostUpdates(Rule):
         return self.event(
             reading.step,
             usual,
-            "weights are stored in half precision alone, and an update below half of a weight's last bit changes nothing",
+            "weights are stored in half precision alone, where an update below half of the last bit changes nothing",
             "use the mixed mode, which keeps fp32 weights, or an optimizer that rounds stochastically: torchao's "
             "_AdamW(bf16_stochastic_round=True); a larger learning rate loses less",
             lost_updates=usual,

@@ -74,11 +74,11 @@ class AlertSettings:
     #: a change by this factor within ``jump_steps``, however many steps it took: more than 5 halvings
     jump_total: float = 64.0
     jump_steps: int = 20
-    #: an FP8 operand's scale jumps by ``jump_total`` against the median of its last ``jump_steps`` readings, if that is as
-    #: many standard deviations of its logarithm. Measured: healthy gradients' move by up to 30-fold in a reading
+    #: an FP8 operand's scale jumps by ``jump_total`` against the median of its last ``jump_steps`` readings, if that
+    #: is as many standard deviations of its logarithm. Measured: healthy gradients' move by up to 30-fold in a reading
     jump_sigmas: float = 6.0
 
-    #: share of an FP8 operand's values flushed to zero. Measured: healthy up to 0.002, one outlier of 1e4 0.4 and more ...
+    #: share of an FP8 operand's values flushed to zero. Measured: healthy up to 0.002, with an outlier of 1e4 0.4 ...
     underflow_share: float = 0.25
     #: ... in so many readings in a row
     underflow_patience: int = 10

@@ -87,7 +87,8 @@ def updates_vanish(case: Case) -> Iterator[Finding]:
             yield Finding(
                 name="updates_vanish",
                 severity="warning",
-                what=f"{name}(lr={rates[half]:g}) cannot move {lost / every:.0%} of the weights, stored in {half} alone",
+                what=f"{name}(lr={rates[half]:g}) cannot move {lost / every:.0%} of the weights, "
+                f"stored in {half} alone",
                 why="an update of the learning rate's size is below half of the last bit of these weights, and is "
                 "rounded away; Adam's updates are of that size at most",
                 fix=f"use '{mixed}', which keeps fp32 weights, or an optimizer that rounds stochastically, such as "

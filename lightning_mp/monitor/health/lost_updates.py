@@ -1,4 +1,4 @@
-"""Updates that half-precision weights round away: how many of the weights that a step was to move stayed as they were."""
+"""Updates that half-precision weights round away: how many weights that a step was to move stayed as they were."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ LOST, MOVED = "lost", "moved"
 class LostUpdates:
     """Of one step: the half-precision weights with a gradient, as they were before it, and which of them stayed.
 
-    A weight whose gradient is 0, or its learning rate, has no update to lose and is not counted. Of a parameter with more elements, the pieces
-    are looked at that the update ratio takes. ZeRO's gradients are not where its weights are: nothing is counted there.
+    A weight whose gradient is 0, or its learning rate, has no update to lose and is not counted. Of a parameter with
+    many elements the pieces are looked at that the update ratio takes. Under ZeRO, whose gradients are not where its
+    weights are, nothing is counted.
     """
 
     def __init__(self, layout: Layout) -> None:

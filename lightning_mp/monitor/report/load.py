@@ -165,7 +165,9 @@ def _chart_operands(run: Run) -> None:
 
     def worth(place: tuple[str, str]) -> tuple[float, float]:
         lost = run.fp8[(*place, "flushed")].finite if (*place, "flushed") in run.fp8 else []
-        scales = [value for value in run.fp8[(*place, "scale")].finite if value > 0] if (*place, "scale") in run.fp8 else []
+        scales = (
+            [value for value in run.fp8[(*place, "scale")].finite if value > 0] if (*place, "scale") in run.fp8 else []
+        )
         return max(lost, default=0.0), math.log(max(scales) / min(scales)) if scales else 0.0
 
     places = sorted(dict.fromkeys((layer, role) for layer, role, _ in run.fp8), key=worth, reverse=True)

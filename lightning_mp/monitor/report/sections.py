@@ -133,7 +133,7 @@ def _fp8(runs: Sequence[Run]) -> Html:
 
 
 def _fp8_of(run: Run) -> Html:
-    """A row a layer: whether it runs in FP8, and of each operand the most that was flushed, and its last amax and scale."""
+    """A row a layer: whether it runs in FP8, and of each operand the most that was flushed, its last amax and scale."""
     layers: list[Any] = run.about["fp8_layers"] if isinstance(run.about.get("fp8_layers"), list) else []
     listed = [_dict(layer) for layer in layers]
     rest = dict.fromkeys(name for name, _, _ in run.fp8 if name not in [layer.get("name") for layer in listed])

@@ -12,8 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mp.monitor.alerts import RULE_KINDS, Alerts, Reading
+from lightning_mp.monitor.alerts.reading import Operand
 from lightning_mp.monitor.events import Event
 from monitor.alerts.feed import noise
+
+#: the loss scale jumps, and an FP8 layer's
+EVERY = (*RULE_KINDS, "scale_jump")
 
 
 def troubled(seed: int = 0) -> list[Reading]:
@@ -29,6 +33,12 @@ def troubled(seed: int = 0) -> list[Reading]:
                 grad_norm=norm * (1000 if step == 280 else 1),
                 param_norm=50.0,
                 update_ratio=0.0,
+                lost_updates=0.9,
+                fp8={
+                    ("layer", "input"): Operand(
+                        0.5 if late else 0.0, 2.0**10 if stuck else 1.0, 0.4 if stuck else 448.0
+                    )
+                },
                 loss_scale=1.0 if stuck else 2.0**16,
                 skipped=stuck,
                 skips_in_a_row=max(0, step - 649),
@@ -47,14 +57,15 @@ def run(alerts: Alerts, readings: list[Reading]) -> list[Event]:
 
 def test_every_rule_speaks_once_and_says_what_why_and_what_to_do() -> None:
     events = run(Alerts(), troubled())
-    assert sorted(event.kind for event in events) == sorted(RULE_KINDS)
+    assert sorted(event.kind for event in events) == sorted(EVERY)
     for event in events:
         assert event.is_alert
         assert event.cause
         assert event.advice
         assert event.evidence
         assert event.value is not None
-        assert (event.rank, event.module, event.action) == (None, None, "log")
+        of_fp8 = "role" in event.evidence
+        assert (event.rank, event.module, event.action) == (None, "layer" if of_fp8 else None, "log")
 
 
 def test_stationary_noise_is_no_alert() -> None:
@@ -116,7 +127,7 @@ def test_a_copy_goes_on_by_itself(copied: Any) -> None:
     other = copied(alerts)
     rest = run(alerts, readings[400:])
     assert run(other, readings[400:]) == rest
-    assert len(events + rest) == len(RULE_KINDS)
+    assert len(events + rest) == len(EVERY)
 
 
 def test_a_state_of_other_settings_is_taken_as_far_as_it_goes() -> None:

@@ -14,9 +14,11 @@ from lightning_mp import MixedPrecisionPlan, PlanError
 from lightning_mp.callbacks import TrainingHealth
 from lightning_mp.modules.fp8_watch import Watch
 from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.health import throughput
+from lightning_mp.policy import hardware
 from support import fp8
 from support.counting import Counts
-from support.fp8_faults import AT, FALL_BACK, FAULTS, LAYER, Across, input_jump, watched
+from support.fp8_faults import AT, FALL_BACK, FAULTS, LAYER, Across, Changed, input_jump, watched
 from support.models import Regression
 from support.ranks import Ranks
 from support.running import fit
@@ -71,6 +73,21 @@ def test_it_is_what_torchao_makes_of_the_operands(recipe: str) -> None:
     assert found["it", "input"][0] > 0.1
 
 
+def test_mfu_counts_fp8_products_at_fp8s_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this were an H100: the time that each kind of product takes at its own peak, over the time it took."""
+    h100 = hardware.Device("cuda", "NVIDIA H100 80GB HBM3", (9, 0))
+    monkeypatch.setattr(throughput, "describe", lambda _: h100)
+    health, _, _ = watched(tmp_path, steps=2, rule={"emulate": False}, data=fp8.texts(rows=8, length=8))
+    in_fp8, rest = 4 * 6 * fp8.WIDTH * 2 * fp8.WIDTH, 6 * fp8.WIDTH * fp8.VOCABULARY  # a token, forward and backward
+    bf16, faster = (hardware.peak(h100, dtype) for dtype in ("bf16", "fp8"))
+    assert bf16 is not None
+    assert faster is not None
+    assert faster.flops_per_s > bf16.flops_per_s
+    ideal = in_fp8 / faster.flops_per_s + rest / bf16.flops_per_s
+    for row in health.rows:
+        assert row[metric_names.MFU] == pytest.approx(ideal * row[metric_names.TOKENS_PER_S])
+
+
 def test_zeros_are_not_flushed_and_nothing_is_no_reading() -> None:
     watch, layer = Watch("rowwise"), nn.Linear(16, 16)
     layer.weight.data.zero_()
@@ -87,8 +104,10 @@ def test_watching_changes_no_bit_and_sees_every_layer_and_role(recipe: str, tmp_
     assert fp8.same(module, unwatched)
     converted = [layer.name for layer in plugin.fp8_layers if layer.converted]
     for row in health.fp8_rows:
-        assert {name: list(roles) for name, roles in row["layers"].items()} == dict.fromkeys(converted, list(ROLES))
-    lost = [max(one["flushed"] for roles in row["layers"].values() for one in roles.values()) for row in health.fp8_rows]
+        assert {name: list(roles) for name, roles in row["layers"].items()} == {name: list(ROLES) for name in converted}
+    lost = [
+        max(one["flushed"] for roles in row["layers"].values() for one in roles.values()) for row in health.fp8_rows
+    ]
     assert [row[metric_names.FP8_FLUSHED] for row in health.rows] == lost
     written = [json.loads(line) for line in (tmp_path / "run" / "fp8.jsonl").read_text().splitlines()]
     assert written == health.fp8_rows
@@ -186,6 +205,7 @@ def test_a_layer_falls_back_for_the_rest_of_the_run_and_a_resume_keeps_it(tmp_pa
 
 def test_the_rest_of_the_run_is_one_in_which_the_layer_was_left(tmp_path: Path) -> None:
     """From the step after it the layer computes as one that was skipped."""
+
     class Looks(fp8.Language):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2:
@@ -207,9 +227,12 @@ def test_the_rest_of_the_run_is_one_in_which_the_layer_was_left(tmp_path: Path) 
     ],
 )
 def test_without_fp8_nothing_can_fall_back(kind: str, plan: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=says):
+    def run() -> None:
         mine = TrainingHealth(tmp_path / "run", actions={kind: "fallback"}, report=False)
         fit(Regression(), plugins=[MixedPrecisionPlan(plan)], callbacks=[mine], max_steps=1)
+
+    with pytest.raises(PlanError, match=says):
+        run()
 
 
 # ------------------------------------------------------------------ more than one process
@@ -240,8 +263,6 @@ def _inf(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_bad_step_names_layer_and_operand(role: str, tmp_path: Path) -> None:
-    from support.fp8_faults import _Changed
-
     def plant(module: Any) -> None:
         layer = module.get_submodule(LAYER)
         if role == "weight":
@@ -249,7 +270,7 @@ def test_a_bad_step_names_layer_and_operand(role: str, tmp_path: Path) -> None:
         elif role == "input":
             layer.register_forward_pre_hook(lambda _, a: (_inf(a[0]),))
         else:
-            layer.register_forward_hook(lambda _, a, output: _Changed.apply(output, _inf))
+            layer.register_forward_hook(lambda _, a, output: Changed.apply(output, _inf))
 
     health, _, _ = watched(tmp_path, steps=2, plant=plant)
     event = health.events[0]

@@ -27,8 +27,8 @@ STEPS = 3
 class Counts(Regression):
     """Counts by hand: whole weights before and after each step, of which the gradient is not 0."""
 
-    def __init__(self, make: Any = partial(AdamW, lr=1e-4, eps=1e-4), schedule: Any = None) -> None:
-        super().__init__(make, schedule)
+    def __init__(self, make: Any = None) -> None:
+        super().__init__(make or partial(AdamW, lr=1e-4, eps=1e-4))
         self.shares: list[float | None] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -70,7 +70,6 @@ class Rounds(AdamW):
 class Unlogged:
     mode: str
     make: Any
-    schedule: Any = None
 
 
 UNLOGGED = {
