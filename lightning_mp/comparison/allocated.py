@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -18,7 +19,7 @@ def peak_on_cpu(run: Callable[[], object]) -> int:
     gc.collect()  # what is freed within would be counted as a fall
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    events = profiler.profiler.kineto_results.events()
+    events: list[Any] = cast("Any", profiler.profiler).kineto_results.events()
     given = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
     return max(itertools.accumulate((size for _, size in sorted(given)), initial=0))
 

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -239,7 +239,8 @@ class Runs:
         assert isinstance(plan, _Noting)
         plan.batches = []
         watch = _Watch(seed, steps)
-        trainer = Trainer(**{**self.arguments(plan), "max_steps": steps, "callbacks": self._callbacks(watch)})
+        arguments = {**self.arguments(plan), "max_steps": steps, "callbacks": self._callbacks(watch)}
+        trainer = Trainer(**cast("dict[str, Any]", arguments))
         self.device, self.is_global_zero = trainer.strategy.root_device, trainer.is_global_zero
         trainer.fit(module, **data)
         return trainer, plan, watch
@@ -280,7 +281,7 @@ def _checksum(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         if not is_lazy(tensor) and not tensor.is_meta and tensor.layout is torch.strided and tensor.numel():
             plain = tensor.detach().cpu().contiguous().reshape(-1)
-            value = zlib.crc32(plain.view(torch.uint8).numpy(), value)
+            value = zlib.crc32(cast("Any", plain.view(torch.uint8).numpy()), value)
     return value
 
 

@@ -30,32 +30,33 @@ class Mode:
 
 
 def _fp32() -> MixedPrecisionPlan:
-    from lightning_mp import MixedPrecisionPlan
+    from lightning_mp.precision import MixedPrecisionPlan
 
     return MixedPrecisionPlan("32-true")
 
 
 def _tf32() -> MixedPrecisionPlan:
-    from lightning_mp import MixedPrecisionPlan
+    from lightning_mp.precision import MixedPrecisionPlan
 
     return MixedPrecisionPlan("32-true", tf32="high")
 
 
 def _fp16() -> MixedPrecisionPlan:
-    from lightning_mp import LossScaling, MixedPrecisionPlan
+    from lightning_mp.policy import LossScaling
+    from lightning_mp.precision import MixedPrecisionPlan
 
     scaling = LossScaling(init_scale=FP16_INIT_SCALE, growth_interval=FP16_GROWTH_INTERVAL)
     return MixedPrecisionPlan("16-mixed", loss_scaling=scaling)
 
 
 def _bf16() -> MixedPrecisionPlan:
-    from lightning_mp import MixedPrecisionPlan
+    from lightning_mp.precision import MixedPrecisionPlan
 
     return MixedPrecisionPlan("bf16-mixed")
 
 
 def _bf16_ckpt() -> MixedPrecisionPlan:
-    from lightning_mp import MixedPrecisionPlan
+    from lightning_mp.precision import MixedPrecisionPlan
 
     return MixedPrecisionPlan("bf16-mixed", checkpointing="*.h.*")
 
