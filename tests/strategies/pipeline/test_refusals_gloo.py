@@ -91,6 +91,12 @@ class Sharded(Staged):
             fully_shard(self.head)
 
 
+class Unmade(Staged):
+    def build(self) -> None:
+        with torch.device("meta"):
+            super().build()
+
+
 class NotAPair(Staged):
     def pipeline_batch(self, batch: Any) -> Any:
         return batch[0]
@@ -121,6 +127,7 @@ PARTS: dict[str, tuple[type[Staged], str]] = {
     "copies": (Copies, "which is not the module's own"),
     "leaves out": (LeavesOut, "'head.weight', which is in none of the 2 stages"),
     "sharded": (Sharded, "sharded or wrapped already"),
+    "unmade": (Unmade, "'blocks.0.norm.weight' on the meta device"),
     "not a pair": (NotAPair, "pipeline_batch, which returned Tensor"),
 }
 LOADERS: dict[str, tuple[type[Staged], Callable[[], Any], str]] = {
