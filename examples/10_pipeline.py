@@ -41,10 +41,10 @@ class Llama(LightningModule):
 
 def fit(rows: int, batches: int, **where: object) -> tuple[Llama, Trainer]:
     seed_everything(0)
-    windows, model = torch.tensor(list(Path(argparse.__file__).read_bytes())).unfold(0, 64, 64), Llama()
+    windows, model = torch.tensor(list(Path(argparse.__file__).read_bytes())).unfold(0, 64, 64)[:640], Llama()
     where |= {"accelerator": "cuda" if torch.cuda.device_count() > 1 else "cpu", "enable_checkpointing": False}
     trainer = Trainer(max_steps=40, accumulate_grad_batches=batches, logger=False, log_every_n_steps=1, **where)
-    trainer.fit(model, DataLoader(windows[:640], rows))
+    trainer.fit(model, DataLoader(windows, rows))
     return model, trainer
 
 
@@ -53,10 +53,8 @@ if __name__ == "__main__":
     model, trainer = fit(16, 1, strategy=make_strategy("pipeline", plan, stages=2, microbatches=4), devices=2)
     held = [name for name, parameter in model.named_parameters() if parameter.untyped_storage().size() > 4]
     print(f"rank {model.global_rank} holds {held[0]} to {held[-1]}", flush=True)
-    weights = trainer.strategy.lightning_module_state_dict()  # complete on rank 0
-    if model.global_rank == 0:
-        whole = fit(4, 4, plugins=[MixedPrecisionPlan("16-mixed", pins={"*norm*": "fp32"})], devices=1)[0].state_dict()
+    weights, loss = trainer.strategy.lightning_module_state_dict(), float(trainer.callback_metrics["train_loss"])
+    if model.global_rank == 0:  # where the weights of all stages are now
+        whole = fit(4, 4, plugins=[MixedPrecisionPlan.from_policy(plan.policy)], devices=1)[0].state_dict()
         apart = max(float((weights[name] - whole[name].cpu()).abs().max()) for name in whole)
-        print(
-            f"loss after 40 steps: {trainer.callback_metrics['train_loss']:.4f}; weights {apart:.1e} apart from one's"
-        )
+        print(f"loss after 40 steps: {loss:.4f}; weights {apart:.1e} apart from one's")

@@ -72,6 +72,20 @@ def fault_on_dtensors(optimizer: Optimizer) -> str | None:
     return _tried(optimizer, lambda whole: [distribute_tensor(whole, mesh, placements)])
 
 
+def fault_on_a_part(optimizer: Optimizer) -> str | None:
+    """Why it cannot step some of its parameters without the others; ``None`` where it can, or cannot be tried."""
+    if type(optimizer) in _ELEMENTWISE:
+        return None
+    start, *slopes = _numbers(optimizer)
+    try:
+        *_, alone = _stepped(optimizer, start, slopes, closure=False)
+        *_, beside = _stepped(optimizer, start, slopes, closure=False, beside=True)
+    except Exception:  # it needs more than a gradient: nothing can be said
+        return None
+    within = _WITHIN * (alone[0] - start).abs().max()
+    return None if (beside[0] - alone[0]).abs().max() <= within else "whose step of one parameter depends on the others"
+
+
 def steps_alone(optimizer: Optimizer) -> bool:
     """Whether it steps without a closure, and without an optimizer inside of it that holds the weights."""
     if any(isinstance(inner, Optimizer) for inner in vars(optimizer).values()):
@@ -146,17 +160,28 @@ def _device(optimizer: Optimizer) -> torch.device:
 
 
 def _stepped(
-    optimizer: Optimizer, start: Tensor, slopes: Sequence[Tensor], closure: bool, made: dict[int, Any] | None = None
+    optimizer: Optimizer,
+    start: Tensor,
+    slopes: Sequence[Tensor],
+    closure: bool,
+    made: dict[int, Any] | None = None,
+    *,
+    beside: bool = False,
 ) -> list[list[Tensor]]:
-    """Where a copy's parameters were, one a group, whenever it asked for gradients and after a step for each slope."""
+    """Where a copy's parameters were, one a group, whenever it asked for gradients and after a step for each slope.
+
+    ``beside``: a further one in the first group has far larger gradients.
+    """
     alike = _copy(optimizer, start, {} if made is None else made)
+    other = [nn.Parameter(start.clone())] if beside else []
+    alike.param_groups[0]["params"].extend(other)
     parameters = parameters_of(alike)
     points: list[list[Tensor]] = []
 
     def ask(slope: Tensor) -> Tensor:
         points.append([parameter.detach().clone() for parameter in parameters])
         for parameter in parameters:
-            parameter.grad = slope.clone()
+            parameter.grad = slope.clone() * (1e3 if any(parameter is one for one in other) else 1)
         return start.new_zeros(())
 
     with torch.random.fork_rng([start.device] if start.is_cuda else []), torch.compiler.set_stance("force_eager"):

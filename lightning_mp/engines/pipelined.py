@@ -37,6 +37,8 @@ class PipelineEngine(StepEngine):
             name = type(optimizer).__name__
             if self.steps_with_closure(optimizer):
                 faults.extend([_evaluates(optimizer)])
+            elif (why := elementwise.fault_on_a_part(optimizer)) is not None:
+                faults.add(f"{name} on a stage's parameters alone, {why}", *elementwise.INSTEAD)
             elif (why := elementwise.fault_on_dtensors(optimizer)) is not None:
                 faults.add(f"{name} on sharded parameters, {why}", *elementwise.INSTEAD)
 

@@ -71,8 +71,12 @@ def _blocks(shape: ModelShape, module: Any) -> str:
 
 def _strategy(layout: Layout) -> list[str]:
     if layout.pipeline > 1:
-        lines = ["strategy:", f"  stages: {layout.pipeline}", f"  microbatches: {layout.accumulate}"]
-        lines.append("  schedule: 1f1b")
+        lines = [
+            "strategy:",
+            f"  stages: {layout.pipeline}",
+            f"  microbatches: {layout.accumulate}",
+            "  schedule: 1f1b",
+        ]
         return [*lines, f"  data_parallel_size: {layout.data}", *(["  shard: true"] if layout.data > 1 else [])]
     return ["strategy:", f"  tensor_parallel: {layout.tensor}"] if layout.tensor > 1 else []
 

@@ -200,12 +200,13 @@ class Fit:
         return self._result(plan, module, loader, data(2, ROWS), devices, self.accumulate)
 
     def alone(self) -> dict[str, Any]:
-        """On one process."""
-        pieces, plan = self.microbatches * self.replicas, self.plan_of()
+        """On one process. A replica divides by fewer pieces before it scales: the scale here is as much larger."""
+        pieces, plan = self.microbatches * self.replicas, replace(self, scale=self.scale * self.replicas).plan_of()
         module = MODULES[self.module](dict(self.bad), pieces)
         loader = data(self.steps, ROWS // self.microbatches, self.replicas)
         alone = replace(self, load=self.load and f"{self.load}.alone", save=self.save and f"{self.save}.alone")
-        return alone._result(plan, module, loader, data(2, ROWS), {}, self.accumulate * pieces)
+        found = alone._result(plan, module, loader, data(2, ROWS), {}, self.accumulate * pieces)
+        return {**found, "scale": None if found["scale"] is None else found["scale"] / self.replicas}
 
     def _result(
         self, plan: MixedPrecisionPlan, module: Staged, loader: Any, held_out: Any, extra: Any, accumulate: int

@@ -97,8 +97,8 @@ class Batches:
             _refuse(
                 "other batches on one stage than on another",
                 "the same batch on every stage of a replica",
-                "leave use_distributed_sampler=True, give your sampler num_replicas and rank of "
-                "trainer.strategy.distributed_sampler_kwargs, or seed_everything() and draw alike on every rank",
+                "call seed_everything() before data is made, and give a sampler of your own num_replicas and rank of "
+                "trainer.strategy.distributed_sampler_kwargs",
             )
 
     def loss(self, output: Any, target: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning_mp.compat.lightning import (
     LightningModule,
     Trainer,
+    TrainerFn,
     is_compiled,
     is_overridden,
     layer_sync_of,
@@ -32,8 +33,6 @@ PREDICTS = Fault(
     "load the checkpoint into the plain module and predict with strategy='mp_ddp' or 'mp_fsdp2'",
 )
 _MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-#: methods of a module that a run in stages does not call, and that Lightning asks for
-_TRAINS, _VALIDATES = "training_step", "validation_step"
 
 
 def arguments(
@@ -150,14 +149,21 @@ def _never(*args: Any, **kwargs: Any) -> None:
 def stand_in(model: LightningModule) -> None:
     """Lightning asks for the steps that are not called here; a module without them gets some for the run."""
     trainer = trainer_of(model)
-    wanted = [_TRAINS, *([_VALIDATES] if trainer is not None and validates(trainer) else [])]
-    for name in wanted if callable(getattr(model, "pipeline_loss", None)) else ():
-        if not is_overridden(name, model):
+    if trainer is None or not callable(getattr(model, "pipeline_loss", None)):
+        return
+    stage = trainer.state.fn
+    wanted = {
+        "training_step": stage == TrainerFn.FITTING,
+        "validation_step": stage == TrainerFn.VALIDATING or (stage == TrainerFn.FITTING and validates(trainer)),
+        "test_step": stage == TrainerFn.TESTING,
+    }
+    for name, needed in wanted.items():
+        if needed and not is_overridden(name, model):
             model.__dict__[name] = _never
 
 
 def stand_down(model: LightningModule | None) -> None:
     """Take them away again."""
-    for name in (_TRAINS, _VALIDATES):
-        if model is not None and model.__dict__.get(name) is _never:
-            del model.__dict__[name]
+    kept = {} if model is None else model.__dict__
+    for name in [name for name, value in kept.items() if value is _never]:
+        del kept[name]

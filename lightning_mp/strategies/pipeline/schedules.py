@@ -14,6 +14,7 @@ from torch.distributed import pipelining
 from lightning_mp.compat.torch_pipelining import WatchedStage
 from lightning_mp.errors import Faults
 from lightning_mp.strategies.pipeline.parts import Part, leaves
+from lightning_mp.strategies.pipeline.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Pipeline:
         self.layout, self._parts, self._group, self._device = layout, parts, group, device
         self._loss, self._scaled = loss, _as_it_is
         self._shapes_only = False
+        self.trace = Trace(group, device)
         self._targets: Sequence[Any] = ()
         self._losses: list[Tensor] = []
         self._made: dict[Any, Any] = {}
@@ -131,7 +133,7 @@ class Pipeline:
 
     def _stage(self, index: int, part: Part) -> WatchedStage:
         stage = WatchedStage(part, index, self.layout.count, self._device, group=self._group)
-        stage.shapes_only = self._see_shapes
+        stage.shapes_only, stage.work = self._see_shapes, self.trace.work
         return stage
 
     def _see_shapes(self, begins: bool) -> None:

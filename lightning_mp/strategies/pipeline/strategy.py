@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -45,6 +46,7 @@ from lightning_mp.strategies.pipeline.gradients import Kept, Replicas
 from lightning_mp.strategies.pipeline.parts import Cut, Part
 from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout, Pipeline
 from lightning_mp.strategies.pipeline.sharded_parts import shard_part
+from lightning_mp.strategies.pipeline.trace import STEP, write
 from lightning_mp.strategies.sharding import broadcast_from_first, share_buffers
 
 
@@ -62,6 +64,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         data_parallel_size: pipelines with data of their own; by default what ``stages`` leaves of the processes.
         shard: shard each stage over its replicas with FSDP2, instead of keeping whole ones.
         virtual_stages: stages on a rank, under the interleaved schedules.
+        trace: a folder for ``pipeline.json`` and ``pipeline.svg``, the schedule of the second step as it ran.
         process_group_backend: as in Lightning.
         timeout: as in Lightning.
 
@@ -81,6 +84,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         data_parallel_size: int | str = "auto",
         shard: bool = False,
         virtual_stages: int = 2,
+        trace: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -90,6 +94,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         checks.arguments(stages, schedule, microbatches, data_parallel_size, virtual_stages)
         self._stages, self._schedule, self._microbatches = stages, schedule, microbatches
         self._replicas, self._shard, self._virtual = data_parallel_size, shard, virtual_stages
+        self._trace, self._traced = trace, False
         self._layout: Layout | None = None
         self._cut: Cut | None = None
         #: the module that was cut, and its stages on this rank by index
@@ -264,12 +269,20 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         pieces = self.layout.microbatches * trainer.accumulate_grad_batches
         with plan.engine.training_step(), self._batches.nothing_logged():
             self._kept.begin(afresh=afresh)
-            loss = self._pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
+            with self._watched(trainer.global_step, self._pipeline):
+                loss = self._pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
             if self._averaged is not None and not accumulates(trainer):
                 self._averaged.average()
             self._kept.take(afresh=afresh)
         module.log("train_loss", loss, batch_size=len(inputs[0]))
         return self._kept.loss(loss)
+
+    def _watched(self, step: int, pipeline: Pipeline) -> AbstractContextManager[None]:
+        """Around the step whose schedule is written down, where that is asked for."""
+        if self._trace is None or self._traced or step < STEP:
+            return nullcontext()
+        self._traced = True
+        return pipeline.trace.watched()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the schedule's forward on a batch; ``val_loss`` is logged on every rank."""
@@ -314,6 +327,11 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
 
     def on_train_end(self) -> None:
         self._share_buffers()
+        if self._trace is not None and self._traced:
+            assert self._pipeline is not None
+            works = self._pipeline.trace.gathered()
+            if self.global_rank == 0:
+                write(works, self._trace)
 
     def teardown(self) -> None:
         """As the host does; the stages stay where they are."""

@@ -39,6 +39,25 @@ class Closure(Staged):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Normed(torch.optim.Optimizer):
+    """Steps of one length over all parameters together."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        length = torch.stack([p.grad.norm() for p in own]).norm()
+        for parameter in own:
+            parameter.sub_(parameter.grad / length, alpha=1e-2)
+
+
+class Coupled(Staged):
+    def configure_optimizers(self) -> Any:
+        return Normed(self.parameters())
+
+
 class NoLoss(Staged):
     pipeline_loss = None
 
@@ -72,6 +91,12 @@ class Sharded(Staged):
             fully_shard(self.head)
 
 
+class Unmade(Staged):
+    def build(self) -> None:
+        with torch.device("meta"):
+            super().build()
+
+
 class NotAPair(Staged):
     def pipeline_batch(self, batch: Any) -> Any:
         return batch[0]
@@ -95,12 +120,14 @@ PARTS: dict[str, tuple[type[Staged], str]] = {
     "tied": (Tied, "as tied embeddings are"),
     "manual": (Manual, "manual optimization under pipeline parallelism"),
     "closure": (Closure, "LBFGS under pipeline parallelism, which evaluates its closure again"),
+    "coupled": (Coupled, "Normed on a stage's parameters alone, whose step of one parameter depends on the others"),
     "no loss": (NoLoss, "NoLoss without pipeline_loss"),
     "no stages": (NoStage, "NoStage without pipeline_stage(index, count)"),
     "logs": (Logs, "self.log in pipeline_loss"),
     "copies": (Copies, "which is not the module's own"),
     "leaves out": (LeavesOut, "'head.weight', which is in none of the 2 stages"),
     "sharded": (Sharded, "sharded or wrapped already"),
+    "unmade": (Unmade, "'blocks.0.norm.weight' on the meta device"),
     "not a pair": (NotAPair, "pipeline_batch, which returned Tensor"),
 }
 LOADERS: dict[str, tuple[type[Staged], Callable[[], Any], str]] = {
