@@ -299,7 +299,7 @@ class TrainingHealth(Callback):
 def _check_fallback(trainer: Trainer, actions: Mapping[Kind, Action]) -> None:
     """Refuse to fall back where nothing runs in FP8."""
     plugin = trainer.precision_plugin
-    if "fallback" in actions.values() and (not isinstance(plugin, PlanBase) or plugin.fp8 is None):
+    if "fallback" in actions.values() and (not isinstance(plugin, PlanBase) or plugin.policy.fp8 is None):
         with Faults(_NAME) as faults:
             faults.add(
                 f"an action 'fallback' under precision={str(trainer.precision)!r}, of which no layer runs in FP8",

@@ -41,11 +41,6 @@ class PlanBase:
         """Under ``"fp8-mixed"``, once a run began: every Linear and Conv1D, converted or left with the reason."""
         return [] if self._fp8 is None else list(self._fp8.layers)
 
-    @property
-    def fp8(self) -> Conversion | None:
-        """What the run converted, under ``"fp8-mixed"``."""
-        return self._fp8
-
     def fall_back(self, layer: str) -> bool:
         """Have a converted layer compute in bf16 for the rest of the run, and where it resumes; every rank calls it.
 

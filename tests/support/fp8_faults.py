@@ -109,7 +109,8 @@ class Across:
         health = TrainingHealth(self.folder / "run", actions=FALL_BACK, report=False)
         module = fp8.Plain()
         input_jump(module)
-        options: dict[str, Any] = {"timeout": WAIT["timeout"], "process_group_backend": "gloo", **self.options}
+        own = {} if "deepspeed" in self.strategy else {"process_group_backend": "gloo"}
+        options: dict[str, Any] = {"timeout": WAIT["timeout"], **own, **self.options}
         steps = AT + 4
         fp8.run(
             module,

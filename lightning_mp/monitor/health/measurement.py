@@ -46,7 +46,8 @@ class StepMeasurement:
         #: ranks that share one batch (tensor parallel) count it once
         self._share = sampler.get("num_replicas", self._world) / self._world
         plugin = trainer.precision_plugin
-        self._fp8 = plugin.fp8 if isinstance(plugin, PlanBase) else None
+        engine = plugin.engine if isinstance(plugin, PlanBase) else None
+        self._fp8 = None if engine is None else engine.fp8
         #: of the last reading: what became of FP8's operands
         self.operands: dict[tuple[str, str], Operand] = {}
         self.begin()

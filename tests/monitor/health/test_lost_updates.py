@@ -124,6 +124,7 @@ class Across:
         return shares(module, self.folder, plugins=[plan], **on(strategy)), module.shares
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_on_two_processes(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     (first, counted), (second, _) = ranks.run(Across(strategy, tmp_path))
