@@ -98,7 +98,7 @@ def page(found: dict[str, Any]) -> str:
         "",
         f"Measured on {_machine(machine)}, torch {versions['torch']}, torchao {versions['torchao']}, Lightning "
         f"{versions['lightning']}, by `python -m benchmarks.fp8_losses`."
-        + (EMULATED if machine["type"] == "cpu" else ""),
+        + (EMULATED.replace("\n", " ") if machine["type"] == "cpu" else ""),
         "",
         END,
     ]
@@ -130,17 +130,19 @@ def draw(found: dict[str, Any], path: Path) -> None:
             axes[0].plot(steps, [_mean(losses, step, last) for step in steps], color="#444444", linewidth=0.7)
         axes[0].set_title(f"{found['plans'][0]['name']}, every seed", loc="left", fontsize=10)
         axes[0].set_ylabel("nats per token")
+        highest = 0.0
         for axis, (name, losses) in zip(axes[1:], curves.items(), strict=True):
             pairs = list(zip(base, losses, strict=True))
             at = [[_mean(b, step, last) - _mean(a, step, last) for a, b in pairs] for step in steps]
             ends = [interval_of(values) or (0.0, 0.0) for values in at]
             axis.axhline(0, color="#444444", linewidth=1)
-            axis.axhspan(-found["margin"], found["margin"], color="#eeeeee")
             lows, highs = zip(*ends, strict=True)
             axis.fill_between(steps, lows, highs, color=_COLORS[name], alpha=0.3)
             axis.plot(steps, [statistics.fmean(values) for values in at], color=_COLORS[name], linewidth=1.6)
             axis.set_title(f"{name} minus bf16", loc="left", fontsize=10)
-            axis.set_ylim(-1.6 * found["margin"], 1.6 * found["margin"])
+            highest = max(highest, *map(abs, (*lows, *highs)))
+        for axis in axes[1:]:
+            axis.set_ylim(-1.1 * highest, 1.1 * highest)
         for axis in axes:
             axis.set_xlabel("step")
             axis.spines[["top", "right"]].set_visible(False)

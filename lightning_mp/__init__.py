@@ -77,7 +77,16 @@ __all__ = [
 ]
 
 #: those that are made of Lightning's classes, or ask for them
-_OF_LIGHTNING = ("AuditReport", "MixedPrecisionPlan", "audit", "compare", "doctor", "make_strategy", "trainer_kwargs")
+_OF_LIGHTNING = (
+    "AuditReport",
+    "Comparison",
+    "MixedPrecisionPlan",
+    "audit",
+    "compare",
+    "doctor",
+    "make_strategy",
+    "trainer_kwargs",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -26,8 +26,8 @@ def peak_on_cpu(run: Callable[[], object]) -> int:
 
 def reset_peak(device: torch.device) -> None:
     """Count a CUDA device's peak from here; the CPU's is taken by :func:`peak_on_cpu`."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 

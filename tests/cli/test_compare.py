@@ -46,11 +46,27 @@ def test_every_fault_before_a_model_is_built(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     built = Net.built
     result = _compare(
-        _config(tmp_path), "--plans", "bf17-mixed,no.yaml", "--seeds", "0", "--steps", "0", "model.wdth=3"
+        _config(tmp_path),
+        "--plans",
+        "bf17-mixed,no.yaml",
+        "--seeds",
+        "0",
+        "--steps",
+        "0",
+        "ckpt_path=x",
+        "model.wdth=3",
     )
     assert result.exit_code == 2
     assert Net.built == built
-    for text in ("5 faults", "'bf17-mixed'", "'no.yaml', which is no file", "seeds=0", "steps=0", "no key 'wdth'"):
+    for text in (
+        "6 faults",
+        "'bf17-mixed'",
+        "'no.yaml', which is no file",
+        "seeds=0",
+        "steps=0",
+        "ckpt_path=x",
+        "no key 'wdth'",
+    ):
         assert text in result.stderr
     assert not Path("runs").exists()
 

@@ -142,7 +142,7 @@ def _wrong(product: Any) -> Any:
     return make
 
 
-@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("planted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_wrong_scale_is_worse(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if planted:
         monkeypatch.setattr(torchao, "product", _wrong(torchao.product))
@@ -170,13 +170,13 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_a_plan_that_fails_in_a_seed_is_said_and_the_rest_stands(tmp_path: Path) -> None:
-    found = compared("32-true,bf16-mixed,32-true", lambda: Net("bf16-mixed"), seeds=3, steps=2, out=tmp_path)
+    found = compared("32-true,bf16-mixed", lambda: Net("bf16-mixed"), seeds=3, steps=2, out=tmp_path)
     fails = found.plans[1]
     assert [run.error for run in fails.runs] == [None, "RuntimeError: not in this seed", None]
     assert fails.failed == fails.runs[1:2]
     assert sorted(found.differences[0].differences) == [0, 2]
-    assert found.differences[1].verdict == "same"
-    assert sorted(found.differences[1].differences) == [0, 1, 2]
+    assert found.verdict == "same"
+    assert [run.error for run in found.plans[0].runs] == [None] * 3
     assert "bf16-mixed, seed 1, failed: RuntimeError: not in this seed" in str(found)
     assert "not in this seed" in (tmp_path / "compare.html").read_text()
 

@@ -45,6 +45,9 @@ def compared(
     check_numbers(seeds, _STEPS if steps is None else steps, margin, faults)
     with targets.importable(path):
         config = _config(path, overrides, config_dirs, faults)
+        if config.get("ckpt_path"):
+            given = f"ckpt_path={config['ckpt_path']}"
+            faults.add(given, "runs that begin with the module's own weights", "have the module load them")
         trainer = build.trainer_arguments(config, faults)
         faults.raise_if_any()
         folder = Path(config["run_dir"]) if out is None else out
