@@ -215,7 +215,7 @@ SETUPS: dict[str, Setup] = {
         elsewhere=("train experiment=longspec",),
     ),
     "docs/quickstart.md": Setup(prepare=names, shorter={"train": ("trainer.max_steps=3",)}, slow=("train",)),
-    "docs/planner.md": Setup(prepare=config_json, status={"advise --params 70e9": 2}),
+    "docs/planner.md": Setup(prepare=config_json, status={"advise --params 70e9": 2}, slow=("advise experiment",)),
     "docs/modes.md": Setup(prepare=run_yaml, shorter={"train": TWO_STEPS}),
     "docs/configs.md": Setup(
         prepare=a_run, shorter=dict.fromkeys(("train trainer", "train -m", "train run"), TWO_STEPS), slow=("train",)

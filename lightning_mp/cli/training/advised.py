@@ -59,7 +59,7 @@ def advised(arguments: Sequence[str], *, memory: float, measure: bool, config_di
         name = str(written if isinstance(written, str) else written.get("name", written.get("_target_", "auto")))
         model, batch = _parts(config, faults)
         given = {key: value for key, value in trainer.items() if key not in {*LEFT_OUT, "strategy", "devices"}}
-        run = {"devices": devices, "trainer_args": given}
+        run: dict[str, Any] = {"devices": devices, "trainer_args": given}
         prediction = predict_memory(model, batch, regime.plan, strategy=trainer["strategy"], **run)
         if measure:
             return Advised(prediction, name, devices, rows_of(batch), (), _measured(job, faults))
