@@ -53,7 +53,10 @@ def is_fake(tensor: object) -> bool:
 
 def wraps(kind: type) -> bool:
     """Whether tensors of this class hold others (``DTensor``), and have no storage of their own."""
-    return not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return (
+        not issubclass(kind, FakeTensor)
+        and cast("Any", kind).__torch_dispatch__ is not cast("Any", Tensor).__torch_dispatch__
+    )
 
 
 def constant_of(tensor: Tensor) -> Tensor | None:
