@@ -31,6 +31,7 @@ OPTIMIZERS = ("AdamW", "SGD")
 _BLOCKS = {"llama": "*.layers.*", "gpt2": "*.h.*", "conv": "blocks.*"}
 _NORMS = {"llama": "*norm*", "gpt2": "ln_*", "conv": "BatchNorm2d"}
 _VOCAB = 512
+_HERE = {"accelerator": "cpu", "logger": False}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Cell:
     precision: str
     checkpointing: str
     optimizer: str
+    rows: int = 4
 
     def plan(self) -> MixedPrecisionPlan:
         """The plan; fp16 with pinned norms."""
@@ -55,7 +57,7 @@ class Cell:
         """Images and classes, or token ids."""
         if self.model == "conv":
             return torch.randn(16, 3, 32, 32), torch.randint(16, (16,))
-        return torch.randint(_VOCAB, (1, 64) if self.precision == "fp8-mixed" else (4, 128))
+        return torch.randint(_VOCAB, (1, 64) if self.precision == "fp8-mixed" else (self.rows, 128))
 
     def module(self) -> LightningModule:
         """The model with its optimizer."""
@@ -125,18 +127,19 @@ def cells() -> Iterator[Cell]:
     return (cell for cell in every if (cell.model, cell.precision) != ("gpt2", "fp8-mixed"))
 
 
-def measured(cell: Cell) -> int:
-    """The CPU allocator's peak over making the model and two steps, in bytes."""
+def measured(cell: Cell, strategy: str = "auto", devices: int = 1) -> int:
+    """The CPU allocator's peak over making the model and two steps, in bytes; with more devices this rank's."""
     gc.collect()
     with quiet(), AllocatorPeak() as peak:
-        arguments = trainer_kwargs(cell.plan(), devices=1, accelerator="cpu", logger=False, **ALONE)
+        arguments = trainer_kwargs(cell.plan(), strategy=strategy, devices=devices, **_HERE, **ALONE)
         Trainer(**arguments).fit(cell.module(), Again(cell.batch()))
     return peak.bytes
 
 
-def predicted(cell: Cell) -> MemoryPrediction:
+def predicted(cell: Cell, strategy: str = "auto", devices: int = 1) -> MemoryPrediction:
     """The same, predicted."""
-    return predict_memory(cell.module(), cell.batch(), cell.plan(), trainer_args={"accelerator": "cpu"})
+    run = {"strategy": strategy, "devices": devices, "trainer_args": {"accelerator": "cpu"}}
+    return predict_memory(cell.module(), cell.batch(), cell.plan(), **run)
 
 
 def _rows() -> Iterator[list[object]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import _disabled_torch_dispatch_impl
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -29,7 +29,6 @@ INDEX = torch.ops.aten.index.Tensor
 FAKES = PrivateNames(
     "torch",
     {
-        "torch._C": ("_disabled_torch_dispatch_impl",),
         "torch.nn:Module": ("_apply",),
         "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
         "torch:UntypedStorage": ("_cdata",),
@@ -54,7 +53,10 @@ def is_fake(tensor: object) -> bool:
 
 def wraps(kind: type) -> bool:
     """Whether tensors of this class hold others (``DTensor``), and have no storage of their own."""
-    return not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not _disabled_torch_dispatch_impl
+    return (
+        not issubclass(kind, FakeTensor)
+        and cast("Any", kind).__torch_dispatch__ is not cast("Any", Tensor).__torch_dispatch__
+    )
 
 
 def constant_of(tensor: Tensor) -> Tensor | None:
@@ -134,9 +136,7 @@ def resizes_told(tell: Callable[[Any], None]) -> Generator[None, None, None]:
 
 def without_modes() -> AbstractContextManager[Any]:
     """Within, operators run for real."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
+    return import_module("torch.utils._python_dispatch")._disable_current_modes()
 
 
 @contextmanager

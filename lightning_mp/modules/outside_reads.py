@@ -125,7 +125,10 @@ def _is_part(tensor: Tensor, weight: Tensor) -> bool:
         return True
     if isinstance(tensor, DTensor) or isinstance(weight, DTensor) or tensor.device != weight.device:
         return False
-    if is_fake(tensor):
-        return storage_key(tensor) == storage_key(weight)
+    if tensor.dtype != weight.dtype:
+        return False
+    if is_fake(weight):
+        begin, there = weight.storage_offset(), is_fake(tensor) and storage_key(tensor) == storage_key(weight)
+        return there and begin <= tensor.storage_offset() < begin + weight.numel()
     start, size = weight.data_ptr(), weight.numel() * weight.element_size()
-    return tensor.dtype == weight.dtype and start <= tensor.data_ptr() < start + size
+    return start <= tensor.data_ptr() < start + size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: what a peak is made of
-PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers", "other")
+PARTS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state", "activations", "buffers", "other")
 _MIB = 2**20
 
 

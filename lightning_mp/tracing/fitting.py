@@ -118,7 +118,7 @@ def prediction_and_change(
 ) -> tuple[MemoryPrediction, str]:
     """The prediction, and where it is above ``memory`` bytes the cheapest change that fits: what the doctor says."""
     plan = MixedPrecisionPlan.from_policy(policy)
-    run = {"devices": devices, "trainer_args": trainer_args}
+    run: dict[str, Any] = {"devices": devices, "trainer_args": trainer_args}
     found = predict_memory(module, batch, plan, strategy=strategy, **run)
     if found.peak_bytes <= memory:
         return found, ""

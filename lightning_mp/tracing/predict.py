@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import LightningModule, Strategy
-from lightning_mp.compat.torch_fake import leaves
+from lightning_mp.compat.torch_fake import FAKES, leaves
 from lightning_mp.errors import Faults, PlanError, one_line
 from lightning_mp.planner import ModelShape, estimate
 from lightning_mp.planner.memory import HELD, STRATEGIES
@@ -73,6 +73,7 @@ def _check(module: object, plan: object, devices: object) -> None:
         if not isinstance(plan, MixedPrecisionPlan):
             faults.add(f"plan={plan!r}", "a MixedPrecisionPlan", "write MixedPrecisionPlan('bf16-mixed')")
         faults.whole("devices", devices, 1, "write the number of ranks")
+        FAKES.check(faults)
 
 
 def _name(strategy: str | Strategy) -> str:

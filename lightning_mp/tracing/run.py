@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -73,7 +73,9 @@ class _Follow(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._name(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._storages.in_forward = False
         self._name(trainer, pl_module)
         if trainer.global_step == STEPS and not self.end:
@@ -135,7 +137,7 @@ def _kept() -> Generator[None, None, None]:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        rank_zero_only.rank = rank
+        cast("Any", rank_zero_only).rank = rank
 
 
 def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args: Mapping[str, Any]) -> Traced:

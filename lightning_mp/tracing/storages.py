@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -149,7 +149,7 @@ class Storages(TorchDispatchMode):
             return [mask]
         with without_modes():
             found = value.nonzero(as_tuple=True)
-        return [fake(index, mask.device) for index in found]
+        return [fake(index, cast("Tensor", mask).device) for index in found]
 
     def _read(self, tensor: Any) -> Any:
         """The value where it is known; else 0 of a flag or boolean, 1 of any other: finite gradients, a first count."""

@@ -222,7 +222,7 @@ SETUPS: dict[str, Setup] = {
         shorter={"compare": ("--seeds=1", "--steps=2")},
         elsewhere=("compare experiment",),
     ),
-    "docs/planner.md": Setup(prepare=config_json, status={"advise --params 70e9": 2}),
+    "docs/planner.md": Setup(prepare=config_json, status={"advise --params 70e9": 2}, slow=("advise experiment",)),
     "docs/modes.md": Setup(prepare=run_yaml, shorter={"train": TWO_STEPS}),
     "docs/configs.md": Setup(
         prepare=a_run, shorter=dict.fromkeys(("train trainer", "train -m", "train run"), TWO_STEPS), slow=("train",)

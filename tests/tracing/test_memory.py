@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +109,13 @@ def test_what_cannot_be_traced_is_named() -> None:
 def test_what_the_batch_says_is_known(what: Any) -> None:
     batch = (*BATCH, torch.tensor([1, 0, 2]))
     assert predict_memory(_Reads(what), batch, MixedPrecisionPlan()).method == "traced"
+
+
+@pytest.mark.slow
+def test_a_7b_model_is_predicted_in_a_minute_and_4_gib() -> None:
+    script = Path(__file__).parent / "seven_billion.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=300)
+    parameters, seconds, gib = map(float, done.stdout.split()[-3:])
+    assert parameters == 4 * 6_738_415_616
+    assert seconds < 60
+    assert gib < 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from lightning_mp.cli.training import application, build, check, compose, targets
 from lightning_mp.cli.training.compose import Composed
 from lightning_mp.compat.lightning import LightningModule, seed_everything
+from lightning_mp.demo.quiet import quiet
 from lightning_mp.errors import Faults
 from lightning_mp.planner.prediction import MemoryPrediction
 from lightning_mp.precision import MixedPrecisionPlan
@@ -57,7 +59,7 @@ def advised(arguments: Sequence[str], *, memory: float, measure: bool, config_di
         name = str(written if isinstance(written, str) else written.get("name", written.get("_target_", "auto")))
         model, batch = _parts(config, faults)
         given = {key: value for key, value in trainer.items() if key not in {*LEFT_OUT, "strategy", "devices"}}
-        run = {"devices": devices, "trainer_args": given}
+        run: dict[str, Any] = {"devices": devices, "trainer_args": given}
         prediction = predict_memory(model, batch, regime.plan, strategy=trainer["strategy"], **run)
         if measure:
             return Advised(prediction, name, devices, rows_of(batch), (), _measured(job, faults))
@@ -97,7 +99,8 @@ def _parts(config: dict[str, Any], faults: Faults) -> tuple[LightningModule, Any
 def _measured(job: Composed, faults: Faults) -> int:
     """The allocator's peak over making the model and two optimizer steps in this process."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with AllocatorPeak(device) as peak:
+    with quiet(), warnings.catch_warnings(), AllocatorPeak(device) as peak:
+        warnings.simplefilter("ignore")  # of two steps without validation
         config, regime = _checked(job, faults)
         model, batch = _parts(config, faults)
         mine = {**regime.trainer, **ALONE, "devices": 1, "num_nodes": 1, "logger": False, "callbacks": None}

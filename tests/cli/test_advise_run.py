@@ -1,0 +1,43 @@
+"""``lightning-mp advise CONFIG``: memory by part, the largest micro-batch, and what is measured here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lightning_mp.cli import app
+
+
+def _advised(*arguments: str) -> Any:
+    result = CliRunner().invoke(app, ["advise", "experiment=llama_tiny", "plan=bf16", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_a_run_is_predicted_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = json.loads(_advised("--gpu", "t4-16", "--json"))
+    assert said["prediction"]["method"] == "traced"
+    none, selective, full = (each["prediction"]["peak_bytes"] for each in said["fits"])
+    assert said["prediction"]["peak_bytes"] == none > selective > full
+    assert all(each["rows"] >= said["rows"] for each in said["fits"])
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_check_measures_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = json.loads(_advised("--check", "--json"))
+    assert said["prediction"]["peak_bytes"] == pytest.approx(said["measured"], rel=0.05)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_gpu_that_is_none_is_refused() -> None:
+    refused = CliRunner().invoke(app, ["advise", "experiment=llama_tiny", "--gpu", "h100"])
+    assert refused.exit_code == 2
+    assert "h100-80" in refused.output
