@@ -19,8 +19,8 @@ from benchmarks.planner_pages import DOCS, table
 from lightning_mp import FP8, Checkpointing, MixedPrecisionPlan, trainer_kwargs
 from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.demo.quiet import quiet
+from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import MemoryPrediction, predict_memory
-from lightning_mp.tracing.measured import AllocatorPeak
 from lightning_mp.tracing.run import ALONE, Again
 
 MARKS = ("<!-- written by benchmarks/memory.py -->", "<!-- as far as here, by benchmarks/memory.py -->")
@@ -130,7 +130,7 @@ def cells() -> Iterator[Cell]:
 def measured(cell: Cell, strategy: str = "auto", devices: int = 1) -> int:
     """The CPU allocator's peak over making the model and two steps, in bytes; with more devices this rank's."""
     gc.collect()
-    with quiet(), AllocatorPeak() as peak:
+    with quiet(), PeakMemory() as peak:
         arguments = trainer_kwargs(cell.plan(), strategy=strategy, devices=devices, **_HERE, **ALONE)
         Trainer(**arguments).fit(cell.module(), Again(cell.batch()))
     return peak.bytes

@@ -8,7 +8,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_mp.comparison.allocated import peak_on_cpu, peak_on_cuda, reset_peak
 from lightning_mp.compat.lightning import (
     Callback,
     LightningDataModule,
@@ -29,6 +28,7 @@ from lightning_mp.errors import Fault, NonFiniteError, PlanError
 from lightning_mp.monitor.health.throughput import default_tokens, samples_in
 from lightning_mp.monitor.side_run import loss_of
 from lightning_mp.numerics.nested import tensors_in
+from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import trainer_kwargs
@@ -191,7 +191,9 @@ class Runs:
                 self._fit(policy, seed, steps, data)
 
         if self.recipe.trainer.get("accelerator", "auto") == "cpu" or not torch.cuda.is_available():
-            return peak_on_cpu(fit)
+            with PeakMemory() as peak:
+                fit()
+            return peak.bytes
         fit()
         return None
 
@@ -201,9 +203,10 @@ class Runs:
         Raises:
             Exception: whatever the run raises, but non-finite values that the plan does not allow.
         """
-        reset_peak(self.device)
+        cuda = self.device.type == "cuda"
         try:
-            trainer, plan, watch = self._fit(policy, seed, self.steps, self._data(seed))
+            with PeakMemory("cuda") if cuda else nullcontext() as peak:
+                trainer, plan, watch = self._fit(policy, seed, self.steps, self._data(seed))
         except NonFiniteError:
             return RunResult(seed, final_loss=math.nan)
         losses = watch.read(trainer)
@@ -220,7 +223,7 @@ class Runs:
             final_loss=(statistics.fmean(tail) if all(map(math.isfinite, tail)) else math.nan) if tail else None,
             rate=work * trainer.world_size / watch.seconds if watch.seconds else None,
             unit=unit,
-            peak_bytes=peak_on_cuda(self.device),
+            peak_bytes=None if peak is None else peak.bytes,
             skipped=int(plan.skipped_steps),
             error=None if tail else "no step with a loss",
         )

@@ -22,7 +22,7 @@ from lightning_mp.demo.records import WARM_UP_STEPS, Job, Reading, Result
 from lightning_mp.demo.text_windows import windows
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.run_log import open_folder, write_run
-from lightning_mp.numerics.peak_memory import peak_memory
+from lightning_mp.numerics.peak_memory import PeakMemory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -179,7 +179,9 @@ def train_mode(job: Job, corpus: Corpus, report: Callable[[Reading], None]) -> R
     """
     with quiet():
         # Before the timed run, so that code is loaded and thread pools have worked when that begins.
-        return _fit(job, corpus, report, peak_memory(lambda: _two_steps(job, corpus), job.device))
+        with PeakMemory(job.device) as peak:
+            _two_steps(job, corpus)
+        return _fit(job, corpus, report, peak.bytes)
 
 
 class _TwoApplied(Callback):
@@ -188,9 +190,11 @@ class _TwoApplied(Callback):
     def __init__(self, plan: Any) -> None:
         self._plan = plan
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Ask for the end."""
-        trainer.should_stop = rest[2] + 1 - self._plan.skipped_steps >= 2
+        trainer.should_stop = batch_idx + 1 - self._plan.skipped_steps >= 2
 
 
 def _two_steps(job: Job, corpus: Corpus) -> None:

@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
-import json
+import gc
+import itertools
 import os
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from types import TracebackType
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-_EVENT = "[memory]"
+from lightning_mp.compat.torch import allocations
+
 # Kineto says on stderr that it starts and stops, unless its level of logging is above all it has; it reads this once.
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
-def peak_memory(run: Callable[[], object], device: str) -> int:
-    """Call ``run`` and return the most bytes that tensors made in it held at once on ``device``, a torch device type.
+class PeakMemory:
+    """The most memory given out at one moment while it is entered, over what was at its beginning, in ``bytes``.
 
-    On CUDA it is the rise of ``torch.cuda.max_memory_allocated``. Elsewhere ``torch.profiler`` records every
-    allocation, which makes ``run`` slower; resident memory is no measure of it, since allocators keep what was freed.
+    ``device`` is a torch device type. CUDA counts by itself; elsewhere ``torch.profiler`` keeps every allocation until
+    the end, so it is for a few steps, not for a run. Resident memory is no measure: allocators keep what was freed.
     """
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        run()
-    with TemporaryDirectory(prefix="lightning_mp_") as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    sizes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == _EVENT)
-    held = peak = 0
-    for _, size in sizes:
-        held += size
-        peak = max(peak, held)
-    return peak
 
+    def __init__(self, device: str = "cpu") -> None:
+        self.bytes = 0
+        self._profile = None if device == "cuda" else profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._before = 0
+        self._level: str | None = None
 
-@contextmanager
-def _quiet() -> Generator[None]:
-    before = os.environ.get(_LOG_LEVEL)
-    os.environ.setdefault(_LOG_LEVEL, "99")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_LOG_LEVEL]
+    def __enter__(self) -> PeakMemory:
+        gc.collect()  # what is freed within would be counted as a fall
+        if self._profile is None:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            return self
+        self._level = os.environ.get(_LOG_LEVEL)
+        os.environ.setdefault(_LOG_LEVEL, "99")
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profile is None:
+            self.bytes = torch.cuda.max_memory_allocated() - self._before
+            return
+        try:
+            self._profile.__exit__(kind, error, trace)
+        finally:
+            if self._level is None:
+                os.environ.pop(_LOG_LEVEL, None)
+        self.bytes = max(itertools.accumulate(allocations(self._profile), initial=0))

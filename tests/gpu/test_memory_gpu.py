@@ -10,8 +10,8 @@ import torch
 from benchmarks.memory import Again, Cell
 from lightning_mp import trainer_kwargs
 from lightning_mp.compat.lightning import Trainer
+from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import predict_memory
-from lightning_mp.tracing.measured import AllocatorPeak
 from lightning_mp.tracing.run import ALONE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -24,7 +24,7 @@ def test_the_peak_is_cudas(precision: str, checkpointing: str) -> None:
     found = predict_memory(cell.module(), cell.batch(), cell.plan())
     assert found.method == "traced", found.notes
     gc.collect()
-    with AllocatorPeak("cuda") as peak:
+    with PeakMemory("cuda") as peak:
         arguments = trainer_kwargs(cell.plan(), devices=1, accelerator="cuda", logger=False, **ALONE)
         Trainer(**arguments).fit(cell.module(), Again(cell.batch()))
     # cuBLAS' workspaces come from the same allocator, and are most of what such a small model is off by

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
-from lightning_mp.numerics.peak_memory import peak_memory
+from lightning_mp.numerics.peak_memory import PeakMemory
 
 MIB = 2**20
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -17,21 +19,21 @@ def test_it_is_the_most_that_was_held_at_once_exactly(device: str) -> None:
         pytest.skip("needs a CUDA device")
     kept = torch.ones(32 * MIB // 4, device=device)
 
-    def run() -> None:
+    with PeakMemory(device) as peak:
         for size in (16, 64, 8):
             block = torch.empty(size * MIB, dtype=torch.uint8, device=device)
             del block
         both = [torch.empty(20 * MIB, dtype=torch.uint8, device=device) for _ in range(2)]
         both.clear()
-
-    assert peak_memory(run, device) == 64 * MIB
+    assert peak.bytes == 64 * MIB
     assert kept.numel() == 8 * MIB
 
 
-def test_an_error_goes_through() -> None:
-    def run() -> None:
+def test_an_error_goes_through_and_leaves_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    with pytest.raises(ValueError, match="no"), PeakMemory():
         raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        peak_memory(run, "cpu")
-    assert peak_memory(lambda: torch.empty(MIB, dtype=torch.uint8).sum(), "cpu") >= MIB
+    assert "KINETO_LOG_LEVEL" not in os.environ
+    with PeakMemory() as peak:
+        torch.empty(MIB, dtype=torch.uint8).sum()
+    assert peak.bytes >= MIB

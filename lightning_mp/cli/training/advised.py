@@ -17,10 +17,10 @@ from lightning_mp.cli.training.compose import Composed
 from lightning_mp.compat.lightning import LightningModule, seed_everything
 from lightning_mp.demo.quiet import quiet
 from lightning_mp.errors import Faults
+from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner.prediction import MemoryPrediction
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.tracing.fitting import Fit, fits, rows_of
-from lightning_mp.tracing.measured import AllocatorPeak
 from lightning_mp.tracing.predict import predict_memory
 from lightning_mp.tracing.run import ALONE, LEFT_OUT, Again
 
@@ -99,7 +99,7 @@ def _parts(config: dict[str, Any], faults: Faults) -> tuple[LightningModule, Any
 def _measured(job: Composed, faults: Faults) -> int:
     """The allocator's peak over making the model and two optimizer steps in this process."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with quiet(), warnings.catch_warnings(), AllocatorPeak(device) as peak:
+    with quiet(), warnings.catch_warnings(), PeakMemory(device) as peak:
         warnings.simplefilter("ignore")  # of two steps without validation
         config, regime = _checked(job, faults)
         model, batch = _parts(config, faults)

@@ -37,11 +37,15 @@ def will_not_fit(case: Case) -> Iterator[Finding]:
         held, peak, why = found.parts, found.peak_bytes, f"{found.method}, at the peak of the second step"
     if peak <= memory * USABLE:
         return
-    listed = ", ".join(f"{part} {size / _GIB:.2f}" for part, size in held.items() if size)
+    listed = ", ".join(f"{part} {_size(size)}" for part, size in held.items() if size)
     yield Finding(
         name="will_not_fit",
         severity="error",
-        what=f"{peak / _GIB:.2f} GiB on {case.device.name}, which has {memory / _GIB:.2f} GiB",
-        why=f"{listed} GiB: {why}",
+        what=f"{_size(peak)} on {case.device.name}, which has {_size(memory)}",
+        why=f"{listed}: {why}",
         fix=fix,
     )
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / 2**20:.0f} MiB"

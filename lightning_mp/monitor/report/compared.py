@@ -35,8 +35,9 @@ def add_differences(runs: Sequence[Run]) -> None:
     for run in runs[1:]:
         pairs = [(step, loss - first[step]) for step, loss in _losses(run).items() if step in first]
         if pairs:
-            values = smooth([gap for _, gap in pairs])
-            run.series[LOSS_DIFFERENCE] = Series([step for step, _ in pairs], list(values))
+            # below a millionth it is rounding, for which an axis would have labels as long as the chart is wide
+            values = [round(value, 6) for value in smooth([gap for _, gap in pairs])]
+            run.series[LOSS_DIFFERENCE] = Series([step for step, _ in pairs], list[float | None](values))
 
 
 def difference(run: Run) -> Html:
