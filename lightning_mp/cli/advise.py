@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 _GIB, _MIB = 2**30, 2**20
 _SHOWN = 5
+# Of a run that calibrates: readings in which allocators and kernels find their pace, and those that are enough.
+_WARM_UP, _CALIBRATED = 5, 100
 Whole = Optional[int]  # noqa: UP045  typer reads these at run time, on 3.10 too
 Number = Optional[float]  # noqa: UP045
 File = Optional[Path]  # noqa: UP045
@@ -38,7 +42,10 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     price: Annotated[Number, typer.Option(help="Price of a GPU for an hour.")] = None,
     precision: Annotated[str, typer.Option(help="A mode; auto follows the GPU. fp8 is used where asked for.")] = "auto",
     offload: Annotated[bool, typer.Option("--offload", help="Consider the CPU's memory too.")] = False,
-    calibrate: Annotated[Number, typer.Option(help="Tokens/s a GPU that the first choice was measured at.")] = None,
+    calibrate: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="What the first choice was measured at: tokens/s a GPU, or the folder of its run."),
+    ] = None,
     out: Annotated[File, typer.Option(help="Write the first choice as YAML for lightning-mp train.")] = None,
     html: Annotated[File, typer.Option(help="Write one page with pictures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -72,7 +79,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
         shape = _shape(params, config, seq_len)
         found = ask(shape, **keywords)
         if calibrate is not None:
-            found = ask(shape, **keywords, calibration=calibrate / found.best.tokens_per_s.mid)
+            found = ask(shape, **keywords, calibration=_measured(calibrate) / found.best.tokens_per_s.mid)
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=2))
         else:
@@ -106,6 +113,25 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, chec
     for each in found.fits:
         size = f"{each.prediction.peak_bytes / _MIB:,.1f} MiB"
         typer.echo(f"checkpointing {each.checkpointing}: {size}; up to {each.rows} rows on {device.word}")
+
+
+def _measured(given: str) -> float:
+    """Tokens/s a GPU: the number itself, or the median of the first readings of a run of ``TrainingHealth``'s."""
+    with suppress(ValueError):
+        return float(given)
+    from lightning_mp.errors import Faults
+    from lightning_mp.monitor import metric_names
+    from lightning_mp.monitor.report.load import load
+
+    run = load(Path(given), given)
+    series = run.series.get(metric_names.TOKENS_PER_S)
+    rates = series.finite[_WARM_UP:_CALIBRATED] if series is not None else []
+    with Faults("advise") as faults:
+        if not rates:
+            allowed = f"tokens/s a GPU, or a folder with more than {_WARM_UP} readings of {metric_names.TOKENS_PER_S}"
+            faults.add(f"--calibrate {given}", allowed, "name the run_dir of a TrainingHealth, or write the number")
+    machine: dict[str, Any] = run.about.get("machine") or {}
+    return statistics.median(rates) / int(machine.get("processes") or 1)
 
 
 def _shape(params: float | None, config: Path | None, seq_len: int | None) -> ModelShape:

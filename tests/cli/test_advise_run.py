@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lightning_mp.cli import app
+from monitor.report.runs import write_run
 
 
 def _advised(*arguments: str) -> Any:
@@ -41,3 +42,19 @@ def test_a_gpu_that_is_none_is_refused() -> None:
     refused = CliRunner().invoke(app, ["advise", "experiment=llama_tiny", "--gpu", "h100"])
     assert refused.exit_code == 2
     assert "h100-80" in refused.output
+
+
+def test_a_run_of_one_s_own_calibrates_the_speed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=130)  # of two processes, 1,000 to 1,006 tokens/s over both
+    arguments = ["advise", "--params", "1.3e9", "--gpu", "h200-141", "--gpus", "2", "--json"]
+    found = CliRunner().invoke(app, [*arguments, "--calibrate", str(folder)])
+    (first, *_) = json.loads(found.stdout)["choices"]
+    assert first["tokens_per_s"]["mid"] == pytest.approx(1003 / 2)
+    by_number = CliRunner().invoke(app, [*arguments, "--calibrate", "501.5"])
+    assert json.loads(by_number.stdout)["choices"][0] == first
+
+
+def test_a_folder_without_readings_calibrates_nothing(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["advise", "--params", "7e9", "--calibrate", str(tmp_path / "none")])
+    assert found.exit_code == 2
+    assert "or write the number" in " ".join(found.output.split())
