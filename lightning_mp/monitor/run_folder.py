@@ -20,6 +20,8 @@ RUN = "run.json"
 AUDIT = "audit.json"
 FINDINGS = "findings.json"
 REPORT = "report.html"
+#: a pipeline's schedule as it ran, and its picture
+PIPELINE, PIPELINE_PICTURE = "pipeline.json", "pipeline.svg"
 _LOCK = ".lightning_mp.lock"
 
 _open: dict[Path, RunFolder] = {}

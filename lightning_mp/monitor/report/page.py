@@ -18,7 +18,7 @@ from lightning_mp.monitor.report.summary import swatch
 _HERE = Path(__file__).parent
 # The order of the page; the charts come after the alerts.
 _BEFORE = ("head", "faults", "summary", "alerts")
-_AFTER = ("fp8", "findings", "coverage", "audit", "about", "missing")
+_AFTER = ("pipeline", "fp8", "findings", "coverage", "audit", "about", "missing")
 # For fingers, and for what a pointer does less exactly; the charts' own zoom works beside it.
 _ZOOM = tag(
     "div",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from lightning_mp.monitor.report.load import Run
 from lightning_mp.monitor.report.markup import Html, dotted, facts, folded, join, table, tag
 from lightning_mp.monitor.report.numbers import counted, moment, plain
 from lightning_mp.monitor.report.summary import comparison, state, swatch, tiles
+from lightning_mp.monitor.run_folder import PIPELINE_PICTURE
 
 #: Rows of one table; a page with more of them would be slow on a phone.
 MAX_ROWS = 300
@@ -33,6 +35,7 @@ def sections(
         "fp8": _fp8(runs),
         "findings": _findings(runs),
         "coverage": coverage(runs) if len(runs) > 1 else Html(""),
+        "pipeline": _pipelines(runs),
         "audit": _audits(runs),
         "about": _about(runs),
         "missing": _missing(runs, left_out),
@@ -183,6 +186,18 @@ def _findings(runs: Sequence[Run]) -> Html:
         )
         parts.append(_more(len(run.findings)))
     return join([tag("h2", "What the doctor found before the run"), *parts]) if parts else Html("")
+
+
+def _pipelines(runs: Sequence[Run]) -> Html:
+    parts: list[Html] = []
+    for run in runs:
+        picture = run.path / PIPELINE_PICTURE
+        if picture.is_file():
+            # as an image it can neither run a script nor fetch anything
+            source = f"data:image/svg+xml;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+            alt = "a row a rank, time to the right, each box a micro-batch in a stage"
+            parts += [_titled(run, runs), tag("img", src=source, alt=alt, class_="schedule")]
+    return join([tag("h2", "The pipeline's schedule, as its second step ran"), *parts]) if parts else Html("")
 
 
 def _audits(runs: Sequence[Run]) -> Html:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_mp.monitor.run_folder import PIPELINE, PIPELINE_PICTURE
+
 #: the first step also finds out shapes
 STEP = 1
 _COLORS = {"forward": "#4c78a8", "backward": "#f58518", "weights": "#54a24b"}
@@ -96,8 +98,8 @@ def write(works: list[Work], folder: str | Path) -> None:
     """``pipeline.json``, a line a piece of work, and ``pipeline.svg``."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    (place / "pipeline.json").write_text("".join(json.dumps(work._asdict()) + "\n" for work in works))
-    (place / "pipeline.svg").write_text(picture(works))
+    (place / PIPELINE).write_text("".join(json.dumps(work._asdict()) + "\n" for work in works))
+    (place / PIPELINE_PICTURE).write_text(picture(works))
 
 
 def picture(works: list[Work]) -> str:

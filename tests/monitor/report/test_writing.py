@@ -235,3 +235,13 @@ def test_without_plotly_the_extra_is_named_and_nothing_is_written(
     with pytest.raises(MissingExtraError, match=r"lightning-mp\[report\]"):
         write_report(folder)
     assert not (folder / "report.html").exists()
+
+
+def test_the_schedule_of_a_pipeline_is_an_image_that_runs_nothing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    assert "schedule, as its second step ran" not in _text(folder)
+    (folder / "pipeline.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>")
+    page = _page(folder)
+    (image,) = [attributes for name, attributes in _Elements(page).found if name == "img"]
+    assert str(image["src"]).startswith("data:image/svg+xml;base64,")
+    assert "alert(1)" not in page.replace(get_plotlyjs(), "")
