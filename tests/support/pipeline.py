@@ -219,7 +219,7 @@ class Fit:
         metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
         return {
             "gradients": module.gradients,
-            "weights": {k: v.cpu().clone() for k, v in runner.strategy.lightning_module_state_dict().items()},
+            "weights": {k: _whole(v).cpu().clone() for k, v in runner.strategy.lightning_module_state_dict().items()},
             "optimizer": runner.strategy.optimizer_state(runner.optimizers[0]),
             "counts": (plan.skipped_steps, plan.applied_steps),
             "scale": None if plan.scaler is None else plan.scaler.get_scale(),
@@ -229,6 +229,23 @@ class Fit:
             "norm": module.norm,
             "held": sum(p.untyped_storage().nbytes() // p.element_size() for p in module.parameters()),
         }
+
+
+@dataclass(frozen=True)
+class Under(Fit):
+    """The same batches under another strategy, the pieces of each dealt over its ranks."""
+
+    strategy: str = "fsdp2"
+
+    def run(self) -> dict[str, Any]:
+        """On each rank."""
+        plan, share = self.plan_of(), self.microbatches // self.stages
+        pieces: Any = data(self.steps, ROWS // self.microbatches).dataset
+        mine = DataLoader(pieces[int(os.environ["RANK"]) :: self.stages], batch_size=None)
+        strategy = make_strategy(self.strategy, plan)
+        devices = {"devices": self.stages, "strategy": strategy, "use_distributed_sampler": False}
+        module = MODULES[self.module](dict(self.bad), share)
+        return self._result(plan, module, mine, data(2, ROWS), devices, self.accumulate * share)
 
 
 def path(folder: Path, name: str) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from lightning_mp import consolidate
 from support.comparing import furthest, same
-from support.pipeline import MODULES, Fit
+from support.pipeline import MODULES, Fit, Under
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -51,6 +51,16 @@ def test_it_is_the_file_of_one_process_and_resumes_as_it_does(folder: Path, rank
         assert results[0][key] == expected[key], key
     assert same(results[0]["weights"], expected["weights"])
     assert same(results[0]["optimizer"], expected["optimizer"])
+
+
+def test_another_strategy_resumes_it(folder: Path, ranks: Ranks) -> None:
+    ranks.run(_saved(folder))
+    _saved(folder).alone()
+    more = Under(**{**vars(FIRST), "arguments": TWO_EPOCHS, "load": str(folder / "two.ckpt")})
+    results, expected = ranks.run(more), replace(FIRST, arguments=TWO_EPOCHS, load=more.load).alone()
+    for key in ("counts", "scale", "steps", "rates"):
+        assert results[0][key] == expected[key], key
+    assert same(results[0]["weights"], expected["weights"], 1e-6)
 
 
 @pytest.mark.slow
