@@ -32,7 +32,13 @@ def references() -> matrix.References:
     return {}
 
 
-@pytest.mark.parametrize("strategy", EXPECTED)
+#: an engine each; the others are in the slow tests, and in CI's sample
+FAST = ("single", "ddp", "fsdp2", "deepspeed_zero1")
+
+
+@pytest.mark.parametrize(
+    "strategy", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED]
+)
 def test_every_cell_ends_as_expected(strategy: str, references: matrix.References) -> None:
     names = [row for rows, columns in TABLES.values() for row in rows if row in ROWS and strategy in columns]
     verdicts = matrix.column(strategy, names, references)

@@ -92,7 +92,7 @@ def test_a_page_by_symptom_ends_in_a_command(page: str) -> None:
 
 
 def test_pages_are_short() -> None:
-    tables = {"docs/conformance.md", "docs/errors.md"}  # looked up, not read
+    tables = {"docs/conformance.md", "docs/errors.md", "docs/planner.md"}  # looked up, not read
     long = {page: len(text(page).splitlines()) for page in set(pages()) - tables - {"README.md"}}
     assert {page: lines for page, lines in long.items() if lines > 200} == {}
 

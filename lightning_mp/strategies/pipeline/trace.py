@@ -6,9 +6,10 @@ import json
 import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ _HEIGHT, _WIDTH, _LEFT = 28, 900, 80
 _FONT = 'font-family="sans-serif" font-size="13"'
 
 
-class Work(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Work:
     """A stage's work on one micro-batch: ``kind`` is forward, backward or weights; seconds since the step began."""
 
     rank: int
@@ -98,7 +100,7 @@ def write(works: list[Work], folder: str | Path) -> None:
     """``pipeline.json``, a line a piece of work, and ``pipeline.svg``."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    (place / PIPELINE).write_text("".join(json.dumps(work._asdict()) + "\n" for work in works))
+    (place / PIPELINE).write_text("".join(json.dumps(asdict(work)) + "\n" for work in works))
     (place / PIPELINE_PICTURE).write_text(picture(works))
 
 
