@@ -187,10 +187,10 @@ def demo_table() -> str:
     from lightning_mp.demo.table import print_table
 
     measured = (
-        ("fp32", "float32", 99.8, 10257, 244, 5.5475, 0, None),
-        ("fp16", "float16", 130.4, 7851, 173, 5.5513, 8, 2.0**18),
-        ("bf16", "bfloat16", 96.2, 10650, 180, 5.5459, 0, None),
-        ("bf16-ckpt", "bfloat16", 113.0, 9065, 141, 5.5459, 0, None),
+        ("fp32", "float32", 201.07, 5093, 135, 5.68404, 0, None),
+        ("fp16", "float16", 277.37, 3692, 104, 5.69141, 7, 2.0**18),
+        ("bf16", "bfloat16", 190.48, 5376, 104, 5.68507, 0, None),
+        ("bf16-ckpt", "bfloat16", 220.94, 4635, 59, 5.68507, 0, None),
     )
     rows = [Row(one[0], Result(*one, data_crc=0, init_crc=0)) for one in measured]
     rows.insert(1, Row("tf32", not_run="a CPU has no TF32"))
