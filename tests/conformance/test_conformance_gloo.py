@@ -32,8 +32,8 @@ def references() -> matrix.References:
     return {}
 
 
-#: an engine each; the others are in the slow tests, and in CI's sample
-FAST = ("single", "ddp", "fsdp2", "deepspeed_zero1")
+#: the others are in the slow tests, and in CI's sample
+FAST = ("single", "ddp", "fsdp2")
 
 
 @pytest.mark.parametrize(

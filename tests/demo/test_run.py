@@ -188,6 +188,7 @@ def test_a_second_run_reads_its_tokens_from_the_cache(ladder: Finished, folder: 
     assert len(again.metrics("bf16")) == 2
 
 
+@pytest.mark.slow
 def test_a_mode_that_fails_has_its_reason_in_its_row_and_the_others_run(folder: Path) -> None:
     in_the_way = folder / "partly" / "fp32" / "metrics.jsonl"
     in_the_way.mkdir(parents=True)
