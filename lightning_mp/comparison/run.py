@@ -26,7 +26,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.errors import Fault, NonFiniteError, PlanError
 from lightning_mp.monitor.health.throughput import default_tokens, samples_in
-from lightning_mp.monitor.side_run import loss_of
+from lightning_mp.monitor.side_run import BARE, loss_of
 from lightning_mp.numerics.nested import tensors_in
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.policy import PrecisionPolicy
@@ -38,15 +38,7 @@ TRIAL_STEPS = 2
 #: steps that are not timed at the beginning of a run, at most
 WARM_UP_STEPS = 5
 #: what a run has none of, whatever the user's Trainer has
-_ALONE: Mapping[str, Any] = {
-    "max_epochs": -1,
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+_ALONE: Mapping[str, Any] = {**BARE, "logger": False}
 #: Trainer arguments that the comparison owns
 OWN = (*_ALONE, "max_steps", "precision", "min_steps", "max_time", "fast_dev_run")
 

@@ -16,6 +16,15 @@ from lightning_mp.compat.torch import buffers_of
 from lightning_mp.numerics.dtypes import HALF, cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 
+#: the Trainer's arguments of a few steps that are run to be looked at: nothing is validated, saved or shown
+BARE: Mapping[str, Any] = {
+    "max_epochs": -1,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 

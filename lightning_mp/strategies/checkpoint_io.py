@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,13 +134,7 @@ class PortableDTensorCheckpoints(PortableCheckpoints):
         full: dict[str, Any] = checkpoint.pop("state_dict")
         shards = {name: sharded_like(here.get(name), value) for name, value in full.items()}
         module.load_state_dict(shards, strict=module.strict_loading)
-        if not self.optimizers:
-            return
-        states: list[Any] = checkpoint.get("optimizer_states") or []
-        if not states:
-            set_learning_rates(self.optimizers, checkpoint)
-        for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
-            optimizer.load_state_dict(_sharded(state, optimizer))
+        load_states(self.optimizers, checkpoint, _sharded)
 
 
 def _sharded(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -160,6 +154,17 @@ def sharded_like(target: Any, full: Any) -> Any:
     if not isinstance(target, DTensor) or not isinstance(full, Tensor) or full.shape != target.shape:
         return full
     return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def load_states(
+    optimizers: Any, checkpoint: Mapping[str, Any], own: Callable[[Mapping[str, Any], Optimizer], Any]
+) -> None:
+    """Load what is ``own`` of each full optimizer state; without any state, the learning rates of the schedulers."""
+    states: list[Any] = checkpoint.get("optimizer_states") or []
+    if optimizers and not states:
+        set_learning_rates(optimizers, checkpoint)
+    for optimizer, state in zip(optimizers, states, strict=bool(optimizers and states)):
+        optimizer.load_state_dict(own(state, optimizer))
 
 
 def set_learning_rates(optimizers: Any, checkpoint: Mapping[str, Any]) -> None:

@@ -24,22 +24,15 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.compat.torch_fake import FakeTensorMode, fake_ranks, moved_in_place, resizes_told
 from lightning_mp.compat.transformers import fakes_unnoticed
+from lightning_mp.monitor.side_run import BARE
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import trainer_kwargs
 from lightning_mp.tracing.fake import FakeCopies, fake_batch, fake_module
 from lightning_mp.tracing.storages import Storages, alive, peak, strided
 
-ALONE: Mapping[str, Any] = {
-    "max_epochs": -1,
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_steps": 2,
-}
 STEPS = 2
+ALONE: Mapping[str, Any] = {**BARE, "max_steps": STEPS}
 #: of a run's Trainer arguments, those that this run decides, and those that write
 LEFT_OUT = frozenset(("max_time", "plugins", "callbacks", "logger", "profiler", "ckpt_path", "default_root_dir"))
 

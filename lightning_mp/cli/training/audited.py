@@ -13,6 +13,7 @@ from lightning_mp.demo.inputs import InputError
 from lightning_mp.demo.quiet import quiet
 from lightning_mp.errors import Faults, one_line
 from lightning_mp.monitor.audit import AuditReport
+from lightning_mp.monitor.side_run import BARE
 
 SUBJECT = "audit"
 
@@ -44,17 +45,7 @@ def audited(arguments: Sequence[str], *, steps: int, config_dirs: Sequence[Path]
         faults.raise_if_any()
         assert regime is not None, "else there was a fault"
         audit = PrecisionAudit(steps, run_dir=folder)
-        alone = {
-            "callbacks": [audit],
-            "max_steps": steps,
-            "max_epochs": -1,
-            "limit_val_batches": 0,
-            "num_sanity_val_steps": 0,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        }
+        alone = {**BARE, "callbacks": [audit], "max_steps": steps, "logger": False}
         if config.get("seed") is not None:
             seed_everything(config["seed"], workers=True, verbose=False)
         with application.run_folder(folder), quiet():

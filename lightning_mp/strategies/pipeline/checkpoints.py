@@ -14,7 +14,7 @@ from lightning_mp.checkpoints.formats import Kind
 from lightning_mp.compat.lightning import LightningOptimizer
 from lightning_mp.modules.elsewhere import is_elsewhere
 from lightning_mp.numerics.grads import parameters_of
-from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates, sharded_like
+from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, load_states, sharded_like
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -104,13 +104,7 @@ class PipelineCheckpoints(PortableCheckpoints):
         gone = {name for name, one in module.named_parameters(remove_duplicate=False) if is_elsewhere(one)}
         kept = {name: sharded_like(here.get(name), value) for name, value in full.items() if name not in gone}
         module.load_state_dict(kept, strict=False)
-        if not self.optimizers:
-            return
-        states: list[Any] = checkpoint.get("optimizer_states") or []
-        if not states:
-            set_learning_rates(self.optimizers, checkpoint)
-        for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
-            optimizer.load_state_dict(_own(state, optimizer))
+        load_states(self.optimizers, checkpoint, _own)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """They were loaded with the weights."""
