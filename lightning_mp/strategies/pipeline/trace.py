@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -47,9 +48,19 @@ class Trace:
     def watched(self) -> Generator[None, None, None]:
         """All ranks begin together, so that their clocks agree; once a run."""
         dist.barrier(group=self._group)
-        self._start, self._on = self._mark(), True
+        self._start, self._on = self._shared_start(), True
         yield
         self._on = False
+
+    def _shared_start(self) -> Any:
+        """The processes of one machine share its clock: no rank's late return from the barrier shifts its times."""
+        start = self._mark()
+        if self._device.type == "cuda":
+            return start
+        first: list[Any] = [(platform.node(), start)]
+        dist.broadcast_object_list(first, group=self._group, group_src=0)
+        machine, begun = first[0]
+        return begun if machine == platform.node() else start
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
