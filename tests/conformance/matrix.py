@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import tempfile
 import time
@@ -59,17 +60,27 @@ class Matrix:
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
 
-def run(cells: Iterable[Key], progress: Progress) -> Matrix:
-    """Every cell, beside a plain loop of its row."""
-    start, matrix = time.monotonic(), Matrix()
+def run(cells: Iterable[Key], progress: Progress, kept: Path | None = None) -> Matrix:
+    """Every cell, beside a plain loop of its row; those in the file ``kept`` are not run again, others are added to it."""
+    cells, matrix = list(cells), Matrix()
+    if kept is not None and kept.exists():
+        matrix = pickle.loads(kept.read_bytes())
     columns: dict[str, list[str]] = {}
     for strategy, row in cells:
-        columns.setdefault(strategy, []).append(row)
+        if (strategy, row) not in matrix.verdicts:
+            columns.setdefault(strategy, []).append(row)
     references: References = {}
+
+    def add(strategy: str, row: str, verdict: Verdict, seconds: float) -> None:
+        progress(strategy, row, verdict, seconds)
+        matrix.verdicts[strategy, row] = verdict
+        matrix.seconds += seconds
+        if kept is not None:
+            kept.write_bytes(pickle.dumps(matrix))
+
     for strategy, names in columns.items():
-        verdicts = column(strategy, names, references, progress)
-        matrix.verdicts |= {(strategy, name): verdict for name, verdict in verdicts.items()}
-    matrix.seconds = time.monotonic() - start
+        column(strategy, names, references, add)
+    matrix.verdicts = {key: matrix.verdicts[key] for key in cells}
     return matrix
 
 
