@@ -61,7 +61,7 @@ class Matrix:
 
 
 def run(cells: Iterable[Key], progress: Progress, kept: Path | None = None) -> Matrix:
-    """Every cell, beside a plain loop of its row; those in the file ``kept`` are not run again, others are added to it."""
+    """Every cell, beside a plain loop of its row; the file ``kept`` holds those that need not be run again."""
     cells, matrix = list(cells), Matrix()
     if kept is not None and kept.exists():
         matrix = pickle.loads(kept.read_bytes())

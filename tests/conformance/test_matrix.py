@@ -15,7 +15,8 @@ def test_kept_cells_are_not_run_again(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.write_bytes(pickle.dumps(Matrix({second: Verdict(SAME), first: Verdict(SAME)}, seconds=3.0)))
     result = matrix.run([first, second], lambda *_: None, kept)
-    assert list(result.verdicts) == [first, second] and result.seconds == 3.0
+    assert list(result.verdicts) == [first, second]
+    assert result.seconds == 3.0
 
 
 def test_a_cell_is_kept_as_soon_as_it_ended(tmp_path: Path) -> None:
