@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -39,11 +39,15 @@ ZERO = PrivateNames(
         ),
         "deepspeed.utils.mixed_precision_linkage()": ("_hp_mapping", "_index_in_param_group"),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer()": (
+            "bit16_groups",
             "bit16_groups_flat",
+            "contiguous_gradients",
             "cpu_offload",
             "parallel_partitioned_bit16_groups",
             "real_dp_process_group",
+            "reduce_bucket_size",
             "single_partition_of_fp32_groups",
+            "use_grad_accum_attribute",
         ),
         "deepspeed.utils.tensor_fragment:tensor_fragment()": ("get_lp_grad_fragment", "lp_fragment_address"),
     },
@@ -75,15 +79,62 @@ def before_reduction(zero: Any, check: Callable[[], None]) -> None:
     zero.overlapping_partition_gradients_reduce_epilogue = checked
 
 
-def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
-    """Let a ZeRO-1 or 2 optimizer keep no fp32 copy of weights in one of ``dtypes``."""
+def halve_masters(zero: Any, dtypes: tuple[Any, ...], except_of: type[Tensor]) -> None:
+    """Let a ZeRO-1 or 2 optimizer keep no fp32 copy of weights in one of ``dtypes`` that are none of ``except_of``."""
     changed = False
-    for flat, master in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True):
-        if flat.dtype in dtypes:
+    for group, flat, master in _groups(zero, zero.bit16_groups_flat):
+        if flat.dtype in dtypes and not isinstance(next(iter(group), None), except_of):
             master.data = master.data.to(flat.dtype)
             changed = True
     if changed:
         zero._link_all_hp_params()  # parameters hold views of their masters
+
+
+def refresh_masters(zero: Any, except_of: type[Tensor]) -> None:
+    """Have a ZeRO optimizer's masters follow the weights; those of ``except_of`` in stage 1 and 2 stay."""
+    if not hasattr(zero, "parallel_partitioned_bit16_groups"):
+        zero.refresh_fp32_params()
+        return
+    partitions = zip(zero.parallel_partitioned_bit16_groups, zero.real_dp_process_group, strict=True)
+    own = [parts[dist.get_rank(group)] for parts, group in partitions]
+    for group, part, master in _groups(zero, own):
+        if not isinstance(next(iter(group), None), except_of):
+            master.data.copy_(part.data)
+
+
+def _groups(zero: Any, flats: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
+    """Of each group of a ZeRO-1 or 2 optimizer: its parameters, its entry of ``flats``, this rank's masters."""
+    return zip(zero.bit16_groups, flats, zero.single_partition_of_fp32_groups, strict=True)
+
+
+def set_master(parameter: Any, value: Tensor) -> None:
+    """Set this rank's part of the fp32 master of a parameter to that of a whole ``value``."""
+    import deepspeed
+
+    deepspeed.utils.safe_set_full_fp32_param(parameter, value)
+
+
+def full_master(parameter: Any) -> Tensor:
+    """The whole fp32 master of a parameter, from all ranks, every one of which calls it."""
+    import deepspeed
+
+    return deepspeed.utils.safe_get_full_fp32_param(parameter)
+
+
+def master_part(parameter: Any) -> Tensor:
+    """This rank's part of the master of a parameter of a ZeRO-1 or 2 optimizer, flat."""
+    fragment = parameter._hp_mapping
+    return torch.empty(0) if fragment is None else fragment.get_hp_fragment().detach().reshape(-1)
+
+
+def loses_averages(zero: Any, parameter: Tensor) -> bool:
+    """Whether a ZeRO-1 or 2 optimizer would average a gradient of ``parameter`` in the gradient's own dtype."""
+    return not zero.contiguous_gradients or parameter.numel() > zero.reduce_bucket_size
+
+
+def accumulate_apart(zero: Any, on: bool) -> None:
+    """Have a ZeRO-1 optimizer add up gradients of several backward passes in fp32, not in the weight's dtype."""
+    zero.use_grad_accum_attribute = on
 
 
 def partition_sums(zero: Any) -> Tensor:

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat.deepspeed import before_reduction, cast_partition, gathers, is_partitioned, partition_sums
+from lightning_mp.compat.deepspeed import (
+    before_reduction,
+    cast_partition,
+    gathers,
+    is_partitioned,
+    partition_sums,
+    refresh_masters,
+)
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import is_compiled
 from lightning_mp.engines import bare_backward, closures, elementwise, optimizer_facts
@@ -26,6 +33,7 @@ from lightning_mp.engines.same_order import FirstForward
 from lightning_mp.engines.shard_reads import ShardReads
 from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights, keeps_moments
 from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.numerics.autocast_weight import CastAlone
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.scaler import LossScaler
@@ -51,6 +59,8 @@ class ZeroEngine(StepEngine):
     _first: FirstForward | None = None
     #: by ``id``, names of the weights that are gathered in half precision, until a step was watched
     halves: Mapping[int, str] = MappingProxyType({})
+    #: by param group, the index of the user's that it came from
+    came_from: Sequence[int] = ()
     #: from a manual backward pass to the step
     _told: GradientsElsewhere | None = None
 
@@ -249,6 +259,7 @@ class ZeroEngine(StepEngine):
         weights.refuse_unfrozen()
         weights.refuse_left_out(keeps_moments(self._zero.optimizer))
         self._follow(weights)
+        self._groups_follow()
         self.pending = False
         self._in_step = True
         try:
@@ -265,6 +276,14 @@ class ZeroEngine(StepEngine):
         norm = self._deepspeed.get_global_grad_norm()
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
+    def _groups_follow(self) -> None:
+        """A group split off steps with what users and schedulers have written into the one it came from."""
+        groups = self._zero.param_groups
+        for place, origin in enumerate(self.came_from):
+            first = self.came_from.index(origin)
+            if first != place:
+                groups[place].update({key: value for key, value in groups[first].items() if key != "params"})
+
     def _follow(self, weights: Weights) -> None:
         """Masters take over what a user's hook made of the weights; a copy that changes nothing costs least to make."""
         if weights.partitioned:
@@ -274,7 +293,7 @@ class ZeroEngine(StepEngine):
         else:
             changed = True
         if changed:
-            self._zero.refresh_fp32_params()
+            refresh_masters(self._zero, except_of=HalfCopy)
 
     def _note_sums(self) -> None:
         if not cast("Weights", self._weights).partitioned and self._zero.cpu_offload:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat.deepspeed import after_gathered_change, is_partitioned, stays_gathered
 from lightning_mp.errors import Fault
+from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.numerics import graph
 
 _GRAD: Any = cast("Any", Tensor.grad)
@@ -82,6 +83,8 @@ class Weights:
         for parameter in self._named.values() if self._versions else ():
             after_gathered_change(parameter, self._heard)
             parameter.__class__ = _Partitioned
+        #: the same of half copies, which nobody's master follows
+        self._copies = {name: p._version for name, p in self._named.items() if isinstance(p, HalfCopy)}
         self._changed = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self._named.values()]
 
@@ -94,8 +97,9 @@ class Weights:
 
     def loaded(self) -> None:
         """What was written to up to now is where it belongs: a checkpoint was loaded."""
-        self._versions |= {name: self._named[name]._version for name in self._versions}
-        for name in self._versions:
+        for versions in (self._versions, self._copies):
+            versions |= {name: self._named[name]._version for name in versions}
+        for name in (*self._versions, *self._copies):
             vars(self._named[name]).pop("handed_out", None)
 
     @property
@@ -113,8 +117,18 @@ class Weights:
         """Look whether a user changed what is no longer there.
 
         Raises:
-            RuntimeError: a weight was written to while it was partitioned, which changes nothing (ZeRO-3).
+            RuntimeError: a weight was written to while it was partitioned, which changes nothing (ZeRO-3), or a half
+                copy, which the next step overwrites (ZeRO-1 and 2).
         """
+        written = [name for name, version in self._copies.items() if _was_written_to(self._named[name], version)]
+        if written:
+            fault = Fault(
+                f"{written[0]!r} and {len(written) - 1} others written to between steps with ZeRO, which holds them in "
+                "half precision beside fp32 masters",
+                "deepspeed.utils.safe_set_full_fp32_param(parameter, value), or fp32 weights",
+                "write so, or make the strategy with half_copies=False",
+            )
+            raise RuntimeError(str(fault))
         lost = [name for name, version in self._versions.items() if _was_written_to(self._named[name], version)]
         if lost:
             fault = Fault(

@@ -20,6 +20,7 @@ from lightning_mp.compat.lightning import Strategy, rank_zero_info
 from lightning_mp.compat.torch import last_rates
 from lightning_mp.engines.optimizer_facts import of_another_optimizer
 from lightning_mp.errors import PlanError
+from lightning_mp.modules.half_copies import stored_dtype
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.numerics.grads import parameters_of
 
@@ -50,7 +51,7 @@ class PortableCheckpoints(_Base):
         module = self.lightning_module
         assert module is not None
         named = (*module.named_parameters(), *module.named_buffers())
-        return {name: _NAMES[tensor.dtype] for name, tensor in named if tensor.dtype in _NAMES}
+        return {name: _NAMES[stored_dtype(tensor)] for name, tensor in named if tensor.dtype in _NAMES}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load as the host does; every rank reads all of a checkpoint of another strategy.

@@ -191,10 +191,9 @@ class Observer(Callback):
         run.computed, run.backward, run.reduced = dict(watch.computed), watch.backward, watch.reduced
         run.handed_on = dict(watch.handed_on)
         run.calls = {name: count / WATCHED_STEPS for name, count in watch.calls.items()}
-        stored = local.parameters(module)
-        run.stored = {name: local.dtype_name(tensor.dtype) for name, tensor in stored.items()}
+        run.stored = local.stored(module)
         run.state = {local.dtype_name(tensor.dtype) for _, tensor in local.floating(states)}
-        run.bytes["parameters"] = local.storage_bytes([*stored.values(), *zero.masters(trainer)])
+        run.bytes["parameters"] = local.storage_bytes([*local.parameters(module).values(), *zero.masters(trainer)])
         run.bytes["optimizer"] = local.storage_bytes(tensor for state in states for tensor in state.values())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -202,7 +201,7 @@ class Observer(Callback):
         run = self.run
         run.losses, run.lrs = list(pl_module.losses.values()), list(pl_module.lrs.values())
         run.counts = plan.applied_steps, plan.skipped_steps
-        run.weights = {name: tensor.clone() for name, tensor in local.parameters(pl_module).items()}
+        run.weights = local.trained(pl_module)
         if self.whole:
             from support import sharded  # not at the top: it imports one of Lightning's two copies
 

@@ -15,6 +15,7 @@ from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward
 from lightning_mp.compat.torchao import product_node
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.fp8 import is_converted
+from lightning_mp.modules.half_copies import stored_dtype
 from lightning_mp.monitor.audit.operators import Ran, dtypes, is_product, read
 from lightning_mp.monitor.dtype_names import dtype_name
 
@@ -225,7 +226,7 @@ def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Modul
                 kind = one.special
             else:
                 kind = one.trained if parameter.requires_grad else one.frozen
-            kind.add(dtype_name(parameter.dtype))
+            kind.add(dtype_name(stored_dtype(parameter)))
             one.sharded |= sharded
             one.state |= states.get(id(parameter), set())
 

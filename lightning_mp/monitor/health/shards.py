@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_mp.compat import deepspeed as compat
 from lightning_mp.modules.elsewhere import is_elsewhere
+from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.numerics.grad_norm import Groups, shard_groups
 from lightning_mp.numerics.grads import gradients, local
 
@@ -42,6 +43,8 @@ class Layout:
         """This rank's shard of ``parameter``."""
         if self.zero and compat.is_partitioned(parameter):
             return Shard(compat.local_part(parameter), _everyone())
+        if isinstance(parameter, HalfCopy):
+            return Shard(compat.master_part(parameter), _everyone())
         if is_elsewhere(parameter):
             return Shard(parameter.new_empty(0), self._groups(parameter))
         shard = local(parameter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_mp.compat.deepspeed import ZERO, gather_as, reduce_as_stored
 from lightning_mp.compat.lightning import ForwardRedirection
 from lightning_mp.errors import MissingExtraError
 from lightning_mp.modules import half_weights
+from lightning_mp.modules.half_copies import Run
 from lightning_mp.numerics.dtypes import to_torch
 
 #: where the function comes from that stage 3 puts in place of torch's
@@ -80,6 +82,8 @@ class InsideEngine(ForwardRedirection):
 
     def __init__(self, plan: Any) -> None:
         self._plan = plan
+        #: half copies of the weights, if there are any
+        self.copies: Run | None = None
 
     def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the method as the forward of ``wrapper_module``; the module's own forward is back before it runs."""
@@ -92,7 +96,7 @@ class InsideEngine(ForwardRedirection):
 
         def step(*inner: Any, **named: Any) -> Any:
             bring_back()
-            with self._plan.forward_context():
+            with self._plan.forward_context(), nullcontext() if self.copies is None else self.copies.step():
                 return getattr(original_module, method_name)(*inner, **named)
 
         original_module.forward = step

@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
 from lightning_mp.checkpoints.zero import resumable
-from lightning_mp.compat.deepspeed import casts_left_out, halve_masters
+from lightning_mp.compat.deepspeed import accumulate_apart, casts_left_out, halve_masters, refresh_masters
 from lightning_mp.compat.lightning import (
     DEEPSPEED,
     DeepSpeedStrategy,
     LightningModule,
     Trainer,
     TrainerFn,
+    TrainerStatus,
     accumulates,
     is_overridden,
     rank_zero_info,
@@ -35,12 +36,14 @@ from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.zero import ZeroEngine
 from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import unfit_callbacks
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.deepspeed import patches
+from lightning_mp.strategies.deepspeed.half_copies import HalfCopies
 from lightning_mp.strategies.deepspeed.load_weights import load_full_state
 from lightning_mp.strategies.deepspeed.param_groups import by_dtype, regroup, split_by_dtype
 from lightning_mp.strategies.fail_together import FailTogether
@@ -57,6 +60,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         offload_optimizer: keep optimizer state on the CPU.
         offload_parameters: keep parameters on the CPU (stage 3).
         config: a DeepSpeed JSON (a mapping or a path) to merge; what contradicts plan or Trainer is refused.
+        half_copies: in stages 1 and 2, hold in half precision what autocast alone computes with; its masters are fp32.
         policy: what the JSON is checked against at once; else it is checked when the run starts.
         host: further keywords of Lightning's ``DeepSpeedStrategy``.
 
@@ -76,6 +80,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         config: Json | None = None,
+        half_copies: bool = True,
         policy: PrecisionPolicy | None = None,
         **host: Any,
     ) -> None:
@@ -94,6 +99,9 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         self._came_from: list[int] = []
         self._groups_before = 0
         self._linear = patches.FunctionalLinear()
+        self._holds_halves = half_copies
+        self._halves: HalfCopies | None = None
+        self._accumulated = False
         if policy is not None and policy.precision != "auto":
             self.config = self._composed(policy)
 
@@ -202,6 +210,9 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         step = cast("ZeroEngine", plan_of(self).engine)
         if optimizer is not None:
             self._check_optimizer(step, optimizer, lr_scheduler)
+            if self._holds_halves and self._stage < 3:
+                self._halves = HalfCopies()
+                self._halves.make(model, plan_of(self), optimizer)
             self._groups_before = len(optimizer.param_groups)
             self._came_from = split_by_dtype(optimizer, lr_scheduler)
         step.hand_over()
@@ -209,7 +220,11 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         groups = [{"params": members} for members in trained]
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
         if self._stage < 3:
-            halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
+            halve_masters(zero, HALF, except_of=HalfCopy)  # the policy's optimizer state is half precision too
+        if self._halves is not None:
+            self._halves.connect(zero)
+            cast("patches.InsideEngine", self._forward_redirection).copies = self._halves.run
+        step.came_from = self._came_from
         return engine, zero
 
     def _check_optimizer(self, step: ZeroEngine, optimizer: Optimizer, scheduler: Any) -> None:
@@ -283,6 +298,10 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
     def teardown(self) -> None:
         """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
         self._linear.restore()
+        module = self.lightning_module
+        if self._halves is not None and module is not None:
+            self._halves.give_back(whole=module.trainer.state.status != TrainerStatus.INTERRUPTED)
+            self._halves = None
         super().teardown()
 
     # ------------------------------------------------------------------ the step
@@ -293,6 +312,9 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         assert module is not None
         accumulating = module.automatic_optimization and accumulates(module.trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulating)
+        if self._halves is not None and self._stage == 1:
+            accumulate_apart(self.deepspeed_engine.optimizer, on=accumulating or self._accumulated)
+            self._accumulated = accumulating
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def on_train_end(self) -> None:
@@ -346,12 +368,16 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         assert module is not None
         if checkpoint.pop("optimizer_states", None):
             rank_zero_info("Optimizer state of another strategy does not fit ZeRO's partitions: it starts at zero.")
+        state = checkpoint["state_dict"]
         if self._stage < 3:
-            module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+            module.load_state_dict(state, strict=module.strict_loading)
         else:
-            load_full_state(module, checkpoint["state_dict"], strict=module.strict_loading)
+            load_full_state(module, state, strict=module.strict_loading)
         for zero in self.optimizers:
-            cast("Any", zero).refresh_fp32_params()
+            refresh_masters(zero, except_of=HalfCopy)
+        if self._halves is not None:
+            named = module.named_parameters(remove_duplicate=False)
+            self._halves.set_masters({id(one): state[name] for name, one in named if name in state})
 
 
 def _check_world_size(path: Path, processes: int) -> None:

@@ -1,0 +1,216 @@
+"""Trained parameters that a host holds in half precision, beside fp32 masters of its own.
+
+Autocast computes with the half value of such a weight and with nothing else (``half_weights`` says of which that is
+so): the copy stands in for the weight in its layer's product, and whoever else reads it is told. What a backward pass
+adds up of several uses of one weight is added in fp32; autograd would add the gradients of a half leaf in half.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.compat.torch import in_backward
+from lightning_mp.errors import Fault, PlanError
+
+_DATA: Any = cast("Any", Tensor.data)
+_DTYPE: Any = cast("Any", Tensor.dtype)
+#: hosts and this package know what a copy is
+_KNOW = ("deepspeed.", "lightning_mp.", "lightning.", "pytorch_lightning.")
+#: properties that tell values
+_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+#: what reads gradients, which are in half precision too
+_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
+#: functions that tell none
+_NO_VALUES = frozenset((
+    "__hash__", "__len__", "dim", "element_size", "is_complex", "is_floating_point", "nelement", "numel",
+    "requires_grad_", "size", "stride",
+))  # fmt: skip
+
+
+class Run:
+    """What the copies of one run share."""
+
+    def __init__(self, advice: str) -> None:
+        #: where a strategy's fp32 values are found, for messages
+        self.advice = advice
+        self._in_step = False
+        self._warned = False
+
+    @contextmanager
+    def step(self) -> Generator[None, None, None]:
+        """Around a step of the user's: training, validation, test or prediction."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def read(self, weight: HalfCopy, *, gradients: bool = False) -> None:
+        """Somebody reads ``weight``, or is to read its ``gradients``, who cannot know that it is a copy.
+
+        Raises:
+            PlanError: in a step, whose result would not be the one of the fp32 value; for gradients anywhere.
+        """
+        given = f"{weight.label}, held in {_DTYPE.__get__(weight)} for autocast's products alone, read"
+        if gradients:
+            fault = Fault(
+                f"a hook on {weight.label} in a run that holds it in half precision, whose gradients come in it too",
+                "hooks on parameters that were there when the run began: such a parameter stays fp32",
+                f"register it in __init__ or configure_model. {self.advice}",
+            )
+            raise PlanError([fault], "MixedPrecisionPlan")
+        if self._in_step:
+            name = weight.label.rpartition(".")[0]
+            fault = Fault(
+                f"{given} in another way in a step",
+                "matrix products and convolutions under autocast, which read it in the dtype they compute in",
+                f"write pins={{{name!r}: 'fp32'}}, which keeps it in fp32, or leave that use out",
+            )
+            raise PlanError([fault], "MixedPrecisionPlan")
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{given} outside of a step (said once a run). {self.advice}", stacklevel=4)
+
+
+class HalfCopy(nn.Parameter):
+    """A parameter in half precision whose master is elsewhere; an fp32 one becomes it by ``held_in_half``."""
+
+    label: str
+    run: Run
+    #: how many products use it in the graph at hand
+    uses: int
+    #: the sum of their gradients in fp32, where they are several
+    total: Tensor | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, asked = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
+        tells = asked in _VALUES or asked == "dtype" if name in ("__get__", "__set__") else name not in _NO_VALUES
+        stranger = tells and not _is_known(inspect.currentframe())
+        weight = next((one for one in args if isinstance(one, cls)), None) if stranger else None
+        if weight is not None:
+            if asked == "dtype":  # what the code that asks does then is what it does under other strategies
+                return torch.float32
+            weight.run.read(weight, gradients=name in _HOOKS)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if weight is not None and asked == "data" and name == "__get__":
+            vars(weight).setdefault("handed_out", []).append((result, result._version))
+        return result
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        self.run.read(self)
+        memo[id(self)] = copy = nn.Parameter(_DATA.__get__(self).float(), self.requires_grad)
+        return copy
+
+
+def _is_known(frame: Any) -> bool:
+    """Whether the code behind torch's own that called this is one that knows."""
+    frame = frame.f_back
+    while frame is not None and _module(frame).startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and _module(frame).startswith(_KNOW)
+
+
+def _module(frame: Any) -> str:
+    return f"{frame.f_globals.get('__name__', '')}."
+
+
+def stored_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype a parameter is stored in: of a copy, its master's."""
+    return torch.float32 if isinstance(parameter, HalfCopy) else parameter.dtype
+
+
+# ------------------------------------------------------------------ in its layer's product
+
+
+class _Use(torch.autograd.Function):
+    """The half values for one product; its gradient is noted in fp32 where there are others."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: HalfCopy) -> Tensor:
+        ctx.weight = weight
+        return _DATA.__get__(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,), weight = gradients, ctx.weight
+        if weight.uses > 1:
+            weight.total = gradient.float() if weight.total is None else weight.total.add_(gradient)
+        return gradient
+
+
+def hold(weight: nn.Parameter, dtype: torch.dtype, label: str, run: Run, in_fp32: Callable[[], bool]) -> None:
+    """Make an fp32 parameter a copy in ``dtype``.
+
+    Its gradient is in ``dtype`` too, except where that would lose what autograd adds up in fp32 for an fp32 weight, or
+    where ``in_fp32`` asks for it.
+    """
+    weight.data = weight.data.to(dtype)
+    weight.__class__ = HalfCopy
+    copy = cast("HalfCopy", weight)
+    copy.label, copy.run, copy.uses, copy.total = label, run, 0, None
+
+    def whole(_: Tensor) -> None:
+        gradient = cast("Tensor", copy.grad)
+        if copy.total is not None:
+            gradient.data = copy.total
+        elif in_fp32():
+            gradient.data = gradient.data.float()
+        copy.uses, copy.total = 0, None
+
+    copy.register_post_accumulate_grad_hook(whole)
+
+
+def give_back(weight: HalfCopy, data: Tensor) -> None:
+    """Make a copy an ordinary parameter again, with ``data`` as its values."""
+    cast("Any", weight).__class__ = nn.Parameter
+    weight.data = data
+    for name in ("label", "run", "uses", "total", "handed_out"):
+        vars(weight).pop(name, None)
+
+
+def stand_in(module: nn.Module, holders: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> list[Any]:
+    """Hand the copies of ``holders`` to the forward of ``module``, which hands each to one product; the hooks.
+
+    Raises:
+        PlanError: when it runs where autocast does not cast to ``dtype``.
+    """
+    held = tuple(holders)
+
+    def before(_module: nn.Module, _inputs: Any) -> None:
+        for holder, key in held:
+            weight = holder._parameters.get(key)
+            if not isinstance(weight, HalfCopy):  # functional_call put its own there
+                continue
+            device = weight.device.type
+            if not (torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype):
+                raise _without_autocast(weight)
+            if torch.is_grad_enabled() and not in_backward():
+                weight.uses += 1
+            vars(holder)[key] = cast("Any", _Use).apply(weight)
+
+    def after(*_: Any) -> None:
+        for holder, key in held:
+            vars(holder).pop(key, None)
+
+    # The user's hooks run outside of these two, and meet the copy itself.
+    behind = module.register_forward_hook(after, prepend=True, always_call=True)
+    return [module.register_forward_pre_hook(before), behind]
+
+
+def _without_autocast(weight: HalfCopy) -> PlanError:
+    name = weight.label.rpartition(".")[0]
+    fault = Fault(
+        f"{weight.label}, held in {_DTYPE.__get__(weight)}, used where autocast is off or casts to another dtype",
+        "the plan's autocast, under which nothing but the half value is used",
+        f"write pins={{{name!r}: 'fp32'}}, or run it within trainer.precision_plugin.forward_context()",
+    )
+    return PlanError([fault], "MixedPrecisionPlan")

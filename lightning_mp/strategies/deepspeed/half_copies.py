@@ -1,0 +1,107 @@
+"""Under ZeRO-1 and 2, half copies of the weights that autocast alone computes with; DeepSpeed's masters stay fp32."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mp.compat.deepspeed import full_master, loses_averages, set_master
+from lightning_mp.compat.lightning import trainer_of
+from lightning_mp.compat.torch import is_compiled
+from lightning_mp.modules import half_copies, half_weights
+from lightning_mp.modules.half_copies import HalfCopy, Run
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.strategies.unfit_callbacks import AVERAGES
+
+_ADVICE = (
+    "deepspeed.utils.safe_get_full_fp32_param(parameter), called on every rank, has the fp32 value, "
+    "safe_set_full_fp32_param sets it; make_strategy(..., half_copies=False) holds fp32 weights."
+)
+
+
+class HalfCopies:
+    """The copies of one run: made before DeepSpeed takes the module, given back when the run is over."""
+
+    def __init__(self) -> None:
+        self.run = Run(_ADVICE)
+        self._masters: dict[HalfCopy, Tensor] = {}
+        self._hooks: list[Any] = []
+        self._zero: Any = None
+
+    def make(self, module: nn.Module, plan: MixedPrecisionPlan, optimizer: Optimizer) -> None:
+        """Put copies in place of the weights that may be; all ranks begin with those of rank 0."""
+        dtype = to_torch(plan.policy.compute_dtype)
+        weights = _choose(module, plan, optimizer)
+        for weight in weights:
+            tensor = cast("nn.Parameter", weight.tensor)
+            if dist.is_initialized():
+                dist.broadcast(tensor.data, 0)
+            master = tensor.data
+            half_copies.hold(tensor, dtype, weight.name, self.run, self._sums_in_fp32(tensor))
+            self._masters[cast("HalfCopy", tensor)] = master
+        attention = {id(part.out_proj): part for part in module.modules() if isinstance(part, nn.MultiheadAttention)}
+        held: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        for holder, key in (place for weight in weights for place in weight.places):
+            held.setdefault(attention.get(id(holder), holder), []).append((holder, key))
+        for part, holders in held.items():
+            self._hooks += half_copies.stand_in(part, holders, dtype)
+
+    def _sums_in_fp32(self, weight: Tensor) -> Any:
+        """DeepSpeed averages some gradients in place, in their own dtype."""
+        return lambda: loses_averages(self._zero, weight)
+
+    def connect(self, zero: Any) -> None:
+        """DeepSpeed made its masters from the copies: make them the fp32 weights."""
+        self._zero = zero
+        self.set_masters({id(weight): master for weight, master in self._masters.items()})
+        self._masters = dict.fromkeys(self._masters, torch.empty(0))
+
+    def set_masters(self, values: dict[int, Tensor]) -> None:
+        """Set the masters of the copies to whole fp32 ``values``, by ``id`` of the copy."""
+        for weight in self._masters:
+            if id(weight) in values:
+                set_master(weight, values[id(weight)])
+
+    def give_back(self, *, whole: bool) -> None:
+        """Make the parameters fp32 again; ``whole``: with the masters of all ranks, every one of which calls it."""
+        for hook in self._hooks:
+            hook.remove()
+        for weight in self._masters:
+            half_copies.give_back(weight, full_master(weight) if whole else weight.data.float())
+        self._masters, self._hooks, self._zero = {}, [], None
+
+
+def _choose(module: nn.Module, plan: MixedPrecisionPlan, optimizer: Optimizer) -> list[half_weights.Weight]:
+    """The weights to hold in half precision; biases are few, and stay fp32.
+
+    DeepSpeed takes the first group's first parameter for what the engine computes with: one that is fp32 is left there.
+    """
+    trainer: Any = trainer_of(module)
+    if any(map(is_compiled, module.modules())) or any(isinstance(each, AVERAGES) for each in trainer.callbacks):
+        return []  # a compiled forward would not meet the hooks; callbacks that average weights need them in fp32
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    weights = [
+        weight
+        for weight in half_weights.survey(module, plan.engine.pin_map, plan.policy)
+        if weight.reason is None and weight.tensor.ndim > 1 and weight.tensor.dtype == torch.float32
+        if weight.tensor.requires_grad and id(weight.tensor) in stepped and type(weight.tensor) is nn.Parameter
+        if not _has_hooks(weight.tensor)
+    ]
+    first = [parameter for parameter in optimizer.param_groups[0]["params"] if parameter.requires_grad]
+    chosen = {id(weight.tensor) for weight in weights}
+    if first and all(id(parameter) in chosen for parameter in first):
+        smallest = min(first, key=lambda parameter: parameter.numel())
+        weights = [weight for weight in weights if weight.tensor is not smallest]
+    return weights
+
+
+def _has_hooks(weight: Any) -> bool:
+    """Whether a user's hook is to see the gradient, which is fp32 elsewhere."""
+    after: Any = weight._post_accumulate_grad_hooks or {}
+    strangers = [hook for hook in after.values() if not hook.__module__.startswith("lightning_mp.")]
+    return bool(weight._backward_hooks or strangers)
