@@ -53,9 +53,7 @@ def stored(module: nn.Module) -> dict[str, str]:
 
 def trained(module: nn.Module) -> dict[str, Tensor]:
     """Name → what is trained: of a half copy its whole master, for which all ranks call this."""
-    return {
-        name: full_master(one) if isinstance(one, HalfCopy) else local(one).clone() for name, one in _here(module)
-    }
+    return {name: full_master(one) if isinstance(one, HalfCopy) else local(one).clone() for name, one in _here(module)}
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
