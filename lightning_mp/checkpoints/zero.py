@@ -44,6 +44,19 @@ def resumable(path: Path, stage: int, processes: int) -> bool:
     return whole == (stage < 3) and len(list(folder.glob("*_optim_states.pt"))) == processes
 
 
+def loads_alike(path: Path, groups: list[list[str]]) -> bool:
+    """Whether the param groups of a folder of stage 1 or 2 hold the parameters that those of the run at hand do.
+
+    ``groups`` are names; none where the run has no optimizer, and whole fp32 weights are needed.
+    """
+    states = _model_states(path, deepspeed_folder(path))
+    recorded = (states.get("lightning_mp") or {}).get("dtypes", {})
+    if not groups:
+        held = {plain_name(name): tensor.dtype for name, tensor in states["module"].items()}
+        return all(held.get(plain_name(name)) == files.STORAGE[dtype] for name, dtype in recorded.items())
+    return [[plain_name(name) for name in group] for group in states.get("param_shapes") or ()] == groups
+
+
 def weights(path: Path) -> dict[str, Any]:
     """The full state dict on the CPU."""
     return checkpoint(path)["state_dict"]
@@ -95,7 +108,7 @@ def _model_states(path: Path, folder: Path) -> dict[str, Any]:
         raise CheckpointFormatError(
             f"{str(path)!r}, without the model states of rank 0", ALLOWED, "copy the files of all nodes into it"
         )
-    states = files.load(found[0], weights_only=False)
+    states = files.load(found[0], weights_only=False, mmap=True)
     if not isinstance(states.get("module"), dict):
         raise CheckpointFormatError(f"{str(found[0])!r}, which holds no module", ALLOWED, "check the path")
     return states

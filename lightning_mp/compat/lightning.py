@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.deepspeed import remove_module_hooks as remove_module_hooks
     from lightning.pytorch.trainer.states import RunningStage as RunningStage
     from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
-    from lightning.pytorch.trainer.states import TrainerStatus as TrainerStatus
     from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
     from lightning.pytorch.utilities import rank_zero_only as rank_zero_only
     from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
@@ -108,7 +107,6 @@ _PLACES = {
     "CheckpointConnector": "trainer.connectors.checkpoint_connector",
     "RunningStage": "trainer.states",
     "TrainerFn": "trainer.states",
-    "TrainerStatus": "trainer.states",
     "rank_zero_info": "utilities",
     "rank_zero_only": "utilities",
     "rank_zero_warn": "utilities",

@@ -286,6 +286,7 @@ class ZeroEngine(StepEngine):
 
     def _follow(self, weights: Weights) -> None:
         """Masters take over what a user's hook made of the weights; a copy that changes nothing costs least to make."""
+        weights.refuse_lost()
         if weights.partitioned:
             changed = weights.take_change()
         elif self._zero.cpu_offload:  # there it would cross the bus; the host waits for this step in any case

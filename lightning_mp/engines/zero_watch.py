@@ -109,7 +109,6 @@ class Weights:
 
     def take_change(self) -> bool:
         """Whether a user changed partitions since the last call."""
-        self.refuse_lost()
         changed, self._changed = self._changed, False
         return changed
 
@@ -216,7 +215,8 @@ class Weights:
             raise RuntimeError(str(fault))
 
     def stepped(self) -> None:
-        """A step was made."""
+        """A step was made, which writes to half copies, or to the flat tensor that they are views of."""
+        self._copies |= {name: self._named[name]._version for name in self._copies}
         self._ever |= self._seen.keys()
         self._seen.clear()
 

@@ -147,8 +147,8 @@ class _Use(torch.autograd.Function):
         return gradient
 
 
-def hold(weight: nn.Parameter, dtype: torch.dtype, label: str, run: Run, in_fp32: Callable[[], bool]) -> None:
-    """Make an fp32 parameter a copy in ``dtype``.
+def hold(weight: nn.Parameter, dtype: torch.dtype, label: str, run: Run, in_fp32: Callable[[], bool]) -> Any:
+    """Make an fp32 parameter a copy in ``dtype``; the hook on its gradient.
 
     Its gradient is in ``dtype`` too, except where that would lose what autograd adds up in fp32 for an fp32 weight, or
     where ``in_fp32`` asks for it.
@@ -166,7 +166,7 @@ def hold(weight: nn.Parameter, dtype: torch.dtype, label: str, run: Run, in_fp32
             gradient.data = gradient.data.float()
         copy.uses, copy.total = 0, None
 
-    copy.register_post_accumulate_grad_hook(whole)
+    return copy.register_post_accumulate_grad_hook(whole)
 
 
 def give_back(weight: HalfCopy, data: Tensor) -> None:

@@ -99,9 +99,7 @@ def bytes_per_rank(strategy: str, row: Row) -> dict[str, float]:
         return {key: value / ranks for key, value in parts.items()}
     # ZeRO steps a copy of its partition, and gathers its gradients in the dtype they are summed in.
     shard = as_stored / ranks
-    if (
-        row.policy.mixed and "zero3" not in strategy
-    ):  # stages 1 and 2 hold half copies of what autocast alone computes with
+    if row.policy.mixed and "zero3" not in strategy:  # half copies of what autocast computes with
         linears = [m.weight.numel() for m in _model(row).modules() if isinstance(m, nn.Linear)]
         as_stored -= (SIZES["fp32"] - SIZES[row.policy.compute]) * sum(linears)
     # With offload stage 3 accumulates on the device, and steps a copy on the CPU.
@@ -128,7 +126,7 @@ FORMULAS = {
     "pipeline": "S/N, S/N, 2S/N (stages of equal size)",
     "deepspeed_zero1": "H + S/N, 4P/N, 2S/N (H: S, linears' weights in the compute dtype)",
     "deepspeed_zero2": "H + S/N, 4P/N, 2S/N (H: S, linears' weights in the compute dtype)",
-    "deepspeed_zero2_offload": "H + S/N, 4P/N, 2S/N (H: S, linears' weights in the compute dtype)",
+    "deepspeed_zero2_offload": "S + S/N, 4P/N, 2S/N",
     "deepspeed_zero3": "S/N + S/N, 4P/N, 2S/N",
     "deepspeed_zero3_offload": "S/N + S/N, 4P/N + 4P/N, 2S/N",
 }

@@ -49,7 +49,7 @@ class Regression(LightningModule):
         self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
         if self.trainer.global_step in self.overflow_at:
             # finite loss, infinite gradients: what an fp16 overflow in the backward pass looks like
-            loss = loss + InfiniteGradient.apply(self.net[3].weight.float().sum() * 0)
+            loss = loss + InfiniteGradient.apply(self.net[3].bias.float().sum() * 0)
         return loss
 
     def configure_optimizers(self) -> Any:

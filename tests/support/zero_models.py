@@ -96,7 +96,7 @@ class Window(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         if self.global_rank == 1 and batch_idx == 1:
-            loss = loss + InfiniteGradient.apply(self.net[3].weight.float().sum() * 0)
+            loss = loss + InfiniteGradient.apply(self.net[3].bias.float().sum() * 0)
         return loss
 
 

@@ -42,7 +42,7 @@ class HalfCopies:
             if dist.is_initialized():
                 dist.broadcast(tensor.data, 0)
             master = tensor.data
-            half_copies.hold(tensor, dtype, weight.name, self.run, self._sums_in_fp32(tensor))
+            self._hooks.append(half_copies.hold(tensor, dtype, weight.name, self.run, self._sums_in_fp32(tensor)))
             self._masters[cast("HalfCopy", tensor)] = master
         attention = {id(part.out_proj): part for part in module.modules() if isinstance(part, nn.MultiheadAttention)}
         held: dict[nn.Module, list[tuple[nn.Module, str]]] = {}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
-from lightning_mp.checkpoints.zero import resumable
+from lightning_mp.checkpoints.zero import loads_alike, resumable
 from lightning_mp.compat.deepspeed import accumulate_apart, casts_left_out, halve_masters, refresh_masters
 from lightning_mp.compat.lightning import (
     DEEPSPEED,
@@ -23,7 +23,6 @@ from lightning_mp.compat.lightning import (
     LightningModule,
     Trainer,
     TrainerFn,
-    TrainerStatus,
     accumulates,
     is_overridden,
     rank_zero_info,
@@ -35,7 +34,7 @@ from lightning_mp.deepspeed_config import merge
 from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.zero import ZeroEngine
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
 from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.policy import PrecisionPolicy
@@ -101,7 +100,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         self._linear = patches.FunctionalLinear()
         self._holds_halves = half_copies
         self._halves: HalfCopies | None = None
-        self._accumulated = False
+        self._accumulated, self._on_all_ranks = False, True
         if policy is not None and policy.precision != "auto":
             self.config = self._composed(policy)
 
@@ -210,8 +209,8 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         step = cast("ZeroEngine", plan_of(self).engine)
         if optimizer is not None:
             self._check_optimizer(step, optimizer, lr_scheduler)
-            if self._holds_halves and self._stage < 3:
-                self._halves = HalfCopies()
+            if self._holds_halves and self._stage < 3 and not any(self._offloads):
+                self._halves, self._on_all_ranks = HalfCopies(), True
                 self._halves.make(model, plan_of(self), optimizer)
             self._groups_before = len(optimizer.param_groups)
             self._came_from = split_by_dtype(optimizer, lr_scheduler)
@@ -295,12 +294,17 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         ):
             yield
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Only where every rank raises it can all of them put together what each has of the weights."""
+        self._on_all_ranks = isinstance(exception, NonFiniteError)
+        super().on_exception(exception)
+
     def teardown(self) -> None:
         """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
         self._linear.restore()
         module = self.lightning_module
         if self._halves is not None and module is not None:
-            self._halves.give_back(whole=module.trainer.state.status != TrainerStatus.INTERRUPTED)
+            self._halves.give_back(whole=self._on_all_ranks)
             self._halves = None
         super().teardown()
 
@@ -360,7 +364,17 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         return checkpoint
 
     def reads(self, path: Any) -> bool:
-        return super().reads(path) and resumable(Path(path), self._stage, self.world_size)
+        alike = super().reads(path) and resumable(Path(path), self._stage, self.world_size)
+        return alike and (self._stage == 3 or loads_alike(Path(path), self._groups()))
+
+    def _groups(self) -> list[list[str]]:
+        """Names by param group of the run at hand."""
+        module = self.lightning_module
+        assert module is not None
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        return [
+            [names[id(one)] for one in group] for zero in self.optimizers for group in cast("Any", zero).bit16_groups
+        ]
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Load whole weights into the partitions."""

@@ -36,7 +36,6 @@ RUNS: dict[str, tuple[Any, ...]] = {
     "a hook on a gradient": ("hooked", "2"),
     "gradients larger than a bucket": ("kinds", "2", "bf16-mixed", SMALL_BUCKETS),
     "gradients where they are": ("kinds", "2", "bf16-mixed", SCATTERED),
-    "offloaded": ("kinds", "2", "bf16-mixed", {"offload_optimizer": True}),
 }
 
 

@@ -267,6 +267,8 @@ def test_the_schedule_is_held_on_skips_and_each_group_keeps_its_rate(
     assert same(ours["weights"], theirs["weights"], LAST_BITS)
     assert theirs["rates"][1] == theirs["rates"][0]  # step 1 was skipped
     order = [0, 0, 1] if mode.endswith("-true") else [0, 1]  # the pin splits the first group
+    if mode.endswith("-mixed") and stage in WHOLE:
+        order += [0, 1]  # half copies of both come last
     assert ours["rates"] == [[rates[group] for group in order] for rates in theirs["rates"]]
 
 
@@ -279,7 +281,8 @@ def test_a_checkpoint_crosses_between_ddp_and_zero(
     one, other = ranks.run(Crossed(reader, saved.saved))
     assert same_weights(one["start"], other["start"])
     assert one["counts"] == (3, 1)
-    assert one["rates"] == before["rates"][4:]
+    groups = 2  # ZeRO-2 has half copies in further ones, of the same rates
+    assert [rates[:groups] for rates in one["rates"]] == [rates[:groups] for rates in before["rates"][4:]]
     assert one["scales"] == before["scales"][4:]
 
 
