@@ -278,9 +278,8 @@ class ZeroEngine(StepEngine):
 
     def _groups_follow(self) -> None:
         """A group split off steps with what users and schedulers have written into the one it came from."""
-        groups = self._zero.param_groups
         for place, origin in enumerate(self.came_from):
-            first = self.came_from.index(origin)
+            groups, first = self._zero.param_groups, self.came_from.index(origin)
             if first != place:
                 groups[place].update({key: value for key, value in groups[first].items() if key != "params"})
 

@@ -20,6 +20,8 @@ from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_mp import NonFiniteError, PlanError
+from lightning_mp.compat.deepspeed import full_master
+from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.modules.patterns import plain_name
 from support import hf
 from support.models import FEATURES, InfiniteGradient, Regression
@@ -192,7 +194,9 @@ class Readings(Callback):
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor."""
+    """A copy of the whole tensor, of a half copy of its master; every rank calls it."""
+    if isinstance(tensor, HalfCopy):
+        return full_master(tensor)
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 

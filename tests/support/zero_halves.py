@@ -87,6 +87,12 @@ class Grouped(Many):
         cast("Any", self.optimizers()).param_groups[0]["lr"] = 1e-2 / (1 + batch_idx)
 
 
+def _hooked() -> LightningModule:
+    module = Many()
+    module.net[2].weight.register_hook(lambda gradient: gradient * 3.0)
+    return module
+
+
 MODULES: dict[str, Callable[[], LightningModule]] = {
     "llama": lambda: Text("llama"),
     "gpt2": lambda: Text("gpt2"),
@@ -94,14 +100,8 @@ MODULES: dict[str, Callable[[], LightningModule]] = {
     "skips": lambda: Many(bad=(1, 3)),
     "shared": Shared,
     "grouped": Grouped,
-    "hooked": lambda: _hooked(),
+    "hooked": _hooked,
 }
-
-
-def _hooked() -> LightningModule:
-    module = Many()
-    module.net[2].weight.register_hook(lambda gradient: gradient * 3.0)
-    return module
 
 
 @dataclass(frozen=True)

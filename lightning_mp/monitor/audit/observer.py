@@ -15,7 +15,7 @@ from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward
 from lightning_mp.compat.torchao import product_node
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.fp8 import is_converted
-from lightning_mp.modules.half_copies import stored_dtype
+from lightning_mp.modules.half_copies import HalfCopy, stored_dtype
 from lightning_mp.monitor.audit.operators import Ran, dtypes, is_product, read
 from lightning_mp.monitor.dtype_names import dtype_name
 
@@ -114,7 +114,8 @@ class Watch(TorchDispatchMode):
             if self._gradient_hooks:
                 for parameter in module.parameters(recurse=False):
                     if parameter.requires_grad:
-                        self._handles.append(parameter.register_hook(partial(self._note_gradient, name)))
+                        note = partial(self._note_gradient, name, isinstance(parameter, HalfCopy))
+                        self._handles.append(parameter.register_hook(note))
         if not self.blind:
             self.__enter__()
             self._on = True
@@ -202,8 +203,9 @@ class Watch(TorchDispatchMode):
     def _computes(self, name: str | None, *_: Any) -> None:
         self._backward_of = name
 
-    def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        self.seen[name].grad.add(dtype_name(gradient.dtype))
+    def _note_gradient(self, name: str, copy: bool, gradient: Tensor) -> None:
+        # A half copy's is what a product handed on, and is added to others in fp32 only.
+        self.seen[name].grad.add(dtype_name(torch.float32 if copy else gradient.dtype))
 
     def attribute_reductions(self) -> None:
         """Tell what was reduced of each module's gradients: they travel in buckets, without names.
