@@ -43,6 +43,7 @@ class Cell:
     checkpointing: str
     optimizer: str
     rows: int = 4
+    kv_heads: int = 1
 
     def plan(self) -> MixedPrecisionPlan:
         """The plan; fp16 with pinned norms."""
@@ -65,7 +66,7 @@ class Cell:
         net = (
             ConvNet()
             if self.model == "conv"
-            else _language_model(self.model, 64 if self.precision == "fp8-mixed" else 128)
+            else _language_model(self.model, 64 if self.precision == "fp8-mixed" else 128, self.kv_heads)
         )
         return Trained(net.train(), self.optimizer)
 
@@ -109,13 +110,13 @@ class ConvNet(nn.Module):
         return self.head(self.blocks(x).mean((2, 3)))
 
 
-def _language_model(name: str, width: int) -> nn.Module:
+def _language_model(name: str, width: int, kv_heads: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     if name == "gpt2":
         sizes = {"n_embd": width, "n_layer": 3, "n_head": 2, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}
         return GPT2LMHeadModel(GPT2Config(vocab_size=_VOCAB, **sizes))
-    heads = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": kv_heads}
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=_VOCAB, hidden_size=width, intermediate_size=5 * width // 2, **heads)
     )

@@ -20,8 +20,8 @@ from lightning_mp.tracing.run import Traced, traced
 
 #: strategies under which every rank holds all of the model, and runs as one device does
 _REPLICATED = ("auto", "ddp")
-#: what ZeRO-3 keeps gathered at most, in numbers, unless it is told otherwise
-_LIVE = 1_000_000_000
+#: numbers that ZeRO-3 keeps gathered if they are used again so soon; of a weight that it always does
+_LIVE, _SMALL = 1_000_000_000, 100_000
 
 
 def predict_memory(
@@ -58,7 +58,8 @@ def predict_memory(
             return _replicated(traced(module, batch, plan, {**common, "devices": 1}), int(devices))
         if name.startswith("deepspeed"):
             built = make_strategy(strategy, plan) if isinstance(strategy, str) else strategy
-            return _partitioned(traced(module, batch, plan, {**common, "devices": 1}), built, name, int(devices))
+            alone = traced(module, batch, plan, {**common, "devices": 1})
+            return _partitioned(module, alone, built, name, int(devices))
         return _as_traced(traced(module, batch, plan, {**common, "strategy": strategy, "devices": int(devices)}))
     except PlanError:
         raise
@@ -106,25 +107,33 @@ def _replicated(found: Traced, ranks: int) -> MemoryPrediction:
     return MemoryPrediction(found.peak_bytes + buckets, parts, found.held, "traced")
 
 
-def _partitioned(found: Traced, strategy: Any, name: str, ranks: int) -> MemoryPrediction:
+def _partitioned(module: nn.Module, found: Traced, strategy: Any, name: str, ranks: int) -> MemoryPrediction:
     """ZeRO: what it partitions and copies, of what one device holds (DeepSpeed 0.16 to 0.19, read and measured).
 
-    Stages 1 and 2 keep a flat copy of this rank's weights and fill whole buckets in the backward pass; stage 3 keeps
-    three flat copies, the gradients and a bucket, and gathers as much as it may. None but stage 3 keeps gradients.
+    Every stage keeps this rank's part of the weights in fp32 a second time, and moments of that; its backward pass
+    fills whole buckets. Stages 1 and 2 keep no gradients, stage 3 keeps this rank's. Stage 3 keeps small weights
+    gathered, and at the peak as many as it may before they are used again.
     """
     zero = strategy.config["zero_optimization"]
-    stage = zero["stage"]
+    stage, kept_whole = zero["stage"], zero.get("stage3_param_persistence_threshold", _SMALL)
+    numbers = [parameter.numel() for parameter in module.parameters()]
     weights = found.held["parameters"]
-    own = weights // ranks
+    master = 4 * sum(numbers) // ranks
+    moments = found.held["optimizer_state"] * 4 * sum(numbers) // max(weights, 1) // ranks
     buckets = 1 if stage == 3 or not zero.get("overlap_comm") else 2
-    numbers = min(zero.get("stage3_max_live_parameters", _LIVE), weights // 4) if stage == 3 else 0
-    held = {**found.held, "optimizer_state": found.held["optimizer_state"] // ranks}
-    held |= {"parameters": own, "gradients": own} if stage == 3 else {"gradients": 0}
-    copies = (3 if stage == 3 else 1) * own + buckets * int(zero["reduce_bucket_size"]) * 4 + 4 * numbers
+    bucket = max(int(zero["reduce_bucket_size"]), *numbers)
+    held = {**found.held, "optimizer_state": master + moments, "gradients": 0}
+    other = buckets * bucket * 4
+    if stage == 3:
+        size = weights // sum(numbers)
+        whole = size * sum(number for number in numbers if number <= kept_whole)
+        held |= {"parameters": weights // ranks + whole, "gradients": weights // ranks}
+        other += min(size * zero.get("stage3_max_reuse_distance", _LIVE), weights - whole)
     if name.endswith("_offload"):
         held |= dict.fromkeys(("optimizer_state", *(("parameters", "gradients") if stage == 3 else ())), 0)
     kept = ("parameters", "gradients", "optimizer_state")
-    parts = {**found.parts, **{part: held[part] for part in kept}, "other": found.parts["other"] + copies}
+    parts = found.without_gradients
+    parts = {**parts, **{part: held[part] for part in kept}, "other": parts["other"] + other}
     note = "DeepSpeed cannot be traced: what it partitions and copies is by formula, from the trace of one device"
     return MemoryPrediction(sum(parts.values()), parts, held, "traced, and a formula", (note,))
 

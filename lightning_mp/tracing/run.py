@@ -28,6 +28,7 @@ from lightning_mp.monitor.side_run import BARE
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import trainer_kwargs
+from lightning_mp.tracing import values
 from lightning_mp.tracing.fake import FakeCopies, fake_batch, fake_module
 from lightning_mp.tracing.storages import Storages, alive, peak, strided
 
@@ -39,11 +40,12 @@ LEFT_OUT = frozenset(("max_time", "plugins", "callbacks", "logger", "profiler", 
 
 @dataclass(frozen=True)
 class Traced:
-    """The peak of the second step by part, and what is held when it ends."""
+    """The peak of the second step by part, what is held when it ends, and the peak if no gradients were kept."""
 
     peak_bytes: int
     parts: dict[str, int]
     held: dict[str, int]
+    without_gradients: dict[str, int]
 
 
 class _Follow(Callback):
@@ -153,7 +155,7 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
         stack.enter_context(resizes_told(storages.resized))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if ranks > 1 or arguments.get("strategy", "auto") not in ("auto", "ddp"):
-            stack.enter_context(fake_ranks(ranks))
+            stack.enter_context(fake_ranks(ranks, values.known))
             arguments["plugins"] = [_OneOfMany(ranks)]
         mine = MixedPrecisionPlan.from_policy(plan.policy)
         trainer = Trainer(**trainer_kwargs(mine, logger=DummyLogger(), **arguments))
@@ -163,5 +165,6 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
         # what a user's hooks may write or fetch
         copied.configure_callbacks, copied.prepare_data = list, lambda: None
         trainer.fit(copied, train_dataloaders=Again(fake_batch(batch, device)))
-    end = follow.end or len(storages.events)
-    return Traced(*peak(storages.events, follow.begin, end), alive(storages.events, end))
+    events, begin, end = storages.events, follow.begin, follow.end or len(storages.events)
+    others = [(held, 0 if held.part == "gradients" else size) for held, size in events]
+    return Traced(*peak(events, begin, end), alive(events, end), peak(others, begin, end)[1])
