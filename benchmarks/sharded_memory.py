@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +27,9 @@ from lightning_mp.tracing.run import ALONE, STEPS, Again
 HELD = ("parameters", "gradients", "optimizer_state")
 #: gloo's threads let go of what they sent at no fixed moment, which only adds: the least of so many runs is taken
 _RUNS = 3
-_SMALL_BUCKETS = {"reduce_bucket_size": 20_000}
+#: DeepSpeed's second copies of the weights
+_COPIES = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+_SMALL_BUCKETS = {"reduce_bucket_size": 100_000}
 _PARTITIONED = {"stage3_param_persistence_threshold": 1000}
 #: the strategy's name for ``make_strategy``, and what it is told
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -94,8 +95,10 @@ class _Holds(Callback):
         weights = [*parameters, *(getattr(parameter, "ds_tensor", None) for parameter in parameters)]
         gradients = [*(parameter.grad for parameter in parameters), getattr(zero, "grad_partitions_flat_buffer", None)]
         states = (value for state in optimizer.state.values() for value in state.values())
-        # DeepSpeed's second copies of the weights
-        copies = [*getattr(zero, "single_partition_of_fp32_groups", ()), *getattr(zero, "fp32_partitioned_groups_flat", ())]
+        copies = [
+            *getattr(zero, "single_partition_of_fp32_groups", ()),
+            *getattr(zero, "fp32_partitioned_groups_flat", ()),
+        ]
         self.bytes = {
             "parameters": _bytes(weights, seen),
             "gradients": _bytes(gradients, seen),
@@ -128,6 +131,11 @@ def predicted(cell: Cell, name: str) -> MemoryPrediction:
     return predict_memory(cell.module(), cell.batch(), plan, **given)
 
 
+def cells_of(name: str) -> list[Cell]:
+    """ZeRO-3 refuses weights that are stored in half precision."""
+    return [cell for cell in CELLS if not ("zero3" in name and cell.precision == "bf16-true")]
+
+
 def rows() -> Iterator[list[object]]:
     """Lines of the table."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -135,7 +143,7 @@ def rows() -> Iterator[list[object]]:
 
     with Ranks() as ranks:
         for name in STRATEGIES:
-            for cell in CELLS:
+            for cell in cells_of(name):
                 print(name, cell, flush=True)
                 said, answers = predicted(cell, name), ranks.run(OfRank(cell, name))
                 true, held = min(answers, key=lambda answer: answer[0])

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_mp.compat.checks import PrivateNames
@@ -177,4 +177,3 @@ def fake_ranks(world_size: int, known: Callable[[Tensor], Tensor | None]) -> Gen
             setattr(mesh, name, method)
         dist.all_gather_object, dist.new_group = before
         dist.destroy_process_group()
-

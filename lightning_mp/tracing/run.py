@@ -30,7 +30,7 @@ from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import trainer_kwargs
 from lightning_mp.tracing import values
 from lightning_mp.tracing.fake import FakeCopies, fake_batch, fake_module
-from lightning_mp.tracing.storages import Storages, alive, peak, strided
+from lightning_mp.tracing.storages import Held, Storages, alive, peak, strided
 
 STEPS = 2
 ALONE: Mapping[str, Any] = {**BARE, "max_steps": STEPS}
@@ -40,12 +40,22 @@ LEFT_OUT = frozenset(("max_time", "plugins", "callbacks", "logger", "profiler", 
 
 @dataclass(frozen=True)
 class Traced:
-    """The peak of the second step by part, what is held when it ends, and the peak if no gradients were kept."""
+    """The peak of the second step by part, and what is held when it ends."""
 
     peak_bytes: int
     parts: dict[str, int]
     held: dict[str, int]
-    without_gradients: dict[str, int]
+    events: list[tuple[Held, int]]
+    begin: int
+
+    def without_gradients(self, share: float) -> dict[str, int]:
+        """By part the peak if steps began without gradients, and but a ``share`` of new ones was kept."""
+        old = {id(held) for held, _ in self.events[: self.begin] if held.part == "gradients"}
+        kept = [
+            (held, size if held.part != "gradients" else 0 if id(held) in old else int(size * share))
+            for held, size in self.events
+        ]
+        return peak(kept, self.begin, len(kept))[1]
 
 
 class _Follow(Callback):
@@ -166,5 +176,4 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
         copied.configure_callbacks, copied.prepare_data = list, lambda: None
         trainer.fit(copied, train_dataloaders=Again(fake_batch(batch, device)))
     events, begin, end = storages.events, follow.begin, follow.end or len(storages.events)
-    others = [(held, 0 if held.part == "gradients" else size) for held, size in events]
-    return Traced(*peak(events, begin, end), alive(events, end), peak(others, begin, end)[1])
+    return Traced(*peak(events, begin, end), alive(events, end), events[:end], begin)
