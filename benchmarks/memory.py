@@ -164,8 +164,9 @@ def main(page: Path = DOCS / "planner.md") -> None:
 
         head = ["strategy", *head[1:4], "how", *_FIGURES, *(f"held: {figure}" for figure in _FIGURES)]
         marks = SHARDED_MARKS
+    found = table(head, rows())  # takes long: what is written of the page meanwhile stays
     before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
-    written = f"{before}{marks[0]}\n\n{table(head, rows())}\n{marks[1]}{rest.partition(marks[1])[2]}"
+    written = f"{before}{marks[0]}\n\n{found}\n{marks[1]}{rest.partition(marks[1])[2]}"
     page.write_text(written, encoding="utf-8")
 
 
