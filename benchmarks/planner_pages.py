@@ -152,7 +152,8 @@ def _traffic() -> str:
         + table(head, rows)
         + "\n`hsdp` sends what `fsdp2` does between the GPUs of a node, and across nodes 8 bytes over the number "
         "of those,\na step. Tensor parallelism sends 4 all-reduces of the activations a layer and micro-batch "
-        "(6 under full checkpointing),\nand waits for each. Data parallelism's traffic runs beside computation: the longer counts.\n"
+        "(6 under full checkpointing),\nand waits for each. Data parallelism's traffic runs beside computation: the "
+        "longer counts.\n"
     )
 
 
