@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ from lightning_mp.errors import Faults, PlanError, one_line
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.planner import ModelShape, estimate
 from lightning_mp.planner.memory import HELD, STRATEGIES
-from lightning_mp.planner.named import degrees, name_of, trained
+from lightning_mp.planner.named import degrees, name_of
 from lightning_mp.planner.prediction import PARTS, MemoryPrediction
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
@@ -24,7 +24,7 @@ from lightning_mp.tracing.run import Traced, traced
 
 #: strategies under which every rank holds all of the model, and runs as one device does
 _REPLICATED = ("auto", "ddp")
-_HELD = ("parameters", "gradients", "optimizer_state")
+_HELD: tuple[str, ...] = ("parameters", "gradients", "optimizer_state")
 
 
 def predict_memory(
@@ -54,11 +54,11 @@ def predict_memory(
         PlanError: what the Trainer would refuse too.
     """
     _check(module, plan, devices)
-    name, common = name_of(strategy), dict(trainer_args or {})
-    built: Any = strategy
+    common, built = dict(trainer_args or {}), cast("Any", strategy)
     try:
-        if isinstance(strategy, str) and name not in _REPLICATED:
+        if isinstance(strategy, str) and name_of(strategy) not in _REPLICATED:
             built = make_strategy(strategy, plan)
+        name = name_of(built)
         if name not in _REPLICATED and not name.startswith("deepspeed"):
             return _as_traced(traced(module, batch, plan, {**common, "strategy": built, "devices": int(devices)}))
         alone = traced(module, batch, plan, {**common, "devices": 1})
@@ -101,7 +101,7 @@ def _replicated(found: Traced, module: nn.Module, policy: PrecisionPolicy, ranks
     if ranks > 1:
         kept, size = found.held["gradients"], to_torch(policy.reduce_dtype).itemsize
         elsewhere = 6 - size  # of 2 and 4 bytes a number the other
-        summed = (kept - size * sum(trained(module))) // (elsewhere - size)
+        summed = (kept - size * sum(zero.trained(module))) // (elsewhere - size)
         other = kept + size * max(summed, 0)
     parts = {**found.parts, "other": found.parts["other"] + other}
     return MemoryPrediction(found.peak_bytes + other, parts, found.held, "traced")
@@ -118,11 +118,11 @@ def by_formula(
     params = sum(parameter.numel() for parameter in module.parameters())
     config = next((inner.config for inner in module.modules() if hasattr(inner, "config")), None)
     tokens = next((leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)), None)
-    name, (shards, tensor) = name_of(strategy), degrees(strategy, ranks)
-    kind = STRATEGIES.get(name, STRATEGIES["auto"])
+    name, (shards, parts_of) = name_of(strategy), degrees(strategy, ranks)
+    kind = STRATEGIES["fsdp2" if name == "pipeline" and shards > 1 else name if name in STRATEGIES else "auto"]
     whole = dict(zip(_HELD, (params * size for size in HELD.get(policy.precision, HELD["32-true"])), strict=True))
     split = dict(zip(_HELD, (kind.weights, kind.gradients, kind.optimizer), strict=True))
-    held = {part: size // tensor // (shards if split[part] else 1) for part, size in whole.items()}
+    held = {part: size // parts_of // (shards if split[part] else 1) for part, size in whole.items()}
     if zero.known(strategy):
         held = zero.held(whole, module, strategy, ranks)
     held["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
@@ -134,7 +134,7 @@ def by_formula(
             gpu="h100-80",
             gpus=ranks,
             strategy=name,
-            tensor=tensor,
+            **{"pipeline" if name == "pipeline" else "tensor": parts_of},
             precision=policy.precision,
             micro_batch=rows,
             checkpointing="none" if policy.checkpointing is None else policy.checkpointing.mode,

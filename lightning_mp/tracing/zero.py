@@ -12,13 +12,18 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mp.planner.named import name_of, trained
+from lightning_mp.planner.named import name_of
 from lightning_mp.planner.prediction import MemoryPrediction
 from lightning_mp.tracing.run import Traced
 
 #: numbers that stage 3 keeps gathered if they are used again so soon; of a weight that it always does
 _SOON, _SMALL = 1_000_000_000, 100_000
 _NOTE = "DeepSpeed cannot be traced: what it partitions and copies is by formula, from the trace of one device"
+
+
+def trained(module: nn.Module) -> list[int]:
+    """Numbers of each parameter that is trained."""
+    return [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
 
 
 def known(strategy: Any) -> bool:
