@@ -27,6 +27,8 @@ from lightning_mp.tracing.run import ALONE, STEPS, Again
 HELD = ("parameters", "gradients", "optimizer_state")
 #: gloo's threads let go of what they sent at no fixed moment, which only adds: the least of so many runs is taken
 _RUNS = 3
+#: so many with tensor parallelism, which sends activations
+_MORE_RUNS = 6
 #: DeepSpeed's second copies of the weights
 _COPIES = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
 _SMALL_BUCKETS = {"reduce_bucket_size": 100_000}
@@ -71,7 +73,7 @@ class OfRank:
         holds, often = _Holds(), gc.get_threshold()
         if cycles(self.name, self.cell):
             gc.set_threshold(20, 1, 1)
-        for _ in range(_RUNS):
+        for _ in range(_MORE_RUNS if "tensor_parallel" in self.name else _RUNS):
             gc.collect()
             with quiet(), PeakMemory() as peak:
                 plan = self.cell.plan()
