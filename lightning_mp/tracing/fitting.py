@@ -19,7 +19,8 @@ from lightning_mp.policy import Checkpointing, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.tracing.predict import predict_memory
 
-_MOST_ROWS = 4096
+#: more are not tried
+MOST_ROWS = 4096
 _TRIES = 8
 Mode = Literal["none", "selective", "full"]
 StrategyFor = Callable[[MixedPrecisionPlan], Any]
@@ -93,7 +94,7 @@ def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: Memor
             sizes[count] = peak(count)
         return sizes[count]
 
-    low, high = 0, _MOST_ROWS + 1  # so many fit, so many do not
+    low, high = 0, MOST_ROWS + 1  # so many fit, so many do not
     guess = rows
     for _ in range(_TRIES):
         if size(guess) <= memory:
