@@ -18,6 +18,7 @@ from lightning_mp.planner import predict_memory
 from lightning_mp.planner.prediction import PARTS
 from support.launching import environment
 from support.models import Regression
+from support.pipeline import Llama
 
 #: of the allocator's peak; every cell but the convolutions in half precision is within 0.5 %
 WITHIN = 0.05
@@ -96,6 +97,15 @@ def test_what_cannot_be_traced_is_named() -> None:
     assert found.method == "formula"
     assert "aten.nonzero" in found.notes[0]
     assert found.parts["parameters"] == 4 * sum(p.numel() for p in Regression().parameters())
+
+
+def test_a_pipeline_is_by_formula_a_stage_s_share() -> None:
+    module, batch = Llama(), (torch.ones(8, 8), torch.ones(8, 1), torch.zeros(8, 6, dtype=torch.int64))
+    given: Any = {"devices": 2, "trainer_args": {"accelerator": "cpu"}}
+    found = predict_memory(module, batch, MixedPrecisionPlan("bf16-mixed"), strategy="pipeline", **given)
+    assert found.method == "formula"
+    assert "aten.equal" in found.notes[0]
+    assert found.held["parameters"] == 4 * sum(p.numel() for p in module.parameters()) // 2
 
 
 @pytest.mark.parametrize(

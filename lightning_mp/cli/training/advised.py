@@ -88,12 +88,7 @@ def _parts(config: dict[str, Any], faults: Faults) -> tuple[LightningModule, Any
     model, data = build.model(config, faults), build.data(config, faults)
     faults.raise_if_any()
     assert model is not None, "else there was a fault"
-    source = data.get("datamodule")
-    if source is not None:
-        source.prepare_data()
-        source.setup("fit")
-    loader = data.get("train_dataloaders") or (source or model).train_dataloader()
-    return model, next(iter(loader))
+    return model, next(iter(build.training_batches(data, model)))
 
 
 def _measured(job: Composed, faults: Faults) -> int:

@@ -78,6 +78,15 @@ def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     return {"train_dataloaders": loaders.get("train"), "val_dataloaders": loaders.get("val")}
 
 
+def training_batches(loaders: Mapping[str, Any], model: LightningModule) -> Any:
+    """What ``Trainer.fit`` would iterate over, of what :func:`data` gave; the datamodule prepares itself for it."""
+    source: Any = loaders.get("datamodule")
+    if source is not None:
+        source.prepare_data()
+        source.setup("fit")
+    return loaders.get("train_dataloaders") or (source or model).train_dataloader()
+
+
 def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer | None:
     """The Trainer itself."""
     try:

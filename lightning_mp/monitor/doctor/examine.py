@@ -92,7 +92,11 @@ def doctor(
     Raises:
         PlanError: ``model`` is no module, or ``plan`` is none; every fault of a plan at once.
     """
-    case = case_of(model, plan, strategy, trainer_args, target=device, optimizer=optimizer, batch=batch)
+    return examine(case_of(model, plan, strategy, trainer_args, target=device, optimizer=optimizer, batch=batch))
+
+
+def examine(case: Case) -> list[Finding]:
+    """The findings of every check on one case, most severe first."""
     here = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     generators = rng_state(here)
     try:

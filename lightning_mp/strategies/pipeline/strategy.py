@@ -159,6 +159,13 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert self.lightning_module is not None
         set_mesh(self.lightning_module, self._device_mesh)
 
+    def degrees(self, world: int) -> tuple[int, int, int]:
+        """Of ``world`` processes the replicas, the shards of each, and the stages."""
+        replicas = 1 if self._replicas == "auto" else int(self._replicas)
+        stages = self._stages or world // replicas
+        replicas = max(world // max(stages, 1), 1)
+        return (1, replicas, stages) if self._shard else (replicas, 1, stages)
+
     def _sizes(self) -> tuple[int, int]:
         world = self.num_nodes * self.num_processes
         replicas = 1 if self._replicas == "auto" else int(self._replicas)
