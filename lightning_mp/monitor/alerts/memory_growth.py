@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.rule import StepRule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window, known, median, sigma
 from lightning_mp.monitor.events import Event, Kind
@@ -17,7 +17,7 @@ PIECES = 8
 NOISE = 2.0
 
 
-class MemoryGrowth(Rule):
+class MemoryGrowth(StepRule):
     """The median of every piece of the window lies above the one before, and the growth is large enough to matter."""
 
     kind: ClassVar[Kind] = "memory_growth"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import BEYOND_FP16, Rule
+from lightning_mp.monitor.alerts.rule import BEYOND_FP16, StepRule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window
 from lightning_mp.monitor.events import Event, Kind, Severity
@@ -15,7 +15,7 @@ USELESS = 1.0
 RECENT = 10
 
 
-class ScaleCollapse(Rule):
+class ScaleCollapse(StepRule):
     """Several of the last readings were skips at the scale's floor, or at a scale below one."""
 
     kind: ClassVar[Kind] = "scale_collapse"

@@ -6,13 +6,13 @@ import math
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.rule import StepRule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window, known
 from lightning_mp.monitor.events import Event, Kind
 
 
-class ScaleJump(Rule):
+class ScaleJump(StepRule):
     """A change that halving or doubling once a step does not explain, or a long one within few steps.
 
     A sudden drop precedes non-finite values, a sudden rise follows gradients that underflowed. Steps count from the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import BEYOND_FP16, Rule
+from lightning_mp.monitor.alerts.rule import BEYOND_FP16, StepRule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.events import Event, Kind
 
@@ -13,7 +13,7 @@ from lightning_mp.monitor.events import Event, Kind
 SEARCHING = 2.0**16
 
 
-class SkipStreak(Rule):
+class SkipStreak(StepRule):
     """More skips in a row than it takes to find a scale from 65,536 on; skips at higher scales are not counted."""
 
     kind: ClassVar[Kind] = "skip_streak"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.rule import StepRule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window, known, median
 from lightning_mp.monitor.events import Event, Kind
@@ -15,7 +15,7 @@ from lightning_mp.monitor.events import Event, Kind
 AS_SLOW = 2.0
 
 
-class ThroughputDrop(Rule):
+class ThroughputDrop(StepRule):
     """Several readings in a row far below the best level so far, which together have cost noticeable time.
 
     In tokens per second where they are known, else in samples per second. On a busy machine single steps are slow: for
