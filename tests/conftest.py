@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from support.ranks import Ranks
+
+with suppress(ImportError):  # the oldest environment has none
+    from hypothesis import HealthCheck, settings
+
+    # Whether a test passes does not depend on how fast the machine is, or how busy.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="module")
