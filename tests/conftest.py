@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,12 @@ def ranks() -> Iterator[Ranks]:
     """Two processes that run the cases of a test module; they start with its first case."""
     with Ranks() as started:
         yield started
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The present folder is the test's own: what a run writes where nothing says where to."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)
