@@ -35,6 +35,14 @@ class Manual(Regression):
         self.losses.append(self.loss(batch).item())
 
 
+def in_turn(module: Any, batch: Any, batch_idx: int) -> None:
+    """Each optimizer of a :class:`Pair` steps on its own loss."""
+    for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+
+
 def by_closure(module: Any, batch: Any) -> None:
     """A step that evaluates its loss itself."""
     optimizer = module.optimizers()
