@@ -29,7 +29,7 @@ def audited(arguments: Sequence[str], *, steps: int, config_dirs: Sequence[Path]
     """
     faults = Faults(SUBJECT)
     faults.whole("--steps", steps, 1, "leave it out to audit the first step")
-    one_run.some(arguments, SUBJECT, "audit", faults)
+    one_run.some(arguments, SUBJECT, "nothing to audit", faults)
     faults.raise_if_any()
     with one_run.composed(arguments, faults, config_dirs) as job:
         config = one_run.checked(job, SUBJECT, faults)

@@ -39,7 +39,7 @@ def compared(
         MissingExtraError: an optional package that is needed is not installed.
     """
     faults = Faults(SUBJECT)
-    one_run.some(arguments, SUBJECT, "compare", faults)
+    one_run.some(arguments, SUBJECT, "nothing to compare", faults)
     reading.read(plans, faults)
     check_numbers(seeds, _STEPS if steps is None else steps, margin, faults)
     with one_run.composed(arguments, faults, config_dirs) as job:

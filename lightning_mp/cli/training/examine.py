@@ -35,7 +35,7 @@ def examine(arguments: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> li
         MissingExtraError: Hydra is not installed.
     """
     faults = Faults(SUBJECT)
-    one_run.some(arguments, SUBJECT, "examine", faults)
+    one_run.some(arguments, SUBJECT, "nothing to examine", faults)
     faults.raise_if_any()
     with one_run.composed(arguments, faults, config_dirs) as job:
         _take_out_plan(job.config)

@@ -29,8 +29,8 @@ def checked(job: Composed, command: str, faults: Faults, **asked: Any) -> dict[s
         return check.check(job, faults, **asked)
 
 
-def some(arguments: Sequence[str], command: str, verb: str, faults: Faults) -> None:
-    """Note it where there is nothing that describes a run."""
+def some(arguments: Sequence[str], command: str, nothing: str, faults: Faults) -> None:
+    """Note ``nothing``, where there is nothing that describes a run."""
     if not arguments:
         fix = f"lightning-mp {command} run.yaml, or experiment=NAME"
-        faults.add(f"nothing to {verb}", "a YAML file, key=value", fix)
+        faults.add(nothing, "a YAML file, key=value", fix)
