@@ -99,9 +99,8 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, chec
     from lightning_mp.tracing.fitting import MOST_ROWS
 
     with refusals("advise", ValueError):
-        with Faults("advise") as faults:
-            device = find(gpu, faults)
-        assert device is not None
+        faults = Faults("advise")
+        device = faults.sound(find(gpu, faults))
         found = advised(arguments, memory=device.memory * USABLE, measure=check, config_dirs=config_dirs)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_mp.cli.training import application, build, check, compose, primary, targets
+from lightning_mp.cli.training import build, one_run, primary
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import Faults, nearest, one_line
 from lightning_mp.modules import checkpointing, pins
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SUBJECT = "doctor"
 #: the sections that a run is examined by; the others are left alone
-_SECTIONS = ("plan", "model", "strategy", "trainer")
+_SECTIONS = ("plan", "model", "strategy", "trainer", "run_dir")
 
 
 def examine(
@@ -42,13 +42,10 @@ def examine(
             this model; every fault at once.
         MissingExtraError: Hydra is not installed.
     """
-    path, overrides = compose.split(arguments)
     faults = Faults(SUBJECT)
-    if not arguments:
-        faults.add("nothing to examine", "a YAML file, key=value", "lightning-mp doctor run.yaml, or experiment=NAME")
-        faults.raise_if_any()
-    with targets.importable(path):
-        (job,) = compose.compose(path, overrides, faults, config_dirs=config_dirs)
+    one_run.some(arguments, SUBJECT, "nothing to examine", faults)
+    faults.raise_if_any()
+    with one_run.composed(arguments, faults, config_dirs) as job:
         _take_out_plan(job.config)
         sections, needed = list(_SECTIONS), ["model"]
         if not job.config.get("plan"):
@@ -56,11 +53,9 @@ def examine(
                 needed.append("plan")  # misspelt, and no run of Lightning's own
             if build.is_ours(job.config.get("strategy")):
                 sections.remove("strategy")  # the package's choice, for a plan
-        folder = application.run_dir(job, SUBJECT, faults)
-        with job.under_hydra(folder):
-            config = {"run_dir": str(folder), **check.check(job, faults, needed=needed, only=sections)}
-            missing = Faults(SUBJECT)
-            config |= check.check(job, missing, needed=(), only=("data",))
+        config = one_run.checked(job, SUBJECT, faults, needed=needed, only=sections)
+        missing = Faults(SUBJECT)
+        config |= one_run.checked(job, SUBJECT, missing, needed=(), only=("data",))
         regime = build.regime(config, job.places, faults) if config.get("plan") else None
         faults.raise_if_any()
         return _examined(config, regime, faults, missing, device)
