@@ -140,6 +140,10 @@ class GPT2(Llama):
 MODULES: dict[str, type[Staged]] = {"blocks": Staged, "batch norm": Normed, "llama": Llama, "gpt2": GPT2}
 
 
+#: arguments of a Trainer that count batches, which are pieces on one process
+_IN_BATCHES = ("limit_train_batches", "overfit_batches", "val_check_interval")
+
+
 def _whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
 
@@ -162,7 +166,8 @@ class Fit:
 
     precision: str = "32-true"
     schedule: str = "1f1b"
-    module: str = "blocks"
+    #: of ``MODULES``, or one of the test's own
+    module: str | type[Staged] = "blocks"
     stages: int = 2
     microbatches: int = 4
     replicas: int = 1
@@ -176,6 +181,9 @@ class Fit:
     arguments: tuple[tuple[str, Any], ...] = ()
     load: str | None = None
     save: str | None = None
+
+    def made(self) -> type[Staged]:
+        return MODULES[self.module] if isinstance(self.module, str) else self.module
 
     def plan_of(self) -> MixedPrecisionPlan:
         scaling = {"loss_scaling": LossScaling(init_scale=self.scale)} if self.precision.startswith("16") else {}
@@ -193,7 +201,7 @@ class Fit:
             data_parallel_size=self.replicas,
             **dict(self.options),
         )
-        module = MODULES[self.module](dict(self.bad))
+        module = self.made()(dict(self.bad))
         place = int(os.environ["RANK"]) % self.replicas
         loader = data(self.steps, ROWS, self.replicas, place)
         devices = {"devices": self.stages * self.replicas, "strategy": strategy, "use_distributed_sampler": False}
@@ -202,9 +210,11 @@ class Fit:
     def alone(self) -> dict[str, Any]:
         """On one process. A replica divides by fewer pieces before it scales: the scale here is as much larger."""
         pieces, plan = self.microbatches * self.replicas, replace(self, scale=self.scale * self.replicas).plan_of()
-        module = MODULES[self.module](dict(self.bad), pieces)
+        module = self.made()(dict(self.bad), pieces)
         loader = data(self.steps, ROWS // self.microbatches, self.replicas)
-        alone = replace(self, load=self.load and f"{self.load}.alone", save=self.save and f"{self.save}.alone")
+        arguments = tuple((key, value * pieces if key in _IN_BATCHES else value) for key, value in self.arguments)
+        files = {"load": self.load and f"{self.load}.alone", "save": self.save and f"{self.save}.alone"}
+        alone = replace(self, arguments=arguments, **files)
         found = alone._result(plan, module, loader, data(2, ROWS), {}, self.accumulate * pieces)
         return {**found, "scale": None if found["scale"] is None else found["scale"] / self.replicas}
 
@@ -244,7 +254,7 @@ class Under(Fit):
         mine = DataLoader(pieces[int(os.environ["RANK"]) :: self.stages], batch_size=None)
         strategy = make_strategy(self.strategy, plan)
         devices = {"devices": self.stages, "strategy": strategy, "use_distributed_sampler": False}
-        module = MODULES[self.module](dict(self.bad), share)
+        module = self.made()(dict(self.bad), share)
         return self._result(plan, module, mine, data(2, ROWS), devices, self.accumulate * share)
 
 

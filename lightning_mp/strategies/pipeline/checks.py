@@ -53,7 +53,7 @@ def arguments(
 
 def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningModule, faults: Faults) -> Cut | None:
     """Note why ``model`` cannot be run in stages; else how it is cut."""
-    unfit_callbacks.refuse_with_shards(model, faults)
+    unfit_callbacks.refuse_with_stages(model, faults)
     policy = engine.policy
     if policy.precision not in _MODES:
         faults.add(f"precision={policy.precision!r} under pipeline parallelism", ", ".join(_MODES), "use 'bf16-mixed'")
@@ -62,6 +62,12 @@ def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningM
             "manual optimization under pipeline parallelism",
             "automatic optimization: the schedule runs forward and backward itself",
             "leave out automatic_optimization=False, or use strategy='mp_ddp'",
+        )
+    if is_overridden("backward", model, LightningModule):
+        faults.add(
+            "LightningModule.backward overridden under pipeline parallelism",
+            "the backward passes of the schedule, one for each micro-batch",
+            "move it to on_before_backward / on_after_backward, or use strategy='mp_ddp'",
         )
     if layer_sync_of(strategy) is not None:
         faults.add(

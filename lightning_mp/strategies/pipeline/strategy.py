@@ -42,7 +42,7 @@ from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
 from lightning_mp.strategies.pipeline import checks
 from lightning_mp.strategies.pipeline.batches import Batches
 from lightning_mp.strategies.pipeline.checkpoints import PipelineCheckpoints
-from lightning_mp.strategies.pipeline.gradients import Kept, Replicas
+from lightning_mp.strategies.pipeline.gradients import Kept, Replicas, Strays
 from lightning_mp.strategies.pipeline.parts import Cut, Part
 from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout, Pipeline
 from lightning_mp.strategies.pipeline.sharded_parts import shard_part
@@ -103,6 +103,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         self._pipeline: Pipeline | None = None
         self._kept: Kept | None = None
         self._averaged: Replicas | None = None
+        self._strays: Strays | None = None
         self._batches: Batches | None = None
 
     # ------------------------------------------------------------------ processes
@@ -226,8 +227,12 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
                 assert plan.engine is not None
                 shard_part(part, plan.engine, self.device_mesh["data_parallel"], plan.policy)
         layout, group = self.layout, self.stage_group
+        homes = [(one, cut.parameters.get(name, -1)) for name, one in model.named_parameters()]
+        self._strays = Strays(
+            {name: one for name, one in model.named_parameters() if elsewhere.is_elsewhere(one)}, group
+        )
         self._batches = Batches(model, layout.microbatches, group, plan.forward_context)
-        self._pipeline = Pipeline(layout, self._parts, group, self.root_device, self._batches.loss)
+        self._pipeline = Pipeline(layout, self._parts, group, self.root_device, self._batches.loss, homes)
         self._kept = Kept([parameter for part in self._parts.values() for parameter in part.parameters()])
         alone = self.shards_stages or self.replica_group.size() == 1
         reduced = to_torch(plan.policy.reduce_dtype)
@@ -263,6 +268,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert self._batches is not None
         assert self._pipeline is not None
         assert self._kept is not None
+        assert self._strays is not None
         trainer, scaler = module.trainer, plan.engine.scaler
         inputs, target = self._batches.of(args[0], training=True)
         afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -271,6 +277,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
             self._kept.begin(afresh=afresh)
             with self._watched(trainer.global_step, self._pipeline):
                 loss = self._pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
+            self._strays.check()
             if self._averaged is not None and not accumulates(trainer):
                 self._averaged.average()
             self._kept.take(afresh=afresh)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from support.comparing import furthest, same
-from support.pipeline import MODULES, Fit
+from support.pipeline import MODULES, WIDTH, Fit, Staged
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -21,8 +22,94 @@ OF_A_MEAN = 1e-2
 PINS = ("pins", {"*norm*": "fp32", "lm_head": "fp32"})
 ALONE = ((1, "blocks.0.up.weight"), (2, "head.bias"))
 
+
+class FrozenFirst(Staged):
+    """Nothing is trained in the first stage."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[:2].requires_grad_(False)
+
+
+class FrozenLast(Staged):
+    """Nothing is trained in the last stage."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[2:].requires_grad_(False)
+        self.head.requires_grad_(False)
+
+
+class Unused(Staged):
+    """A layer that no forward pass reaches."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[1].extra = nn.Linear(3, 3)
+
+
+class Thaws(FrozenFirst):
+    """The first stage is trained from the second epoch on, and not in the third."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+
+    def on_train_epoch_start(self) -> None:
+        self.blocks[:2].requires_grad_(self.current_epoch == 1)
+        if self.current_epoch == 1:
+            self.optimizers().add_param_group({"params": [*self.blocks[:2].parameters()], "lr": 1e-3})
+
+
+class EveryStep(Staged):
+    """Its rate changes by step; gradients are set to zero, not to None."""
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), (scheduler,) = super().configure_optimizers()
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Plateau(Staged):
+    """Its rate changes by what is validated."""
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), _ = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class Penalty(Staged):
+    """Its loss is of the last stage's weights too."""
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().pipeline_loss(output, target) + 0.1 * self.head.weight.square().sum()
+
+
+class Norms(Staged):
+    """Batch norms in all stages, of which one is left as it is in each epoch."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.norm = nn.BatchNorm1d(WIDTH)
+
+    def on_train_epoch_start(self) -> None:
+        self.blocks[1].norm.eval()
+
+
+BY_VALUE = (("gradient_clip_algorithm", "value"),)
+EPOCHS = (("max_epochs", 3),)
+
 FITS = {
     "1f1b": Fit(),
+    "a frozen first stage, clipped by value": Fit(
+        "16-mixed", module=FrozenFirst, scale=64.0, clip=0.01, arguments=BY_VALUE
+    ),
+    "frozen by epoch": Fit("bf16-mixed", "interleaved_1f1b", Thaws, arguments=EPOCHS),
+    "what is unused, the last step of fewer batches": Fit("16-mixed", module=Unused, scale=64.0, steps=3, accumulate=2),
+    "batch norms, epochs cut short": Fit(module=Norms, arguments=(("limit_train_batches", 2), ("max_epochs", 2))),
     "interleaved, bf16, two batches a step": Fit("bf16-mixed", "interleaved_1f1b", accumulate=2),
     "gpipe, fp16, one stage overflows alone": Fit("16-mixed", "gpipe", scale=64.0, bad=ALONE),
     "a batch norm, validated": Fit(module="batch norm"),
@@ -36,6 +123,16 @@ SLOW = {
         "bf16-mixed", "1f1b", "llama", plan=(PINS, ("checkpointing", "*.layers.*"))
     ),
     "bf16-true with pins": Fit("bf16-true", "1f1b", "llama", plan=(("pins", {"*norm*": "fp32"}),)),
+    "a frozen last stage": Fit("16-mixed", module=FrozenLast, scale=64.0),
+    "rates by step": Fit(module=EveryStep, steps=3, accumulate=2),
+    "rates by loss": Fit(module=Plateau, arguments=EPOCHS),
+    "a penalty on weights": Fit(schedule="interleaved_zero_bubble", module=Penalty),
+    "what is unused, zero bubble": Fit(schedule="interleaved_zero_bubble", module=Unused),
+    "batch norms, interleaved": Fit("bf16-mixed", "interleaved_1f1b", Norms, arguments=(("num_sanity_val_steps", 2),)),
+    "batch norms, checkpointed": Fit(module=Norms, plan=(("checkpointing", "Block"),)),
+    "overfitted": Fit(arguments=(("overfit_batches", 2), ("max_epochs", 2))),
+    "anomalies looked for": Fit(arguments=(("detect_anomaly", True),)),
+    "validated within the epoch": Fit(accumulate=2, arguments=(("val_check_interval", 2), ("inference_mode", False))),
     "16-true": Fit("16-true", scale=64.0),
     "zero bubble": Fit("bf16-mixed", "interleaved_zero_bubble", plan=(("checkpointing", "Block"),)),
     "zero bubble, Llama": Fit("16-mixed", "interleaved_zero_bubble", "llama", scale=64.0),
