@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,10 +16,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
+from support.comparing import furthest, same
+from support.ranks import Ranks
 from support.running import trainer
 
 WIDTH, ROWS, VOCABULARY, LENGTH = 8, 8, 32, 6
 INF = float("inf")
+#: of a mean over micro-batches
+OF_A_MEAN = 1e-2
 
 
 class Block(nn.Module):
@@ -256,6 +261,25 @@ class Under(Fit):
         devices = {"devices": self.stages, "strategy": strategy, "use_distributed_sampler": False}
         module = self.made()(dict(self.bad), share)
         return self._result(plan, module, mine, data(2, ROWS), devices, self.accumulate * share)
+
+
+def equal(fit: Fit, ranks: Ranks) -> dict[str, Any]:
+    """Assert that a fit in stages is the one on one process bit for bit, which is returned."""
+    results, alone = ranks.run(fit), fit.alone()
+    assert all(set(results[0]["gradients"][0]).isdisjoint(result["gradients"][0]) for result in results[1:])
+    for step, expected in enumerate(alone["gradients"]):
+        found = {name: gradient for result in results for name, gradient in result["gradients"][step].items()}
+        assert same(found, expected), step
+    assert list(results[0]["weights"]) == list(alone["weights"])
+    assert furthest(results[0]["weights"], alone["weights"]) == 0.0
+    assert same(results[0]["optimizer"], alone["optimizer"])
+    for key in ("counts", "scale", "steps", "rates"):
+        assert {result[key] for result in results} == {alone[key]}, key
+    assert len({result["metrics"]["train_loss"] for result in results}) == 1
+    losses = [result["metrics"]["val_loss"] for result in results]
+    assert all(math.isclose(loss, alone["metrics"]["val_loss"], rel_tol=OF_A_MEAN) for loss in losses)
+    assert len(set(losses)) == 1
+    return alone
 
 
 def path(folder: Path, name: str) -> str:

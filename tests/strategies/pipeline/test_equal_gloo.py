@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.comparing import furthest, same
-from support.pipeline import MODULES, WIDTH, Fit, Staged
+from support.comparing import same
+from support.pipeline import MODULES, WIDTH, Fit, Staged, equal
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
 #: of the norm over all stages, which is summed in another order than on one process
 OF_THE_NORM = 1e-6
-#: of a mean over micro-batches
-OF_A_MEAN = 1e-2
 PINS = ("pins", {"*norm*": "fp32", "lm_head": "fp32"})
 ALONE = ((1, "blocks.0.up.weight"), (2, "head.bias"))
 
@@ -139,26 +137,10 @@ SLOW = {
 }
 
 
-def _gradients(results: list[dict[str, Any]], step: int) -> dict[str, torch.Tensor]:
-    return {name: gradient for result in results for name, gradient in result["gradients"][step].items()}
-
-
 @pytest.mark.parametrize("name", [*FITS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_fit_in_stages_is_the_fit_on_one_process_bit_for_bit(name: str, ranks: Ranks) -> None:
     fit = {**FITS, **SLOW}[name]
-    results, alone = ranks.run(fit), fit.alone()
-    assert all(set(results[0]["gradients"][0]).isdisjoint(result["gradients"][0]) for result in results[1:])
-    for step, expected in enumerate(alone["gradients"]):
-        assert same(_gradients(results, step), expected), step
-    assert list(results[0]["weights"]) == list(alone["weights"])
-    assert furthest(results[0]["weights"], alone["weights"]) == 0.0
-    assert same(results[0]["optimizer"], alone["optimizer"])
-    for key in ("counts", "scale", "steps", "rates"):
-        assert {result[key] for result in results} == {alone[key]}, key
-    assert len({result["metrics"]["train_loss"] for result in results}) == 1
-    losses = [result["metrics"]["val_loss"] for result in results]
-    assert losses == [pytest.approx(alone["metrics"]["val_loss"], rel=OF_A_MEAN)] * len(losses)
-    assert len(set(losses)) == 1
+    alone = equal(fit, ranks)
     if fit.bad:
         assert alone["counts"] == (2, 2)
 
