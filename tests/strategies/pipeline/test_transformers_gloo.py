@@ -19,7 +19,7 @@ class Decoder(Llama):
     """A model of the class ``kind`` and of six tokens, of which an attention window sees two."""
 
     kind = "Llama"
-    options: dict[str, Any] = {}
+    options: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> None:
         import transformers
@@ -29,7 +29,7 @@ class Decoder(Llama):
         config = getattr(transformers, f"{self.kind}TextConfig", None) or getattr(transformers, f"{self.kind}Config")
         ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
         model = getattr(transformers, f"{self.kind}ForCausalLM")
-        self.model = model(config(**{**sizes, **heads, **ids, **self.options})).train()
+        self.model = model(config(**{**sizes, **heads, **ids, **dict(self.options)})).train()
 
 
 class Padded(Decoder):
@@ -48,17 +48,17 @@ class Padded(Decoder):
 
 
 class Mistral(Decoder):
-    kind, options = "Mistral", {"sliding_window": 2}
+    kind, options = "Mistral", (("sliding_window", 2),)
 
 
 class Qwen2(Padded):
     kind = "Qwen2"
-    options = {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1}
+    options = (("use_sliding_window", True), ("sliding_window", 2), ("max_window_layers", 1))
 
 
 class Qwen3(Decoder):
     kind = "Qwen3"
-    options = {"use_sliding_window": True, "sliding_window": 2, "layer_types": [SLIDING, FULL, FULL, SLIDING]}
+    options = (("use_sliding_window", True), ("sliding_window", 2), ("layer_types", [SLIDING, FULL, FULL, SLIDING]))
 
 
 class PaddedLlama(Padded):
@@ -71,12 +71,12 @@ class Gemma(Decoder):
 
 class Gemma2(Padded):
     kind = "Gemma2"
-    options = {"sliding_window": 2, "final_logit_softcapping": 2.0, "attn_implementation": "eager"}
+    options = (("sliding_window", 2), ("final_logit_softcapping", 2.0), ("attn_implementation", "eager"))
 
 
 class Gemma3(Decoder):
     kind = "Gemma3"
-    options = {"sliding_window": 2, "layer_types": [SLIDING, FULL, FULL, SLIDING], "final_logit_softcapping": 2.0}
+    options = (("sliding_window", 2), ("layer_types", [SLIDING, FULL, FULL, SLIDING]), ("final_logit_softcapping", 2.0))
 
 
 FAST = {"Qwen3": Fit(module=Qwen3, steps=2)}
