@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -17,6 +17,10 @@ from lightning_mp.planner.prediction import PARTS, MemoryPrediction
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy
 from lightning_mp.tracing.run import Traced, traced
+from lightning_mp.tracing.stages import first_stage
+
+if TYPE_CHECKING:
+    from lightning_mp.strategies.pipeline.strategy import PlanPipelineStrategy
 
 #: strategies under which every rank holds all of the model, and runs as one device does
 _REPLICATED = ("auto", "ddp")
@@ -41,7 +45,7 @@ def predict_memory(
 
     Args:
         module: a LightningModule; it, the generators and the process are afterwards as before.
-        batch: what ``training_step`` gets on one rank.
+        batch: what ``training_step``, or ``pipeline_batch``, gets on one rank.
         plan: what the run would carry out.
         strategy: a name for ``make_strategy``, or what it returned, which this uses up.
         devices: ranks, of which the first is looked at.
@@ -59,6 +63,12 @@ def predict_memory(
         if name.startswith("deepspeed"):
             built = make_strategy(strategy, plan) if isinstance(strategy, str) else strategy
             return _partitioned(traced(module, batch, plan, {**common, "devices": 1}), built, name, int(devices))
+        if name == "pipeline":
+            built = make_strategy(strategy, plan) if isinstance(strategy, str) else strategy
+            layout = cast("PlanPipelineStrategy", built).layout_on(int(devices))
+            if layout is None:
+                return by_formula(module, batch, plan, name, int(devices), "several stages on a rank, or sharded ones")
+            return first_stage(cast("LightningModule", module), batch, plan, layout, common)
         return _as_traced(traced(module, batch, plan, {**common, "strategy": strategy, "devices": int(devices)}))
     except PlanError:
         raise
@@ -82,6 +92,8 @@ def _name(strategy: str | Strategy) -> str:
     kind = type(strategy).__name__
     if "DeepSpeed" in kind:
         return f"deepspeed_zero{strategy.config['zero_optimization']['stage']}"  # type: ignore[index]
+    if kind == "PlanPipelineStrategy":
+        return "pipeline"
     return "ddp" if kind in ("PlanDDPStrategy", "DDPStrategy", "SingleDeviceStrategy") else kind
 
 
@@ -156,6 +168,7 @@ def by_formula(
             gpu="h100-80",
             gpus=ranks,
             strategy=name,
+            pipeline=ranks if name == "pipeline" else 1,
             precision=policy.precision,
             micro_batch=rows,
             checkpointing="none" if policy.checkpointing is None else policy.checkpointing.mode,

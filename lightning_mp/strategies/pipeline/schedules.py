@@ -52,6 +52,11 @@ class Layout:
         """Stages in all, virtual ones included."""
         return self.stages * self.per_rank
 
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose activations the first rank holds at once, under ``gpipe`` and ``1f1b``."""
+        return self.microbatches if self.schedule == "gpipe" else min(self.stages, self.microbatches)
+
     def check(self, faults: Faults) -> None:
         """Note what the schedule cannot run."""
         number = self.microbatches

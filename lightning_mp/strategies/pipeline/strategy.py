@@ -149,9 +149,8 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         Raises:
             PlanError: the stages do not divide the processes, or the micro-batches do not suit the schedule.
         """
-        stages, replicas = self._sizes()
-        per_rank = self._virtual if SCHEDULES[self._schedule].several else 1
-        self._layout = Layout(self._schedule, stages, self._microbatches or 4 * stages, per_rank)
+        stages, replicas = self._sizes(self.num_nodes * self.num_processes)
+        self._layout = self.layout_of(stages)
         with Faults("strategy") as faults:
             self._layout.check(faults)
         self._setup_distributed()
@@ -160,8 +159,18 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert self.lightning_module is not None
         set_mesh(self.lightning_module, self._device_mesh)
 
-    def _sizes(self) -> tuple[int, int]:
-        world = self.num_nodes * self.num_processes
+    def layout_of(self, stages: int) -> Layout:
+        """What was asked for, in so many stages."""
+        per_rank = self._virtual if SCHEDULES[self._schedule].several else 1
+        return Layout(self._schedule, stages, self._microbatches or 4 * stages, per_rank)
+
+    def layout_on(self, world: int) -> Layout | None:
+        """That on ``world`` processes, where each rank holds all of one stage."""
+        stages, replicas = self._sizes(world)
+        layout = self.layout_of(stages)
+        return None if layout.per_rank > 1 or (self._shard and replicas > 1) else layout
+
+    def _sizes(self, world: int) -> tuple[int, int]:
         replicas = 1 if self._replicas == "auto" else int(self._replicas)
         stages = self._stages or world // replicas
         if self._replicas == "auto":
