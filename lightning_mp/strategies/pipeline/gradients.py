@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ class Kept:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
+        #: by ``id``, parameters whose last gradients nobody sees again: they need not lie beside the schedule's
+        self.seen_last: Container[int] = ()
         self._before: list[Tensor | None] = []
         self._gradients: list[Tensor | None] = []
 
@@ -27,7 +29,8 @@ class Kept:
 
     def begin(self, *, afresh: bool) -> None:
         """Before the schedule: ``afresh``, or on top of what earlier batches of the group left, as one process adds."""
-        self._before = [parameter.grad for parameter in self._parameters]
+        gone = self.seen_last if afresh else ()
+        self._before = [None if id(parameter) in gone else parameter.grad for parameter in self._parameters]
         if afresh:
             for parameter in self._parameters:
                 parameter.grad = None

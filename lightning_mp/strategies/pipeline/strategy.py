@@ -18,12 +18,14 @@ from lightning_mp.compat.lightning import (
     DDP,
     FSDP2,
     PIPELINE,
+    Callback,
     LightningModule,
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
     accumulates,
     default_pg_timeout,
+    is_overridden,
     keep_sampler,
     optimizers_to_device,
     rank_zero_info,
@@ -35,6 +37,7 @@ from lightning_mp.engines.pipelined import PipelineEngine
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import elsewhere
 from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
@@ -48,6 +51,9 @@ from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout, Pipeli
 from lightning_mp.strategies.pipeline.sharded_parts import shard_part
 from lightning_mp.strategies.pipeline.trace import STEP, write
 from lightning_mp.strategies.sharding import broadcast_from_first, share_buffers
+
+#: the hook that sees gradients of the last step after the schedule has run
+_LOOKS = "on_before_zero_grad"
 
 
 class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineCheckpoints, ModelParallelStrategy):
@@ -212,6 +218,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
                 "pipeline_loss are called, training_step and validation_step are not."
             )
             self.setup_optimizers(trainer)
+            self._free_gradients(self.model)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -246,6 +253,14 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         alone = self.shards_stages or self.replica_group.size() == 1
         reduced = to_torch(plan.policy.reduce_dtype)
         self._averaged = None if alone else Replicas(self._kept.parameters, self.replica_group, reduced)
+
+    def _free_gradients(self, model: LightningModule) -> None:
+        """Where no hook looks between the schedule and ``zero_grad``, the last step's gradients go before it."""
+        assert self._kept is not None
+        looked_at = any(is_overridden(name, model, LightningModule) for name in ("optimizer_zero_grad", _LOOKS))
+        watching: list[Callback] = cast("Any", model.trainer).callbacks
+        if not looked_at and not any(is_overridden(_LOOKS, callback, Callback) for callback in watching):
+            self._kept.seen_last = {id(one) for optimizer in self.optimizers for one in parameters_of(optimizer)}
 
     @property
     def _mine(self) -> range:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from support.comparing import same
@@ -69,6 +70,12 @@ class EveryStep(Staged):
         optimizer.zero_grad(set_to_none=False)
 
 
+class Unseen(Staged):
+    """No hook looks at the gradients that are to be set to zero."""
+
+    on_before_zero_grad = LightningModule.on_before_zero_grad
+
+
 class Plateau(Staged):
     """Its rate changes by what is validated."""
 
@@ -121,6 +128,7 @@ SLOW = {
         "bf16-mixed", "1f1b", "llama", plan=(PINS, ("checkpointing", "*.layers.*"))
     ),
     "bf16-true with pins": Fit("bf16-true", "1f1b", "llama", plan=(("pins", {"*norm*": "fp32"}),)),
+    "gradients that nobody sees": Fit(module=Unseen, accumulate=2, arguments=(("max_epochs", 2),)),
     "a frozen last stage": Fit("16-mixed", module=FrozenLast, scale=64.0),
     "rates by step": Fit(module=EveryStep, steps=3, accumulate=2),
     "rates by loss": Fit(module=Plateau, arguments=EPOCHS),
