@@ -65,8 +65,9 @@ def predict_memory(
             return _partitioned(traced(module, batch, plan, {**common, "devices": 1}), built, name, int(devices))
         if name == "pipeline":
             built = make_strategy(strategy, plan) if isinstance(strategy, str) else strategy
-            layout = cast("PlanPipelineStrategy", built).layout_on(int(devices))
-            if layout is None:
+            pipeline = cast("PlanPipelineStrategy", built)
+            layout = pipeline.layout_on(int(devices))
+            if layout.per_rank > 1 or (pipeline.shard and layout.stages < devices):
                 return by_formula(module, batch, plan, name, int(devices), "several stages on a rank, or sharded ones")
             return first_stage(cast("LightningModule", module), batch, plan, layout, common)
         return _as_traced(traced(module, batch, plan, {**common, "strategy": strategy, "devices": int(devices)}))

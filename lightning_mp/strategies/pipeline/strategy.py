@@ -99,7 +99,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         )
         checks.arguments(stages, schedule, microbatches, data_parallel_size, virtual_stages)
         self._stages, self._schedule, self._microbatches = stages, schedule, microbatches
-        self._replicas, self._shard, self._virtual = data_parallel_size, shard, virtual_stages
+        self._replicas, self.shard, self._virtual = data_parallel_size, shard, virtual_stages
         self._trace, self._traced = trace, False
         self._layout: Layout | None = None
         self._cut: Cut | None = None
@@ -156,7 +156,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
             PlanError: the stages do not divide the processes, or the micro-batches do not suit the schedule.
         """
         stages, replicas = self._sizes(self.num_nodes * self.num_processes)
-        self._layout = self.layout_of(stages)
+        self._layout = self._in_stages(stages)
         with Faults("strategy") as faults:
             self._layout.check(faults)
         self._setup_distributed()
@@ -165,16 +165,17 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert self.lightning_module is not None
         set_mesh(self.lightning_module, self._device_mesh)
 
-    def layout_of(self, stages: int) -> Layout:
-        """What was asked for, in so many stages."""
+    def layout_on(self, world: int) -> Layout:
+        """What there would be on ``world`` processes.
+
+        Raises:
+            PlanError: the stages do not divide them.
+        """
+        return self._in_stages(self._sizes(world)[0])
+
+    def _in_stages(self, stages: int) -> Layout:
         per_rank = self._virtual if SCHEDULES[self._schedule].several else 1
         return Layout(self._schedule, stages, self._microbatches or 4 * stages, per_rank)
-
-    def layout_on(self, world: int) -> Layout | None:
-        """That on ``world`` processes, where each rank holds all of one stage."""
-        stages, replicas = self._sizes(world)
-        layout = self.layout_of(stages)
-        return None if layout.per_rank > 1 or (self._shard and replicas > 1) else layout
 
     def _sizes(self, world: int) -> tuple[int, int]:
         replicas = 1 if self._replicas == "auto" else int(self._replicas)
@@ -230,7 +231,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
     @property
     def shards_stages(self) -> bool:
         """Whether FSDP2 shards each stage over its replicas."""
-        return self._shard and self.replica_group.size() > 1
+        return self.shard and self.replica_group.size() > 1
 
     def _keep_stages(self, model: LightningModule, cut: Cut, plan: MixedPrecisionPlan) -> None:
         if not self.has_cut(model):
