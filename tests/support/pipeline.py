@@ -100,6 +100,14 @@ class Staged(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
+class OnMeta(Staged):
+    """Made on the meta device, on one process at once."""
+
+    def build(self) -> None:
+        with torch.device("meta" if "RANK" in os.environ else "cpu"):
+            super().build()
+
+
 class Normed(Staged):
     """A batch norm in the second block: its statistics are those of micro-batches."""
 
@@ -142,7 +150,13 @@ class GPT2(Llama):
         self.model = GPT2LMHeadModel(GPT2Config(**sizes, **quiet, **ids)).train()
 
 
-MODULES: dict[str, type[Staged]] = {"blocks": Staged, "batch norm": Normed, "llama": Llama, "gpt2": GPT2}
+MODULES: dict[str, type[Staged]] = {
+    "blocks": Staged,
+    "batch norm": Normed,
+    "meta": OnMeta,
+    "llama": Llama,
+    "gpt2": GPT2,
+}
 
 
 #: arguments of a Trainer that count batches, which are pieces on one process

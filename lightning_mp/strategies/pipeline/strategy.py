@@ -42,6 +42,7 @@ from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
 from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
+from lightning_mp.strategies.meta_device import materialize
 from lightning_mp.strategies.pipeline import checks
 from lightning_mp.strategies.pipeline.batches import Batches
 from lightning_mp.strategies.pipeline.checkpoints import PipelineCheckpoints
@@ -269,11 +270,16 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         return range(dist.get_rank(self.stage_group), self.layout.count, self.layout.stages)
 
     def _give_away(self, model: LightningModule, cut: Cut) -> None:
+        """Keep what this rank's stages have; what is on the meta device every rank makes module by module."""
         broadcast_from_first(model, self.root_device)
-        own = {id(one) for name, one in model.named_parameters() if cut.parameters[name] in (-1, *self._mine)}
-        for tensor in (*(one for one in model.parameters() if id(one) in own), *model.buffers()):
-            tensor.data = tensor.data.to(self.root_device)
-        elsewhere.give_away(model, own, self.root_device)
+        device, mine = self.root_device, (-1, *self._mine)
+        for name, module in model.named_modules():
+            materialize(module, model, device, device, recurse=False)
+            own = dict(module.named_parameters(recurse=False))
+            kept = {key: one for key, one in own.items() if cut.parameters[f"{name}.{key}" if name else key] in mine}
+            for tensor in (*kept.values(), *module.buffers(recurse=False)):
+                tensor.data = tensor.data.to(device)
+            elsewhere.give_away(name, module, kept, device)
 
     def model_to_device(self) -> None:
         """It is there; what other stages hold must not be made here."""

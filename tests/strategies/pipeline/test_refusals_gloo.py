@@ -94,10 +94,18 @@ class Sharded(Staged):
             fully_shard(self.head)
 
 
+class Bare(nn.Linear):
+    """Says nothing of its initialisation."""
+
+    reset_parameters = None
+
+
 class Unmade(Staged):
     def build(self) -> None:
+        super().build()
         with torch.device("meta"):
-            super().build()
+            self.head = nn.Linear(WIDTH, 1)
+        self.head.__class__ = Bare
 
 
 class NotAPair(Staged):
@@ -222,7 +230,7 @@ PARTS: dict[str, tuple[type[Staged], str]] = {
     "backward": (Backward, "LightningModule.backward overridden under pipeline parallelism"),
     "evaluates again": (Sharp, "Sharpness under pipeline parallelism, which evaluates its closure again"),
     "others' weights": (Penalty, "a stage that computes with 'blocks.0.norm.weight', which another stage holds"),
-    "unmade": (Unmade, "'blocks.0.norm.weight' on the meta device"),
+    "unmade": (Unmade, "module 'head' on the meta device, which has no reset_parameters()"),
     "not a pair": (NotAPair, "pipeline_batch, which returned Tensor"),
 }
 LOADERS: dict[str, tuple[type[Staged], Callable[[], Any], str]] = {
