@@ -15,6 +15,7 @@ from lightning_mp.compat.lightning import (
     trainer_of,
     validates,
 )
+from lightning_mp.compat.torch import is_compiled as is_compiled_module
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.modules.elsewhere import is_elsewhere
@@ -25,6 +26,8 @@ from lightning_mp.strategies.pipeline.schedules import SCHEDULES
 from lightning_mp.strategies.pipeline.sharded_parts import units_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lightning_mp.strategies.pipeline.strategy import PlanPipelineStrategy
 
 PREDICTS = Fault(
@@ -75,8 +78,7 @@ def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningM
             "batch norms whose statistics are those of a micro-batch",
             "leave it out, or use strategy='mp_ddp'",
         )
-    if is_compiled(model):
-        faults.add("a compiled LightningModule under pipeline parallelism", "a plain one", "leave out torch.compile")
+    _check_compiled(model, strategy.layout.schedule, faults)
     _check_methods(model, faults)
     if not strategy.has_cut(model) and any(map(is_elsewhere, model.parameters())):
         faults.add(
@@ -91,6 +93,21 @@ def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningM
         for index in range(found.count):
             units_of(found.make(index, found.count), engine, faults)
     return found
+
+
+def _check_compiled(model: LightningModule, schedule: str, faults: Faults) -> None:
+    if is_compiled(model):
+        faults.add("a compiled LightningModule under pipeline parallelism", "a plain one", "leave out torch.compile")
+    if SCHEDULES[schedule].in_two_parts and any(map(_runs_compiled, model.modules())):
+        faults.add(
+            f"compiled modules with schedule={schedule!r}",
+            "modules as they are: torch takes their backward passes apart",
+            "leave out torch.compile, or use schedule='interleaved_1f1b'",
+        )
+
+
+def _runs_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or is_compiled_module(module)
 
 
 def _check_methods(model: LightningModule, faults: Faults) -> None:

@@ -167,6 +167,12 @@ class FrozenFirst(Staged):
         self.blocks[0].requires_grad_(False)
 
 
+class Compiled(Staged):
+    def build(self) -> None:
+        super().build()
+        self.blocks[0].compile(backend="eager")
+
+
 class Dropped(Staged):
     """Draws numbers in its first stage."""
 
@@ -289,6 +295,7 @@ class Refused:
         said |= {name: _said(Llama(), data(1, ROWS), given) for name, (given, _) in OPTIONS.items()}
         said |= {name: _said(Staged(), data(1, ROWS), {}, **given()) for name, (given, _) in TRAINERS.items()}
         said["fp8"] = _said(Llama(), data(1, ROWS), {}, "fp8-mixed")
+        said["compiled"] = _said(Compiled(), data(1, ROWS), {"schedule": "interleaved_zero_bubble"})
         said["frozen"] = _said(FrozenFirst(), data(1, ROWS), {"schedule": "interleaved_zero_bubble"})
         return said
 
@@ -298,6 +305,7 @@ EXPECTED = {
     **{name: text for name, (_, _, text) in LOADERS.items()},
     **{name: text for name, (_, text) in OPTIONS.items()},
     **{name: text for name, (_, text) in TRAINERS.items()},
+    "compiled": "compiled modules with schedule='interleaved_zero_bubble'",
     "frozen": "schedule='interleaved_zero_bubble' with nothing to train in the stages before stage 1",
     "fp8": "precision='fp8-mixed' under pipeline parallelism",
 }
