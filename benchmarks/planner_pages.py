@@ -159,14 +159,7 @@ def _traffic() -> str:
 
 def _bubbles() -> str:
     stages, batches = (2, 4, 8, 16), (4, 8, 16, 32, 64)
-    layouts = {
-        (p, m): estimate(
-            ModelShape.of_size(70e9), gpu="h100-80", gpus=p, strategy="pipeline", pipeline=p, accumulate=m
-        ).layout
-        for p in stages
-        for m in batches
-    }
-    rows = [[f"{p} stages", *(f"{bubble(layouts[p, m]):.0%}" for m in batches)] for p in stages]
+    rows = [[f"{p} stages", *(f"{bubble(p, m):.0%}" for m in batches)] for p in stages]
     return "## The pipeline's bubble\n\n(p - 1)/(m + p - 1) of a step, by micro-batches m.\n\n" + table(
         ["", *(f"m = {m}" for m in batches)], rows
     )

@@ -301,7 +301,7 @@ def _reason(each: Estimate, why: str) -> str:
         saved = (without.memory_bytes - each.memory_bytes) / _GIB
         parts.append(f"{layout.checkpointing} checkpointing saves {saved:.1f} GiB")
     if layout.pipeline > 1:
-        parts.append(f"{bubble(layout):.0%} of a step is bubble")
+        parts.append(f"{bubble(layout.pipeline, layout.accumulate):.0%} of a step is bubble")
     if not each.measured:
         parts.append("no published run on this GPU in this mode: a wider range")
     return "; ".join([why, *parts])

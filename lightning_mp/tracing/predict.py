@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -21,6 +21,10 @@ from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy
 from lightning_mp.tracing import zero
 from lightning_mp.tracing.run import Traced, traced
+from lightning_mp.tracing.stages import first_stage
+
+if TYPE_CHECKING:
+    from lightning_mp.strategies.pipeline.strategy import PlanPipelineStrategy
 
 #: strategies under which every rank holds all of the model, and runs as one device does
 _REPLICATED = ("auto", "ddp")
@@ -44,7 +48,7 @@ def predict_memory(
 
     Args:
         module: a LightningModule; it, the generators and the process are afterwards as before.
-        batch: what ``training_step`` gets on one rank.
+        batch: what ``training_step``, or ``pipeline_batch``, gets on one rank.
         plan: what the run would carry out.
         strategy: a name for ``make_strategy``, or what it returned, which this uses up.
         devices: ranks, of which the first is looked at.
@@ -59,6 +63,11 @@ def predict_memory(
         if isinstance(strategy, str) and name_of(strategy) not in _REPLICATED:
             built = make_strategy(strategy, plan)
         name = name_of(built)
+        if name == "pipeline":
+            layout = cast("PlanPipelineStrategy", built).layout_on(int(devices))
+            if layout.per_rank > 1 or (built.shard and layout.stages < devices):
+                return by_formula(module, batch, plan, built, int(devices), "several stages on a rank, or sharded ones")
+            return first_stage(cast("LightningModule", module), batch, plan, layout, common)
         if name not in _REPLICATED and not name.startswith("deepspeed"):
             return _as_traced(traced(module, batch, plan, {**common, "strategy": built, "devices": int(devices)}))
         alone = traced(module, batch, plan, {**common, "devices": 1})

@@ -225,7 +225,7 @@ def test_a_pipeline_waits_as_the_formula_says() -> None:
     from lightning_mp.planner.speed import bubble
 
     found = estimate(SEVEN, gpu="h100-80", gpus=8, pipeline=4, accumulate=12, strategy="pipeline").layout
-    assert bubble(found) == 3 / 15
+    assert bubble(found.pipeline, found.accumulate) == 3 / 15
 
 
 def test_days_and_cost_are_for_chinchillas_budget() -> None:

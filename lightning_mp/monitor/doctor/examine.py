@@ -19,6 +19,7 @@ from lightning_mp.monitor.doctor import (
     memory,
     norms,
     optimizers,
+    pipelines,
     scales,
     training,
     weights,
@@ -60,6 +61,7 @@ CHECKS: tuple[Check, ...] = (
     optimizers.schedule_counts_skips,
     optimizers.updates_vanish,
     deepspeed.contradicts_trainer,
+    pipelines.waits,
     memory.will_not_fit,
 )
 

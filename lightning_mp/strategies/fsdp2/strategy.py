@@ -209,12 +209,7 @@ class PlanFSDP2Strategy(
             split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
         if engine.policy.fp8 is not None and engine.policy.fp8.all_gather:
             fp8_gather.check(self.sharding, self._tensor_parallel, faults)
-        for name in meta_device.cannot_initialise(module):
-            faults.add(
-                f"module {name!r} on the meta device, which has no reset_parameters()",
-                "modules that can be initialised after they are made",
-                "give the module reset_parameters(), or build it outside init_module(empty_init=True)",
-            )
+        meta_device.cannot_initialise(module, faults)
         return Layout(cut, split)
 
     def setup(self, trainer: Trainer) -> None:
