@@ -64,8 +64,9 @@ def predict_memory(
             built = make_strategy(strategy, plan)
         name = name_of(built)
         if name == "pipeline":
-            layout = cast("PlanPipelineStrategy", built).layout_on(int(devices))
-            if layout.per_rank > 1 or (built.shard and layout.stages < devices):
+            pipeline = cast("PlanPipelineStrategy", built)
+            layout = pipeline.layout_on(int(devices))
+            if layout.per_rank > 1 or (pipeline.shard and layout.stages < devices):
                 return by_formula(module, batch, plan, built, int(devices), "several stages on a rank, or sharded ones")
             return first_stage(cast("LightningModule", module), batch, plan, layout, common)
         if name not in _REPLICATED and not name.startswith("deepspeed"):

@@ -6,14 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.memory import Cell, cells, measured, predicted
-from lightning_mp import MixedPrecisionPlan
+from lightning_mp import MixedPrecisionPlan, make_strategy
 from lightning_mp.planner import predict_memory
 from lightning_mp.planner.prediction import PARTS
 from support.launching import environment
@@ -99,12 +99,13 @@ def test_what_cannot_be_traced_is_named() -> None:
     assert found.parts["parameters"] == 4 * sum(p.numel() for p in Regression().parameters())
 
 
-def test_a_pipeline_is_by_formula_a_stage_s_share() -> None:
+def test_several_stages_of_a_pipeline_are_by_formula_a_rank_s_share() -> None:
     module, batch = Llama(), (torch.ones(8, 8), torch.ones(8, 1), torch.zeros(8, 6, dtype=torch.int64))
-    given: Any = {"devices": 2, "trainer_args": {"accelerator": "cpu"}}
-    found = predict_memory(module, batch, MixedPrecisionPlan("bf16-mixed"), strategy="pipeline", **given)
+    plan, given = MixedPrecisionPlan("bf16-mixed"), {"devices": 2, "trainer_args": {"accelerator": "cpu"}}
+    interleaved = make_strategy("pipeline", plan, schedule="interleaved_1f1b", virtual_stages=2)
+    found = predict_memory(module, batch, plan, strategy=interleaved, **cast("Any", given))
     assert found.method == "formula"
-    assert "aten.equal" in found.notes[0]
+    assert "several stages on a rank" in found.notes[0]
     assert found.held["parameters"] == 4 * sum(p.numel() for p in module.parameters()) // 2
 
 

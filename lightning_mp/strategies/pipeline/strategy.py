@@ -171,7 +171,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         replicas = 1 if self._replicas == "auto" else int(self._replicas)
         stages = self._stages or world // replicas
         replicas = max(world // max(stages, 1), 1)
-        return (1, replicas, stages) if self._shard else (replicas, 1, stages)
+        return (1, replicas, stages) if self.shard else (replicas, 1, stages)
 
     def layout_on(self, world: int) -> Layout:
         """What there would be on ``world`` processes.
