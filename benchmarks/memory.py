@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,13 +134,21 @@ def cells() -> Iterator[Cell]:
     return (cell for cell in every if (cell.model, cell.precision) != ("gpt2", "fp8-mixed"))
 
 
+@contextmanager
+def _onednn(*, on: bool) -> Generator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it speaks of Intel's GPUs
+        with torch.backends.mkldnn.flags(enabled=on):
+            yield
+
+
 def measured(cell: Cell) -> int:
     """The CPU allocator's peak over making the model and two steps, in bytes.
 
     Without oneDNN, but for convolutions: its scratch inside a matrix product is no tensor's, and differs by CPU.
     """
     gc.collect()
-    with torch.backends.mkldnn.flags(enabled=cell.model == "conv"), quiet(), PeakMemory() as peak:
+    with _onednn(on=cell.model == "conv"), quiet(), PeakMemory() as peak:
         arguments = trainer_kwargs(cell.plan(), devices=1, **_HERE, **ALONE)
         Trainer(**arguments).fit(cell.module(), Again(cell.batch()))
     return peak.bytes
