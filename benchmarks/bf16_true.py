@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
+from benchmarks.fit import fit
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.callbacks import TrainingHealth
 from lightning_mp.demo.picture import smooth
@@ -101,22 +101,11 @@ def run(way: Way, rate: float, steps: int, seed: int, into: Measured) -> None:
     module = Model(way, rate, steps, seed)
     with tempfile.TemporaryDirectory() as folder:
         health = TrainingHealth(folder, 5, report=False)
-        trainer = Trainer(
-            accelerator="auto",
-            devices=1,
-            max_steps=steps,
-            plugins=[MixedPrecisionPlan(way.precision)],
-            callbacks=[health],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        plan = MixedPrecisionPlan(way.precision)
         torch.manual_seed(seed)  # what stochastic rounding draws
-        with torch.compiler.set_stance(
-            "force_eager"
-        ):  # torchao compiles its step, which would take longer than the fit
-            trainer.fit(module, data)
+        # torchao compiles its step, which would take longer than the fit
+        with torch.compiler.set_stance("force_eager"):
+            trainer = fit(module, data, plan, steps, callbacks=[health])
         into.final.append(trainer.validate(module, held_out, verbose=False)[0][metric_names.VAL_LOSS])
     into.losses.append(module.losses)
     shares = [row[metric_names.LOST_UPDATES] for row in health.rows]

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.fit import fit
 from benchmarks.shapes import SHAPES, Tiny
 
 STEPS, WARM_UP = 20, 2
@@ -57,18 +58,7 @@ class Scheduled(Tiny):
 
 
 def _fit(module: Any, plugin: Precision | None, callbacks: list[Callback]) -> None:
-    Trainer(
-        accelerator="auto",
-        devices=1,
-        max_steps=STEPS,
-        plugins=None if plugin is None else [plugin],
-        callbacks=callbacks,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, SHAPES[1].data())
+    fit(module, SHAPES[1].data(), plugin, STEPS, callbacks=callbacks, gradient_clip_val=1.0)
 
 
 def host_reads(plugin: Precision | None, *, fused: bool, scheduled: bool) -> float:

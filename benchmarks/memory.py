@@ -1,13 +1,17 @@
 """Predicted memory beside the allocator's, written into docs/planner.md.
 
 python -m benchmarks.memory             # all cells of one device, an hour on a busy machine; the slow tests hold them
+python -m benchmarks.memory --sharded   # those of a rank of two, ten minutes
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,8 @@ from lightning_mp.planner import MemoryPrediction, predict_memory
 from lightning_mp.tracing.run import ALONE, Again
 
 MARKS = ("<!-- written by benchmarks/memory.py -->", "<!-- as far as here, by benchmarks/memory.py -->")
+SHARDED_MARKS = ("<!-- written by benchmarks/memory.py --sharded -->", "<!-- as far as here, sharded -->")
+_FIGURES = ("measured, MiB", "predicted, MiB", "off by")
 MODELS = ("gpt2", "llama", "conv")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "fp8-mixed")
 CHECKPOINTING = ("none", "full", "selective")
@@ -43,6 +49,7 @@ class Cell:
     checkpointing: str
     optimizer: str
     rows: int = 4
+    kv_heads: int = 1
 
     def plan(self) -> MixedPrecisionPlan:
         """The plan; fp16 with pinned norms."""
@@ -65,7 +72,7 @@ class Cell:
         net = (
             ConvNet()
             if self.model == "conv"
-            else _language_model(self.model, 64 if self.precision == "fp8-mixed" else 128)
+            else _language_model(self.model, 64 if self.precision == "fp8-mixed" else 128, self.kv_heads)
         )
         return Trained(net.train(), self.optimizer)
 
@@ -109,13 +116,13 @@ class ConvNet(nn.Module):
         return self.head(self.blocks(x).mean((2, 3)))
 
 
-def _language_model(name: str, width: int) -> nn.Module:
+def _language_model(name: str, width: int, kv_heads: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     if name == "gpt2":
         sizes = {"n_embd": width, "n_layer": 3, "n_head": 2, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}
         return GPT2LMHeadModel(GPT2Config(vocab_size=_VOCAB, **sizes))
-    heads = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": kv_heads}
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=_VOCAB, hidden_size=width, intermediate_size=5 * width // 2, **heads)
     )
@@ -127,19 +134,29 @@ def cells() -> Iterator[Cell]:
     return (cell for cell in every if (cell.model, cell.precision) != ("gpt2", "fp8-mixed"))
 
 
-def measured(cell: Cell, strategy: str = "auto", devices: int = 1) -> int:
-    """The CPU allocator's peak over making the model and two steps, in bytes; with more devices this rank's."""
+@contextmanager
+def _onednn(*, on: bool) -> Generator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it speaks of Intel's GPUs
+        with torch.backends.mkldnn.flags(enabled=on):
+            yield
+
+
+def measured(cell: Cell) -> int:
+    """The CPU allocator's peak over making the model and two steps, in bytes.
+
+    Without oneDNN, but for convolutions: its scratch inside a matrix product is no tensor's, and differs by CPU.
+    """
     gc.collect()
-    with quiet(), PeakMemory() as peak:
-        arguments = trainer_kwargs(cell.plan(), strategy=strategy, devices=devices, **_HERE, **ALONE)
+    with _onednn(on=cell.model == "conv"), quiet(), PeakMemory() as peak:
+        arguments = trainer_kwargs(cell.plan(), devices=1, **_HERE, **ALONE)
         Trainer(**arguments).fit(cell.module(), Again(cell.batch()))
     return peak.bytes
 
 
-def predicted(cell: Cell, strategy: str = "auto", devices: int = 1) -> MemoryPrediction:
+def predicted(cell: Cell) -> MemoryPrediction:
     """The same, predicted."""
-    run = {"strategy": strategy, "devices": devices, "trainer_args": {"accelerator": "cpu"}}
-    return predict_memory(cell.module(), cell.batch(), cell.plan(), **run)
+    return predict_memory(cell.module(), cell.batch(), cell.plan(), trainer_args={"accelerator": "cpu"})
 
 
 def _rows() -> Iterator[list[object]]:
@@ -153,10 +170,16 @@ def _rows() -> Iterator[list[object]]:
 
 
 def main(page: Path = DOCS / "planner.md") -> None:
-    """Write the table into ``page``."""
-    head = ["model", "precision", "checkpointing", "optimizer", "measured, MiB", "predicted, MiB", "off by"]
-    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    written = f"{before}{MARKS[0]}\n\n{table(head, _rows())}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    """Write one of the tables into ``page``."""
+    head, marks, rows = ["model", "precision", "checkpointing", "optimizer", *_FIGURES], MARKS, _rows
+    if "--sharded" in sys.argv[1:]:
+        from benchmarks.sharded_memory import rows
+
+        head = ["strategy", *head[1:4], "how", *_FIGURES, *(f"held: {figure}" for figure in _FIGURES)]
+        marks = SHARDED_MARKS
+    found = table(head, rows())  # takes long: what is written of the page meanwhile stays
+    before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
+    written = f"{before}{marks[0]}\n\n{found}\n{marks[1]}{rest.partition(marks[1])[2]}"
     page.write_text(written, encoding="utf-8")
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.fit import fit
 from benchmarks.run import MODES, WARM_UP, StepTimes, processor, quiet_plan, stock
 from benchmarks.shapes import SHAPES, Shape
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
@@ -40,19 +41,7 @@ def monitors(folder: str, every: int = 1) -> list[Callback]:
 def run(shape: Shape, plugin: Any, callbacks: list[Callback], steps: int) -> None:
     """One short fit."""
     torch.manual_seed(0)
-    trainer = Trainer(
-        accelerator="auto",
-        devices=1,
-        max_steps=steps,
-        plugins=None if plugin is None else [plugin],
-        callbacks=callbacks,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(shape.module(), shape.data())
+    fit(shape.module(), shape.data(), plugin, steps, callbacks=callbacks, gradient_clip_val=1.0)
 
 
 class EverySecond(Callback):

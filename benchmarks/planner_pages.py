@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 #: between these two lines of docs/planner.md everything is written here
 MARKS = ("<!-- written by benchmarks/planner_pages.py -->", "<!-- as far as here -->")
 GIB = 2**30
-SHARDED = ("ddp", "deepspeed_zero1", "deepspeed_zero2", "fsdp2")
+SHARDED = ("ddp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "fsdp2")
 EXAMPLES = (
     (125e6, "rtx3090-24", 1),
     (125e6, "t4-16", 4),
@@ -78,9 +78,12 @@ def _bytes() -> str:
     ]
     head = ["mode", "weights", "gradients", "AdamW", *(f"`{name}` x {ranks}" for name, ranks in _COLUMNS)]
     return (
-        "## Bytes a parameter\n\nHeld on each rank, AdamW's state included; by strategy and data-parallel ranks. "
-        "Beside these come DDP's\nbuckets (the gradients once more), units that are gathered, and activations.\n\n"
-        + table(head, rows)
+        "## Bytes a parameter\n\nHeld on each rank at the step, AdamW's state included; by strategy and "
+        "data-parallel ranks. `fsdp1` is as `fsdp2`, `hsdp`\nas `fsdp2` on the ranks of one node; tensor parallelism "
+        "divides all of it, offloading leaves nothing on the GPU. DeepSpeed's\nranks have their part of the weights "
+        "twice, and under stage 1 too their part of the gradients alone\n([measured](strategies.md#bytes-a-parameter))."
+        " Beside these come DDP's buckets (the gradients once more, and in fp32\ntoo where they are half), units that "
+        "are gathered, and activations. ZeRO-3 refuses weights that are stored in half.\n\n" + table(head, rows)
     )
 
 
@@ -147,21 +150,16 @@ def _traffic() -> str:
         "## What is sent\n\nBytes a parameter that each rank sends under `bf16-mixed`, times (n - 1)/n; gradients are "
         "reduced in fp32, weights\ngathered in bf16 for the forward and again for the backward pass.\n\n"
         + table(head, rows)
-        + "\nTensor parallelism sends 4 all-reduces of the activations a layer and micro-batch (6 under full\n"
-        "checkpointing), and waits for each. Data parallelism's traffic runs beside computation: the longer counts.\n"
+        + "\n`hsdp` sends what `fsdp2` does between the GPUs of a node, and across nodes 8 bytes over the number "
+        "of those,\na step. Tensor parallelism sends 4 all-reduces of the activations a layer and micro-batch "
+        "(6 under full checkpointing),\nand waits for each. Data parallelism's traffic runs beside computation: the "
+        "longer counts.\n"
     )
 
 
 def _bubbles() -> str:
     stages, batches = (2, 4, 8, 16), (4, 8, 16, 32, 64)
-    layouts = {
-        (p, m): estimate(
-            ModelShape.of_size(70e9), gpu="h100-80", gpus=p, strategy="pipeline", pipeline=p, accumulate=m
-        ).layout
-        for p in stages
-        for m in batches
-    }
-    rows = [[f"{p} stages", *(f"{bubble(layouts[p, m]):.0%}" for m in batches)] for p in stages]
+    rows = [[f"{p} stages", *(f"{bubble(p, m):.0%}" for m in batches)] for p in stages]
     return "## The pipeline's bubble\n\n(p - 1)/(m + p - 1) of a step, by micro-batches m.\n\n" + table(
         ["", *(f"m = {m}" for m in batches)], rows
     )

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.exact import READS, same_as_stock
+from benchmarks.fit import fit
 from benchmarks.shapes import SHAPES, Shape
 from lightning_mp import LossScaling, MixedPrecisionPlan
 
@@ -70,19 +71,7 @@ def quiet_plan(mode: str) -> MixedPrecisionPlan:
 def run(shape: Shape, plugin: Precision | None, module: LightningModule, steps: int) -> list[float]:
     """Step times of one short fit."""
     times = StepTimes()
-    trainer = Trainer(
-        accelerator="auto",
-        devices=1,
-        max_steps=steps,
-        plugins=None if plugin is None else [plugin],
-        callbacks=[times],
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, shape.data())
+    fit(module, shape.data(), plugin, steps, callbacks=[times], gradient_clip_val=1.0)
     return times.seconds
 
 

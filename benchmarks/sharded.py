@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.fit import fit
 from benchmarks.run import StepTimes, processor
 from benchmarks.shapes import LanguageModel, tokens
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
@@ -132,19 +133,8 @@ def _ours(name: str, mode: str) -> tuple[dict[str, Any], LightningModule]:
 
 def _seconds(arguments: dict[str, Any], module: LightningModule, steps: int, clip: float | None) -> list[float]:
     times = StepTimes()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_steps=steps,
-        gradient_clip_val=clip,
-        callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **arguments,
-    )
-    trainer.fit(module, tokens())
+    two = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [times]}
+    fit(module, tokens(), None, steps, **two, **arguments)
     dist.barrier()
     return times.seconds
 

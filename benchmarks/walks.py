@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_mp
+from benchmarks.fit import fit
 from lightning_mp import MixedPrecisionPlan, make_strategy
 
 PACKAGE = Path(lightning_mp.__file__).parent
@@ -111,21 +112,9 @@ def step_of(strategy: str) -> Callable[[], set[str]]:
     def run() -> set[str]:
         plan, follow = MixedPrecisionPlan("16-mixed", pins={"norm": "fp32"}), OneStep()
         with tempfile.TemporaryDirectory() as folder:
-            trainer = Trainer(
-                accelerator="cpu",
-                devices=1,
-                plugins=[plan],
-                strategy=make_strategy(strategy, plan),
-                callbacks=[follow],
-                max_steps=STEP + 1,
-                gradient_clip_val=1.0,
-                default_root_dir=folder,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            trainer.fit(Net(), DataLoader(torch.randn(8, 16), batch_size=2))  # pyright: ignore[reportArgumentType]
+            data = DataLoader(torch.randn(8, 16), batch_size=2)  # pyright: ignore[reportArgumentType]
+            host = {"accelerator": "cpu", "strategy": make_strategy(strategy, plan), "default_root_dir": folder}
+            fit(Net(), data, plan, STEP + 1, callbacks=[follow], gradient_clip_val=1.0, **host)
         return follow.files.found
 
     return run

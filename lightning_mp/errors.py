@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeIs
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,12 @@ class Faults:
         """Raise :class:`PlanError` with everything noted so far."""
         if self._found:
             raise PlanError(self._found, self._subject)
+
+    def sound(self, value: T | None) -> T:
+        """``value``, which is there where nothing was noted; else :class:`PlanError` with everything noted so far."""
+        self.raise_if_any()
+        assert value is not None, "else there was a fault"
+        return value
 
     def __enter__(self) -> Self:
         return self

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from support.ranks import Ranks
+
+with suppress(ImportError):  # the oldest environment has none
+    from hypothesis import HealthCheck, settings
+
+    # Whether a test passes does not depend on how fast the machine is, or how busy.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +24,12 @@ def ranks() -> Iterator[Ranks]:
     """Two processes that run the cases of a test module; they start with its first case."""
     with Ranks() as started:
         yield started
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The present folder is the test's own: what a run writes where nothing says where to."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -158,3 +158,12 @@ def test_one_of_takes_words_of_one_type_only() -> None:
 
 def test_a_huge_integer_is_a_number() -> None:
     assert is_number(10**400)
+
+
+def test_a_value_is_handed_on_where_nothing_was_noted() -> None:
+    faults = Faults()
+    assert faults.sound(0) == 0
+    faults.add("a", "b", "c")
+    for value in (0, None):
+        with pytest.raises(PlanError, match="Got a"):
+            faults.sound(value)

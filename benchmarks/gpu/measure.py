@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 
+from benchmarks.fit import fit
 from benchmarks.gpu.models import (
     GPT2_SMALL,
     LLAMA_1B,
@@ -84,19 +85,24 @@ def _stock(mode: str) -> Precision | None:
 
 def _fit(module: Decoder, size: Size, plugin: Precision | None, steps: int, *callbacks: Callback, **more: Any) -> None:
     warnings.simplefilter("ignore")
-    trainer = Trainer(
-        accelerator="gpu" if DEVICE == "cuda" else "cpu",
-        devices=1,
-        max_steps=steps,
-        plugins=None if plugin is None else [plugin],
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **more,
-    )
-    trainer.fit(module, Batches(size, steps, DEVICE))
+    more |= {"accelerator": "gpu" if DEVICE == "cuda" else "cpu", "callbacks": list(callbacks)}
+    fit(module, Batches(size, steps, DEVICE), plugin, steps, **more)
+
+
+def _run(module: Decoder, size: Size, plan: MixedPrecisionPlan, steps: int, **more: Any) -> dict[str, Any]:
+    """Speed, the most memory and the last loss of one fit."""
+    times = BlockTime(steps)
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    _fit(module, size, plan, steps, times, **more)
+    assert module.last is not None
+    return {
+        "ms": times.seconds * 1e3,
+        "tokens_per_s": size.tokens / times.seconds,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+        "loss": float(module.last),
+    }
 
 
 # ---------------------------------------------------------------------- the parts
@@ -132,22 +138,9 @@ def ladder(figures: Figures, *, quick: bool) -> None:
     }
     for name, plan in rungs.items():
         torch.manual_seed(0)
-        module, times = Decoder(size), BlockTime(steps)
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        _fit(module, size, plan, steps, times, gradient_clip_val=1.0)
-        assert module.last is not None
-        figures.note(
-            name,
-            {
-                "ms": times.seconds * 1e3,
-                "tokens_per_s": size.tokens / times.seconds,
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
-                "loss": float(module.last),
-                "skipped": plan.skipped_steps,
-            },
-        )
+        module = Decoder(size)
+        run = _run(module, size, plan, steps, gradient_clip_val=1.0)
+        figures.note(name, {**run, "skipped": plan.skipped_steps})
         del module
 
 
@@ -242,23 +235,10 @@ def fp8(figures: Figures, *, quick: bool) -> None:
     }
     for name, plan in plans.items():
         torch.manual_seed(0)
-        module, times = Decoder(size), BlockTime(steps)
+        module = Decoder(size)
         layers: Any = module.model.get_submodule("model.layers")
         for layer in layers:
             layer.compile(backend="aot_eager" if quick else "inductor")
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        _fit(module, size, plan, steps, times)
-        assert module.last is not None
-        figures.note(
-            name,
-            {
-                "ms": times.seconds * 1e3,
-                "tokens_per_s": size.tokens / times.seconds,
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
-                "loss": float(module.last),
-                "layers": sum(layer.converted for layer in plan.fp8_layers),
-            },
-        )
+        run = _run(module, size, plan, steps)
+        figures.note(name, {**run, "layers": sum(layer.converted for layer in plan.fp8_layers)})
         del module, layers

@@ -96,11 +96,11 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, chec
     from lightning_mp.errors import Faults
     from lightning_mp.planner.memory import USABLE
     from lightning_mp.policy.gpus import find
+    from lightning_mp.tracing.fitting import MOST_ROWS
 
     with refusals("advise", ValueError):
-        with Faults("advise") as faults:
-            device = find(gpu, faults)
-        assert device is not None
+        faults = Faults("advise")
+        device = faults.sound(find(gpu, faults))
         found = advised(arguments, memory=device.memory * USABLE, measure=check, config_dirs=config_dirs)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
@@ -112,7 +112,8 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, chec
         typer.echo(f"two steps here: predicted {said:,.1f} MiB, measured {true:,.1f} MiB ({said / true - 1:+.1%})")
     for each in found.fits:
         size = f"{each.prediction.peak_bytes / _MIB:,.1f} MiB"
-        typer.echo(f"checkpointing {each.checkpointing}: {size}; up to {each.rows} rows on {device.word}")
+        rows = f"{each.rows} rows{' or more' if each.rows == MOST_ROWS else ''}"
+        typer.echo(f"checkpointing {each.checkpointing}: {size}; up to {rows} on {device.word}")
 
 
 def _measured(given: str) -> float:

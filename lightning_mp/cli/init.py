@@ -65,8 +65,7 @@ def copy(name: str) -> tuple[Path, str]:
             "an experiment, or GROUP/NAME",
             f"{did_you_mean(name, names)} 'lightning-mp init' lists them",
         )
-        faults.raise_if_any()
-    assert found is not None
+    found = faults.sound(found)
     experiment = group in ("", EXPERIMENT)
     target = Path(f"{option}.yaml") if experiment else FOLDER / group / f"{option}.yaml"
     if target.exists():

@@ -28,6 +28,8 @@ def refusals(command: str, *also: type[Exception], stopped: str = "") -> Generat
     except PlanError as error:
         # a config may have many faults, one a line
         refuse(command, error.listed() if command in _FROM_FILES else " ".join(map(str, error.faults)))
+    except BrokenPipeError:
+        raise  # whoever reads has enough (| head): click leaves without a word
     except (MissingExtraError, NonFiniteError, OSError, *also) as error:
         refuse(command, str(error))
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_mp.compat.checks import PrivateNames
@@ -140,11 +141,16 @@ def without_modes() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def fake_ranks(world_size: int) -> Generator[None, None, None]:
-    """Within, this process is the first of ``world_size``, whose collectives move nothing."""
+def fake_ranks(world_size: int, known: Callable[[Tensor], Tensor | None]) -> Generator[None, None, None]:
+    """Within, this process is the first of ``world_size``, whose collectives move nothing.
+
+    Which rank is where in a mesh is looked up in tensors: those are real; ``known`` has the numbers of fakes.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before = dist.all_gather_object, dist.new_group
+    mesh: Any = DeviceMesh
+    places = {name: vars(mesh)[name] for name in ("__init__", "__getitem__", "mesh")}
 
     def gather(everywhere: list[Any], mine: Any, group: Any = None) -> None:
         everywhere[:] = [mine] * len(everywhere)
@@ -152,8 +158,22 @@ def fake_ranks(world_size: int) -> Generator[None, None, None]:
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     dist.all_gather_object = gather
     dist.new_group = lambda *args, **kwargs: before[1](*args, **{**kwargs, "backend": "fake"})
+
+    def for_real(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = mapped(lambda leaf: known(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+            with without_modes():
+                return method(*given[0], **given[1])
+
+        return run
+
+    for name, method in places.items():
+        prop = isinstance(method, property)
+        setattr(mesh, name, property(for_real(cast("Any", method.fget))) if prop else for_real(method))
     try:
         yield
     finally:
+        for name, method in places.items():
+            setattr(mesh, name, method)
         dist.all_gather_object, dist.new_group = before
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import PipelineStage
 
 from lightning_mp.compat.checks import PrivateNames
@@ -48,7 +49,8 @@ class WatchedStage(PipelineStage):
         before = [(buffer, buffer.detach().clone()) for buffer in self.submod.buffers()]
         self.shapes_only(True)
         try:
-            return run(*args, **kwargs)
+            with torch.autograd.set_detect_anomaly(False):  # what is unset may be nan
+                return run(*args, **kwargs)
         finally:
             self.shapes_only(False)
             for buffer, value in before:  # a batch norm has seen what is no data

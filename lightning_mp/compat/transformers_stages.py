@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,15 +20,21 @@ class _Shape:
     #: only in the first stage, and what takes their place elsewhere
     first: tuple[str, ...]
     last: str
+    #: embeddings are scaled where they are looked up: a forward that scales what it is given would do so in each stage
+    scaled: bool = False
 
 
 _LLAMA = _Shape("model", "layers", ("embed_tokens",), "norm")
-#: the classes whose forward was compared, stage by stage, with the whole: others scale embeddings, share layers, …
+_GEMMA = replace(_LLAMA, scaled=True)
+#: the classes whose forward was compared, stage by stage, with the whole: others share layers, …
 _SHAPES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
     "GPT2LMHeadModel": _Shape("transformer", "h", ("wte", "wpe", "drop"), "ln_f"),
 }
 KNOWN = tuple(_SHAPES)
@@ -66,9 +72,11 @@ def decoders(module: nn.Module) -> list[nn.Module]:
 
 def _shape(module: nn.Module) -> _Shape | None:
     kind = next((kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")), None)
-    kinds_of_layers: Any = getattr(getattr(module, "config", None), "layer_types", None) or ()
-    # models with several kinds of attention find a layer's by its place in the list
-    return _SHAPES.get(kind.__name__) if kind is not None and len(set(kinds_of_layers)) <= 1 else None
+    shape = None if kind is None else _SHAPES.get(kind.__name__)
+    if shape is None or not shape.scaled:
+        return shape
+    table = getattr(getattr(module, shape.body), shape.first[0])
+    return shape if type(table).__name__.endswith("ScaledWordEmbedding") else None
 
 
 def layers_of(model: nn.Module) -> int:
@@ -84,14 +92,26 @@ def stage(model: nn.Module, index: int, count: int) -> nn.Module:
     named = list(cast("nn.ModuleList", getattr(body, shape.layers)).named_children())
     size, over = divmod(len(named), count)
     begin = index * size + min(index, over)
+    chosen = slice(begin, begin + size + (index < over))
     first, last = index == 0, index == count - 1
-    kept: dict[str, nn.Module] = {shape.layers: _some(named[begin : begin + size + (index < over)])}
+    kept: dict[str, nn.Module] = {shape.layers: _some(named[chosen])}
     if not first:
         kept |= {name: _Nothing() if name == "wpe" else nn.Identity() for name in shape.first}
     if not last:
         kept |= {shape.last: nn.Identity()}
-    pruned = {shape.body: _with(body, kept), **({} if last else {"lm_head": nn.Identity()})}
-    return DecoderStage(_with(model, pruned), first=first, last=last)
+    kinds: Any = getattr(body.config, "layer_types", None)
+    # a layer's kind of attention is found by its place in the list
+    own = _changed(body.config, **({"layer_types": kinds[chosen]} if kinds else {}))
+    pruned = {shape.body: _with(body, kept, own), **({} if last else {"lm_head": nn.Identity()})}
+    # hidden states are no logits
+    outer = model.config if last else _changed(model.config, final_logit_softcapping=None)
+    return DecoderStage(_with(model, pruned, outer), first=first, last=last)
+
+
+def _changed(config: Any, **values: Any) -> Any:
+    changed = copy(config)
+    vars(changed).update(values)
+    return changed
 
 
 def _some(named: Iterable[tuple[str, nn.Module]]) -> nn.ModuleList:
@@ -101,8 +121,8 @@ def _some(named: Iterable[tuple[str, nn.Module]]) -> nn.ModuleList:
     return chosen
 
 
-def _with(module: nn.Module, parts: dict[str, nn.Module]) -> nn.Module:
-    """The same module, of the same class, with other submodules; everything else is shared."""
+def _with(module: nn.Module, parts: dict[str, nn.Module], config: Any) -> nn.Module:
+    """The same module, of the same class, with other submodules and config; everything else is shared."""
     changed = copy(module)
-    vars(changed)["_modules"] = {**vars(module)["_modules"], **parts}
+    vars(changed).update(_modules={**vars(module)["_modules"], **parts}, config=config)
     return changed

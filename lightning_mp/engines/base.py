@@ -272,7 +272,9 @@ class StepEngine(ABC):
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
         """Clip every entry to ``[-value, value]``, which makes infinite ones finite: look before."""
         self.scaler.look_(optimizer)
-        torch.nn.utils.clip_grad_value_(grads.parameters_of(optimizer), value)
+        held = [parameter for parameter in grads.parameters_of(optimizer) if parameter.grad is not None]
+        if held:  # a pipeline's stage may be frozen, of which torch's function makes an error
+            torch.nn.utils.clip_grad_value_(held, value)
 
     def step(self, optimizer: Optimizer, *, closure: closures.Evaluated | None = None, **kwargs: Any) -> Any:
         """Step the optimizer, or leave everything as it was if a gradient was not finite on some rank.

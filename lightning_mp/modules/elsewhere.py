@@ -20,18 +20,16 @@ def is_elsewhere(parameter: Tensor) -> bool:
     return hasattr(parameter, _MARK)
 
 
-def give_away(model: nn.Module, kept: Container[int], device: torch.device) -> None:
-    """Free every parameter of ``model`` but the ``kept``, by ``id``; a module that lacks one raises when called."""
-    for name, module in model.named_modules():
-        gone = [one for one in module.parameters(recurse=False) if id(one) not in kept]
-        fresh = [parameter for parameter in gone if not is_elsewhere(parameter)]
-        for parameter in fresh:
-            # one number in memory, seen everywhere
-            parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-            parameter.grad = None
-            setattr(parameter, _MARK, True)
-        if fresh:
-            module.register_forward_pre_hook(cast("Any", partial(_refuse, name)))
+def give_away(name: str, module: nn.Module, kept: Container[str], device: torch.device) -> None:
+    """Free every parameter of ``module``'s own but the ``kept``, by key; if it lacks one, it raises when called."""
+    gone = [one for key, one in module.named_parameters(recurse=False) if key not in kept and not is_elsewhere(one)]
+    for parameter in gone:
+        # one number in memory, seen everywhere
+        parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+        parameter.grad = None
+        setattr(parameter, _MARK, True)
+    if gone:
+        module.register_forward_pre_hook(cast("Any", partial(_refuse, name)))
 
 
 def _refuse(name: str, module: nn.Module, inputs: Any) -> None:

@@ -130,5 +130,7 @@ def _is_part(tensor: Tensor, weight: Tensor) -> bool:
     if is_fake(weight):
         begin, there = weight.storage_offset(), is_fake(tensor) and storage_key(tensor) == storage_key(weight)
         return there and begin <= tensor.storage_offset() < begin + weight.numel()
-    start, size = weight.data_ptr(), weight.numel() * weight.element_size()
+    # one number that is seen everywhere, as of a weight on another rank, has others' weights behind it
+    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+    start, size = weight.data_ptr(), (last + 1) * weight.element_size() if weight.numel() else 0
     return start <= tensor.data_ptr() < start + size

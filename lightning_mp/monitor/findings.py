@@ -29,6 +29,7 @@ CODES: dict[str, str] = {
     "fp8_tensorwise_not_causal": "LMP018",
     "updates_vanish": "LMP019",
     "will_not_fit": "LMP020",
+    "pipeline_bubble": "LMP021",
 }
 
 

@@ -115,8 +115,10 @@ class Advice:
         """
         title = f"{self.shape.params / 1e9:.3g}B parameters on {self.best.estimate.layout.gpus} x {self.gpu.word}"
         estimates = [choice.estimate for choice in self.choices]
-        reasons = (choice.reason for choice in self.choices)
-        return page.write(title, estimates, reasons, self.lost, self.tokens or self.shape.tokens)
+        each = ("; ".join(filter(None, (choice.reason, choice.blocked))) for choice in self.choices)
+        reasons = (reason.removeprefix(f"{self.precision_reason}; ") for reason in each)
+        tokens = self.tokens or self.shape.tokens
+        return page.write(title, self.precision_reason, estimates, reasons, self.lost, tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -299,7 +301,7 @@ def _reason(each: Estimate, why: str) -> str:
         saved = (without.memory_bytes - each.memory_bytes) / _GIB
         parts.append(f"{layout.checkpointing} checkpointing saves {saved:.1f} GiB")
     if layout.pipeline > 1:
-        parts.append(f"{bubble(layout):.0%} of a step is bubble")
+        parts.append(f"{bubble(layout.pipeline, layout.accumulate):.0%} of a step is bubble")
     if not each.measured:
         parts.append("no published run on this GPU in this mode: a wider range")
     return "; ".join([why, *parts])

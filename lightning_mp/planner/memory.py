@@ -37,6 +37,8 @@ class Sharded:
     weights: bool = False
     gradients: bool = False
     optimizer: bool = False
+    #: a rank has its part of the weights once more, beside the optimizer's state
+    copies: bool = False
     #: held on the CPU
     offload: bool = False
     within_node: bool = False
@@ -52,9 +54,10 @@ STRATEGIES = {
     "fsdp": _ALL,
     "fsdp1": _ALL,
     "hsdp": Sharded(weights=True, gradients=True, optimizer=True, within_node=True),
-    "deepspeed_zero1": Sharded(optimizer=True),
-    "deepspeed_zero2": Sharded(gradients=True, optimizer=True),
-    "deepspeed_zero3": _ALL,
+    # DeepSpeed reduces gradients in buckets under stage 1 too, and keeps a rank's own (docs/strategies.md, measured)
+    "deepspeed_zero1": Sharded(gradients=True, optimizer=True, copies=True),
+    "deepspeed_zero2": Sharded(gradients=True, optimizer=True, copies=True),
+    "deepspeed_zero3": Sharded(weights=True, gradients=True, optimizer=True, copies=True),
     "fsdp2_offload": _ALL_OFFLOADED,
     "fsdp1_offload": _ALL_OFFLOADED,
     "deepspeed_zero3_offload": _ALL_OFFLOADED,
@@ -72,7 +75,7 @@ def compute_bytes(precision: str) -> int:
 
 
 def bytes_per_parameter(precision: str, strategy: str, ranks: int) -> float:
-    """Bytes held for each parameter on each of ``ranks`` data-parallel ranks, AdamW's state included."""
+    """Bytes held for each parameter on each of ``ranks`` data-parallel ranks at a step, AdamW's state included."""
     return sum(_held(precision, STRATEGIES[strategy], ranks))
 
 
@@ -80,6 +83,7 @@ def _held(precision: str, sharded: Sharded, ranks: int) -> tuple[float, float, f
     if sharded.offload:
         return 0.0, 0.0, 0.0
     weights, gradients, moments = HELD[precision]
+    moments += weights if sharded.copies else 0
     return (
         weights / (ranks if sharded.weights else 1),
         gradients / (ranks if sharded.gradients else 1),
@@ -130,7 +134,9 @@ def _transient(shape: ModelShape, layout: Layout, sharded: Sharded, own: float) 
     half = compute_bytes(layout.precision)
     if not sharded.weights:
         copies = half if layout.precision.endswith("-mixed") and layout.checkpointing == "none" else 0
-        buckets = HELD[layout.precision][1] if layout.data > 1 else 0
+        gradient = HELD[layout.precision][1]
+        # half gradients are summed in fp32, in copies that stay until the next backward pass
+        buckets = (gradient + (4 if gradient < 4 else 0)) if layout.data > 1 else 0
         return own * (copies + buckets)
     block = (shape.params - 2 * shape.vocab * shape.hidden) / shape.layers / layout.tensor
     ends = 2 * shape.vocab * shape.hidden / layout.tensor

@@ -43,12 +43,15 @@ class Range(NamedTuple):
 def roofline(shape: ModelShape, layout: Layout) -> float:
     """Seconds a token on each GPU if every unit ran at its peak; units of the data sheets."""
     seconds = max(_compute(shape, layout), data_traffic(shape, layout)) + _tensor_traffic(shape, layout)
-    return (seconds + _offload(shape, layout)) / (1 - bubble(layout))
+    return (seconds + _offload(shape, layout)) / (1 - bubble(layout.pipeline, layout.accumulate))
 
 
-def bubble(layout: Layout) -> float:
-    """The part of a step in which a stage waits: (p - 1) / (m + p - 1) under 1F1B and GPipe (Narayanan et al. 2021)."""
-    return (layout.pipeline - 1) / (layout.accumulate + layout.pipeline - 1)
+def bubble(pipeline: int, microbatches: int, per_rank: int = 1) -> float:
+    """The part of a step in which a stage waits: (p - 1) / (m + p - 1) under 1F1B and GPipe (Narayanan et al. 2021).
+
+    With v stages on each rank, interleaved, what is waited for is as much shorter: (p - 1) / (v m + p - 1).
+    """
+    return (pipeline - 1) / (per_rank * microbatches + pipeline - 1)
 
 
 def _compute(shape: ModelShape, layout: Layout) -> float:

@@ -20,24 +20,29 @@ _FLOATING = (*TORCH_DTYPES.values(), torch.float64)
 _INTEGER = (torch.int64, torch.int32)
 
 
-def cannot_initialise(model: nn.Module) -> list[str]:
-    """Names of modules on the meta device that nothing says how to initialise."""
-    return [
-        name or type(model).__name__
-        for name, module in (("", model), *named_submodules(model))
-        if _on_meta(module) and own_reset(module) is None and _initialiser_around(module, model) is None
-    ]
+def cannot_initialise(model: nn.Module, faults: Faults, also: str = "") -> None:
+    """Note modules on the meta device that nothing says how to initialise; ``also``: what else helps."""
+    for name, module in (("", model), *named_submodules(model)):
+        if _on_meta(module) and own_reset(module) is None and _initialiser_around(module, model) is None:
+            faults.add(
+                f"module {name or type(model).__name__!r} on the meta device, which has no reset_parameters()",
+                "modules that can be initialised after they are made",
+                f"give the module reset_parameters(), {also}or build it outside init_module(empty_init=True)",
+            )
 
 
-def materialize(unit: nn.Module, root: nn.Module, place: torch.device, device: torch.device) -> None:
+def materialize(
+    unit: nn.Module, root: nn.Module, place: torch.device, device: torch.device, *, recurse: bool = True
+) -> None:
     """Make what ``unit`` has on the meta device at ``place``, initialise it, and broadcast rank 0's values.
 
     Ties hold; the first owner of a tied weight decides its values. ``device`` is what the ranks communicate over.
+    Without ``recurse`` only what is ``unit``'s own is made, not what is in modules below it.
 
     Raises:
         PlanError: a module's initialisation left a tensor untouched.
     """
-    waiting = [module for module in unit.modules() if _on_meta(module)]
+    waiting = [module for module in (unit.modules() if recurse else (unit,)) if _on_meta(module)]
     if not waiting:
         return
     made = _make(waiting, root, place)

@@ -10,6 +10,7 @@ from lightning_mp.errors import Faults
 
 AVERAGES: tuple[Any, ...] = (WeightAveraging, callbacks.StochasticWeightAveraging)
 PRUNING: tuple[Any, ...] = (callbacks.ModelPruning,)
+FINETUNING: tuple[Any, ...] = (callbacks.BaseFinetuning,)
 LR_FINDER: tuple[Any, ...] = (callbacks.LearningRateFinder,)
 
 
@@ -27,6 +28,12 @@ def refuse(module: Any, faults: Faults, kinds: Iterable[Any], why: str) -> None:
 def refuse_with_shards(module: Any, faults: Faults) -> None:
     """Note what shards cannot serve; the learning-rate finder waits for ever where it restores what it saved."""
     refuse(module, faults, (*AVERAGES, *PRUNING, *LR_FINDER), "sharded weights")
+
+
+def refuse_with_stages(module: Any, faults: Faults) -> None:
+    """Note what stages cannot serve either: BaseFinetuning finds what an optimizer has by comparing numbers."""
+    refuse_with_shards(module, faults)
+    refuse(module, faults, FINETUNING, "pipeline stages, of whose parameters most are on other ranks")
 
 
 def refuse_with_zero(module: Any, stage: int, faults: Faults) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -9,14 +10,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.compat.lightning import Strategy
 from lightning_mp.compat.torch_fake import leaves, mapped
 from lightning_mp.compat.transformers import block_classes
+from lightning_mp.planner.named import name_of
 from lightning_mp.planner.prediction import MemoryPrediction
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.tracing.predict import predict_memory
 
-_MOST_ROWS = 4096
+#: more are not tried
+MOST_ROWS = 4096
 _TRIES = 8
 Mode = Literal["none", "selective", "full"]
 StrategyFor = Callable[[MixedPrecisionPlan], Any]
@@ -90,7 +94,7 @@ def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: Memor
             sizes[count] = peak(count)
         return sizes[count]
 
-    low, high = 0, _MOST_ROWS + 1  # so many fit, so many do not
+    low, high = 0, MOST_ROWS + 1  # so many fit, so many do not
     guess = rows
     for _ in range(_TRIES):
         if size(guess) <= memory:
@@ -112,18 +116,29 @@ def prediction_and_change(
     policy: PrecisionPolicy,
     memory: float,
     *,
-    strategy: str,
+    strategy: str | Strategy,
     devices: int,
     trainer_args: Mapping[str, Any],
 ) -> tuple[MemoryPrediction, str]:
-    """The prediction, and where it is above ``memory`` bytes the cheapest change that fits: what the doctor says."""
+    """The prediction, and where it is above ``memory`` bytes the cheapest change that fits: what the doctor says.
+
+    ``strategy`` is left as it is.
+    """
     plan = MixedPrecisionPlan.from_policy(policy)
     run: dict[str, Any] = {"devices": devices, "trainer_args": trainer_args}
-    found = predict_memory(module, batch, plan, strategy=strategy, **run)
+
+    def another(there: MixedPrecisionPlan) -> Any:
+        made: Any = copy.deepcopy(strategy)
+        if getattr(made, "made_for", None) is not None:
+            made.made_for = there
+        return made
+
+    found = predict_memory(module, batch, plan, strategy=another(plan), **run)
     if found.peak_bytes <= memory:
         return found, ""
-    ways = {each.checkpointing: each for each in fits(module, batch, plan, memory, lambda _: strategy, **run)}
-    return found, _change(ways, plan, rows_of(batch), memory, sharded=strategy not in ("auto", "ddp"), devices=devices)
+    ways = {each.checkpointing: each for each in fits(module, batch, plan, memory, another, **run)}
+    sharded = name_of(strategy) not in ("auto", "ddp")
+    return found, _change(ways, plan, rows_of(batch), memory, sharded=sharded, devices=devices)
 
 
 def _change(

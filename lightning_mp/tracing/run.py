@@ -28,8 +28,9 @@ from lightning_mp.monitor.side_run import BARE
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import trainer_kwargs
+from lightning_mp.tracing import values
 from lightning_mp.tracing.fake import FakeCopies, fake_batch, fake_module
-from lightning_mp.tracing.storages import Storages, alive, peak, strided
+from lightning_mp.tracing.storages import Held, Storages, alive, peak, strided
 
 STEPS = 2
 ALONE: Mapping[str, Any] = {**BARE, "max_steps": STEPS}
@@ -44,6 +45,17 @@ class Traced:
     peak_bytes: int
     parts: dict[str, int]
     held: dict[str, int]
+    events: list[tuple[Held, int]]
+    begin: int
+
+    def without_gradients(self, share: float) -> dict[str, int]:
+        """By part the peak if steps began without gradients, and but a ``share`` of new ones was kept."""
+        old = {id(held) for held, _ in self.events[: self.begin] if held.part == "gradients"}
+        kept = [
+            (held, size if held.part != "gradients" else 0 if id(held) in old else int(size * share))
+            for held, size in self.events
+        ]
+        return peak(kept, self.begin, len(kept))[1]
 
 
 class _Follow(Callback):
@@ -153,7 +165,7 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
         stack.enter_context(resizes_told(storages.resized))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if ranks > 1 or arguments.get("strategy", "auto") not in ("auto", "ddp"):
-            stack.enter_context(fake_ranks(ranks))
+            stack.enter_context(fake_ranks(ranks, values.known))
             arguments["plugins"] = [_OneOfMany(ranks)]
         mine = MixedPrecisionPlan.from_policy(plan.policy)
         trainer = Trainer(**trainer_kwargs(mine, logger=DummyLogger(), **arguments))
@@ -163,5 +175,5 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
         # what a user's hooks may write or fetch
         copied.configure_callbacks, copied.prepare_data = list, lambda: None
         trainer.fit(copied, train_dataloaders=Again(fake_batch(batch, device)))
-    end = follow.end or len(storages.events)
-    return Traced(*peak(storages.events, follow.begin, end), alive(storages.events, end))
+    events, begin, end = storages.events, follow.begin, follow.end or len(storages.events)
+    return Traced(*peak(events, begin, end), alive(events, end), events[:end], begin)

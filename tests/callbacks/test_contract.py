@@ -7,7 +7,6 @@ import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,10 +49,8 @@ every_callback = pytest.mark.parametrize("name", CALLBACKS)
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.fixture(autouse=True)
-def _writes_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Monitors without a run_dir write under the root folder."""
-    monkeypatch.chdir(tmp_path)
+# monitors without a run_dir write under the root folder
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def _build(name: str) -> Callback:

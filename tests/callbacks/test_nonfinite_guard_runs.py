@@ -16,7 +16,7 @@ from torch.optim import SGD
 from lightning_mp import NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard
 from lightning_mp.monitor.actions import ReduceLR
-from support.manual import Pair
+from support.manual import Pair, in_turn
 from support.models import Regression, batches, same_weights, weights
 from support.nonfinite import BAD, STOCK, Breaks, without
 from support.oracles import MODES, plan_for, stock_for
@@ -38,15 +38,8 @@ def guard(tmp_path: Path) -> Any:
 @every_mode
 @pytest.mark.parametrize("which", ["net", "other", "net other"])
 def test_of_several_optimizers_the_bad_one_skips(guard: Any, which: str, mode: str) -> None:
-    def way(m: Any, batch: Any, batch_idx: int) -> None:
-        losses = m.losses_of(batch, batch_idx)
-        for optimizer, loss in zip(m.optimizers(), losses, strict=True):
-            optimizer.zero_grad()
-            m.manual_backward(loss)
-            optimizer.step()
-
     watched, trace = guard(), Trace()
-    fit(Pair(way, {BAD: which}), callbacks=[watched, trace], **stock_for(mode))
+    fit(Pair(in_turn, {BAD: which}), callbacks=[watched, trace], **stock_for(mode))
     before, after = trace.weights[BAD - 1], trace.weights[BAD]
     assert {name.split(".")[0] for name in before if torch.equal(before[name], after[name])} == set(which.split())
     assert (watched.skipped_steps, watched.applied_steps) == (len(which.split()), 16 - len(which.split()))

@@ -20,8 +20,7 @@ def _advised(*arguments: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_is_predicted_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_is_predicted_on_a_gpu(tmp_path: Path, own_folder: None) -> None:
     said = json.loads(_advised("--gpu", "t4-16", "--json"))
     assert said["prediction"]["method"] == "traced"
     none, selective, full = (each["prediction"]["peak_bytes"] for each in said["fits"])
@@ -31,8 +30,7 @@ def test_a_run_is_predicted_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_check_measures_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_check_measures_here(tmp_path: Path, own_folder: None) -> None:
     said = json.loads(_advised("--check", "--json"))
     assert said["prediction"]["peak_bytes"] == pytest.approx(said["measured"], rel=0.05)
     assert not any(tmp_path.iterdir())

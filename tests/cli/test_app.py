@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 import lightning_mp
 from lightning_mp.cli import app
+from lightning_mp.cli.output import refusals
 
 HEAVY = ("torch", "lightning", "transformers", "tokenizers", "numpy", "matplotlib")
 
@@ -209,3 +210,8 @@ def test_consolidate_reads_objects_only_with_trust(tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "--trust" in refused.stderr
     assert _run(*arguments, "--trust").exit_code == 0
+
+
+def test_a_reader_who_has_enough_is_no_refusal() -> None:
+    with pytest.raises(BrokenPipeError), refusals("advise"):
+        raise BrokenPipeError

@@ -42,8 +42,7 @@ def test_a_table_and_two_files(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {"compare.json", "compare.html"}
 
 
-def test_every_fault_before_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_fault_before_a_model_is_built(tmp_path: Path, own_folder: None) -> None:
     built = Net.built
     result = _compare(
         _config(tmp_path),

@@ -15,7 +15,7 @@ WHOLE = [cell for cells in TABLE.values() for cell in cells]
 
 
 @given(st.text())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_every_pair_of_strategy_mode_and_flags_and_every_model_and_optimizer_is_in_it(seed: str) -> None:
     chosen = choose(WHOLE, seed)
     assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, WHOLE))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from omegaconf import OmegaConf
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, PlanError
@@ -350,7 +350,6 @@ def test_a_subclass_reads_itself() -> None:
     assert type(Mine.from_deepspeed({"bf16": {"enabled": True}})) is Mine
 
 
-@settings(deadline=None)
 @given(config=anything())
 @example(config={"fp16": {"enabled": True, "min_loss_scale": 10**400}})
 @example(config={"gradient_accumulation_steps": math.inf})

@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_mp.deepspeed_config.merge import Composed, add_trainer
@@ -96,7 +96,6 @@ def test_a_real_config_under_any_plan_composes_or_is_refused(name: str, precisio
         assert isinstance(made, Composed)
 
 
-@settings(deadline=None)
 @given(
     user=anything(),
     precision=st.sampled_from(RESOLVED),

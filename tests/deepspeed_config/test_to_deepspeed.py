@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mp import Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, PlanError
@@ -49,7 +49,6 @@ def said_by_deepspeed(draw: st.DrawFn) -> MixedPrecisionPlan:
     return plan(precision, **fields)
 
 
-@settings(deadline=None)  # the first example imports DeepSpeed
 @given(written=said_by_deepspeed(), stage=st.sampled_from([1, 2, 3]), offload=st.booleans())
 def test_what_deepspeed_can_say_comes_back_as_it_was(
     written: MixedPrecisionPlan, stage: int, offload: bool, parse: Callable[..., Any]
@@ -203,7 +202,6 @@ rules = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(rule=rules)
 def test_any_rule_is_said_whole_refused_or_told_of(rule: LossScaling) -> None:
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mp.deepspeed_config.merge import compose
@@ -88,7 +88,6 @@ def test_gradients_are_sent_in_the_plans_format(reduce: str, parse: Callable[...
     assert str(parse(with_trainer(config)).communication_data_type) == f"torch.{names[reduce]}"
 
 
-@settings(deadline=None)  # the first example imports DeepSpeed
 @given(rule=scalings(), precision=st.sampled_from(["16-mixed", "16-true"]))
 def test_deepspeed_reads_any_rule_as_far_as_it_can_be_said(rule: LossScaling, precision: str) -> None:
     read_fp16 = pytest.importorskip("deepspeed.runtime.precision_config").get_float16_config

@@ -165,7 +165,7 @@ def test_the_table_of_modes_is_the_policys() -> None:
 
 #: the columns of the summary, and those of docs/conformance.md
 GROUPS = (
-    ("single", "ddp", "fsdp2", "hsdp", "fsdp1", "fsdp2_offload"),
+    ("single", "ddp", "fsdp2", "hsdp", "fsdp1", "fsdp2_offload", "pipeline"),
     ("deepspeed_zero1", "deepspeed_zero2"),
     ("deepspeed_zero3", "deepspeed_zero2_offload", "deepspeed_zero3_offload"),
 )

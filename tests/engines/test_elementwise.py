@@ -11,9 +11,9 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from conformance.optimizers import Sam
+from conformance.optimizers import Lamb, Lion, Sam
 from lightning_mp.engines.elementwise import fault_on_flat_pieces, steps_alone
-from support.optimizers import Around, Delegating, Lamb, Lion
+from support.optimizers import Around, Delegating
 
 
 class Configured(optim.AdamW):
@@ -34,7 +34,7 @@ WHOLE: dict[str, Any] = {
     "transformers' Adafactor": TransformersAdafactor,
     "LAMB": partial(Lamb, lr=1e-2),
     "LAMB, warmed up": partial(Lamb, lr=0.0),
-    "LAMB in a wrapper": lambda parameters: Around(Lamb(parameters)),
+    "LAMB in a wrapper": lambda parameters: Around(Lamb(parameters, lr=1e-2)),
     "Muon": partial(optim.Muon, lr=1e-2),
     "torchao's, of 8 bits": lambda parameters: pytest.importorskip("torchao.optim").AdamW8bit(parameters),
     "SAM": lambda parameters: Sam(optim.AdamW(parameters)),

@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,21 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tokens of the standard library are kept, for all examples."""
     return tmp_path_factory.mktemp("cache")
+
+
+Example = Callable[..., Ran]
+
+
+@pytest.fixture
+def example(tmp_path: Path, cache: Path, pytestconfig: pytest.Config) -> Example:
+    """Runs an example, by its number and with arguments, in the test's own folder; it warns of nothing."""
+
+    def ran(number: str, *arguments: str) -> Ran:
+        found = run(number, tmp_path, *arguments, cache=cache)
+        assert warned(found, pytestconfig.getini("filterwarnings")) == []
+        return found
+
+    return ran
 
 
 def lines_of(path: Path) -> list[dict[str, float]]:
@@ -69,11 +85,8 @@ def test_the_doctor_finds_no_error_in_what_an_example_trains(
 # ---------------------------------------------------------------------- 01
 
 
-def test_01_shows_pinned_modules_in_fp32_and_the_rest_in_bf16(
-    tmp_path: Path, cache: Path, pytestconfig: pytest.Config
-) -> None:
-    ran = run("01", tmp_path, cache=cache)
-    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+def test_01_shows_pinned_modules_in_fp32_and_the_rest_in_bf16(example: Example) -> None:
+    ran = example("01")
     assert float(ran.find(r"validation loss ([\d.]+)")[0]) < math.log(512) - 1
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in ran.output.splitlines() if "| `" in line]
     assert len(rows) == 12
@@ -139,11 +152,8 @@ def test_02_learns_as_much_as_it_did_before(
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_03_holds_half_on_each_process_and_trains_as_one_device(
-    tmp_path: Path, cache: Path, pytestconfig: pytest.Config
-) -> None:
-    ran = run("03", tmp_path, cache=cache)
-    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+def test_03_holds_half_on_each_process_and_trains_as_one_device(example: Example) -> None:
+    ran = example("03")
     held = dict.fromkeys(range(2), 0)
     for rank, part, whole, share in re.findall(
         r"rank (\d) holds ([\d,]+) of ([\d,]+) parameters, ([\d.]+)%", ran.output
@@ -162,10 +172,9 @@ def test_03_holds_half_on_each_process_and_trains_as_one_device(
 
 
 @pytest.mark.slow
-def test_04_takes_overrides_and_sweeps(tmp_path: Path, cache: Path, pytestconfig: pytest.Config) -> None:
+def test_04_takes_overrides_and_sweeps(example: Example) -> None:
     overrides = ("trainer.max_steps=30", "+trainer.enable_progress_bar=false", "data.val_batches=2")
-    ran = run("04", tmp_path, "-m", "plan=fp32,careful", "model=gpt2_tiny", *overrides, cache=cache)
-    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+    ran = example("04", "-m", "plan=fp32,careful", "model=gpt2_tiny", *overrides)
     found = re.findall(
         r"(\S+): validation loss ([\d.]+) after (\d+) steps, loss scale (\S+), report in (.*)", ran.output
     )
@@ -178,7 +187,7 @@ def test_04_takes_overrides_and_sweeps(tmp_path: Path, cache: Path, pytestconfig
     assert losses[0] == pytest.approx(losses[1], abs=0.05)
     assert len({folder for *_, folder in found}) == 2
     for *_, folder in found:
-        assert Path(folder).is_relative_to(tmp_path / "multirun")
+        assert Path(folder).is_relative_to(ran.folder / "multirun")
         assert len(lines_of(Path(folder) / "lightning_mp_run" / "metrics.jsonl")) == 30
 
 
@@ -186,15 +195,12 @@ def test_04_takes_overrides_and_sweeps(tmp_path: Path, cache: Path, pytestconfig
 
 
 @pytest.mark.slow
-def test_05_runs_its_file_with_an_option_over_it(tmp_path: Path, cache: Path, pytestconfig: pytest.Config) -> None:
-    ran = run(
-        "05", tmp_path, *ARGUMENTS["05"], "--plan.precision", "bf16-mixed", "--plan.loss_scaling", "null", cache=cache
-    )
-    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+def test_05_runs_its_file_with_an_option_over_it(example: Example) -> None:
+    ran = example("05", *ARGUMENTS["05"], "--plan.precision", "bf16-mixed", "--plan.loss_scaling", "null")
     loss, applied, skipped = ran.find(r"bf16-mixed: validation loss ([\d.]+); (\d+) steps, (\d+) skipped")
     assert float(loss) < math.log(512) - 1
     assert (int(applied), int(skipped)) == (50, 0)
-    folder = tmp_path / ran.find(r"config, readings and audit: (.*)")[0]
+    folder = ran.folder / ran.find(r"config, readings and audit: (.*)")[0]
     audit = json.loads((folder / "audit.json").read_text())
     assert audit["ok"]
     computed = {row["module"]: row["compute"] for row in audit["rows"]}
@@ -207,9 +213,8 @@ def test_05_runs_its_file_with_an_option_over_it(tmp_path: Path, cache: Path, py
 
 
 @pytest.mark.slow
-def test_07_learns_with_two_optimizers_and_one_scale(tmp_path: Path, cache: Path, pytestconfig: pytest.Config) -> None:
-    ran = run("07", tmp_path, cache=cache)
-    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+def test_07_learns_with_two_optimizers_and_one_scale(example: Example) -> None:
+    ran = example("07")
     before, after = (
         tuple(map(int, ran.find(rf"{when}: (\d+)% of 4,000 samples on a spot, (\d) of 8")))
         for when in ("before", "after")
@@ -230,11 +235,8 @@ def test_07_learns_with_two_optimizers_and_one_scale(tmp_path: Path, cache: Path
 
 
 @pytest.mark.slow
-def test_08_skips_exactly_the_batches_without_a_comment(
-    tmp_path: Path, cache: Path, pytestconfig: pytest.Config
-) -> None:
-    ran = run("08", tmp_path, cache=cache)
-    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+def test_08_skips_exactly_the_batches_without_a_comment(example: Example) -> None:
+    ran = example("08")
     batches = list(load("08").batches())
     empty = [index for index, (_, targets) in enumerate(batches) if bool((targets[:, 1:] == -100).all())]
     assert 0 < len(empty) < len(batches) / 2
@@ -244,9 +246,9 @@ def test_08_skips_exactly_the_batches_without_a_comment(
     assert "audit: 14 modules, all as declared by MixedPrecision('bf16-mixed')" in ran.output
     first, last = map(float, ran.find(r"health: loss ([\d.]+) at first, ([\d.]+) at last"))
     assert last < first / 2
-    readings = lines_of(tmp_path / "lightning_mp_run" / "metrics.jsonl")
+    readings = lines_of(ran.folder / "lightning_mp_run" / "metrics.jsonl")
     assert [reading["step"] for reading in readings if reading["train/loss"] is None] == empty
-    audit = json.loads((tmp_path / "lightning_mp_run" / "audit.json").read_text())
+    audit = json.loads((ran.folder / "lightning_mp_run" / "audit.json").read_text())
     computed = {row["module"]: row["compute"] for row in audit["rows"]}
     assert (computed["encoder.layers.0.norm1"], computed["encoder.layers.0.linear1"]) == ("fp32", "bf16")
 
@@ -255,9 +257,8 @@ def test_08_skips_exactly_the_batches_without_a_comment(
 
 
 @pytest.mark.slow
-def test_09_shows_fp8_beside_bf16(tmp_path: Path, cache: Path, pytestconfig: pytest.Config) -> None:
-    ran = run("09", tmp_path, cache=cache)
-    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+def test_09_shows_fp8_beside_bf16(example: Example) -> None:
+    ran = example("09")
     bf16, fp8 = (float(loss) for loss in re.findall(r"validation loss ([\d.]+)", ran.output))
     assert fp8 == pytest.approx(bf16, rel=0.02)
     assert fp8 < math.log(512) - 0.5
@@ -273,11 +274,8 @@ def test_09_shows_fp8_beside_bf16(tmp_path: Path, cache: Path, pytestconfig: pyt
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_10_holds_half_of_the_layers_on_each_process_and_ends_as_one(
-    tmp_path: Path, cache: Path, pytestconfig: pytest.Config
-) -> None:
-    ran = run("10", tmp_path, cache=cache)
-    assert warned(ran, pytestconfig.getini("filterwarnings")) == []
+def test_10_holds_half_of_the_layers_on_each_process_and_ends_as_one(example: Example) -> None:
+    ran = example("10")
     held = set(re.findall(r"rank (\d) holds (\S+) to (\S+)", ran.output))
     layer = "model.model.layers"
     assert held == {

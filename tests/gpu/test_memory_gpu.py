@@ -20,12 +20,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_peak_is_cudas(precision: str, checkpointing: str) -> None:
-    cell = Cell("llama", precision, checkpointing, "AdamW")
+    cell = Cell("llama", precision, checkpointing, "AdamW", rows=1024)  # beside GiB cuBLAS takes little
     found = predict_memory(cell.module(), cell.batch(), cell.plan())
     assert found.method == "traced", found.notes
     gc.collect()
     with PeakMemory("cuda") as peak:
         arguments = trainer_kwargs(cell.plan(), devices=1, accelerator="cuda", logger=False, **ALONE)
         Trainer(**arguments).fit(cell.module(), Again(cell.batch()))
-    # cuBLAS' workspaces come from the same allocator, and are most of what such a small model is off by
-    assert found.peak_bytes == pytest.approx(peak.bytes, rel=0.05, abs=70 * 2**20)
+    assert found.peak_bytes == pytest.approx(peak.bytes, rel=0.05)

@@ -110,6 +110,7 @@ def test_what_the_error_of_a_plan_advises() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("own_folder")
 def test_nothing_is_advised_of_the_root_that_no_pin_covers() -> None:
     class Bare(Regression):
         def __init__(self) -> None:

@@ -61,7 +61,7 @@ def test_complex_gradients_are_seen_as_pairs_of_reals_in_the_same_memory() -> No
 # ---------------------------------------------------------------------- unscale and check
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     values=st.lists(st.floats(width=32), min_size=1, max_size=5),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
@@ -102,7 +102,7 @@ def test_nothing_to_check_is_finite() -> None:
 # ---------------------------------------------------------------------- the norm
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), count=st.integers(0, 4), max_norm=st.floats(0.0, 20.0), power=st.integers(-20, 20))
 def test_clipping_fp32_gradients_is_torchs_bit_for_bit(seed: int, count: int, max_norm: float, power: int) -> None:
     ours, theirs = (random_gradients(seed, *[torch.float32] * count, factor=2.0**power) for _ in range(2))

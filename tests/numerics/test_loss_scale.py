@@ -18,7 +18,7 @@ from lightning_mp.numerics.loss_scale import LossScaleState, adjust, init
 from support.counting import HostReads
 from support.scales import FP32_MAX, backoffs, growths, scales, scalings, traces
 
-quick = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 def numbers(state: LossScaleState) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ from support.loops import INF, OPTIMIZERS, backward, net, train
 from support.models import same_weights, weights
 from support.scales import scalings, traces
 
-quick = settings(deadline=None, max_examples=30)
+quick = settings(max_examples=30)
 
 
 def same_state(one: Optimizer, other: Optimizer) -> bool:

@@ -32,7 +32,7 @@ def expected(trace: list[tuple[bool, bool]]) -> dict[str, int | bool]:
     return {"applied_steps": len(trace) - skips, "skipped_steps": skips, "streak": streak, "step_skipped": last}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(trace=steps)
 def test_the_counts_are_those_of_the_trace(trace: list[tuple[bool, bool]]) -> None:
     counter = StepCounter()
@@ -43,7 +43,7 @@ def test_the_counts_are_those_of_the_trace(trace: list[tuple[bool, bool]]) -> No
     assert (counter.applied_steps, counter.skipped_steps) == (expected(trace)["applied_steps"], counter.skipped_steps)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(before=steps, after=steps)
 def test_a_counter_resumes_from_a_state(before: list[tuple[bool, bool]], after: list[tuple[bool, bool]]) -> None:
     first, second = StepCounter(), StepCounter()
@@ -119,7 +119,7 @@ def test_opening_the_next_step_asks_anew() -> None:
     assert not counter.step_skipped
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(trace=steps, asked=st.lists(st.booleans(), min_size=20, max_size=20))
 def test_asking_in_between_changes_no_count(trace: list[tuple[bool, bool]], asked: list[bool]) -> None:
     counter = StepCounter()

@@ -37,6 +37,22 @@ class Small(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
+class Staged(Small):
+    """The same in stages, whose steps are the schedule's."""
+
+    def pipeline_stage(self, index: int, count: int) -> nn.Module:
+        return self.body[: len(self.body) - 1] if index == 0 else self.body[len(self.body) - 1 :]
+
+    def pipeline_batch(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return batch[0], batch[1]
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+
 def fit(name: str, folder: Path, ckpt_path: str | None = None) -> tuple[list[float], int]:
     """Two epochs of three steps, of which the first is saved; the losses, and how many steps were applied."""
     generator = torch.Generator().manual_seed(1)
@@ -44,7 +60,7 @@ def fit(name: str, folder: Path, ckpt_path: str | None = None) -> tuple[list[flo
     plan = MixedPrecisionPlan(
         "16-mixed", loss_scaling=LossScaling(init_scale=32.0, growth_interval=2), pins=[Pin("LayerNorm", "fp32")]
     )
-    own = {"device_mesh": (2, 1)} if name == "hsdp" else {}
+    own = {"hsdp": {"device_mesh": (2, 1)}, "pipeline": {"microbatches": 2}}.get(name, {})
     alone = name == ALONE
     strategy = make_strategy(name, plan, **({} if alone else {"timeout": timedelta(seconds=60)}), **own)
     trainer = Trainer(
@@ -59,7 +75,7 @@ def fit(name: str, folder: Path, ckpt_path: str | None = None) -> tuple[list[flo
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    module = Small()
+    module = Staged() if name == "pipeline" else Small()
     trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4), ckpt_path=ckpt_path)
     return module.losses, plan.applied_steps
 

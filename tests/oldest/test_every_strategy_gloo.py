@@ -21,8 +21,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
-# `fsdp` is another name for fsdp2; tests/strategies/pipeline has a module that can be cut
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("fsdp", "pipeline")])
+# `fsdp` is another name for fsdp2
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "fsdp"])
 def test_it_fits_saves_and_resumes(name: str, ranks: Ranks, alone: Any, tmp_path: Path) -> None:
     for (losses, applied), (resumed, applied_in_all) in (
         [alone] if name == ALONE else ranks.run(Resumed(name, tmp_path))

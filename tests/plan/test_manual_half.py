@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torch import Tensor
 from torch.optim import LBFGS, AdamW
 
 from lightning_mp import MixedPrecisionPlan, NonFinite
+from support.manual import by_closure
 from support.models import Regression, batches
 from support.oracles import plan_for
 from support.running import fit
@@ -55,15 +55,7 @@ def test_counts_go_past_what_a_half_number_counts_to(mode: str) -> None:
 def test_lbfgs_in_manual_bf16_true() -> None:
     class Closures(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-
-            def closure() -> Tensor:
-                optimizer.zero_grad()
-                loss = self.loss(batch)
-                self.manual_backward(loss)
-                return loss
-
-            optimizer.step(closure)
+            by_closure(self, batch)
 
     plan = plan_for("bf16-true")
     fit(Closures(partial(LBFGS, lr=1e-3, max_iter=2)), plugins=[plan])

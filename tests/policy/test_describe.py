@@ -15,7 +15,7 @@ NAMES = {kind.__name__: kind for kind in (FP8, Checkpointing, LossScaling, NonFi
 NAMES["MixedPrecisionPlan"] = MixedPrecisionPlan
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(policy=policies())
 def test_what_is_printed_builds_it_again(policy: PrecisionPolicy) -> None:
     assert eval(repr(policy), NAMES) == policy

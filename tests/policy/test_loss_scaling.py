@@ -90,7 +90,7 @@ def test_the_edges_of_the_ranges_are_allowed(written: dict[str, Any]) -> None:
     assert {name: getattr(LossScaling(**written), name) for name in written} == written
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(config=scalings())
 def test_every_field_survives_a_round_trip(config: LossScaling) -> None:
     assert LossScaling(**asdict(config)) == config

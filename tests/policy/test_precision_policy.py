@@ -19,7 +19,7 @@ from support.policies import policies
 # ---------------------------------------------------------------------- round trips
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(policy=policies())
 def test_a_policy_is_the_mapping_it_is_written_as(policy: PrecisionPolicy) -> None:
     written = policy.to_dict()
@@ -28,7 +28,7 @@ def test_a_policy_is_the_mapping_it_is_written_as(policy: PrecisionPolicy) -> No
     assert PrecisionPolicy.from_dict(json.loads(json.dumps(written))) == policy
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(policy=policies())
 def test_a_checkpoint_with_a_policy_loads_with_weights_only(policy: PrecisionPolicy) -> None:
     file = io.BytesIO()

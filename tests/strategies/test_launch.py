@@ -67,6 +67,13 @@ TRAINS: dict[str, tuple[Launch, str]] = {
     "spawned, ddp": (_plain(strategy="ddp", start_method="spawn"), "LightningEnvironment"),
     "a notebook's, ddp": (_plain(strategy="ddp", start_method="fork"), "LightningEnvironment"),
 }
+#: each rank has a half of the weights, and both the same batches
+STAGED: dict[str, tuple[Launch, str]] = {
+    "torchrun, pipeline": (_torchrun(strategy="pipeline"), "TorchElasticEnvironment"),
+    "two nodes, pipeline": (_nodes(strategy="pipeline"), "TorchElasticEnvironment"),
+    "slurm, pipeline": (_slurm(strategy="pipeline"), "SLURMEnvironment"),
+    "plain, pipeline": (_plain(strategy="pipeline"), "LightningEnvironment"),
+}
 #: what is launched, and the rank that fails; the other waits in a collective, or is busy with something of its own
 FAILS: dict[str, tuple[Launch, int]] = {
     "torchrun, ddp, a step": (_torchrun(strategy="ddp", fail="step"), 1),
@@ -86,7 +93,7 @@ REFUSED: dict[str, Launch] = {
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Future[Ended], Path]]]:
     """Every launch, two at a time: most of each is spent importing and waiting."""
-    launches = {name: launch for name, (launch, _) in (TRAINS | FAILS).items()}
+    launches = {name: launch for name, (launch, _) in (TRAINS | STAGED | FAILS).items()}
     launches |= {f"refused, {name}": launch for name, launch in REFUSED.items()}
     folders = {name: tmp_path_factory.mktemp("launch") for name in launches}
     with ThreadPoolExecutor(2) as pool:
@@ -116,6 +123,19 @@ def test_it_trains_and_both_ranks_agree(launched: Any, name: str) -> None:
 def test_every_launcher_and_strategy_trains_to_the_same_weights(launched: Any) -> None:
     ends = [launching.seen(_ended(launched, name)[1])[0]["weights"] for name in TRAINS]
     assert ends == pytest.approx([ends[0]] * len(ends), rel=1e-6)
+
+
+def test_every_launcher_trains_the_same_stages(launched: Any) -> None:
+    held = set()
+    for name, (_, environment) in STAGED.items():
+        ended, folder = _ended(launched, name)
+        assert set(ended.codes) == {0}, ended.output[-4000:]
+        ranks = launching.seen(folder)
+        assert [(rank["rank"], rank["world"], rank["steps"]) for rank in ranks] == [(0, 2, 8), (1, 2, 8)]
+        assert {rank["environment"] for rank in ranks} == {environment}
+        held.add(tuple(rank["weights"] for rank in ranks))
+    assert len(held) == 1
+    assert len(set(*held)) == 2
 
 
 @pytest.mark.parametrize("name", FAILS)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
+from conformance.optimizers import Lamb, Lion
 from lightning_mp import PlanError
 from support.comparing import furthest, of_training, same
 from support.models import Regression
-from support.optimizers import Around, Lamb, Lion
+from support.optimizers import Around
 from support.ranks import Ranks
 from support.sharded import RATE, ddp, fsdp1, fsdp2, on, trained
 

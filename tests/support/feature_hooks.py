@@ -10,6 +10,7 @@ from torch.optim import SGD, AdamW
 
 from lightning_mp.compat.lightning import callbacks
 from support.features import HIDDEN, Host, Net, feature
+from support.manual import by_closure
 
 # ---------------------------------------------------------------------- gradients, as hooks see them
 
@@ -302,11 +303,14 @@ class _Manual(Net):
         super().__init__(**options)
         self.automatic_optimization = False
 
+    def gradients(self, batch: Any, optimizer: Any) -> None:
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        self.gradients(batch, optimizer)
         optimizer.step()
 
 
@@ -316,12 +320,9 @@ def manual_optimization(host: Host) -> dict[str, Any]:
 
 
 class _ManualClips(_Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
+    def gradients(self, batch: Any, optimizer: Any) -> None:
         self.manual_backward(self.loss(batch))
         nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-        optimizer.step()
 
 
 @feature
@@ -344,11 +345,8 @@ def manual_accumulation(host: Host) -> dict[str, Any]:
 
 
 class _ManualBare(_Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
+    def gradients(self, batch: Any, optimizer: Any) -> None:
         self.loss(batch).backward()
-        optimizer.step()
 
 
 @feature
@@ -358,15 +356,7 @@ def manual_bare_backward(host: Host) -> dict[str, Any]:
 
 class _ManualClosure(_Manual):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure)
+        by_closure(self, batch)
 
 
 @feature

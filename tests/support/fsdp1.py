@@ -23,7 +23,7 @@ from support.models import FEATURES, weights
 from support.oracles import plan_for
 from support.running import fit
 from support.saving import ResumableBatches, SaveAt
-from support.sharded import PINS, Both, Language, Ranked, ddp, fsdp1, refused, trained
+from support.sharded import PINS, Both, Language, Ranked, RefusedWay, ddp, fsdp1, trained
 
 Even = partial(Ranked, even=True)
 
@@ -217,11 +217,4 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Refused:
-    """What is said instead of running."""
-
-    which: str
-
-    def run(self) -> str:
-        return refused(WAYS[self.which])
+Refused = partial(RefusedWay, "support.fsdp1")

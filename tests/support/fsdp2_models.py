@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from support.collectives import recorded
 from support.models import FEATURES, batches
 from support.oracles import plan_for
 from support.running import fit, trainer
-from support.sharded import PINS, WAIT, Both, Language, Ranked, fsdp2, rank, refused, trained, whole, world
+from support.sharded import PINS, WAIT, Both, Language, Ranked, RefusedWay, fsdp2, rank, refused, trained, whole, world
 
 
 class Net(nn.Module):
@@ -370,13 +369,4 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Refused:
-    """What is said instead of running."""
-
-    which: str
-
-    def run(self) -> str:
-        said = refused(WAYS[self.which])
-        dist.barrier()
-        return said
+Refused = partial(RefusedWay, "support.fsdp2_models")

@@ -35,6 +35,27 @@ class Manual(Regression):
         self.losses.append(self.loss(batch).item())
 
 
+def in_turn(module: Any, batch: Any, batch_idx: int) -> None:
+    """Each optimizer of a :class:`Pair` steps on its own loss."""
+    for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+
+
+def by_closure(module: Any, batch: Any) -> None:
+    """A step that evaluates its loss itself."""
+    optimizer = module.optimizers()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = module.loss(batch)
+        module.manual_backward(loss)
+        return loss
+
+    optimizer.step(closure)
+
+
 class Pair(Manual):
     """Two nets with an optimizer each, as in a GAN; ``overflow`` maps a batch to the nets that overflow in it."""
 

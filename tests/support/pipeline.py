@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,10 +16,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
+from support.comparing import furthest, same
+from support.ranks import Ranks
 from support.running import trainer
 
 WIDTH, ROWS, VOCABULARY, LENGTH = 8, 8, 32, 6
 INF = float("inf")
+#: of a mean over micro-batches
+OF_A_MEAN = 1e-2
 
 
 class Block(nn.Module):
@@ -95,6 +100,14 @@ class Staged(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
+class OnMeta(Staged):
+    """Made on the meta device, on one process at once."""
+
+    def build(self) -> None:
+        with torch.device("meta" if "RANK" in os.environ else "cpu"):
+            super().build()
+
+
 class Normed(Staged):
     """A batch norm in the second block: its statistics are those of micro-batches."""
 
@@ -137,7 +150,17 @@ class GPT2(Llama):
         self.model = GPT2LMHeadModel(GPT2Config(**sizes, **quiet, **ids)).train()
 
 
-MODULES: dict[str, type[Staged]] = {"blocks": Staged, "batch norm": Normed, "llama": Llama, "gpt2": GPT2}
+MODULES: dict[str, type[Staged]] = {
+    "blocks": Staged,
+    "batch norm": Normed,
+    "meta": OnMeta,
+    "llama": Llama,
+    "gpt2": GPT2,
+}
+
+
+#: arguments of a Trainer that count batches, which are pieces on one process
+_IN_BATCHES = ("limit_train_batches", "overfit_batches", "val_check_interval")
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -162,7 +185,8 @@ class Fit:
 
     precision: str = "32-true"
     schedule: str = "1f1b"
-    module: str = "blocks"
+    #: of ``MODULES``, or one of the test's own
+    module: str | type[Staged] = "blocks"
     stages: int = 2
     microbatches: int = 4
     replicas: int = 1
@@ -176,6 +200,9 @@ class Fit:
     arguments: tuple[tuple[str, Any], ...] = ()
     load: str | None = None
     save: str | None = None
+
+    def made(self) -> type[Staged]:
+        return MODULES[self.module] if isinstance(self.module, str) else self.module
 
     def plan_of(self) -> MixedPrecisionPlan:
         scaling = {"loss_scaling": LossScaling(init_scale=self.scale)} if self.precision.startswith("16") else {}
@@ -193,7 +220,7 @@ class Fit:
             data_parallel_size=self.replicas,
             **dict(self.options),
         )
-        module = MODULES[self.module](dict(self.bad))
+        module = self.made()(dict(self.bad))
         place = int(os.environ["RANK"]) % self.replicas
         loader = data(self.steps, ROWS, self.replicas, place)
         devices = {"devices": self.stages * self.replicas, "strategy": strategy, "use_distributed_sampler": False}
@@ -202,9 +229,11 @@ class Fit:
     def alone(self) -> dict[str, Any]:
         """On one process. A replica divides by fewer pieces before it scales: the scale here is as much larger."""
         pieces, plan = self.microbatches * self.replicas, replace(self, scale=self.scale * self.replicas).plan_of()
-        module = MODULES[self.module](dict(self.bad), pieces)
+        module = self.made()(dict(self.bad), pieces)
         loader = data(self.steps, ROWS // self.microbatches, self.replicas)
-        alone = replace(self, load=self.load and f"{self.load}.alone", save=self.save and f"{self.save}.alone")
+        arguments = tuple((key, value * pieces if key in _IN_BATCHES else value) for key, value in self.arguments)
+        files = {"load": self.load and f"{self.load}.alone", "save": self.save and f"{self.save}.alone"}
+        alone = replace(self, arguments=arguments, **files)
         found = alone._result(plan, module, loader, data(2, ROWS), {}, self.accumulate * pieces)
         return {**found, "scale": None if found["scale"] is None else found["scale"] / self.replicas}
 
@@ -244,8 +273,27 @@ class Under(Fit):
         mine = DataLoader(pieces[int(os.environ["RANK"]) :: self.stages], batch_size=None)
         strategy = make_strategy(self.strategy, plan)
         devices = {"devices": self.stages, "strategy": strategy, "use_distributed_sampler": False}
-        module = MODULES[self.module](dict(self.bad), share)
+        module = self.made()(dict(self.bad), share)
         return self._result(plan, module, mine, data(2, ROWS), devices, self.accumulate * share)
+
+
+def equal(fit: Fit, ranks: Ranks) -> dict[str, Any]:
+    """Assert that a fit in stages is the one on one process bit for bit, which is returned."""
+    results, alone = ranks.run(fit), fit.alone()
+    assert all(set(results[0]["gradients"][0]).isdisjoint(result["gradients"][0]) for result in results[1:])
+    for step, expected in enumerate(alone["gradients"]):
+        found = {name: gradient for result in results for name, gradient in result["gradients"][step].items()}
+        assert same(found, expected), step
+    assert list(results[0]["weights"]) == list(alone["weights"])
+    assert furthest(results[0]["weights"], alone["weights"]) == 0.0
+    assert same(results[0]["optimizer"], alone["optimizer"])
+    for key in ("counts", "scale", "steps", "rates"):
+        assert {result[key] for result in results} == {alone[key]}, key
+    assert len({result["metrics"]["train_loss"] for result in results}) == 1
+    losses = [result["metrics"]["val_loss"] for result in results]
+    assert all(math.isclose(loss, alone["metrics"]["val_loss"], rel_tol=OF_A_MEAN) for loss in losses)
+    assert len(set(losses)) == 1
+    return alone
 
 
 def path(folder: Path, name: str) -> str:

@@ -8,9 +8,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -271,6 +273,19 @@ class Stopped:
         except NonFiniteError as error:
             return {"rank": error.rank, "step": error.step, "module": error.module, "message": str(error)}
         return {}
+
+
+@dataclass(frozen=True)
+class RefusedWay:
+    """What is said instead of running; ``which`` is one of the ``WAYS`` of ``table``, a module."""
+
+    table: str
+    which: str
+
+    def run(self) -> str:
+        said = refused(import_module(self.table).WAYS[self.which])
+        dist.barrier()
+        return said
 
 
 def refused(call: Callable[[], Any]) -> str:

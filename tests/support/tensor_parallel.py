@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
@@ -20,7 +20,7 @@ from support import hf
 from support.models import FEATURES, InfiniteGradient, Regression
 from support.oracles import plan_for
 from support.running import fit
-from support.sharded import BAD_RANK, OPTIMIZERS, fsdp2, full, rank, refused, trained, whole
+from support.sharded import BAD_RANK, OPTIMIZERS, RefusedWay, fsdp2, full, rank, trained, whole
 
 PINS = {"*norm*": "fp32"}
 MLP_PLAN = {"up": "colwise", "down": "rowwise"}
@@ -220,13 +220,4 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Refused:
-    """What is said instead of running."""
-
-    which: str
-
-    def run(self) -> str:
-        said = refused(WAYS[self.which])
-        dist.barrier()
-        return said
+Refused = partial(RefusedWay, "support.tensor_parallel")

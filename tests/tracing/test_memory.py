@@ -6,18 +6,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.memory import Cell, cells, measured, predicted
-from lightning_mp import MixedPrecisionPlan
+from lightning_mp import MixedPrecisionPlan, make_strategy
 from lightning_mp.planner import predict_memory
 from lightning_mp.planner.prediction import PARTS
 from support.launching import environment
 from support.models import Regression
+from support.pipeline import Llama
 
 #: of the allocator's peak; every cell but the convolutions in half precision is within 0.5 %
 WITHIN = 0.05
@@ -96,6 +97,16 @@ def test_what_cannot_be_traced_is_named() -> None:
     assert found.method == "formula"
     assert "aten.nonzero" in found.notes[0]
     assert found.parts["parameters"] == 4 * sum(p.numel() for p in Regression().parameters())
+
+
+def test_several_stages_of_a_pipeline_are_by_formula_a_rank_s_share() -> None:
+    module, batch = Llama(), (torch.ones(8, 8), torch.ones(8, 1), torch.zeros(8, 6, dtype=torch.int64))
+    plan, given = MixedPrecisionPlan("bf16-mixed"), {"devices": 2, "trainer_args": {"accelerator": "cpu"}}
+    interleaved = make_strategy("pipeline", plan, schedule="interleaved_1f1b", virtual_stages=2)
+    found = predict_memory(module, batch, plan, strategy=interleaved, **cast("Any", given))
+    assert found.method == "formula"
+    assert "several stages on a rank" in found.notes[0]
+    assert found.held["parameters"] == 4 * sum(p.numel() for p in module.parameters()) // 2
 
 
 @pytest.mark.parametrize(

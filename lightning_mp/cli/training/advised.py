@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from lightning_mp.cli.training import application, build, check, compose, targets
+from lightning_mp.cli.training import build, one_run
 from lightning_mp.cli.training.compose import Composed
-from lightning_mp.compat.lightning import LightningModule, seed_everything
+from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.demo.quiet import quiet
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.peak_memory import PeakMemory
@@ -48,10 +48,8 @@ def advised(arguments: Sequence[str], *, memory: float, measure: bool, config_di
         PlanError: what was given cannot run; every fault at once.
         MissingExtraError: an optional package that is needed is not installed.
     """
-    path, overrides = compose.split(arguments)
     faults = Faults(SUBJECT)
-    with targets.importable(path), redirect_stdout(sys.stderr):
-        (job,) = compose.compose(path, overrides, faults, config_dirs=config_dirs)
+    with redirect_stdout(sys.stderr), one_run.composed(arguments, faults, config_dirs) as job:
         config, regime = _checked(job, faults)
         trainer = dict(regime.trainer)
         devices = 1 if measure else _whole(trainer.get("devices")) * _whole(trainer.get("num_nodes"))
@@ -72,28 +70,14 @@ def advised(arguments: Sequence[str], *, memory: float, measure: bool, config_di
 
 
 def _checked(job: Composed, faults: Faults) -> tuple[dict[str, Any], build.Regime]:
-    folder = application.run_dir(job, SUBJECT, faults)
-    application.set_run_dir(job, folder)
-    with job.under_hydra(folder):
-        config = {**check.check(job, faults), "callbacks": None}  # those may write
-    regime = build.regime(config, job.places, faults)
-    faults.raise_if_any()
-    assert regime is not None, "else there was a fault"
-    return config, regime
+    config = {**one_run.checked(job, SUBJECT, faults), "callbacks": None}  # those may write
+    return config, faults.sound(build.regime(config, job.places, faults))
 
 
 def _parts(config: dict[str, Any], faults: Faults) -> tuple[LightningModule, Any]:
-    if config.get("seed") is not None:
-        seed_everything(config["seed"], workers=True, verbose=False)
-    model, data = build.model(config, faults), build.data(config, faults)
-    faults.raise_if_any()
-    assert model is not None, "else there was a fault"
-    source = data.get("datamodule")
-    if source is not None:
-        source.prepare_data()
-        source.setup("fit")
-    loader = data.get("train_dataloaders") or (source or model).train_dataloader()
-    return model, next(iter(loader))
+    build.seed(config)
+    model, data = build.parts(config, faults)
+    return model, next(iter(build.training_batches(data, model)))
 
 
 def _measured(job: Composed, faults: Faults) -> int:
@@ -105,8 +89,6 @@ def _measured(job: Composed, faults: Faults) -> int:
         model, batch = _parts(config, faults)
         mine = {**regime.trainer, **ALONE, "devices": 1, "num_nodes": 1, "logger": False, "callbacks": None}
         trainer = build.trainer({**mine, "accelerator": device}, faults)
-        faults.raise_if_any()
-        assert trainer is not None, "else there was a fault"
         trainer.fit(model, train_dataloaders=Again(batch))
     return peak.bytes
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.cli.training import compose, targets
 from lightning_mp.cli.training.compose import SUBJECT, Composed
-from lightning_mp.errors import Faults, MissingExtraError, PlanError, one_line
+from lightning_mp.errors import Faults, MissingExtraError, PlanError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -157,19 +157,13 @@ def _as_yaml(config: dict[str, Any]) -> str:
 
 def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
     from lightning_mp.cli.training import build
-    from lightning_mp.compat.lightning import MisconfigurationException, rank_zero_only, seed_everything
-    from lightning_mp.demo.inputs import InputError
+    from lightning_mp.compat.lightning import rank_zero_only
 
     faults, folder = Faults(SUBJECT), Path(config["run_dir"])
-    if config.get("seed") is not None:
-        seed_everything(config["seed"], workers=True, verbose=False)
+    build.seed(config)
     with run_folder(folder):
         trainer = build.trainer(regime.trainer, faults)
-        faults.raise_if_any()
-        assert trainer is not None
-        model, data = build.model(config, faults), build.data(config, faults)
-        faults.raise_if_any()
-        assert model is not None
+        model, data = build.parts(config, faults)
         if getattr(rank_zero_only, "rank", 0) == 0:
             folder.mkdir(parents=True, exist_ok=True)
             name = CONFIG
@@ -179,12 +173,8 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
                 else:
                     say(f"{folder} holds an earlier run, whose checkpoints stay: run_dir=... keeps the two apart")
             (folder / name).write_text(_as_yaml(config), encoding="utf-8")
-        try:
+        with build.running(faults):
             trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
-        except (InputError, MisconfigurationException) as error:
-            said = one_line(error)
-            faults.add(f"what Lightning cannot run: {said}", "parts that fit together", "fix what it names")
-            faults.raise_if_any()
     if trainer.is_global_zero:
         page = folder / "report.html"
         say(f"{folder}: {trainer.global_step} steps" + (f", {page}" if page.exists() else ""))

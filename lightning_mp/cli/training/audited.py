@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
-from lightning_mp.cli.training import application, build, check, compose, targets
-from lightning_mp.compat.lightning import MisconfigurationException, seed_everything
-from lightning_mp.demo.inputs import InputError
+from lightning_mp.cli.training import application, build, one_run
 from lightning_mp.demo.quiet import quiet
-from lightning_mp.errors import Faults, one_line
+from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import AuditReport
 from lightning_mp.monitor.side_run import BARE
 
@@ -29,42 +27,23 @@ def audited(arguments: Sequence[str], *, steps: int, config_dirs: Sequence[Path]
         MissingExtraError: an optional package that is needed is not installed.
         NonFiniteError: the steps met more non-finite gradients than the plan allows.
     """
-    path, overrides = compose.split(arguments)
     faults = Faults(SUBJECT)
     faults.whole("--steps", steps, 1, "leave it out to audit the first step")
-    if not arguments:
-        faults.add("nothing to audit", "a YAML file, key=value", "lightning-mp audit run.yaml, or experiment=NAME")
+    one_run.some(arguments, SUBJECT, "nothing to audit", faults)
     faults.raise_if_any()
-    with targets.importable(path):
-        (job,) = compose.compose(path, overrides, faults, config_dirs=config_dirs)
-        folder = application.run_dir(job, SUBJECT, faults)
-        application.set_run_dir(job, folder)
-        with job.under_hydra(folder):
-            config = check.check(job, faults)
-        regime = build.regime(config, job.places, faults)
-        faults.raise_if_any()
-        assert regime is not None, "else there was a fault"
+    with one_run.composed(arguments, faults, config_dirs) as job:
+        config = one_run.checked(job, SUBJECT, faults)
+        regime = faults.sound(build.regime(config, job.places, faults))
+        folder = Path(config["run_dir"])
         audit = PrecisionAudit(steps, run_dir=folder)
         alone = {**BARE, "callbacks": [audit], "max_steps": steps, "logger": False}
-        if config.get("seed") is not None:
-            seed_everything(config["seed"], workers=True, verbose=False)
+        build.seed(config)
         with application.run_folder(folder), quiet():
             warnings.filterwarnings("ignore", message="PrecisionAudit: ")  # the report says it
             trainer = build.trainer({**regime.trainer, **alone}, faults)
-            faults.raise_if_any()
-            assert trainer is not None, "else there was a fault"
-            model, data = build.model(config, faults), build.data(config, faults)
-            faults.raise_if_any()
-            assert model is not None, "else there was a fault"
-            try:
+            model, data = build.parts(config, faults)
+            with build.running(faults):
                 trainer.fit(model, **data)
-            except (InputError, MisconfigurationException) as error:
-                faults.add(
-                    f"what Lightning cannot run: {one_line(error)}", "parts that fit together", "fix what it names"
-                )
-                faults.raise_if_any()
     if audit.report is None:
         faults.add("a run without a step", "data for a batch at least", "look at the data section")
-        faults.raise_if_any()
-    assert audit.report is not None, "else there was a fault"
-    return audit.report, folder
+    return faults.sound(audit.report), folder

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from lightning_mp.cli.training.targets import HYDRA_KEYS, locate, parameters
-from lightning_mp.compat.lightning import Callback, Checkpoint, LightningDataModule, LightningModule, Trainer
+from lightning_mp.compat.lightning import (
+    Callback,
+    Checkpoint,
+    LightningDataModule,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    seed_everything,
+)
+from lightning_mp.demo.inputs import InputError
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
 from lightning_mp.policy.places import Places, plan_fault
 from lightning_mp.precision import MixedPrecisionPlan
@@ -78,15 +88,47 @@ def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     return {"train_dataloaders": loaders.get("train"), "val_dataloaders": loaders.get("val")}
 
 
-def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer | None:
+def training_batches(loaders: Mapping[str, Any], model: LightningModule) -> Any:
+    """What ``Trainer.fit`` would iterate over, of what :func:`data` gave; the datamodule prepares itself for it."""
+    source: Any = loaders.get("datamodule")
+    if source is not None:
+        source.prepare_data()
+        source.setup("fit")
+    return loaders.get("train_dataloaders") or (source or model).train_dataloader()
+
+
+def seed(config: Mapping[str, Any]) -> None:
+    """Seed every generator, where the config has a seed."""
+    if config.get("seed") is not None:
+        seed_everything(config["seed"], workers=True, verbose=False)
+
+
+def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, dict[str, Any]]:
+    """Model and data; the faults of both at once."""
+    built, loaders = model(config, faults), data(config, faults)
+    return faults.sound(built), loaders
+
+
+def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
     """The Trainer itself."""
+    built = None
     try:
-        return Trainer(**arguments)
+        built = Trainer(**arguments)
     except PlanError as error:
         faults.extend(error.faults)
     except Exception as error:  # Lightning's own, of several kinds
         faults.add(f"trainer: {_line(error)}", "what Lightning's Trainer takes", "fix the trainer or strategy section")
-    return None
+    return faults.sound(built)
+
+
+@contextmanager
+def running(faults: Faults) -> Generator[None]:
+    """What Lightning cannot run is a fault."""
+    try:
+        yield
+    except (InputError, MisconfigurationException) as error:
+        faults.add(f"what Lightning cannot run: {one_line(error)}", "parts that fit together", "fix what it names")
+        faults.raise_if_any()
 
 
 def plan_of(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | None:

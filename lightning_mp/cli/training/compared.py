@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from lightning_mp.cli.training import application, build, check, compose, targets
+from lightning_mp.cli.training import application, build, one_run
+from lightning_mp.cli.training.compose import Composed
 from lightning_mp.comparison import plans as reading
 from lightning_mp.comparison.compare import SUBJECT, Comparison, check_numbers, compare
 from lightning_mp.comparison.run import OWN
@@ -37,14 +38,12 @@ def compared(
         PlanError: what was given cannot run; every fault at once, before a model is built.
         MissingExtraError: an optional package that is needed is not installed.
     """
-    path, overrides = compose.split(arguments)
     faults = Faults(SUBJECT)
-    if not arguments:
-        faults.add("nothing to compare", "a YAML file, key=value", "lightning-mp compare run.yaml, or experiment=NAME")
+    one_run.some(arguments, SUBJECT, "nothing to compare", faults)
     reading.read(plans, faults)
     check_numbers(seeds, _STEPS if steps is None else steps, margin, faults)
-    with targets.importable(path):
-        config = _config(path, overrides, config_dirs, faults)
+    with one_run.composed(arguments, faults, config_dirs) as job:
+        config = _config(job, faults)
         if config.get("ckpt_path"):
             given = f"ckpt_path={config['ckpt_path']}"
             faults.add(given, "runs that begin with the module's own weights", "have the module load them")
@@ -68,17 +67,13 @@ def compared(
     return found, folder if getattr(rank_zero_only, "rank", 0) == 0 else None
 
 
-def _config(path: Path | None, overrides: Sequence[str], config_dirs: Sequence[Path], faults: Faults) -> dict[str, Any]:
+def _config(job: Composed, faults: Faults) -> dict[str, Any]:
     from omegaconf import open_dict
 
-    (job,) = compose.compose(path, overrides, faults, config_dirs=config_dirs)
-    folder = application.run_dir(job, SUBJECT, faults)
-    application.set_run_dir(job, folder)
     with open_dict(job.config):
         job.config.plan = {"precision": "bf16-mixed"}  # what stands there refers to is one of those that are compared
         job.config.callbacks = None
-    with job.under_hydra(folder):
-        return check.check(job, faults)
+    return one_run.checked(job, SUBJECT, faults)
 
 
 def _made(make: Callable[[Faults], T]) -> T:

@@ -96,9 +96,7 @@ def compose(
             faults.add(f"--config-dir {str(folder)!r}, which is no folder", "a folder of groups", "check the path")
     parsed = _parse(overrides, faults)
     root = primary.read(primary.shipped_root() if path is None else path, config_dirs, faults)
-    if root is None:
-        faults.raise_if_any()
-        raise AssertionError
+    root = faults.sound(root) if root is None else root
     with _hydra(root, config_dirs if path is None else ()):
         jobs = _jobs(root, parsed, multirun, faults)
         good = [(_check_groups(_sort(job, root), root, faults), swept) for job, swept in jobs]

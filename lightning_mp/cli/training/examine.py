@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_mp.cli.training import application, build, check, compose, primary, targets
-from lightning_mp.errors import Faults, nearest
+from lightning_mp.cli.training import build, one_run, primary
+from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.errors import Faults, nearest, one_line
 from lightning_mp.modules import checkpointing, pins
-from lightning_mp.monitor.doctor import doctor
+from lightning_mp.monitor.doctor import examine as examine_case
+from lightning_mp.monitor.doctor.case import case_of
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.hardware import Device
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 SUBJECT = "doctor"
 #: the sections that a run is examined by; the others are left alone
-_SECTIONS = ("plan", "model", "strategy", "trainer")
+_SECTIONS = ("plan", "model", "strategy", "trainer", "run_dir")
 
 
-def examine(arguments: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> list[Finding]:
+def examine(
+    arguments: Sequence[str], *, config_dirs: Sequence[Path] = (), device: Device | None = None
+) -> list[Finding]:
     """What :func:`lightning_mp.doctor` finds for the run that ``[CONFIG] key=value …`` describes.
 
     It is composed as ``lightning-mp train`` does. The model may be any ``torch.nn.Module``. Without a plan the run is
-    one of Lightning's own precisions: ``trainer.precision``.
+    one of Lightning's own precisions: ``trainer.precision``. Where the memory of ``device`` is known, by default that
+    of this machine, it is held against what a batch of the data takes; data that give none are told on stderr.
 
     Raises:
         PlanError: what cannot be composed, no model, a part that cannot be built, a pattern that matches nothing on
             this model; every fault at once.
         MissingExtraError: Hydra is not installed.
     """
-    path, overrides = compose.split(arguments)
     faults = Faults(SUBJECT)
-    if not arguments:
-        faults.add("nothing to examine", "a YAML file, key=value", "lightning-mp doctor run.yaml, or experiment=NAME")
-        faults.raise_if_any()
-    with targets.importable(path):
-        (job,) = compose.compose(path, overrides, faults, config_dirs=config_dirs)
+    one_run.some(arguments, SUBJECT, "nothing to examine", faults)
+    faults.raise_if_any()
+    with one_run.composed(arguments, faults, config_dirs) as job:
         _take_out_plan(job.config)
         sections, needed = list(_SECTIONS), ["model"]
         if not job.config.get("plan"):
@@ -48,12 +53,12 @@ def examine(arguments: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> li
                 needed.append("plan")  # misspelt, and no run of Lightning's own
             if build.is_ours(job.config.get("strategy")):
                 sections.remove("strategy")  # the package's choice, for a plan
-        folder = application.run_dir(job, SUBJECT, faults)
-        with job.under_hydra(folder):
-            config = {"run_dir": str(folder), **check.check(job, faults, needed=needed, only=sections)}
+        config = one_run.checked(job, SUBJECT, faults, needed=needed, only=sections)
+        missing = Faults(SUBJECT)
+        config |= one_run.checked(job, SUBJECT, missing, needed=(), only=("data",))
         regime = build.regime(config, job.places, faults) if config.get("plan") else None
         faults.raise_if_any()
-        return _examined(config, regime, faults)
+        return _examined(config, regime, faults, missing, device)
 
 
 def _take_out_plan(config: DictConfig) -> None:
@@ -69,17 +74,36 @@ def _take_out_plan(config: DictConfig) -> None:
             config.trainer.plugins = [plugin for plugin in plugins if plugin is not plans[0]]
 
 
-def _examined(config: dict[str, Any], regime: build.Regime | None, faults: Faults) -> list[Finding]:
+def _examined(
+    config: dict[str, Any], regime: build.Regime | None, faults: Faults, missing: Faults, device: Device | None
+) -> list[Finding]:
     model = build.instantiated(config["model"], "model", faults)
+    plan: Any = None
     if regime is not None:
-        _check_patterns(model, regime.plan.policy, faults)
-        faults.raise_if_any()
-        return doctor(model, regime.plan, regime.trainer["strategy"], regime.trainer)
-    trainer, strategy = build.trainer_arguments(config, faults), config.get("strategy")
-    if not build.is_ours(strategy):
-        strategy = build.instantiated(strategy, "strategy", faults)
+        plan = regime.plan
+        _check_patterns(model, plan.policy, faults)
+        trainer, strategy = regime.trainer, regime.trainer["strategy"]
+    else:
+        trainer, strategy = build.trainer_arguments(config, faults), config.get("strategy")
+        if not build.is_ours(strategy):
+            strategy = build.instantiated(strategy, "strategy", faults)
     faults.raise_if_any()
-    return doctor(model, None, strategy, trainer)
+    case = case_of(model, plan, strategy, trainer, target=device)
+    if regime is not None and case.device.memory is not None and isinstance(model, LightningModule):
+        case = replace(case, rows=_batch(config, model, missing))
+    return examine_case(case)
+
+
+def _batch(config: dict[str, Any], model: LightningModule, faults: Faults) -> Any:
+    """The first batch of the data; ``None`` where there is none, which is told."""
+    try:
+        loaders = {} if faults.found else build.data(config, faults)
+        faults.raise_if_any()
+        return next(iter(build.training_batches(loaders, model)))
+    except Exception as error:  # of the user's data
+        said = f"no batch, memory is looked at without activations: {type(error).__name__}: {one_line(error)}"
+        sys.stderr.write(f"lightning-mp doctor: {said}\n")
+        return None
 
 
 def _check_patterns(model: object, policy: PrecisionPolicy, faults: Faults) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -83,15 +83,9 @@ def read(path: Path, config_dirs: Collection[Path], faults: Faults) -> Primary |
         fix = f"did you mean {near}?" if near else "check the path, or leave it out and write experiment=NAME"
         faults.add(f"config {str(path)!r}, which is no file", "a YAML file", fix)
         return None
-    try:
-        loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except Exception as error:  # OmegaConf's and PyYAML's errors share no base class
-        faults.add(f"config {str(path)!r}: {one_line(error)}", "a YAML mapping", "fix the file")
+    body = mapping(str(path), lambda: OmegaConf.to_container(OmegaConf.load(path), resolve=False), faults)
+    if body is None:
         return None
-    if not isinstance(loaded, dict):
-        faults.add(f"config {str(path)!r}, a {type(loaded).__name__}", "a YAML mapping", "write 'plan:' and 'model:'")
-        return None
-    body = cast("dict[str, Any]", loaded)
     defaults = body.pop("defaults", None) or []
     if not isinstance(defaults, list):
         faults.add(f"{path}: defaults: {defaults!r}", "a list", "write '- plan: fp16' below it")
@@ -101,6 +95,19 @@ def read(path: Path, config_dirs: Collection[Path], faults: Faults) -> Primary |
     searchpath = tuple(dict.fromkeys([*theirs, *folders, SEARCHPATH]))
     written = frozenset(name for name in SECTIONS if name in body)
     return Primary(path.resolve(), body, tuple(cast("list[Any]", defaults)), searchpath, written)
+
+
+def mapping(name: str, load: Callable[[], Any], faults: Faults) -> dict[str, Any] | None:
+    """What ``load`` makes of the file ``name``, if that is a mapping; else ``None``, with a fault."""
+    try:
+        loaded = load()
+    except Exception as error:  # those of PyYAML, OmegaConf and the file system share no base class
+        faults.add(f"config {name!r}: {one_line(error)}", "a YAML mapping", "fix the file")
+        return None
+    if isinstance(loaded, Mapping):
+        return dict(cast("Mapping[str, Any]", loaded))
+    faults.add(f"config {name!r}, a {type(loaded).__name__}", "a YAML mapping", "write 'plan:' and 'model:'")
+    return None
 
 
 def _entry(entry: Any) -> tuple[str, list[str]]:

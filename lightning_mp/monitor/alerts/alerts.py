@@ -12,14 +12,11 @@ from lightning_mp.monitor.alerts.grad_norm_spike import GradNormSpike
 from lightning_mp.monitor.alerts.loss_divergence import LossDivergence
 from lightning_mp.monitor.alerts.loss_plateau import LossPlateau
 from lightning_mp.monitor.alerts.lost_updates import LostUpdates
-from lightning_mp.monitor.alerts.memory_growth import MemoryGrowth
+from lightning_mp.monitor.alerts.machine import MemoryGrowth, ThroughputDrop
 from lightning_mp.monitor.alerts.reading import Reading
 from lightning_mp.monitor.alerts.rule import Rule
-from lightning_mp.monitor.alerts.scale_collapse import ScaleCollapse
-from lightning_mp.monitor.alerts.scale_jump import ScaleJump
+from lightning_mp.monitor.alerts.scale import ScaleCollapse, ScaleJump, SkipStreak
 from lightning_mp.monitor.alerts.settings import AlertSettings
-from lightning_mp.monitor.alerts.skip_streak import SkipStreak
-from lightning_mp.monitor.alerts.throughput_drop import ThroughputDrop
 from lightning_mp.monitor.events import Event, Kind
 
 RULES: tuple[type[Rule], ...] = (

@@ -26,11 +26,8 @@ class OperandRule(Rule):
         #: readings before the next event of a place
         self.resting: dict[Place, int] = {}
 
-    def look(self, reading: Reading) -> Event | None:
+    def begins(self, reading: Reading) -> Event | None:
         """The event of the first operand in which the condition begins."""
-        if reading.step == self.judged:
-            return None
-        self.judged = reading.step
         event: Event | None = None
         for place in self._known(reading):
             found = self.of(place, reading)
@@ -42,10 +39,6 @@ class OperandRule(Rule):
             elif event is None:
                 self.resting[place], event = self.calm, found
         return event
-
-    def judge(self, reading: Reading) -> Event | None:
-        """Not asked: ``look`` asks about each operand."""
-        raise NotImplementedError
 
     @abstractmethod
     def of(self, place: Place, reading: Reading) -> Event | None:
@@ -64,11 +57,11 @@ class OperandRule(Rule):
         """What a resumed run needs, as plain values."""
         windows = [[*place, list(window)] for place, window in self.windows.items()]
         resting = [[*place, count] for place, count in self.resting.items() if count]
-        return {"judged": self.judged, "windows": windows, "resting": resting}
+        return {**super().state_dict(), "windows": windows, "resting": resting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
-        self.judged = state.get("judged")
+        super().load_state_dict(state)
         self.windows = {(layer, role): self.window(values) for layer, role, values in state.get("windows", ())}
         self.resting = {(layer, role): count for layer, role, count in state.get("resting", ())}
 

@@ -6,13 +6,13 @@ import math
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.rule import StepRule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window, known, median, sigma
 from lightning_mp.monitor.events import Event, Kind
 
 
-class GradNormSpike(Rule):
+class GradNormSpike(StepRule):
     """A norm far above the median, as a ratio and in robust standard deviations: either alone is fooled by noise.
 
     A norm that is small compared with the first ones of the run has to be farther off. The verdict does not change when

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.rule import StepRule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window, known, median, sigma
 from lightning_mp.monitor.events import Event, Kind, Severity
@@ -14,7 +14,7 @@ from lightning_mp.monitor.events import Event, Kind, Severity
 FIRST = 5
 
 
-class LossDivergence(Rule):
+class LossDivergence(StepRule):
     """Several readings in a row that lose much of the run's progress and lie far above the noise of its lowest level.
 
     Progress rather than a ratio, because a loss may be negative, and one near zero may grow tenfold for no reason. For

@@ -6,7 +6,7 @@ import math
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.rule import StepRule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window, known, median, sigma
 from lightning_mp.monitor.events import Event, Kind
@@ -21,7 +21,7 @@ FP32_ROUNDING = 2.0**-24
 STEADY = 1.01
 
 
-class LossPlateau(Rule):
+class LossPlateau(StepRule):
     """Neither loss nor gradient norm fell within the window, for a reason other than convergence.
 
     A converged run, at the noise floor of its data, looks the same in loss and norm. It is told apart by its history:

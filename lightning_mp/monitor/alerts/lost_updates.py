@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.rule import StepRule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window, known, median
 from lightning_mp.monitor.events import Event, Kind
 
 
-class LostUpdates(Rule):
+class LostUpdates(StepRule):
     """Over a window, the larger part of the updates was rounded away."""
 
     kind: ClassVar[Kind] = "lost_updates"

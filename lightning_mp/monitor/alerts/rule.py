@@ -22,6 +22,8 @@ class Rule(ABC):
 
     kind: ClassVar[Kind]
     state: ClassVar[tuple[str, ...]] = ()
+    #: what every rule of its sort keeps besides
+    counts: ClassVar[tuple[str, ...]] = ("judged",)
     severity: ClassVar[Severity] = "warning"
     #: readings without the condition before the next event
     calm: ClassVar[int] = 10
@@ -30,24 +32,17 @@ class Rule(ABC):
         self.settings = settings
         #: the step judged last, so that no step is judged twice
         self.judged: int | None = None
-        #: readings before the next event; 0: none
-        self.quiet = 0
 
     def look(self, reading: Reading) -> Event | None:
         """The event of a condition that begins in this reading."""
         if reading.step == self.judged:
             return None
         self.judged = reading.step
-        event = self.judge(reading)
-        if event is None:
-            self.quiet = max(0, self.quiet - 1)
-            return None
-        repeated, self.quiet = self.quiet > 0, self.calm
-        return None if repeated else event
+        return self.begins(reading)
 
     @abstractmethod
-    def judge(self, reading: Reading) -> Event | None:
-        """Take the reading in; an event if the condition holds in it, whether or not one was made before."""
+    def begins(self, reading: Reading) -> Event | None:
+        """Take a reading in, each step's once; an event where the condition begins in it."""
 
     def event(self, step: int, value: float, cause: str, advice: str, **evidence: float) -> Event:
         """The event of this rule's condition; ``{pinned}`` in the advice is how modules are pinned in this run."""
@@ -68,12 +63,35 @@ class Rule(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain values."""
-        values = {name: getattr(self, name) for name in ("judged", "quiet", *self.state)}
+        values = {name: getattr(self, name) for name in (*self.counts, *self.state)}
         return {name: list(value) if isinstance(value, Window) else value for name, value in values.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; of a window that was longer, the latest numbers are kept."""
-        for name in ("judged", "quiet", *self.state):
+        for name in (*self.counts, *self.state):
             if name in state:
                 now, value = getattr(self, name), state[name]
                 setattr(self, name, Window(now.maxlen or 0, value) if isinstance(now, Window) else value)
+
+
+class StepRule(Rule):
+    """One condition on a step's own numbers."""
+
+    counts = ("judged", "quiet")
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        #: readings before the next event; 0: none
+        self.quiet = 0
+
+    def begins(self, reading: Reading) -> Event | None:
+        event = self.judge(reading)
+        if event is None:
+            self.quiet = max(0, self.quiet - 1)
+            return None
+        repeated, self.quiet = self.quiet > 0, self.calm
+        return None if repeated else event
+
+    @abstractmethod
+    def judge(self, reading: Reading) -> Event | None:
+        """Take the reading in; an event if the condition holds in it, whether or not one was made before."""

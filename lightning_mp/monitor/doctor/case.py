@@ -40,7 +40,7 @@ class Case:
     """One model under one way to train it.
 
     ``policy`` is ``None`` under Lightning's own plugins; ``storage`` is what unpinned parameters are cast to, ``None``
-    where they stay as they are.
+    where they stay as they are. ``batch`` may be run; of ``rows``, a batch too, only shapes are looked at.
     """
 
     model: nn.Module
@@ -54,6 +54,7 @@ class Case:
     trainer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     optimizer: Any = None
     batch: Any = None
+    rows: Any = None
 
     @property
     def mixed(self) -> bool:

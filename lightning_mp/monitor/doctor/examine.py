@@ -19,6 +19,7 @@ from lightning_mp.monitor.doctor import (
     memory,
     norms,
     optimizers,
+    pipelines,
     scales,
     training,
     weights,
@@ -60,6 +61,7 @@ CHECKS: tuple[Check, ...] = (
     optimizers.schedule_counts_skips,
     optimizers.updates_vanish,
     deepspeed.contradicts_trainer,
+    pipelines.waits,
     memory.will_not_fit,
 )
 
@@ -92,7 +94,11 @@ def doctor(
     Raises:
         PlanError: ``model`` is no module, or ``plan`` is none; every fault of a plan at once.
     """
-    case = case_of(model, plan, strategy, trainer_args, target=device, optimizer=optimizer, batch=batch)
+    return examine(case_of(model, plan, strategy, trainer_args, target=device, optimizer=optimizer, batch=batch))
+
+
+def examine(case: Case) -> list[Finding]:
+    """The findings of every check on one case, most severe first."""
     here = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     generators = rng_state(here)
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_mp import planner
-from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.compat.lightning import LightningModule, Strategy
 from lightning_mp.monitor.doctor.case import Case
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.planner.memory import HELD, STRATEGIES, USABLE
+from lightning_mp.planner.named import degrees, name_of
 
 _GIB = 2**30
 
@@ -16,24 +17,25 @@ _GIB = 2**30
 def will_not_fit(case: Case) -> Iterator[Finding]:
     """A peak beyond the device: predicted with a batch; without one, weights and gradients alone."""
     memory, policy = case.device.memory, case.policy
-    named = case.strategy is None or isinstance(case.strategy, str)
-    if memory is None or policy is None or not named:
+    strategy = "auto" if case.strategy is None else case.strategy
+    if memory is None or policy is None or not isinstance(strategy, (str, Strategy)):
         return
-    name = str(case.strategy or "auto").removeprefix("mp_")
     devices = [case.argument(key, 1) for key in ("devices", "num_nodes")]
     ranks = devices[0] * devices[1] if all(isinstance(each, int) and each > 0 for each in devices) else 1
     fix = "shard with strategy='mp_fsdp2' on more devices; lightning-mp advise says how many"
-    if case.batch is None or not isinstance(case.model, LightningModule):
-        kind = STRATEGIES.get(name, STRATEGIES["auto"])
+    batch = case.rows if case.batch is None else case.batch
+    if batch is None or not isinstance(case.model, LightningModule):
+        kind, (shards, tensor) = STRATEGIES.get(name_of(strategy), STRATEGIES["auto"]), degrees(strategy, ranks)
         sizes = HELD.get(policy.precision, HELD["32-true"])[:2]
         parts = zip(("parameters", "gradients"), sizes, (kind.weights, kind.gradients), strict=True)
         count = sum(parameter.numel() for _, _, parameter in case.trained)
-        held = {part: 0 if kind.offload else count * size // (ranks if split else 1) for part, size, split in parts}
+        own = {part: count * size // tensor // (shards if split else 1) for part, size, split in parts}
+        held = dict.fromkeys(own, 0) if kind.offload else own
         peak, why = sum(held.values()), "by the dtypes of the plan, without optimizer state and activations"
     else:
         args = {key: value for key, value in case.trainer.items() if key not in ("strategy", "devices", "precision")}
-        run = {"strategy": name, "devices": ranks, "trainer_args": args | {"accelerator": "auto"}}
-        found, fix = planner.prediction_and_change(case.model, case.batch, policy, memory * USABLE, **run)
+        run = {"strategy": strategy, "devices": ranks, "trainer_args": args | {"accelerator": "auto"}}
+        found, fix = planner.prediction_and_change(case.model, batch, policy, memory * USABLE, **run)
         held, peak, why = found.parts, found.peak_bytes, f"{found.method}, at the peak of the second step"
     if peak <= memory * USABLE:
         return

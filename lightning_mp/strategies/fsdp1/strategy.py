@@ -164,12 +164,8 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
             return None
         cut = units(module, self._wrapped_names(module, faults), engine.pin_map, stored, faults)
         flat.check_flat(module, cut, stored, flat.ignored(module, self.kwargs, faults), faults)
-        for name in cannot_initialise(module) if "param_init_fn" not in self.kwargs else ():
-            faults.add(
-                f"module {name!r} on the meta device, which has no reset_parameters()",
-                "modules that can be initialised after they are made",
-                "give the module reset_parameters(), pass param_init_fn=, or build it outside init_module()",
-            )
+        if "param_init_fn" not in self.kwargs:
+            cannot_initialise(module, faults, "pass param_init_fn=, ")
         return cut
 
     def _check_manual(self, faults: Faults) -> None:

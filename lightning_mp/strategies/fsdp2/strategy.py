@@ -161,6 +161,12 @@ class PlanFSDP2Strategy(
         assert self.lightning_module is not None
         set_mesh(self.lightning_module, self._device_mesh)
 
+    def degrees(self, world: int) -> tuple[int, int, int]:
+        """Of ``world`` processes the replicas, the shards of each, and the ranks that split each layer."""
+        size = max(self._tensor_parallel, 1)
+        replicas, shards = self._replicas_and_shards or (1, max(world // size, 1))
+        return replicas, shards, size
+
     def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         world, size = self.num_nodes * self.num_processes, self._tensor_parallel
         shards = max(world // max(size, 1), 1) if self._shards == "auto" else int(self._shards)
@@ -203,12 +209,7 @@ class PlanFSDP2Strategy(
             split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
         if engine.policy.fp8 is not None and engine.policy.fp8.all_gather:
             fp8_gather.check(self.sharding, self._tensor_parallel, faults)
-        for name in meta_device.cannot_initialise(module):
-            faults.add(
-                f"module {name!r} on the meta device, which has no reset_parameters()",
-                "modules that can be initialised after they are made",
-                "give the module reset_parameters(), or build it outside init_module(empty_init=True)",
-            )
+        meta_device.cannot_initialise(module, faults)
         return Layout(cut, split)
 
     def setup(self, trainer: Trainer) -> None:

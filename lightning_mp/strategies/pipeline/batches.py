@@ -36,7 +36,9 @@ class Batches:
     ) -> None:
         self._module, self._microbatches, self._group, self._context = module, microbatches, group, context
         self._shapes: list[torch.Size] | None = None
-        self._compared: int | None = None
+        #: the epoch that batches are counted in, and how many came
+        self._epoch: int | None = None
+        self._drawn = 0
 
     def of(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
         """Inputs and target of a batch.
@@ -86,10 +88,16 @@ class Batches:
             )
 
     def _check_alike(self, tensors: list[Tensor], epoch: int) -> None:
-        """Once an epoch, with a host read, so that all ranks of a pipeline refuse together."""
-        if self._compared == epoch:
+        """Compare batch 0, 1, 2, 4, 8, … of an epoch, with a host read, so that all ranks of a replica refuse together.
+
+        The first may be alike and the second not: a data set that draws numbers as it goes shares the generator with a
+        dropout that other stages do not have.
+        """
+        if self._epoch != epoch:
+            self._epoch, self._drawn = epoch, 0
+        number, self._drawn = self._drawn, self._drawn + 1
+        if number & (number - 1):
             return
-        self._compared = epoch
         sums = torch.stack([_fingerprint(tensor) for tensor in tensors]).flatten()
         extremes = torch.cat([sums, -sums])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
@@ -97,7 +105,8 @@ class Batches:
             _refuse(
                 "other batches on one stage than on another",
                 "the same batch on every stage of a replica",
-                "call seed_everything() before data is made, and give a sampler of your own num_replicas and rank of "
+                "call seed_everything() before data is made, draw what is random in it from a torch.Generator of its "
+                "own, and give a sampler of your own num_replicas and rank of "
                 "trainer.strategy.distributed_sampler_kwargs",
             )
 

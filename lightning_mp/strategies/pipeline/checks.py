@@ -15,6 +15,7 @@ from lightning_mp.compat.lightning import (
     trainer_of,
     validates,
 )
+from lightning_mp.compat.torch import is_compiled as is_compiled_module
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.modules.elsewhere import is_elsewhere
@@ -25,6 +26,8 @@ from lightning_mp.strategies.pipeline.schedules import SCHEDULES
 from lightning_mp.strategies.pipeline.sharded_parts import units_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lightning_mp.strategies.pipeline.strategy import PlanPipelineStrategy
 
 PREDICTS = Fault(
@@ -53,7 +56,7 @@ def arguments(
 
 def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningModule, faults: Faults) -> Cut | None:
     """Note why ``model`` cannot be run in stages; else how it is cut."""
-    unfit_callbacks.refuse_with_shards(model, faults)
+    unfit_callbacks.refuse_with_stages(model, faults)
     policy = engine.policy
     if policy.precision not in _MODES:
         faults.add(f"precision={policy.precision!r} under pipeline parallelism", ", ".join(_MODES), "use 'bf16-mixed'")
@@ -63,14 +66,19 @@ def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningM
             "automatic optimization: the schedule runs forward and backward itself",
             "leave out automatic_optimization=False, or use strategy='mp_ddp'",
         )
+    if is_overridden("backward", model, LightningModule):
+        faults.add(
+            "LightningModule.backward overridden under pipeline parallelism",
+            "the backward passes of the schedule, one for each micro-batch",
+            "move it to on_before_backward / on_after_backward, or use strategy='mp_ddp'",
+        )
     if layer_sync_of(strategy) is not None:
         faults.add(
             "sync_batchnorm=True under pipeline parallelism",
             "batch norms whose statistics are those of a micro-batch",
             "leave it out, or use strategy='mp_ddp'",
         )
-    if is_compiled(model):
-        faults.add("a compiled LightningModule under pipeline parallelism", "a plain one", "leave out torch.compile")
+    _check_compiled(model, strategy.layout.schedule, faults)
     _check_methods(model, faults)
     if not strategy.has_cut(model) and any(map(is_elsewhere, model.parameters())):
         faults.add(
@@ -85,6 +93,21 @@ def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningM
         for index in range(found.count):
             units_of(found.make(index, found.count), engine, faults)
     return found
+
+
+def _check_compiled(model: LightningModule, schedule: str, faults: Faults) -> None:
+    if is_compiled(model):
+        faults.add("a compiled LightningModule under pipeline parallelism", "a plain one", "leave out torch.compile")
+    if SCHEDULES[schedule].in_two_parts and any(map(_runs_compiled, model.modules())):
+        faults.add(
+            f"compiled modules with schedule={schedule!r}",
+            "modules as they are: torch takes their backward passes apart",
+            "leave out torch.compile, or use schedule='interleaved_1f1b'",
+        )
+
+
+def _runs_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or is_compiled_module(module)
 
 
 def _check_methods(model: LightningModule, faults: Faults) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,21 @@ class Kept:
     """The gradients that a schedule left, while Lightning's loop sets all to zero between step and backward."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._parameters = list(parameters)
+        #: by ``id``, parameters whose last gradients nobody sees again: they need not lie beside the schedule's
+        self.seen_last: Container[int] = ()
         self._before: list[Tensor | None] = []
         self._gradients: list[Tensor | None] = []
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those of the stages on this rank that are trained."""
+        """Those of the stages on this rank; which of them are trained may change in a run."""
         return self._parameters
 
     def begin(self, *, afresh: bool) -> None:
         """Before the schedule: ``afresh``, or on top of what earlier batches of the group left, as one process adds."""
-        self._before = [parameter.grad for parameter in self._parameters]
+        gone = self.seen_last if afresh else ()
+        self._before = [None if id(parameter) in gone else parameter.grad for parameter in self._parameters]
         if afresh:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -65,22 +68,51 @@ class _HandOut(torch.autograd.Function):
         return torch.zeros_like(gradients[0]), None, None
 
 
+class Strays:
+    """Looks for gradients of parameters that are ``elsewhere``, by name: of numbers that are not here."""
+
+    def __init__(self, elsewhere: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        self._elsewhere, self._group, self._first = elsewhere, group, True
+
+    def check(self) -> None:
+        """After a schedule; the first time all ranks of the pipeline learn of it.
+
+        Raises:
+            PlanError: a loss or a stage used a parameter of another stage.
+        """
+        found = [name for name, parameter in self._elsewhere.items() if parameter.grad is not None]
+        if self._first:
+            every: list[Any] = [None] * self._group.size()
+            dist.all_gather_object(every, found, group=self._group)
+            found, self._first = [name for each in every for name in each], False
+        if found:
+            given = f"a pipeline_loss or a stage that computes with {found[0]!r}, which another stage holds"
+            allowed = "a loss of the last stage's output, and stages that use parameters of their own"
+            fix = "put what a loss adds for weights into the optimizer (weight_decay), or use strategy='mp_ddp'"
+            raise PlanError([Fault(given, allowed, fix)], "strategy")
+
+
 class Replicas:
     """Averages gradients over the replicas of a stage, in ``dtype``, as DistributedDataParallel does."""
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self._parameters, self._group, self._dtype = parameters, group, dtype
-        self._used: list[bool] | None = None
+        self._trained: list[bool] = []
+        self._used: list[bool] = []
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average every gradient that some replica has; the first call finds out which those are, with a host read.
+        """Average every gradient that some replica has; which those are is found out once, with a host read.
+
+        It is found out again where other parameters are trained than before.
 
         Raises:
             PlanError: a parameter that had no gradient on any replica in the first step has one now.
         """
         present = [parameter.grad is not None for parameter in self._parameters]
-        if self._used is None:
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if self._trained != trained:
+            self._trained = trained
             device = self._parameters[0].device if self._parameters else torch.device("cpu")
             flags = torch.tensor(present, dtype=torch.int32, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_mp.compat import transformers_stages
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import Faults
+from lightning_mp.strategies.meta_device import cannot_initialise
 
 #: makes stage ``index`` of ``count`` out of the module's own submodules
 MakeStage = Callable[[int, int], nn.Module]
@@ -108,13 +109,7 @@ def _check_plain(module: nn.Module, faults: Faults) -> None:
                 "leave out fully_shard, FSDP1, DDP and DeepSpeed; make_strategy('pipeline', ..., shard=True) shards "
                 "each stage",
             )
-    unmade = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-    if unmade:
-        faults.add(
-            f"{unmade[0]!r} on the meta device under pipeline parallelism",
-            "weights that are there: every rank makes the whole module, and keeps its stage",
-            "leave out init_module(empty_init=True), or use strategy='mp_fsdp2'",
-        )
+    cannot_initialise(module, faults)
     split = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
     if split:
         faults.add(

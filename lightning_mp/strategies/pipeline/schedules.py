@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 from lightning_mp.compat.torch_pipelining import WatchedStage
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.strategies.pipeline.parts import Part, leaves
 from lightning_mp.strategies.pipeline.trace import Trace
 
@@ -52,6 +52,11 @@ class Layout:
         """Stages in all, virtual ones included."""
         return self.stages * self.per_rank
 
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose activations the first rank holds at once, under ``gpipe`` and ``1f1b``."""
+        return self.microbatches if self.schedule == "gpipe" else min(self.stages, self.microbatches)
+
     def check(self, faults: Faults) -> None:
         """Note what the schedule cannot run."""
         number = self.microbatches
@@ -78,6 +83,8 @@ class Pipeline:
         group: the ranks of the pipeline, in the order of their stages.
         device: where they compute.
         loss: an output and a target → the loss of a micro-batch.
+        homes: the parameters of all stages, and the stage of each. Stages hand on the gradients that those need which
+            are trained: when others are, a new schedule is made.
     """
 
     def __init__(
@@ -87,21 +94,41 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         loss: Callable[[Any, Any], Tensor],
+        homes: Sequence[tuple[Tensor, int]],
     ) -> None:
         self.layout, self._parts, self._group, self._device = layout, parts, group, device
-        self._loss, self._scaled = loss, _as_it_is
+        self._loss, self._scaled, self._homes = loss, _as_it_is, homes
         self._shapes_only = False
         self.trace = Trace(group, device)
         self._targets: Sequence[Any] = ()
         self._losses: list[Tensor] = []
         self._made: dict[Any, Any] = {}
+        self._trained: tuple[bool, ...] = ()
         self.first = 0 in parts
         self.last = layout.count - 1 in parts
 
     def train(self, inputs: tuple[Tensor, ...], target: Any, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Forward and backward of every micro-batch, from ``scaled(loss)``; the mean loss, on every rank."""
+        """Forward and backward of every micro-batch, from ``scaled(loss)``; the mean loss, on every rank.
+
+        Raises:
+            PlanError: the schedule cannot go backward where the first stages are frozen.
+        """
         self._scaled = scaled
+        trained = tuple(parameter.requires_grad for parameter, _ in self._homes)
+        if trained != self._trained:
+            self._check_trained()
+            self._trained = trained
+            self._made = {key: made for key, made in self._made.items() if key[0] != "step"}
         return self._run(inputs, target, self.layout.microbatches, "step")
+
+    def _check_trained(self) -> None:
+        first = min((stage for one, stage in self._homes if one.requires_grad and stage >= 0), default=0)
+        if first and SCHEDULES[self.layout.schedule].in_two_parts:
+            given = f"schedule={self.layout.schedule!r} with nothing to train in the stages before stage {first}"
+            allowed = (
+                "a first stage that is trained: torch starts the gradients of weights from those of a stage's input"
+            )
+            raise PlanError([Fault(given, allowed, "use schedule='interleaved_1f1b'")], "strategy")
 
     def evaluate(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
         """Forward alone; the mean loss, on every rank; in one piece where the batch cannot be split evenly."""

@@ -18,12 +18,14 @@ from lightning_mp.compat.lightning import (
     DDP,
     FSDP2,
     PIPELINE,
+    Callback,
     LightningModule,
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
     accumulates,
     default_pg_timeout,
+    is_overridden,
     keep_sampler,
     optimizers_to_device,
     rank_zero_info,
@@ -35,19 +37,24 @@ from lightning_mp.engines.pipelined import PipelineEngine
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import elsewhere
 from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
 from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
+from lightning_mp.strategies.meta_device import materialize
 from lightning_mp.strategies.pipeline import checks
 from lightning_mp.strategies.pipeline.batches import Batches
 from lightning_mp.strategies.pipeline.checkpoints import PipelineCheckpoints
-from lightning_mp.strategies.pipeline.gradients import Kept, Replicas
+from lightning_mp.strategies.pipeline.gradients import Kept, Replicas, Strays
 from lightning_mp.strategies.pipeline.parts import Cut, Part
 from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout, Pipeline
 from lightning_mp.strategies.pipeline.sharded_parts import shard_part
 from lightning_mp.strategies.pipeline.trace import STEP, write
 from lightning_mp.strategies.sharding import broadcast_from_first, share_buffers
+
+#: the hook that sees gradients of the last step after the schedule has run
+_LOOKS = "on_before_zero_grad"
 
 
 class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineCheckpoints, ModelParallelStrategy):
@@ -93,7 +100,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         )
         checks.arguments(stages, schedule, microbatches, data_parallel_size, virtual_stages)
         self._stages, self._schedule, self._microbatches = stages, schedule, microbatches
-        self._replicas, self._shard, self._virtual = data_parallel_size, shard, virtual_stages
+        self._replicas, self.shard, self._virtual = data_parallel_size, shard, virtual_stages
         self._trace, self._traced = trace, False
         self._layout: Layout | None = None
         self._cut: Cut | None = None
@@ -103,6 +110,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         self._pipeline: Pipeline | None = None
         self._kept: Kept | None = None
         self._averaged: Replicas | None = None
+        self._strays: Strays | None = None
         self._batches: Batches | None = None
 
     # ------------------------------------------------------------------ processes
@@ -148,9 +156,8 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         Raises:
             PlanError: the stages do not divide the processes, or the micro-batches do not suit the schedule.
         """
-        stages, replicas = self._sizes()
-        per_rank = self._virtual if SCHEDULES[self._schedule].several else 1
-        self._layout = Layout(self._schedule, stages, self._microbatches or 4 * stages, per_rank)
+        stages, replicas = self._sizes(self.num_nodes * self.num_processes)
+        self._layout = self._in_stages(stages)
         with Faults("strategy") as faults:
             self._layout.check(faults)
         self._setup_distributed()
@@ -159,8 +166,26 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert self.lightning_module is not None
         set_mesh(self.lightning_module, self._device_mesh)
 
-    def _sizes(self) -> tuple[int, int]:
-        world = self.num_nodes * self.num_processes
+    def degrees(self, world: int) -> tuple[int, int, int]:
+        """Of ``world`` processes the replicas, the shards of each, and the stages."""
+        replicas = 1 if self._replicas == "auto" else int(self._replicas)
+        stages = self._stages or world // replicas
+        replicas = max(world // max(stages, 1), 1)
+        return (1, replicas, stages) if self.shard else (replicas, 1, stages)
+
+    def layout_on(self, world: int) -> Layout:
+        """What there would be on ``world`` processes.
+
+        Raises:
+            PlanError: the stages do not divide them.
+        """
+        return self._in_stages(self._sizes(world)[0])
+
+    def _in_stages(self, stages: int) -> Layout:
+        per_rank = self._virtual if SCHEDULES[self._schedule].several else 1
+        return Layout(self._schedule, stages, self._microbatches or 4 * stages, per_rank)
+
+    def _sizes(self, world: int) -> tuple[int, int]:
         replicas = 1 if self._replicas == "auto" else int(self._replicas)
         stages = self._stages or world // replicas
         if self._replicas == "auto":
@@ -202,6 +227,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
                 "pipeline_loss are called, training_step and validation_step are not."
             )
             self.setup_optimizers(trainer)
+            self._free_gradients(self.model)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -213,7 +239,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
     @property
     def shards_stages(self) -> bool:
         """Whether FSDP2 shards each stage over its replicas."""
-        return self._shard and self.replica_group.size() > 1
+        return self.shard and self.replica_group.size() > 1
 
     def _keep_stages(self, model: LightningModule, cut: Cut, plan: MixedPrecisionPlan) -> None:
         if not self.has_cut(model):
@@ -226,12 +252,24 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
                 assert plan.engine is not None
                 shard_part(part, plan.engine, self.device_mesh["data_parallel"], plan.policy)
         layout, group = self.layout, self.stage_group
+        homes = [(one, cut.parameters.get(name, -1)) for name, one in model.named_parameters()]
+        self._strays = Strays(
+            {name: one for name, one in model.named_parameters() if elsewhere.is_elsewhere(one)}, group
+        )
         self._batches = Batches(model, layout.microbatches, group, plan.forward_context)
-        self._pipeline = Pipeline(layout, self._parts, group, self.root_device, self._batches.loss)
+        self._pipeline = Pipeline(layout, self._parts, group, self.root_device, self._batches.loss, homes)
         self._kept = Kept([parameter for part in self._parts.values() for parameter in part.parameters()])
         alone = self.shards_stages or self.replica_group.size() == 1
         reduced = to_torch(plan.policy.reduce_dtype)
         self._averaged = None if alone else Replicas(self._kept.parameters, self.replica_group, reduced)
+
+    def _free_gradients(self, model: LightningModule) -> None:
+        """Where no hook looks between the schedule and ``zero_grad``, the last step's gradients go before it."""
+        assert self._kept is not None
+        looked_at = any(is_overridden(name, model, LightningModule) for name in ("optimizer_zero_grad", _LOOKS))
+        watching: list[Callback] = cast("Any", model.trainer).callbacks
+        if not looked_at and not any(is_overridden(_LOOKS, callback, Callback) for callback in watching):
+            self._kept.seen_last = {id(one) for optimizer in self.optimizers for one in parameters_of(optimizer)}
 
     @property
     def _mine(self) -> range:
@@ -239,11 +277,16 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         return range(dist.get_rank(self.stage_group), self.layout.count, self.layout.stages)
 
     def _give_away(self, model: LightningModule, cut: Cut) -> None:
+        """Keep what this rank's stages have; what is on the meta device every rank makes module by module."""
         broadcast_from_first(model, self.root_device)
-        own = {id(one) for name, one in model.named_parameters() if cut.parameters[name] in (-1, *self._mine)}
-        for tensor in (*(one for one in model.parameters() if id(one) in own), *model.buffers()):
-            tensor.data = tensor.data.to(self.root_device)
-        elsewhere.give_away(model, own, self.root_device)
+        device, mine = self.root_device, (-1, *self._mine)
+        for name, module in model.named_modules():
+            materialize(module, model, device, device, recurse=False)
+            own = dict(module.named_parameters(recurse=False))
+            kept = {key: one for key, one in own.items() if cut.parameters[f"{name}.{key}" if name else key] in mine}
+            for tensor in (*kept.values(), *module.buffers(recurse=False)):
+                tensor.data = tensor.data.to(device)
+            elsewhere.give_away(name, module, kept, device)
 
     def model_to_device(self) -> None:
         """It is there; what other stages hold must not be made here."""
@@ -263,6 +306,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert self._batches is not None
         assert self._pipeline is not None
         assert self._kept is not None
+        assert self._strays is not None
         trainer, scaler = module.trainer, plan.engine.scaler
         inputs, target = self._batches.of(args[0], training=True)
         afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -271,6 +315,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
             self._kept.begin(afresh=afresh)
             with self._watched(trainer.global_step, self._pipeline):
                 loss = self._pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
+            self._strays.check()
             if self._averaged is not None and not accumulates(trainer):
                 self._averaged.average()
             self._kept.take(afresh=afresh)

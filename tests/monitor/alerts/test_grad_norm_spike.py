@@ -80,7 +80,7 @@ def test_what_is_no_number_leaves_no_trace(missing: float | None) -> None:
     assert steps("grad_norm_spike", rows(grad_norm=[*norms, 100.0])) == [300]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(power=st.integers(-60, 60), seed=st.integers(0, 2**16), at=st.integers(ARMED, 149), times=st.floats(1, 1e4))
 def test_units_do_not_matter(power: int, seed: int, at: int, times: float) -> None:
     """Powers of two, so that no number is rounded."""
@@ -89,7 +89,7 @@ def test_units_do_not_matter(power: int, seed: int, at: int, times: float) -> No
     assert steps("grad_norm_spike", rows(grad_norm=scaled)) == steps("grad_norm_spike", rows(grad_norm=norms))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**16), times=st.floats(200, 1e6), order=st.randoms(use_true_random=False))
 def test_the_order_within_the_window_does_not_matter(seed: int, times: float, order: object) -> None:
     window, last = noise(ARMED, seed=seed), noise(1, seed=seed)[0] * times

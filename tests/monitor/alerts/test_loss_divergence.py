@@ -59,7 +59,7 @@ def test_what_is_no_number_is_not_judged(missing: float | None) -> None:
     assert steps("loss_divergence", rows(loss=losses)) == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**16), level=st.floats(-50, 50), spread=st.floats(0.01, 0.4))
 def test_noise_around_a_level_is_no_divergence(seed: int, level: float, spread: float) -> None:
     losses = [level + draw - 1 for draw in noise(600, spread=spread, seed=seed)]

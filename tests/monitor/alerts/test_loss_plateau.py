@@ -112,7 +112,7 @@ def test_half_a_window_of_missing_losses_is_half_a_window_less() -> None:
     assert steps("loss_plateau", read(parts)) == [2 * WINDOW - 1]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**16))
 def test_dead_learning_is_found_whatever_the_noise(seed: int) -> None:
     assert steps("loss_plateau", read(learning(400, seed=seed), dead(WINDOW + 3, seed=seed + 7)))

@@ -107,7 +107,7 @@ def test_other_memory_is_left_alone(gib: list[float]) -> None:
     assert steps("memory_growth", memory(gib)) == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**16))
 def test_memory_that_goes_up_and_down_is_left_alone(seed: int) -> None:
     draw = random.Random(seed)

@@ -107,7 +107,7 @@ def test_a_step_is_judged_once_by_each_rule_in_two_rounds() -> None:
     }
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cut=st.integers(0, 700), seed=st.integers(0, 99))
 def test_a_resumed_run_goes_on_as_if_never_stopped(cut: int, seed: int) -> None:
     """Through JSON, as a checkpoint of plain values would hold it."""

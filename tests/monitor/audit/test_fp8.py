@@ -14,6 +14,7 @@ from lightning_mp.monitor.health.flops import CountFlops
 from support.fp8 import RECIPES, VOCABULARY, WIDTH, Language, plan, run, texts
 
 pytest.importorskip("torchao")
+pytestmark = pytest.mark.usefixtures("own_folder")
 CONVERTED = {f"blocks.{index}.{name}" for index in "01" for name in ("up", "down")}
 
 

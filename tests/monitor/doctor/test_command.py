@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from lightning_mp.cli import app
+from lightning_mp.policy.gpus import GPUS
 
 HEALTHY = """
 plan: {precision: 16-mixed, pins: {LayerNorm: fp32}}
@@ -192,3 +194,41 @@ def test_a_missing_file_and_an_override_that_is_none_are_refused(tmp_path: Path)
 def test_without_hydra_the_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hydra", None)
     assert "lightning-mp[hydra]" in _refusal(config)
+
+
+def _small(monkeypatch: pytest.MonkeyPatch, memory: int) -> str:
+    t4 = GPUS["t4-16"]
+    monkeypatch.setitem(GPUS, "small-0", replace(t4, device=replace(t4.device, memory=memory)))
+    return "--gpu=small-0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
+def test_what_will_not_fit_is_predicted_with_a_batch_of_the_data(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``advise`` measures the same run at 9.1 MiB; weights and gradients alone, 1.3 MiB, would fit."""
+    monkeypatch.chdir(tmp_path)
+    run = ("experiment=llama_tiny", "plan=fp16", f"strategy={strategy}")
+    result = _run(*run, _small(monkeypatch, 6 * 2**20), "--json")
+    assert result.exit_code == 2, result.output
+    (found,) = [finding for finding in json.loads(result.stdout) if finding["code"] == "LMP020"]
+    assert found["what"].startswith("9 MiB on T4")
+    assert "traced, at the peak of the second step" in found["why"]
+    assert "micro-batches of " in found["fix"]
+    assert "LMP020" not in _run(*run, _small(monkeypatch, 12 * 2**20)).stdout
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("memory", "fits"), [(2**20, False), (2**24, True)])
+def test_data_that_fail_are_told_and_fail_nothing(memory: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ("experiment=llama_tiny", "plan=fp16", "data.text=/nowhere.txt")
+    result = _run(*run, _small(monkeypatch, memory), "--json")
+    assert ("will_not_fit" in [finding["name"] for finding in json.loads(result.stdout)]) != fits
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("lightning-mp doctor: ")]
+    assert "no batch, memory is looked at without activations: " in line
+    assert "nowhere" in line
+
+
+def test_an_unknown_gpu_is_refused(config: Path) -> None:
+    assert "t4-16" in _refusal(config, "--gpu=t4")

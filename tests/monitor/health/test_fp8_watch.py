@@ -179,6 +179,7 @@ def test_a_healthy_run_says_nothing(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.usefixtures("own_folder")
 def test_a_layer_falls_back_for_the_rest_of_the_run_and_a_resume_keeps_it(tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": AT + 6, "plant": input_jump, "enable_checkpointing": True}
     health, module, plugin = watched(

@@ -59,7 +59,7 @@ def followed(source: ScaleSource, scaler: GradScaler, optimizer: str, trace: lis
 
 
 @pytest.mark.parametrize("optimizer", SOUND)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(trace=traces)
 def test_torchs_scaler_skips_where_its_scale_falls(optimizer: str, trace: list[bool]) -> None:
     """Also where it grows in between: an interval of 1 undoes every backoff at once."""
@@ -76,7 +76,7 @@ def test_a_scale_of_zero_cannot_fall_and_skips_all_the_same() -> None:
     assert followed(StockSource(scaler, CPU), scaler, "SGD", [True] * 4)[-1] == (4, 4)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(trace=traces)
 def test_the_plans_scaler_and_its_counts(trace: list[bool]) -> None:
     counter = StepCounter()
@@ -132,7 +132,7 @@ class Engine:
         return self._fp16
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(trace=traces)
 def test_deepspeeds_own_scaler(trace: list[bool]) -> None:
     host = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")

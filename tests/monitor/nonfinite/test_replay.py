@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaling
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
-from support.manual import Pair
+from support.manual import Pair, in_turn
 from support.models import Regression, same_weights, weights
 from support.nonfinite import BAD, FAULTS, STOCK, Breaks, Remembers
 from support.oracles import MODES, plan_for, stock_for
@@ -150,11 +150,7 @@ def test_weights_that_a_bad_step_has_spoilt_are_named_in_forward_order() -> None
 @pytest.mark.parametrize("which", ["net", "other"])
 def test_manual_optimization_is_replayed_without_stepping(which: str) -> None:
     def way(m: Any, batch: Any, batch_idx: int) -> None:
-        losses = m.losses_of(batch, batch_idx)
-        for optimizer, loss in zip(m.optimizers(), losses, strict=True):
-            optimizer.zero_grad()
-            m.manual_backward(loss)
-            optimizer.step()
+        in_turn(m, batch, batch_idx)
         m.optimizers(use_pl_optimizer=False)[0].step()
         m.lr_schedulers().step()
 

@@ -163,7 +163,7 @@ _files = {
 }
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(files=st.fixed_dictionaries({}, optional=_files))
 def test_whatever_the_files_hold_there_is_a_report(tmp_path: Path, files: dict[str, bytes]) -> None:
     for name in FILES:

@@ -7,22 +7,117 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
-from support.comparing import furthest, same
-from support.pipeline import MODULES, Fit
+from support.comparing import same
+from support.pipeline import MODULES, WIDTH, Fit, Staged, equal
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
 #: of the norm over all stages, which is summed in another order than on one process
 OF_THE_NORM = 1e-6
-#: of a mean over micro-batches
-OF_A_MEAN = 1e-2
 PINS = ("pins", {"*norm*": "fp32", "lm_head": "fp32"})
 ALONE = ((1, "blocks.0.up.weight"), (2, "head.bias"))
 
+
+class FrozenFirst(Staged):
+    """Nothing is trained in the first stage."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[:2].requires_grad_(False)
+
+
+class FrozenLast(Staged):
+    """Nothing is trained in the last stage."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[2:].requires_grad_(False)
+        self.head.requires_grad_(False)
+
+
+class Unused(Staged):
+    """A layer that no forward pass reaches."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[1].extra = nn.Linear(3, 3)
+
+
+class Thaws(FrozenFirst):
+    """The first stage is trained from the second epoch on, and not in the third."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+
+    def on_train_epoch_start(self) -> None:
+        self.blocks[:2].requires_grad_(self.current_epoch == 1)
+        if self.current_epoch == 1:
+            self.optimizers().add_param_group({"params": [*self.blocks[:2].parameters()], "lr": 1e-3})
+
+
+class EveryStep(Staged):
+    """Its rate changes by step; gradients are set to zero, not to None."""
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), (scheduler,) = super().configure_optimizers()
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Unseen(Staged):
+    """No hook looks at the gradients that are to be set to zero."""
+
+    on_before_zero_grad = LightningModule.on_before_zero_grad
+
+
+class Plateau(Staged):
+    """Its rate changes by what is validated."""
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), _ = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class Penalty(Staged):
+    """Its loss is of the last stage's weights too."""
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().pipeline_loss(output, target) + 0.1 * self.head.weight.square().sum()
+
+
+class Norms(Staged):
+    """Batch norms in all stages, of which one is left as it is in each epoch."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.blocks:
+            block.norm = nn.BatchNorm1d(WIDTH)
+
+    def on_train_epoch_start(self) -> None:
+        self.blocks[1].norm.eval()
+
+
+BY_VALUE = (("gradient_clip_algorithm", "value"),)
+EPOCHS = (("max_epochs", 3),)
+
 FITS = {
     "1f1b": Fit(),
+    "a frozen first stage, clipped by value": Fit(
+        "16-mixed", module=FrozenFirst, scale=64.0, clip=0.01, arguments=BY_VALUE
+    ),
+    "made on the meta device": Fit(
+        "16-mixed", "interleaved_1f1b", "meta", scale=64.0, plan=(("pins", {"*norm*": "fp32"}),)
+    ),
+    "frozen by epoch": Fit("bf16-mixed", "interleaved_1f1b", Thaws, arguments=EPOCHS),
+    "what is unused, the last step of fewer batches": Fit("16-mixed", module=Unused, scale=64.0, steps=3, accumulate=2),
+    "batch norms, epochs cut short": Fit(module=Norms, arguments=(("limit_train_batches", 2), ("max_epochs", 2))),
     "interleaved, bf16, two batches a step": Fit("bf16-mixed", "interleaved_1f1b", accumulate=2),
     "gpipe, fp16, one stage overflows alone": Fit("16-mixed", "gpipe", scale=64.0, bad=ALONE),
     "a batch norm, validated": Fit(module="batch norm"),
@@ -36,32 +131,27 @@ SLOW = {
         "bf16-mixed", "1f1b", "llama", plan=(PINS, ("checkpointing", "*.layers.*"))
     ),
     "bf16-true with pins": Fit("bf16-true", "1f1b", "llama", plan=(("pins", {"*norm*": "fp32"}),)),
+    "gradients that nobody sees": Fit(module=Unseen, accumulate=2, arguments=(("max_epochs", 2),)),
+    "a frozen last stage": Fit("16-mixed", module=FrozenLast, scale=64.0),
+    "rates by step": Fit(module=EveryStep, steps=3, accumulate=2),
+    "rates by loss": Fit(module=Plateau, arguments=EPOCHS),
+    "a penalty on weights": Fit(schedule="interleaved_zero_bubble", module=Penalty),
+    "what is unused, zero bubble": Fit(schedule="interleaved_zero_bubble", module=Unused),
+    "batch norms, interleaved": Fit("bf16-mixed", "interleaved_1f1b", Norms, arguments=(("num_sanity_val_steps", 2),)),
+    "batch norms, checkpointed": Fit(module=Norms, plan=(("checkpointing", "Block"),)),
+    "overfitted": Fit(arguments=(("overfit_batches", 2), ("max_epochs", 2))),
+    "anomalies looked for": Fit(arguments=(("detect_anomaly", True),)),
+    "validated within the epoch": Fit(accumulate=2, arguments=(("val_check_interval", 2), ("inference_mode", False))),
     "16-true": Fit("16-true", scale=64.0),
     "zero bubble": Fit("bf16-mixed", "interleaved_zero_bubble", plan=(("checkpointing", "Block"),)),
     "zero bubble, Llama": Fit("16-mixed", "interleaved_zero_bubble", "llama", scale=64.0),
 }
 
 
-def _gradients(results: list[dict[str, Any]], step: int) -> dict[str, torch.Tensor]:
-    return {name: gradient for result in results for name, gradient in result["gradients"][step].items()}
-
-
 @pytest.mark.parametrize("name", [*FITS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_fit_in_stages_is_the_fit_on_one_process_bit_for_bit(name: str, ranks: Ranks) -> None:
     fit = {**FITS, **SLOW}[name]
-    results, alone = ranks.run(fit), fit.alone()
-    assert all(set(results[0]["gradients"][0]).isdisjoint(result["gradients"][0]) for result in results[1:])
-    for step, expected in enumerate(alone["gradients"]):
-        assert same(_gradients(results, step), expected), step
-    assert list(results[0]["weights"]) == list(alone["weights"])
-    assert furthest(results[0]["weights"], alone["weights"]) == 0.0
-    assert same(results[0]["optimizer"], alone["optimizer"])
-    for key in ("counts", "scale", "steps", "rates"):
-        assert {result[key] for result in results} == {alone[key]}, key
-    assert len({result["metrics"]["train_loss"] for result in results}) == 1
-    losses = [result["metrics"]["val_loss"] for result in results]
-    assert losses == [pytest.approx(alone["metrics"]["val_loss"], rel=OF_A_MEAN)] * len(losses)
-    assert len(set(losses)) == 1
+    alone = equal(fit, ranks)
     if fit.bad:
         assert alone["counts"] == (2, 2)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import callbacks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
 from support.pipeline import GPT2, LENGTH, ROWS, VOCABULARY, WIDTH, Llama, Staged, data
@@ -91,15 +94,116 @@ class Sharded(Staged):
             fully_shard(self.head)
 
 
+class Bare(nn.Linear):
+    """Says nothing of its initialisation."""
+
+    reset_parameters = None
+
+
 class Unmade(Staged):
     def build(self) -> None:
+        super().build()
         with torch.device("meta"):
-            super().build()
+            self.head = nn.Linear(WIDTH, 1)
+        self.head.__class__ = Bare
 
 
 class NotAPair(Staged):
     def pipeline_batch(self, batch: Any) -> Any:
         return batch[0]
+
+
+class Wrapped(Staged):
+    """A layer of its own is wrapped as ``kind`` says."""
+
+    kind: Any = nn.parallel.DistributedDataParallel
+
+    def configure_model(self) -> None:
+        self.beside = self.kind(nn.Linear(2, 2))
+
+
+class WrappedByFSDP1(Wrapped):
+    kind = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+
+
+class Backward(Staged):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+
+class Sharpness(torch.optim.SGD):
+    """Evaluates a second time where the gradients point, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        held = [(p, p.grad.clone()) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, gradient in held:
+            parameter.add_(gradient)
+        with torch.enable_grad():
+            closure()
+        for parameter, gradient in held:
+            parameter.sub_(gradient)
+        super().step()
+        return loss
+
+
+class Sharp(Staged):
+    def configure_optimizers(self) -> Any:
+        return Sharpness(self.parameters(), lr=1e-2)
+
+
+class Penalty(Staged):
+    """Of the weights of all stages."""
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().pipeline_loss(output, target) + sum(p.square().sum() for p in self.parameters())
+
+
+class FrozenFirst(Staged):
+    def build(self) -> None:
+        super().build()
+        self.blocks[0].requires_grad_(False)
+
+
+class Compiled(Staged):
+    def build(self) -> None:
+        super().build()
+        self.blocks[0].compile(backend="eager")
+
+
+class Dropped(Staged):
+    """Draws numbers in its first stage."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[0].up = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 16))
+
+
+class Drawing(Dataset[Any]):
+    """Its members are drawn as they are asked for."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randn(WIDTH), torch.randn(1)
+
+
+class Stream(IterableDataset[Any]):
+    """Has no length; its last batch is a small one."""
+
+    def __iter__(self) -> Any:
+        return ((torch.ones(WIDTH), torch.ones(1)) for _ in range(ROWS + ROWS // 2))
+
+
+class Thaw(callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pass
 
 
 def _varying() -> Any:
@@ -127,13 +231,20 @@ PARTS: dict[str, tuple[type[Staged], str]] = {
     "copies": (Copies, "which is not the module's own"),
     "leaves out": (LeavesOut, "'head.weight', which is in none of the 2 stages"),
     "sharded": (Sharded, "sharded or wrapped already"),
-    "unmade": (Unmade, "'blocks.0.norm.weight' on the meta device"),
+    "DDP inside": (Wrapped, "'beside', which is sharded or wrapped already"),
+    "FSDP1 inside": (WrappedByFSDP1, "'beside', which is sharded or wrapped already"),
+    "backward": (Backward, "LightningModule.backward overridden under pipeline parallelism"),
+    "evaluates again": (Sharp, "Sharpness under pipeline parallelism, which evaluates its closure again"),
+    "others' weights": (Penalty, "a stage that computes with 'blocks.0.norm.weight', which another stage holds"),
+    "unmade": (Unmade, "module 'head' on the meta device, which has no reset_parameters()"),
     "not a pair": (NotAPair, "pipeline_batch, which returned Tensor"),
 }
 LOADERS: dict[str, tuple[type[Staged], Callable[[], Any], str]] = {
     "rows": (Staged, _rows(6, 24), "a batch of 6 rows with microbatches=4"),
     "last": (Staged, _rows(8, 20), "a last batch of 4 rows after batches of 8"),
     "lengths": (GPT2, _varying, "after batches of [(8, 6)]"),
+    "a stream's last": (Staged, lambda: DataLoader(Stream(), batch_size=ROWS), "a batch of shape [(4, 8)] after"),
+    "drawn": (Dropped, lambda: DataLoader(Drawing(), batch_size=ROWS), "other batches on one stage than on another"),
     "apart": (Staged, _apart, "other batches on one stage than on another"),
 }
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -145,12 +256,28 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "1f1b": ({"microbatches": 1}, "microbatches=1 with schedule='1f1b'"),
     "rounds": ({"microbatches": 5, "schedule": "interleaved_1f1b"}, "microbatches=5 with schedule='interleaved_1f1b'"),
 }
+#: of the Trainer
+TRAINERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "batch norms": (lambda: {"sync_batchnorm": True}, "sync_batchnorm=True under pipeline parallelism"),
+    "averages": (lambda: {"callbacks": [callbacks.WeightAveraging()]}, "WeightAveraging with sharded weights"),
+    "swa": (lambda: {"callbacks": [callbacks.StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging with"),
+    "rates": (lambda: {"callbacks": [callbacks.LearningRateFinder()]}, "LearningRateFinder with sharded weights"),
+    "thaws": (
+        lambda: {"callbacks": [Thaw()]},
+        "Thaw with pipeline stages, of whose parameters",
+    ),
+}
+#: after how many batches what is only seen in one is refused
+SEEN = {"lengths": 2, "drawn": 1, "a stream's last": 1}
 
 
-def _said(module: Staged, loader: Any, arguments: dict[str, Any], plan: str = "32-true") -> tuple[str, int]:
+def _said(
+    module: Staged, loader: Any, arguments: dict[str, Any], plan: str = "32-true", **given: Any
+) -> tuple[str, int]:
     plan_ = MixedPrecisionPlan(plan)
     strategy = make_strategy("pipeline", plan_, **{"stages": 2, "microbatches": 4, **arguments})
-    runner = trainer(strategy=strategy, plugins=[plan_], devices=2)
+    runner = trainer(strategy=strategy, plugins=[plan_], devices=2, **given)
+    torch.manual_seed(0)
     try:
         runner.fit(module, loader)
     except PlanError as error:
@@ -166,7 +293,10 @@ class Refused:
         said = {name: _said(cls(), data(1, ROWS), {}) for name, (cls, _) in PARTS.items()}
         said |= {name: _said(cls(), make(), {}) for name, (cls, make, _) in LOADERS.items()}
         said |= {name: _said(Llama(), data(1, ROWS), given) for name, (given, _) in OPTIONS.items()}
+        said |= {name: _said(Staged(), data(1, ROWS), {}, **given()) for name, (given, _) in TRAINERS.items()}
         said["fp8"] = _said(Llama(), data(1, ROWS), {}, "fp8-mixed")
+        said["compiled"] = _said(Compiled(), data(1, ROWS), {"schedule": "interleaved_zero_bubble"})
+        said["frozen"] = _said(FrozenFirst(), data(1, ROWS), {"schedule": "interleaved_zero_bubble"})
         return said
 
 
@@ -174,6 +304,9 @@ EXPECTED = {
     **{name: text for name, (_, text) in PARTS.items()},
     **{name: text for name, (_, _, text) in LOADERS.items()},
     **{name: text for name, (_, text) in OPTIONS.items()},
+    **{name: text for name, (_, text) in TRAINERS.items()},
+    "compiled": "compiled modules with schedule='interleaved_zero_bubble'",
+    "frozen": "schedule='interleaved_zero_bubble' with nothing to train in the stages before stage 1",
     "fp8": "precision='fp8-mixed' under pipeline parallelism",
 }
 
@@ -183,7 +316,7 @@ def test_it_is_refused_on_every_rank_before_a_step(name: str, ranks: Ranks) -> N
     for said, step in (result[name] for result in ranks.run(Refused())):
         assert EXPECTED[name] in said
         assert "Allowed: " in said
-        assert step == (2 if name == "lengths" else 0)
+        assert step == SEEN.get(name, 0)
 
 
 @pytest.mark.parametrize(

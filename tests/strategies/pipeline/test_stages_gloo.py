@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
 
-from lightning_mp import MixedPrecisionPlan
+from lightning_mp import MixedPrecisionPlan, PlanError
 from support.comparing import furthest
 from support.pipeline import ROWS, Staged, data
 from support.ranks import Ranks
@@ -29,6 +31,25 @@ class NoSteps(Staged):
 def _trainer(**arguments: Any) -> Any:
     quiet = {"num_sanity_val_steps": 0, "max_epochs": 1, **arguments}
     return trainer(plugins=[MixedPrecisionPlan(PRECISION)], strategy="mp_pipeline", devices=2, **quiet)
+
+
+class TwoOptimizers(NoSteps):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=1e-2) for part in (self.blocks, self.head)]
+
+
+def _predict() -> None:
+    _trainer().predict(NoSteps(), data(1, ROWS))
+
+
+def _several() -> None:
+    _trainer().fit(TwoOptimizers(), data(1, ROWS))
+
+
+def _said(ask: Callable[[], None]) -> str:
+    with pytest.raises((PlanError, RuntimeError)) as raised:
+        ask()
+    return str(raised.value)
 
 
 @dataclass(frozen=True)
@@ -56,6 +77,7 @@ class Afterwards:
             _trainer().fit(module, data(1, ROWS))
         except ValueError as error:
             found["again"] = str(error)
+        found |= {"predict": _said(_predict), "several": _said(_several)}
         found["left"] = "training_step" in vars(module)
         return found
 
@@ -68,3 +90,5 @@ def test_a_module_without_steps_is_fitted_validated_tested_and_loaded(tmp_path: 
         assert "those of another pipeline stage" in found["called"]
         assert "whose other stages are on the ranks of an earlier run" in found["again"]
         assert not found["left"]
+        assert "trainer.predict under pipeline parallelism" in found["predict"]
+        assert "multiple optimizers is only supported with manual optimization" in found["several"]

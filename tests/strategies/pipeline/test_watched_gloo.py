@@ -39,7 +39,8 @@ class Watched:
     folder: str
 
     def run(self) -> tuple[Any, Any, tuple[Any, ...]]:
-        audit, plan = PrecisionAudit(), MixedPrecisionPlan("bf16-mixed", pins={"lm_head": "fp32"})
+        audit = PrecisionAudit(run_dir=f"{self.folder} audit")
+        plan = MixedPrecisionPlan("bf16-mixed", pins={"lm_head": "fp32"})
         callbacks, staged = [TrainingHealth(self.folder), audit], make_strategy("pipeline", plan, microbatches=4)
         _fit(Llama(), plan, data(3, ROWS), callbacks=callbacks, devices=2, strategy=staged)
         found: tuple[Any, ...] = ()

@@ -11,7 +11,8 @@ import yaml
 from jsonargparse import get_loader
 
 from lightning_mp.cli.training.lightning_cli.plan_section import load
-from lightning_mp.errors import Faults, did_you_mean, one_line
+from lightning_mp.cli.training.primary import mapping
+from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.policy import precision_word
 from lightning_mp.policy.places import Places
 from lightning_mp.policy.presets import PRESETS
@@ -157,16 +158,13 @@ def _config(value: str, found: Arguments, mode: str, faults: Faults) -> Mapping[
             fix = did_you_mean(path.name, [other.name for other in path.parent.glob("*.y*ml")], "check the path")
             faults.add(f"config {value!r}, which is no file", "a YAML file", fix)
         return cast("Mapping[str, Any]", inline) if isinstance(inline, Mapping) else None
-    try:
+
+    def loaded() -> Any:
         found.places.add(path)
-        loaded = get_loader("omegaconf" if mode == "omegaconf" else "yaml")(path.read_text(encoding="utf-8"))
-    except Exception as error:  # those of PyYAML, OmegaConf and the file system share no base class
-        faults.add(f"config {value!r}: {one_line(error)}", "a YAML mapping", "fix the file")
-        return None
-    if not isinstance(loaded, Mapping):
-        faults.add(f"config {value!r}, a {type(loaded).__name__}", "a YAML mapping", "write 'plan:' and 'model:'")
-        return None
-    return {key: _beside(key, item, path, found) for key, item in cast("Mapping[str, Any]", loaded).items()}
+        return get_loader("omegaconf" if mode == "omegaconf" else "yaml")(path.read_text(encoding="utf-8"))
+
+    config = mapping(value, loaded, faults)
+    return None if config is None else {key: _beside(key, item, path, found) for key, item in config.items()}
 
 
 def _beside(key: str, value: Any, config: Path, found: Arguments) -> Any:

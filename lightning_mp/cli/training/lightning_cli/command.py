@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_mp.cli.training.application import environment_kept
+from lightning_mp.cli.training.build import running
 from lightning_mp.cli.training.lightning_cli.arguments import config_files
 from lightning_mp.cli.training.lightning_cli.plan_cli import SUBJECT, PlanCLI
 from lightning_mp.cli.training.targets import importable
-from lightning_mp.compat.lightning import MisconfigurationException
-from lightning_mp.demo.inputs import InputError
-from lightning_mp.errors import Fault, MissingExtraError, PlanError, one_line
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
 
 #: where seed_everything leaves the seed
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
@@ -43,13 +42,8 @@ def run(arguments: Sequence[str], say: Callable[[str], None]) -> int:
         SystemExit: help or a config was asked for, and printed.
     """
     kwargs: dict[str, Any] = {"prog": "lightning-mp cli", "exit_on_error": False}
-    with importable(next(iter(config_files(arguments)), None)), environment_kept(*_SEEDS):
-        try:
-            cli = _Command(args=list(arguments), seed_everything_default=0, parser_kwargs=kwargs)
-        except (InputError, MisconfigurationException) as error:
-            given = f"what Lightning cannot run: {one_line(error)}"
-            fault = Fault(given, "parts that fit together", "fix what it names")
-            raise PlanError([fault], SUBJECT) from error
+    with importable(next(iter(config_files(arguments)), None)), environment_kept(*_SEEDS), running(Faults(SUBJECT)):
+        cli = _Command(args=list(arguments), seed_everything_default=0, parser_kwargs=kwargs)
     folder = cli.trainer.log_dir  # every rank asks: rank 0 tells the others
     if cli.trainer.is_global_zero and cli.subcommand == "fit":
         say(f"{folder}: {cli.trainer.global_step} steps")

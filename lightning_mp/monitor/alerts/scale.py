@@ -1,4 +1,4 @@
-"""A loss scale that changes faster than its update rule allows."""
+"""The loss scale: one that cannot fall any further, one that changes too fast, and steps that are skipped in a row."""
 
 from __future__ import annotations
 
@@ -6,13 +6,50 @@ import math
 from typing import ClassVar
 
 from lightning_mp.monitor.alerts.reading import Reading
-from lightning_mp.monitor.alerts.rule import Rule
+from lightning_mp.monitor.alerts.rule import BEYOND_FP16, StepRule
 from lightning_mp.monitor.alerts.settings import AlertSettings
 from lightning_mp.monitor.alerts.window import Window, known
-from lightning_mp.monitor.events import Event, Kind
+from lightning_mp.monitor.events import Event, Kind, Severity
+
+#: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
+USELESS = 1.0
+RECENT = 10
+#: torch's initial scale; above it a scaler is still searching for one that fits (DeepSpeed may start at 2**32)
+SEARCHING = 2.0**16
 
 
-class ScaleJump(Rule):
+class ScaleCollapse(StepRule):
+    """Several of the last readings were skips at the scale's floor, or at a scale below one."""
+
+    kind: ClassVar[Kind] = "scale_collapse"
+    severity: ClassVar[Severity] = "error"
+    state = ("skips",)
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        self.skips = Window(RECENT)
+
+    def judge(self, reading: Reading) -> Event | None:
+        scale = reading.loss_scale
+        if scale is None:
+            return None
+        low = reading.scale_at_floor or scale < USELESS
+        self.skips.append(float(low and reading.skipped))
+        count = int(sum(self.skips))
+        if not low or count < self.settings.collapse_skips:
+            return None
+        return self.event(
+            reading.step,
+            scale,
+            "gradients overflow whatever the scale: weights or activations have left fp16's range",
+            f"stop; go back to the last good checkpoint, {BEYOND_FP16}",
+            loss_scale=scale,
+            skipped_at_floor=count,
+            of_readings=len(self.skips),
+        )
+
+
+class ScaleJump(StepRule):
     """A change that halving or doubling once a step does not explain, or a long one within few steps.
 
     A sudden drop precedes non-finite values, a sudden rise follows gradients that underflowed. Steps count from the
@@ -76,4 +113,38 @@ _DROP = (
 _RISE = (
     "the scale was set from outside or grows too often; small gradients underflowed before that",
     "check what sets the scale: a resumed checkpoint, growth_interval, growth_factor",
+)
+
+
+class SkipStreak(StepRule):
+    """More skips in a row than it takes to find a scale from 65,536 on; skips at higher scales are not counted."""
+
+    kind: ClassVar[Kind] = "skip_streak"
+    state = ("searching",)
+    calm = 1
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        #: how many of the skips in a row were made while the scale was still above
+        self.searching = 0
+
+    def judge(self, reading: Reading) -> Event | None:
+        scale, skips = reading.loss_scale, reading.skips_in_a_row
+        if scale is not None and scale >= SEARCHING:
+            self.searching = skips
+        self.searching = min(self.searching, skips)
+        if skips - self.searching < self.settings.streak_skips:
+            return None
+        scaled = {} if scale is None else {"loss_scale": scale}
+        advice = _WITHOUT_SCALE if scale is None else _SCALED
+        return self.event(reading.step, float(skips), *advice, skips_in_a_row=skips, **scaled)
+
+
+_SCALED = (
+    "gradients overflow at every scale: an activation or a weight is beyond fp16's 65,504, or not finite",
+    BEYOND_FP16,
+)
+_WITHOUT_SCALE = (
+    "the data, the loss or a weight is not finite",
+    "look at the batch and the module that the nonfinite events name; go back to the last good checkpoint",
 )

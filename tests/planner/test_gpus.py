@@ -1,0 +1,86 @@
+"""The table of GPUs against Lightning's own, whose names of devices it reads as CUDA gives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+
+from lightning_mp.policy.gpus import GPUS
+from lightning_mp.policy.hardware import Device, peak
+
+#: both round
+WITHIN = 0.02
+_KINDS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SPARSE = "printed with sparsity"
+_NO_TENSOR_CORES = "of CUDA cores alone"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A device by the name that CUDA gives it; by dtype how many times ours Lightning's figure is, and why."""
+
+    name: str
+    capability: tuple[int, int]
+    apart: tuple[tuple[str, float], ...] = ()
+    why: str = ""
+
+
+KNOWN = (
+    Known("NVIDIA H200 SXM1", (9, 0), (("tf32", 2), ("bf16", 2), ("fp16", 2)), _SPARSE),
+    Known("NVIDIA H200 NVL1", (9, 0), (("tf32", 2), ("bf16", 2), ("fp16", 2)), _SPARSE),
+    Known("NVIDIA H100 80GB HBM3", (9, 0)),
+    Known("NVIDIA H100 PCIe", (9, 0)),
+    Known(
+        "NVIDIA H100 NVL",
+        (9, 0),
+        (("fp32", 2.23), ("tf32", 2.37), ("bf16", 2.37), ("fp16", 2.37)),
+        "of a pair, as announced, at the SXM's clock",
+    ),
+    Known("NVIDIA GeForce RTX 4090", (8, 9), (("bf16", 0.5), ("fp16", 0.5)), _NO_TENSOR_CORES),
+    Known("NVIDIA L4", (8, 9)),
+    Known("Tesla L40", (8, 9)),
+    Known("NVIDIA A100-SXM4-80GB", (8, 0)),
+    Known("NVIDIA RTX A6000", (8, 6), (("bf16", 0.25), ("fp16", 0.25)), _NO_TENSOR_CORES),
+    Known("NVIDIA A40", (8, 6), (("bf16", 0.25), ("fp16", 0.25)), _NO_TENSOR_CORES),
+    Known("NVIDIA A10G", (8, 6), (("tf32", 1.79), ("bf16", 1.79), ("fp16", 1.79)), "the A10's"),
+    Known("NVIDIA GeForce RTX 3090", (8, 6), (("bf16", 0.5), ("fp16", 0.5)), _NO_TENSOR_CORES),
+    Known("Tesla T4", (7, 5)),
+    Known("Tesla V100-SXM2-32GB", (7, 0)),
+    Known("Tesla V100-PCIE-16GB", (7, 0)),
+    Known("Tesla V100S-PCIE-32GB", (7, 0)),
+)
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.name)
+def test_peaks_are_lightnings_but_for_what_is_known_of_them(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: known.name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: known.capability)
+    ours = Device("cuda", known.name.removesuffix("1"), known.capability)  # Lightning's H200 are numbered
+    apart = dict(known.apart)
+    assert bool(apart) == bool(known.why)
+    compared = 0
+    for dtype, kind in _KINDS.items():
+        if known.capability < (8, 0) and dtype in ("tf32", "bf16"):
+            continue
+        monkeypatch.setattr(
+            torch, "get_float32_matmul_precision", lambda one=dtype: "high" if one == "tf32" else "highest"
+        )
+        found, theirs = peak(ours, dtype), get_available_flops(torch.device("cuda"), kind)
+        assert found is not None
+        assert theirs is not None
+        assert theirs / found.flops_per_s == pytest.approx(apart.get(dtype, 1), rel=WITHIN), dtype
+        compared += 1
+    assert compared >= 2
+
+
+def test_every_gpu_has_a_peak_in_what_it_computes() -> None:
+    """Words of the table find the line of peaks that is meant, and a link is no faster than its memory."""
+    for gpu in GPUS.values():
+        for precision in ("32-true", "16-mixed", *(["bf16-mixed"] if gpu.device.tf32 else [])):
+            assert gpu.peak(precision) is not None, (gpu.word, precision)
+        assert (gpu.peak("fp8-mixed") is not None) == gpu.device.fp8
+        assert gpu.pcie < gpu.bandwidth
+        assert gpu.nvlink < gpu.bandwidth
