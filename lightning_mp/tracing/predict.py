@@ -74,7 +74,7 @@ def predict_memory(
         alone = traced(module, batch, plan, {**common, "devices": 1})
         if name in _REPLICATED:
             return _replicated(alone, module, plan.policy, int(devices))
-        return zero.partitioned(alone, module, built, int(devices))
+        return zero.partitioned(alone, module, plan, built, int(devices))
     except PlanError:
         raise
     except Exception as error:  # of torch, of Lightning, of the user's own code
@@ -134,7 +134,7 @@ def by_formula(
     split = dict(zip(_HELD, (kind.weights, kind.gradients, kind.optimizer), strict=True))
     held = {part: size // parts_of // (shards if split[part] else 1) for part, size in whole.items()}
     if zero.known(strategy):
-        held = zero.held(whole, module, strategy, ranks)
+        held = zero.held(whole, module, plan, strategy, ranks)
     held["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     parts = dict.fromkeys(PARTS, 0) | held
     try:

@@ -2,7 +2,8 @@
 
 DeepSpeed 0.16 to 0.19, read and measured. Every stage keeps this rank's part of the trained weights a second time, and
 moments of it; its backward pass fills whole buckets. Stages 1 and 2 keep gradients, this rank's, from the backward pass
-to the step, stage 3 always; it keeps small weights gathered, and at the peak all that it will use again soon.
+to the step, and hold half copies of the weights of which one device has autocast make some; stage 3 keeps gradients
+always, small weights gathered, and at the peak all that it will use again soon.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from typing import Any
 
 from torch import nn
 
+from lightning_mp.errors import Faults
+from lightning_mp.modules import half_weights, pins
+from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.planner.named import name_of
 from lightning_mp.planner.prediction import MemoryPrediction
+from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.tracing.run import Traced
 
 #: numbers that stage 3 keeps gathered if they are used again so soon; of a weight that it always does
@@ -31,13 +36,26 @@ def known(strategy: Any) -> bool:
     return not isinstance(strategy, str) and name_of(strategy).startswith("deepspeed")
 
 
-def held(alone: Mapping[str, int], module: nn.Module, strategy: Any, ranks: int) -> dict[str, int]:
+def _halved(module: nn.Module, plan: MixedPrecisionPlan, strategy: Any) -> int:
+    """Bytes less for weights that are held as half copies."""
+    policy = plan.policy
+    if strategy.config["zero_optimization"]["stage"] == 3 or _offloaded(strategy) or not strategy.half_copies:
+        return 0
+    weights = half_weights.survey(module, pins.resolve(module, policy.pins, Faults("predict_memory")), policy)
+    copied = [one.tensor for one in weights if one.reason is None and one.tensor.ndim > 1 and one.tensor.requires_grad]
+    return sum(one.numel() * (one.element_size() - to_torch(policy.compute_dtype).itemsize) for one in copied)
+
+
+def held(
+    alone: Mapping[str, int], module: nn.Module, plan: MixedPrecisionPlan, strategy: Any, ranks: int
+) -> dict[str, int]:
     """Weights, gradients and optimizer state in bytes on one of ``ranks``; ``alone`` is what one device holds."""
     zero, numbers = strategy.config["zero_optimization"], [parameter.numel() for parameter in module.parameters()]
     weights = alone["parameters"]
     size = weights // sum(numbers)
     copies = size * sum(trained(module)) // ranks
-    found = {"parameters": weights, "gradients": 0, "optimizer_state": alone["optimizer_state"] // ranks + copies}
+    found = {"parameters": weights - _halved(module, plan, strategy), "gradients": 0}
+    found["optimizer_state"] = alone["optimizer_state"] // ranks + copies
     stage = zero["stage"]
     if stage == 3:
         small = zero.get("stage3_param_persistence_threshold", _SMALL)
@@ -53,10 +71,12 @@ def _offloaded(strategy: Any) -> tuple[str, ...]:
     return ("optimizer_state", "parameters", "gradients") if stage == 3 else ("optimizer_state",)
 
 
-def partitioned(found: Traced, module: nn.Module, strategy: Any, ranks: int) -> MemoryPrediction:
+def partitioned(
+    found: Traced, module: nn.Module, plan: MixedPrecisionPlan, strategy: Any, ranks: int
+) -> MemoryPrediction:
     """A rank's prediction, from the trace of one device."""
     zero, numbers = strategy.config["zero_optimization"], [parameter.numel() for parameter in module.parameters()]
-    own = held(found.held, module, strategy, ranks)
+    own = held(found.held, module, plan, strategy, ranks)
     third = zero["stage"] == 3
     bucket = max(int(zero["reduce_bucket_size"]), *numbers)
     other = bucket * 4 * (1 if third or not zero.get("overlap_comm") else 2)
@@ -68,4 +88,6 @@ def partitioned(found: Traced, module: nn.Module, strategy: Any, ranks: int) -> 
     for part in ("parameters", "optimizer_state", *(("gradients",) if third else ())):
         parts[part] = own[part]
     parts["other"] += other
+    if plan.policy.checkpointing is None:  # else one device has let go of its copies too
+        parts["activations"] -= _halved(module, plan, strategy)
     return MemoryPrediction(sum(parts.values()), parts, {**found.held, **own}, "traced, and a formula", (_NOTE,))

@@ -174,6 +174,7 @@ def formulas(name: str, mode: str) -> dict[str, str]:
     cut = {"parameters": "4/W", "masters": "0", "gradients": "4/W", "optimizer": "8/W", "reduced": "4"}
     zero = {**cut, "parameters": "4", "masters": "4/W", "gathered": "4"}
     three = {"parameters": "4/W", "gathered": halves if mode != "32-true" else "4"}
+    one = {"parameters": halves, "gathered": halves} if mode != "32-true" else {}
     twice = f"{halves} + 2hb + 4(b-hb)" if mode != "32-true" else "4 + 4b"
     half = {**zero, "parameters": "2", "gradients": "2/W", "gathered": "2", "reduced": "2"}
     return {
@@ -181,6 +182,8 @@ def formulas(name: str, mode: str) -> dict[str, str]:
         "fsdp2": {**cut, "gathered": twice},
         "hsdp": {**cut, "gathered": twice, "reduced": "4 + 4/W"},
         "fsdp1": {**cut, "gathered": "4 + 4b"},
+        "deepspeed_zero1": {**zero, **one},
+        "deepspeed_zero2": {**zero, **one},
         "deepspeed_zero3": {**zero, **three},
         "stock FSDP2, param_dtype": {**cut, "gathered": "2 + 2b"},
         "stock ZeRO-1, torch_autocast": {**zero, "reduced": halves},

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
 from lightning_mp.checkpoints.zero import loads_alike, resumable
 from lightning_mp.compat.deepspeed import accumulate_apart, casts_left_out, halve_masters, refresh_masters
 from lightning_mp.compat.lightning import (
@@ -42,6 +41,7 @@ from lightning_mp.strategies import unfit_callbacks
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.deepspeed import patches
+from lightning_mp.strategies.deepspeed.checks import check_storage, check_world_size
 from lightning_mp.strategies.deepspeed.half_copies import HalfCopies
 from lightning_mp.strategies.deepspeed.load_weights import load_full_state
 from lightning_mp.strategies.deepspeed.param_groups import by_dtype, regroup, split_by_dtype
@@ -98,7 +98,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         self._came_from: list[int] = []
         self._groups_before = 0
         self._linear = patches.FunctionalLinear()
-        self._holds_halves = half_copies
+        self.half_copies = half_copies
         self._halves: HalfCopies | None = None
         self._accumulated, self._on_all_ranks = False, True
         if policy is not None and policy.precision != "auto":
@@ -162,7 +162,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
                 "DeepSpeed's own backward, which reduces and partitions as gradients come",
                 "move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
             )
-        _check_storage(engine, module, self._stage, any(self._offloads), faults)
+        check_storage(engine, module, self._stage, any(self._offloads), faults)
         unfit_callbacks.refuse_with_zero(module, self._stage, faults)
         try:
             composed = self._composed(engine.policy)
@@ -209,7 +209,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         step = cast("ZeroEngine", plan_of(self).engine)
         if optimizer is not None:
             self._check_optimizer(step, optimizer, lr_scheduler)
-            if self._holds_halves and self._stage < 3 and not any(self._offloads):
+            if self.half_copies and self._stage < 3 and not any(self._offloads):
                 self._halves, self._on_all_ranks = HalfCopies(), True
                 self._halves.make(model, plan_of(self), optimizer)
             self._groups_before = len(optimizer.param_groups)
@@ -354,7 +354,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         """
         path = self.broadcast(checkpoint_path)
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            _check_world_size(Path(path), self.world_size)
+            check_world_size(Path(path), self.world_size)
         checkpoint = super().load_checkpoint(path, weights_only=weights_only)
         cast("ZeroEngine", plan_of(self).engine).override_zero_settings()
         for state in checkpoint.get("lr_schedulers", ()) if len(self._came_from) != self._groups_before else ():
@@ -392,42 +392,3 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         if self._halves is not None:
             named = module.named_parameters(remove_duplicate=False)
             self._halves.set_masters({id(one): state[name] for name, one in named if name in state})
-
-
-def _check_world_size(path: Path, processes: int) -> None:
-    """Each rank resumes from its own piece; weights alone, to evaluate or consolidate, can be read by any number."""
-    if kind_of(path) != "deepspeed":
-        return
-    wrote = len(list(deepspeed_folder(path).glob("*_optim_states.pt")))
-    if wrote != processes:
-        raise CheckpointFormatError(
-            f"{str(path)!r}, a ZeRO run of {wrote} processes, to be resumed with {processes}",
-            "the number of processes that wrote it: optimizer state is in pieces, one a process",
-            f"start {wrote} processes, or use strategy='mp_fsdp2' or 'mp_ddp', which resume from its weights and scale",
-        )
-
-
-def _check_storage(engine: StepEngine, module: nn.Module, stage: int, offload: bool, faults: Faults) -> None:
-    """Half-precision weights: only ZeRO-1/2 can be made to keep no fp32 copy of them."""
-    if stage < 3 and not offload:
-        return
-    policy = engine.policy
-    why = "ZeRO-3" if stage == 3 else "ZeRO's optimizer offload"
-    if policy.storage_dtype != "fp32":
-        faults.add(
-            f"precision={policy.precision!r} with {why}, which keeps fp32 master weights and fp32 optimizer state",
-            "weights stored in fp32",
-            f"use {policy.precision.replace('true', 'mixed')!r}, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'",
-        )
-    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-    for pin in dict.fromkeys(member.pin for member in engine.pin_map.members if _trains(member.module, trained)):
-        if pin.dtype != "fp32" and policy.storage_dtype == "fp32":
-            faults.add(
-                f"pin {pin.pattern!r} to {pin.dtype} with {why}, which keeps fp32 master weights of trained parameters",
-                "pins to fp32, or pins on frozen modules",
-                "remove the pin, or use strategy='mp_fsdp2' or 'mp_deepspeed_zero2'",
-            )
-
-
-def _trains(module: nn.Module, trained: set[int]) -> bool:
-    return any(id(parameter) in trained for parameter in module.parameters(recurse=False))
