@@ -118,7 +118,7 @@ def full_master(parameter: Any) -> Tensor:
     """The whole fp32 master of a parameter, from all ranks, every one of which calls it."""
     import deepspeed
 
-    return deepspeed.utils.safe_get_full_fp32_param(parameter)
+    return cast("Tensor", deepspeed.utils.safe_get_full_fp32_param(parameter))
 
 
 def master_part(parameter: Any) -> Tensor:

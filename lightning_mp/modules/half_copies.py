@@ -99,8 +99,7 @@ class HalfCopy(nn.Parameter):
             if asked == "dtype":  # what the code that asks does then is what it does under other strategies
                 return torch.float32
             weight.run.read(weight, gradients=name in _HOOKS)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+        result = cast("Any", super()).__torch_function__(func, types, args, kwargs or {})  # as for any parameter
         if weight is not None and asked == "data" and name == "__get__":
             vars(weight).setdefault("handed_out", []).append((result, result._version))
         return result
@@ -187,7 +186,7 @@ def stand_in(module: nn.Module, holders: Iterable[tuple[nn.Module, str]], dtype:
 
     def before(_module: nn.Module, _inputs: Any) -> None:
         for holder, key in held:
-            weight = holder._parameters.get(key)
+            weight = getattr(holder, key, None)
             if not isinstance(weight, HalfCopy):  # functional_call put its own there
                 continue
             device = weight.device.type

@@ -76,7 +76,7 @@ class HalfCopies:
         self._masters, self._hooks, self._zero = {}, [], None
 
 
-def _choose(module: nn.Module, plan: MixedPrecisionPlan, optimizer: Optimizer) -> list[half_weights.Weight]:
+def _choose(module: nn.Module, plan: Any, optimizer: Optimizer) -> list[half_weights.Weight]:
     """The weights to hold in half precision; biases are few, and stay fp32.
 
     DeepSpeed takes the first group's first parameter for what the engine computes with: one that is fp32 is left there.
