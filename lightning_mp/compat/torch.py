@@ -28,7 +28,7 @@ STEP = PrivateNames(
     {
         "torch": ("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_foreach_norm"),
         "torch._C": ("_current_autograd_node", "_current_graph_task_id", "_disabled_torch_function_impl"),
-        "torch:Tensor": ("_make_wrapper_subclass",),
+        "torch:Tensor": ("_backward_hooks", "_make_wrapper_subclass", "_post_accumulate_grad_hooks"),
         "torch._ops": ("OpOverload", "OpOverloadPacket"),
         "torch.amp:GradScaler()": ("_growth_tracker", "_per_optimizer_states", "_scale"),
         "torch.nn:Module": ("_apply", "_compiled_call_impl", "_load_from_state_dict"),
@@ -286,6 +286,13 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called, or ``module.forward = torch.compile(module.forward)`` written."""
     own = vars(module)
     return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+
+
+def has_gradient_hooks(parameter: Any, *, but: str) -> bool:
+    """Whether somebody is to see the gradient of ``parameter``: not those whose module's name starts with ``but``."""
+    after: Any = parameter._post_accumulate_grad_hooks or {}
+    strangers = [hook for hook in after.values() if not hook.__module__.startswith(but)]
+    return bool(parameter._backward_hooks or strangers)
 
 
 def reentrant(module: nn.Module) -> bool | None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat.deepspeed import full_master, loses_averages, set_master
 from lightning_mp.compat.lightning import trainer_of
-from lightning_mp.compat.torch import is_compiled
+from lightning_mp.compat.torch import has_gradient_hooks, is_compiled
 from lightning_mp.modules import half_copies, half_weights
 from lightning_mp.modules.half_copies import HalfCopy, Run
 from lightning_mp.numerics.dtypes import to_torch
@@ -22,6 +22,8 @@ _ADVICE = (
     "deepspeed.utils.safe_get_full_fp32_param(parameter), called on every rank, has the fp32 value, "
     "safe_set_full_fp32_param sets it; make_strategy(..., half_copies=False) holds fp32 weights."
 )
+#: hooks of the monitors know what a copy is
+_OURS = "lightning_mp."
 
 
 class HalfCopies:
@@ -90,7 +92,7 @@ def _choose(module: nn.Module, plan: Any, optimizer: Optimizer) -> list[half_wei
         for weight in half_weights.survey(module, plan.engine.pin_map, plan.policy)
         if weight.reason is None and weight.tensor.ndim > 1 and weight.tensor.dtype == torch.float32
         if weight.tensor.requires_grad and id(weight.tensor) in stepped and type(weight.tensor) is nn.Parameter
-        if not _has_hooks(weight.tensor)
+        if not has_gradient_hooks(weight.tensor, but=_OURS)
     ]
     first = [parameter for parameter in optimizer.param_groups[0]["params"] if parameter.requires_grad]
     chosen = {id(weight.tensor) for weight in weights}
@@ -98,10 +100,3 @@ def _choose(module: nn.Module, plan: Any, optimizer: Optimizer) -> list[half_wei
         smallest = min(first, key=lambda parameter: parameter.numel())
         weights = [weight for weight in weights if weight.tensor is not smallest]
     return weights
-
-
-def _has_hooks(weight: Any) -> bool:
-    """Whether a user's hook is to see the gradient, which is fp32 elsewhere."""
-    after: Any = weight._post_accumulate_grad_hooks or {}
-    strangers = [hook for hook in after.values() if not hook.__module__.startswith("lightning_mp.")]
-    return bool(weight._backward_hooks or strangers)
