@@ -94,9 +94,10 @@ def _choose(module: nn.Module, plan: Any, optimizer: Optimizer) -> list[half_wei
         if weight.tensor.requires_grad and id(weight.tensor) in stepped and type(weight.tensor) is nn.Parameter
         if not has_gradient_hooks(weight.tensor, but=_OURS)
     ]
-    first = [parameter for parameter in optimizer.param_groups[0]["params"] if parameter.requires_grad]
+    trained = ([one for one in group["params"] if one.requires_grad] for group in optimizer.param_groups)
+    first = next(filter(None, trained), [])
     chosen = {id(weight.tensor) for weight in weights}
-    if first and all(id(parameter) in chosen for parameter in first):
-        smallest = min(first, key=lambda parameter: parameter.numel())
+    if all(id(parameter) in chosen for parameter in first):
+        smallest = min(first, key=lambda parameter: parameter.numel(), default=None)
         weights = [weight for weight in weights if weight.tensor is not smallest]
     return weights
