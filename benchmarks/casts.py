@@ -1,4 +1,4 @@
-"""``python -m benchmarks.casts``: what autocast's casts of the weights take of a forward and backward pass, on a CPU."""
+"""``python -m benchmarks.casts``: what autocast's casts of weights take of a forward and backward pass, on a CPU."""
 
 from __future__ import annotations
 
