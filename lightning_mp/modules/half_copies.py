@@ -25,12 +25,10 @@ _DTYPE: Any = cast("Any", Tensor.dtype)
 _KNOW = ("deepspeed.", "lightning_mp.", "lightning.", "pytorch_lightning.")
 #: properties that tell values
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
-#: what reads gradients, which are in half precision too
-_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 #: functions that tell none
 _NO_VALUES = frozenset((
     "__hash__", "__len__", "dim", "element_size", "is_complex", "is_floating_point", "nelement", "numel",
-    "requires_grad_", "size", "stride",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "stride",
 ))  # fmt: skip
 
 
@@ -52,20 +50,13 @@ class Run:
         finally:
             self._in_step = False
 
-    def read(self, weight: HalfCopy, *, gradients: bool = False) -> None:
-        """Somebody reads ``weight``, or is to read its ``gradients``, who cannot know that it is a copy.
+    def read(self, weight: HalfCopy) -> None:
+        """Somebody reads ``weight`` who cannot know that it is a copy.
 
         Raises:
-            PlanError: in a step, whose result would not be the one of the fp32 value; for gradients anywhere.
+            PlanError: in a step, whose result would not be the one of the fp32 value.
         """
         given = f"{weight.label}, held in {_DTYPE.__get__(weight)} for autocast's products alone, read"
-        if gradients:
-            fault = Fault(
-                f"a hook on {weight.label} in a run that holds it in half precision, whose gradients come in it too",
-                "hooks on parameters that were there when the run began: such a parameter stays fp32",
-                f"register it in __init__ or configure_model. {self.advice}",
-            )
-            raise PlanError([fault], "MixedPrecisionPlan")
         if self._in_step:
             name = weight.label.rpartition(".")[0]
             fault = Fault(
@@ -86,8 +77,10 @@ class HalfCopy(nn.Parameter):
     run: Run
     #: how many products use it in the graph at hand
     uses: int
-    #: the sum of their gradients in fp32, where they are several
+    #: what becomes the gradient in fp32: of several products the sum, or what a hook made of it
     total: Tensor | None
+    #: whether the gradient is to be fp32 in any case
+    in_fp32: bool
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,11 +91,28 @@ class HalfCopy(nn.Parameter):
         if weight is not None:
             if asked == "dtype":  # what the code that asks does then is what it does under other strategies
                 return torch.float32
-            weight.run.read(weight, gradients=name in _HOOKS)
+            weight.run.read(weight)
+        if name.endswith("_hook") and not _is_known(inspect.currentframe()):
+            args = args[0], args[0].for_hook(args[1], after=name != "register_hook"), *args[2:]
         result = cast("Any", super()).__torch_function__(func, types, args, kwargs or {})  # as for any parameter
         if weight is not None and asked == "data" and name == "__get__":
             vars(weight).setdefault("handed_out", []).append((result, result._version))
         return result
+
+    def for_hook(self, hook: Any, *, after: bool) -> Any:
+        """What to register in place of a user's ``hook``, which sees and returns the gradient in fp32."""
+        if after:  # it reads .grad
+            self.in_fp32 = True
+            return hook
+
+        def in_fp32(gradient: Tensor) -> Tensor | None:
+            changed = hook(gradient.float() if self.total is None else self.total)
+            if changed is None:
+                return None
+            self.total = changed.float()
+            return changed.to(gradient.dtype)
+
+        return in_fp32
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         self.run.read(self)
@@ -155,13 +165,13 @@ def hold(weight: nn.Parameter, dtype: torch.dtype, label: str, run: Run, in_fp32
     weight.data = weight.data.to(dtype)
     weight.__class__ = HalfCopy
     copy = cast("HalfCopy", weight)
-    copy.label, copy.run, copy.uses, copy.total = label, run, 0, None
+    copy.label, copy.run, copy.uses, copy.total, copy.in_fp32 = label, run, 0, None, False
 
     def whole(_: Tensor) -> None:
         gradient = cast("Tensor", copy.grad)
         if copy.total is not None:
             gradient.data = copy.total
-        elif in_fp32():
+        elif copy.in_fp32 or in_fp32():
             gradient.data = gradient.data.float()
         copy.uses, copy.total = 0, None
 
@@ -172,7 +182,7 @@ def give_back(weight: HalfCopy, data: Tensor) -> None:
     """Make a copy an ordinary parameter again, with ``data`` as its values."""
     cast("Any", weight).__class__ = nn.Parameter
     weight.data = data
-    for name in ("label", "run", "uses", "total", "handed_out"):
+    for name in ("label", "run", "uses", "total", "in_fp32", "handed_out"):
         vars(weight).pop(name, None)
 
 

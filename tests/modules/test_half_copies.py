@@ -120,12 +120,20 @@ def test_what_tells_no_value_is_answered() -> None:
     assert weight.element_size() == 2
 
 
-@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_the_gradient_comes_too_late(hook: str) -> None:
-    module = Twice()
-    _held(module, torch.bfloat16, Run(""))
-    with pytest.raises(PlanError, match=r"a hook on layer\.weight"):
-        getattr(module.layer.weight, hook)(lambda *_: None)
+def test_a_hook_sees_and_returns_the_gradient_in_fp32() -> None:
+    plain, copies = Twice(), Twice()
+    _held(copies, torch.bfloat16, Run(""))
+    seen: dict[int, list[Tensor]] = {}
+    for module in (plain, copies):
+        found = seen.setdefault(id(module), [])
+        for weight in (module.layer.weight, module.attention.in_proj_weight):
+            weight.register_hook(lambda gradient, found=found: found.append(gradient) or gradient * 3.1)
+            weight.register_post_accumulate_grad_hook(lambda weight, found=found: found.append(weight.grad.clone()))
+    others, gradients = (_gradients(module, torch.bfloat16)[1] for module in (plain, copies))
+    assert all(torch.equal(gradients[name].float(), others[name]) for name in others)
+    for one, other in zip(*seen.values(), strict=True):
+        assert one.dtype == other.dtype == torch.float32
+        assert torch.equal(one, other)
 
 
 def test_where_autocast_is_off_it_is_refused() -> None:
@@ -145,4 +153,4 @@ def test_given_back_it_is_a_parameter_as_before() -> None:
     give_back(weight, plain.layer.weight.data.clone())
     assert type(module.layer.weight) is nn.Parameter
     assert torch.equal(module.layer.weight, plain.layer.weight)
-    assert not {"label", "run", "uses", "total", "handed_out"} & vars(module.layer.weight).keys()
+    assert not {"label", "run", "uses", "total", "in_fp32", "handed_out"} & vars(module.layer.weight).keys()

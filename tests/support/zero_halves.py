@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,17 @@ def _hooked() -> LightningModule:
     return module
 
 
+def _hooked_late() -> LightningModule:
+    module = Many()
+
+    def register() -> None:
+        for weight in (module.net[2].weight, module.net[0].one.weight):  # the latter is used several times
+            weight.register_hook(lambda gradient: gradient * 3.1)
+
+    module.on_train_start = register
+    return module
+
+
 MODULES: dict[str, Callable[[], LightningModule]] = {
     "llama": lambda: Text("llama"),
     "gpt2": lambda: Text("gpt2"),
@@ -101,6 +113,7 @@ MODULES: dict[str, Callable[[], LightningModule]] = {
     "shared": Shared,
     "grouped": Grouped,
     "hooked": _hooked,
+    "hooked late": _hooked_late,
 }
 
 
@@ -161,16 +174,11 @@ def _copies(module: Many) -> None:
     module.on_train_batch_end = lambda *_: torch.no_grad()(module.net[2].weight.mul_)(0.9)
 
 
-def _hooks(module: Many) -> None:
-    module.on_train_start = lambda: module.net[2].weight.register_hook(lambda gradient: gradient * 3.0)
-
-
 STRANGERS: dict[str, Callable[[Many], None]] = {
     "in the step": _in_the_step,
     "without autocast": _without_autocast,
     "writes to .data": _writes,
     "writes in place": _copies,
-    "registers a hook": _hooks,
 }
 
 
@@ -191,3 +199,18 @@ class Strangers:
             except (PlanError, RuntimeError) as error:
                 return str(error)
         return "nothing was said"
+
+
+@dataclass(frozen=True)
+class NotTaken:
+    """DeepSpeed fails where it takes the module: its weights before and afterwards."""
+
+    def run(self) -> dict[str, Any]:
+        module = Many()
+        before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        with mock.patch("deepspeed.initialize", side_effect=RuntimeError("of DeepSpeed's own")):
+            try:
+                fit(module, **on(plan_for("bf16-mixed"), "1"))
+            except RuntimeError as error:
+                said = str(error)
+        return {"said": said, "before": before, "after": dict(module.named_parameters())}

@@ -73,8 +73,11 @@ class HalfCopies:
         """Make the parameters fp32 again; ``whole``: with the masters of all ranks, every one of which calls it."""
         for hook in self._hooks:
             hook.remove()
-        for weight in self._masters:
-            half_copies.give_back(weight, full_master(weight) if whole else weight.data.float())
+        for weight, master in self._masters.items():
+            if self._zero is None:  # DeepSpeed did not take it
+                half_copies.give_back(weight, master)
+            else:
+                half_copies.give_back(weight, full_master(weight) if whole else weight.data.float())
         self._masters, self._hooks, self._zero = {}, [], None
 
 

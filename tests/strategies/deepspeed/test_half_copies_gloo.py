@@ -9,7 +9,7 @@ import torch
 
 from support.comparing import of_training, same
 from support.ranks import Ranks
-from support.zero_halves import STRANGERS, Copied, Strangers
+from support.zero_halves import STRANGERS, Copied, NotTaken, Strangers
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.gloo
@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
     ),
     "a group without a vector": ("grouped", "1"),
     "a hook on a gradient": ("hooked", "2"),
+    "hooks on gradients, registered in the run": ("hooked late", "1"),
     "gradients larger than a bucket": ("kinds", "2", "bf16-mixed", SMALL_BUCKETS),
     "gradients where they are": ("kinds", "2", "bf16-mixed", SCATTERED),
 }
@@ -78,6 +79,13 @@ def test_who_takes_a_copy_for_the_weight_is_told(ranks: Ranks) -> None:
         for way, message in said.items():
             assert "net.2.weight" in message, (way, message)
             assert "pins={'net.2': 'fp32'}" in message or "half_copies=False" in message, (way, message)
+
+
+def test_a_module_that_deepspeed_does_not_take_is_as_before(ranks: Ranks) -> None:
+    for found in ranks.run(NotTaken()):
+        assert found["said"] == "of DeepSpeed's own"
+        assert {type(parameter) for parameter in found["after"].values()} == {torch.nn.Parameter}
+        assert all(torch.equal(found["after"][name], weight) for name, weight in found["before"].items())
 
 
 def test_no_copy_is_left_behind(ranks: Ranks) -> None:
