@@ -43,6 +43,8 @@ def _halved(module: nn.Module, plan: MixedPrecisionPlan, strategy: Any) -> int:
         return 0
     weights = half_weights.survey(module, pins.resolve(module, policy.pins, Faults("predict_memory")), policy)
     copied = [one.tensor for one in weights if one.reason is None and one.tensor.ndim > 1 and one.tensor.requires_grad]
+    if 4 * sum(one.numel() for one in copied) < sum(one.numel() for one in module.parameters()):  # then it makes none
+        return 0
     return sum(one.numel() * (one.element_size() - to_torch(policy.compute_dtype).itemsize) for one in copied)
 
 

@@ -22,6 +22,8 @@ _ADVICE = (
     "deepspeed.utils.safe_get_full_fp32_param(parameter), called on every rank, has the fp32 value, "
     "safe_set_full_fp32_param sets it; make_strategy(..., half_copies=False) holds fp32 weights."
 )
+#: of all numbers of the module, what share is worth param groups of its own
+_WORTH = 0.25
 #: hooks of the monitors know what a copy is
 _OURS = "lightning_mp."
 
@@ -82,7 +84,7 @@ class HalfCopies:
 
 
 def _choose(module: nn.Module, plan: Any, optimizer: Optimizer) -> list[half_weights.Weight]:
-    """The weights to hold in half precision; biases are few, and stay fp32.
+    """The weights to hold in half precision; biases are few, and stay fp32, as do weights that are few beside others.
 
     DeepSpeed takes the first group's first parameter for what the engine computes with: one that is fp32 is left there.
     """
@@ -99,6 +101,8 @@ def _choose(module: nn.Module, plan: Any, optimizer: Optimizer) -> list[half_wei
     ]
     trained = ([one for one in group["params"] if one.requires_grad] for group in optimizer.param_groups)
     first = next(filter(None, trained), [])
+    if sum(one.tensor.numel() for one in weights) < _WORTH * sum(one.numel() for one in module.parameters()):
+        return []  # LoRA: groups of their own for next to nothing
     chosen = {id(weight.tensor) for weight in weights}
     if all(id(parameter) in chosen for parameter in first):
         smallest = min(first, key=lambda parameter: parameter.numel(), default=None)
