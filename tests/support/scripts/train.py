@@ -132,6 +132,8 @@ def main() -> None:
     module, trainer = Model(given.fail, given.failing, given.busy, given.out), _trainer(given)
     trainer.fit(module, _data())
     (given.out / f"{trainer.global_rank}.after").write_text(str(_whole(module)))
+    if torch.distributed.is_initialized():  # threads of a group that outlive the interpreter may abort the process
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
