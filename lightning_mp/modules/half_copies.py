@@ -71,7 +71,7 @@ class Run:
 
 
 class HalfCopy(nn.Parameter):
-    """A parameter in half precision whose master is elsewhere; an fp32 one becomes it by ``held_in_half``."""
+    """A parameter in half precision whose master is elsewhere; an fp32 one becomes it by ``hold``."""
 
     label: str
     run: Run

@@ -42,9 +42,7 @@ def _halved(module: nn.Module, plan: MixedPrecisionPlan, strategy: Any) -> int:
     if strategy.config["zero_optimization"]["stage"] == 3 or _offloaded(strategy) or not strategy.half_copies:
         return 0
     weights = half_weights.survey(module, pins.resolve(module, policy.pins, Faults("predict_memory")), policy)
-    copied = [one.tensor for one in weights if one.reason is None and one.tensor.ndim > 1 and one.tensor.requires_grad]
-    if 4 * sum(one.numel() for one in copied) < sum(one.numel() for one in module.parameters()):  # then it makes none
-        return 0
+    copied = [one.tensor for one in half_weights.copied(weights, module)]
     return sum(one.numel() * (one.element_size() - to_torch(policy.compute_dtype).itemsize) for one in copied)
 
 

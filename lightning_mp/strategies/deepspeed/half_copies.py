@@ -22,8 +22,6 @@ _ADVICE = (
     "deepspeed.utils.safe_get_full_fp32_param(parameter), called on every rank, has the fp32 value, "
     "safe_set_full_fp32_param sets it; make_strategy(..., half_copies=False) holds fp32 weights."
 )
-#: of all numbers of the module, what share is worth param groups of its own
-_WORTH = 0.25
 #: hooks of the monitors know what a copy is
 _OURS = "lightning_mp."
 
@@ -84,7 +82,7 @@ class HalfCopies:
 
 
 def _choose(module: nn.Module, plan: Any, optimizer: Optimizer) -> list[half_weights.Weight]:
-    """The weights to hold in half precision; biases are few, and stay fp32, as do weights that are few beside others.
+    """The weights to hold in half precision.
 
     DeepSpeed takes the first group's first parameter for what the engine computes with: one that is fp32 is left there.
     """
@@ -92,19 +90,17 @@ def _choose(module: nn.Module, plan: Any, optimizer: Optimizer) -> list[half_wei
     if any(map(is_compiled, module.modules())) or any(isinstance(each, AVERAGES) for each in trainer.callbacks):
         return []  # a compiled forward would not meet the hooks; callbacks that average weights need them in fp32
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    weights = [
+    steps_fp32 = [
         weight
         for weight in half_weights.survey(module, plan.engine.pin_map, plan.policy)
-        if weight.reason is None and weight.tensor.ndim > 1 and weight.tensor.dtype == torch.float32
-        if weight.tensor.requires_grad and id(weight.tensor) in stepped and type(weight.tensor) is nn.Parameter
-        if not has_gradient_hooks(weight.tensor, but=_OURS)
+        if weight.tensor.dtype == torch.float32 and type(weight.tensor) is nn.Parameter
+        if id(weight.tensor) in stepped and not has_gradient_hooks(weight.tensor, but=_OURS)
     ]
+    weights = half_weights.copied(steps_fp32, module)
     trained = ([one for one in group["params"] if one.requires_grad] for group in optimizer.param_groups)
     first = next(filter(None, trained), [])
-    if sum(one.tensor.numel() for one in weights) < _WORTH * sum(one.numel() for one in module.parameters()):
-        return []  # LoRA: groups of their own for next to nothing
     chosen = {id(weight.tensor) for weight in weights}
-    if all(id(parameter) in chosen for parameter in first):
+    if chosen and all(id(parameter) in chosen for parameter in first):
         smallest = min(first, key=lambda parameter: parameter.numel(), default=None)
         weights = [weight for weight in weights if weight.tensor is not smallest]
     return weights
