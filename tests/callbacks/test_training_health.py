@@ -7,7 +7,6 @@ import csv
 import json
 import logging
 import pickle
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from torch import Tensor
 from lightning_mp import PlanError
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.health import flops
+from lightning_mp.monitor.health import flops, throughput
 from lightning_mp.monitor.health.throughput import default_tokens, samples_in
 from support import health
+from support.clock import SteadyClock
 from support.counting import Counts
 from support.language import LENGTH, Language, gpt2, tokens
 from support.manual import Pair
@@ -274,15 +274,19 @@ def test_evaluating_alone_opens_nothing(tmp_path: Path) -> None:
     assert len(mine.rows) == 8
 
 
-def test_validation_in_between_is_not_the_loops_time(tmp_path: Path) -> None:
+def test_validation_in_between_is_not_the_loops_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SteadyClock()
+    monkeypatch.setattr(throughput, "time", clock)
+
     class Slow(Regression):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            time.sleep(0.05)
+            clock.sleep(1.0)
 
     data = batches()
     mine = TrainingHealth(tmp_path / "run", report=False)
     trainer(callbacks=[mine], val_check_interval=1, num_sanity_val_steps=0).fit(Slow(PLAIN), data, data)
-    assert min(row[metric_names.SAMPLES_PER_S] for row in mine.rows[1:]) > 8 / 0.4
+    rates = [row[metric_names.SAMPLES_PER_S] for row in mine.rows[1:]]
+    assert rates == pytest.approx([8 / clock.tick] * len(rates))
 
 
 def test_it_is_copied_and_pickled_after_a_run(tmp_path: Path) -> None:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from faults import run
+from faults import inject, run
 from faults.scenarios import HEALTHY, SCENARIOS
+from lightning_mp.monitor.health import throughput
+from support.clock import SteadyClock
 
 ALONE = [number for number, scenario in enumerate(SCENARIOS) if scenario.world == 1]
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a step takes is up to the model and the fault alone; `make faults` asks the machine's own clock."""
+    clock = SteadyClock()
+    monkeypatch.setattr(throughput, "time", clock)
+    monkeypatch.setattr(inject, "time", clock)
 
 
 @pytest.mark.parametrize("number", ALONE, ids=[SCENARIOS[number].title for number in ALONE])
