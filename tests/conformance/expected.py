@@ -99,7 +99,8 @@ def bytes_per_rank(strategy: str, row: Row) -> dict[str, float]:
         return {key: value / ranks for key, value in parts.items()}
     # ZeRO steps a copy of its partition, and gathers its gradients in the dtype they are summed in.
     shard = as_stored / ranks
-    if row.policy.mixed and "zero3" not in strategy:  # half copies of what autocast computes with
+    # half copies of what autocast computes with; with offload, DeepSpeed's way would sum their gradients in half
+    if row.policy.mixed and strategy in ("deepspeed_zero1", "deepspeed_zero2"):
         linears = [m.weight.numel() for m in _model(row).modules() if isinstance(m, nn.Linear)]
         as_stored -= (SIZES["fp32"] - SIZES[row.policy.compute]) * sum(linears)
     # With offload stage 3 accumulates on the device, and steps a copy on the CPU.
