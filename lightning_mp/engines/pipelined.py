@@ -7,16 +7,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.engines import closures, elementwise
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.shard_norms import WholeNorms
+from lightning_mp.engines.shard_norms import WholeNorms, sum_total_norms
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.numerics import grad_norm, grads
 
@@ -46,7 +43,7 @@ class PipelineEngine(StepEngine):
         """Take the optimizers; from then on ``clip_grad_norm_`` on a stage's gradients is by the norm of all."""
         super().connect(model, optimizers)
         if optimizers and self._undo_norm is None:
-            self._undo_norm = sharding_compat.take_total_norms_by(self._users_norm)
+            self._undo_norm = sum_total_norms(self, lambda: self._stages)
 
     def release(self) -> None:
         """Let go of ``clip_grad_norm_`` too."""
@@ -81,23 +78,6 @@ class PipelineEngine(StepEngine):
         own = grad_norm.global_norm(parameters, self.device)
         self.last_norm = grad_norm.over_shards(own, 2.0, self._stages)
         grad_norm.clip_to_(parameters, max_norm, self.last_norm)
-
-    def _users_norm(
-        self,
-        own: Callable[..., Tensor],
-        tensors: Any,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        members: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        held = {id(p.grad) for optimizer in self.optimizers for p in grads.parameters_of(optimizer)}
-        if members and not any(id(member) in held for member in members):
-            return own(members, norm_type, error_if_nonfinite, foreach)
-        norm = own(members, norm_type, False, foreach)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        plain = torch.as_tensor(whole, dtype=torch.float32, device=self.device)
-        return grad_norm.over_shards(plain, norm_type, self._stages, error_if_nonfinite=error_if_nonfinite)
 
 
 def _evaluates(optimizer: Optimizer) -> Fault:

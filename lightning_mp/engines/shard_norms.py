@@ -1,15 +1,20 @@
-"""Lightning's ``grad_norm``, which users call in hooks, where every rank has a piece of each gradient."""
+"""The norms that users take, by Lightning's ``grad_norm`` and torch's ``clip_grad_norm_``, where ranks hold pieces."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat.lightning import called_by_grad_norm
+from lightning_mp.compat.torch_sharding import take_total_norms_by
+from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, PlanError
+from lightning_mp.numerics import grad_norm, grads
 
 _NORM: Any = Tensor.norm
 
@@ -33,3 +38,25 @@ class WholeNorms(TorchFunctionMode):
             )
             raise PlanError([fault])
         return result.full_tensor() if isinstance(result, DTensor) else result
+
+
+def sum_total_norms(engine: StepEngine, groups: Callable[[], grad_norm.Groups]) -> Callable[[], None]:
+    """Have ``clip_grad_norm_`` clip the engine's gradients by the norm over ``groups``; what is returned ends that."""
+
+    def total(
+        own: Callable[..., Tensor],
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        members: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        held = {id(p.grad) for optimizer in engine.optimizers for p in grads.parameters_of(optimizer)}
+        if members and not any(id(member) in held for member in members):
+            return own(members, norm_type, error_if_nonfinite, foreach)
+        norm = own(members, norm_type, False, foreach)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        plain = torch.as_tensor(whole, dtype=torch.float32, device=engine.device)
+        return grad_norm.over_shards(plain, norm_type, groups(), error_if_nonfinite=error_if_nonfinite)
+
+    return take_total_norms_by(total)

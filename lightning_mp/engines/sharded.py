@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
@@ -23,7 +22,7 @@ from lightning_mp.engines.base import Replay, StepEngine
 from lightning_mp.engines.budget import Verdict
 from lightning_mp.engines.flat_views import FlatViews
 from lightning_mp.engines.same_order import FirstForward
-from lightning_mp.engines.shard_norms import WholeNorms
+from lightning_mp.engines.shard_norms import WholeNorms, sum_total_norms
 from lightning_mp.engines.shard_reads import ShardReads
 from lightning_mp.engines.unused import UnusedParameters
 from lightning_mp.errors import Faults, NonFiniteError
@@ -76,7 +75,7 @@ class ShardedEngine(StepEngine):
         self._flat_groups = flat_groups(model)
         super().connect(model, optimizers)
         if self._flat_groups and self._undo_norm is None:
-            self._undo_norm = sharding_compat.take_total_norms_by(self._users_norm)
+            self._undo_norm = sum_total_norms(self, lambda: self._flat_groups)
         if optimizers and self._flat_groups:
             self._views = FlatViews(model, self.device)
         if self._flat_groups:
@@ -165,22 +164,6 @@ class ShardedEngine(StepEngine):
         parameters = grads.parameters_of(optimizer)
         self.last_norm = grad_norm.global_norm(parameters, self.device, self._flat_groups)
         grad_norm.clip_to_(parameters, max_norm, self.last_norm)
-
-    def _users_norm(
-        self,
-        own: Callable[..., Tensor],
-        tensors: Any,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        """What the user's own ``clip_grad_norm_`` clips by: over all shards where FSDP1 split the gradients."""
-        members: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        shards = {id(p.grad) for optimizer in self.optimizers for p in grads.parameters_of(optimizer)}
-        if members and not any(id(member) in shards for member in members):
-            return own(members, norm_type, error_if_nonfinite, foreach)
-        norm = torch.as_tensor(own(members, norm_type, False, foreach), dtype=torch.float32, device=self.device)
-        return grad_norm.over_shards(norm, norm_type, self._flat_groups, error_if_nonfinite=error_if_nonfinite)
 
     def _error(self, replay: Replay, verdict: Verdict) -> NonFiniteError:
         alone = None if replay is None else partial(_alone, self._module, replay)
