@@ -132,8 +132,7 @@ _UNDERFLOW = (
 )
 _DROP = (
     "that operand has grown: an outlier in the batch, or an activation that runs away; its other values lose precision",
-    "look at the batch and the layers before; clip gradients, or leave it in bf16: skip=('lm_head', LAYER) in FP8, "
-    "or the action 'fallback'",
+    "look at the batch and the layers before; clip gradients, or leave it in bf16: skip=('lm_head', LAYER) in FP8",
 )
 _RISE = (
     "that operand has collapsed: a layer before it is dead, or was reset",
