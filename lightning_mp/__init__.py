@@ -76,6 +76,9 @@ __all__ = [
     "unpin",
 ]
 
+#: public packages: ``lightning_mp.callbacks.TrainingHealth`` needs no import of its own
+_PACKAGES = ("callbacks", "numerics", "planner")
+
 #: those that are made of Lightning's classes, or ask for them
 _OF_LIGHTNING = (
     "AuditReport",
@@ -94,6 +97,8 @@ def __getattr__(name: str) -> Any:
 
     The first use of a name that needs Lightning also registers the ``mp_*`` strategies with it.
     """
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = f"{__name__}.{_HOMES[name]}"

@@ -126,8 +126,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         return cls.from_policy(presets.preset(name))
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any] | str | PathLike[str]) -> MixedPrecisionPlan:
-        """A plan from a mapping of its arguments, an OmegaConf ``DictConfig``, or the path of a YAML file of one.
+    def from_config(cls, config: Mapping[str, Any] | str | int | PathLike[str]) -> MixedPrecisionPlan:
+        """A plan from a mapping of its arguments, an OmegaConf ``DictConfig``, the path of a YAML file, or a precision.
 
         Raises:
             PlanError: an unknown key or a bad value; every fault is named at once, with the line of a file.

@@ -93,6 +93,11 @@ def test_importing_the_package_loads_neither_torch_nor_lightning() -> None:
     assert heavy_modules_after("import lightning_mp") == []
 
 
+@pytest.mark.parametrize("name", ["callbacks", "numerics", "planner"])
+def test_a_public_package_is_there_without_an_import_of_its_own(name: str) -> None:
+    assert lightning_mp.__getattr__(name).__name__ == f"lightning_mp.{name}"
+
+
 @pytest.mark.parametrize("module", FLOOR_0)
 def test_floor_0_is_pure_data_and_loads_no_torch(module: str) -> None:
     assert heavy_modules_after(f"import lightning_mp.{module}") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ _PACKAGES = (
     "transformers",
     "peft",
     "deepspeed",
+    "torchao",
     "omegaconf",
     "hydra-core",
 )
@@ -76,6 +78,11 @@ def _on(device: torch.device) -> dict[str, Any]:
     for mode in PRECISIONS[:-1]:
         refused = hardware.refusal(facts, mode)
         modes[mode] = "runs" if refused is None else f"refused: {refused[2]}"
+        if refused is None and mode == "fp8-mixed":
+            if find_spec("torchao") is None:
+                modes[mode] = "refused: needs torchao, pip install 'lightning-mp[fp8]'"
+            elif facts.type == "cpu":
+                modes[mode] = "runs, for checking and not for speed"
         if refused is None and mode.startswith("bf16") and facts.bf16 == "emulated":
             modes[mode] = "runs, emulated: right, but no faster than fp32"
     modes["tf32='high'"] = "runs" if facts.tf32 else "changes nothing: the device has no TF32"

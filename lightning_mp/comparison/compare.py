@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from lightning_mp.monitor.run_log import machine, versions
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.strategies.registry import trainer_arguments
 
 SUBJECT = "compare"
 T = TypeVar("T")
@@ -219,6 +221,9 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
     for name in (name for name in OWN if name in trainer):
         fix = "write steps=" if "steps" in name else "remove it"
         faults.add(f"{name}={trainer[name]!r}", "Trainer arguments that compare has not its own of", fix)
+    known = [*(name for name in signature(compare).parameters if name != "trainer"), *trainer_arguments()]
+    for name in trainer.keys() - set(known):
+        faults.unknown("keyword", name, known)
     if out is not None:
         from lightning_mp.monitor.report.figures import graph_objects
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.words import precision_word
 
 #: what a ``_target_`` may name besides a class whose fields are written out, and what builds it
 _CONSTRUCTORS: Mapping[str, Callable[..., LossScaling]] = {
@@ -21,7 +22,7 @@ HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
 
 
 def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict[str, Any]:
-    """A dict of plain values from a mapping, an OmegaConf ``DictConfig`` or the path of a YAML file.
+    """A dict of plain values from a mapping, an OmegaConf ``DictConfig``, the path of a YAML file, or a precision.
 
     ``_target_`` keys, with which Hydra names what to build, are read: those of a class are left out, since its
     fields say the same; ``LossScaling.deepspeed`` and its kind are called.
@@ -42,6 +43,10 @@ def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict
 
 
 def _loaded(config: Any) -> Any:
+    if isinstance(config, Mapping):
+        return cast("Any", config)
+    if precision_word(config) and not Path(str(config)).is_file():
+        return {"precision": config}
     if not isinstance(config, (str, PathLike)):
         return config
     from omegaconf import OmegaConf

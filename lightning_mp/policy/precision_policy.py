@@ -258,7 +258,7 @@ _EXAMPLES: Mapping[type[Any], str] = {
     Pin: "Pin('*norm*', 'fp32')",
     FP8: "FP8()",
 }
-#: what a bare number in a piece's place is meant to be
+#: what a positive number in a piece's place is meant to be; DeepSpeed's loss_scale 0 is a dynamic one
 _NUMBER_IN: Mapping[type[Any], str] = {
     LossScaling: "LossScaling.static({})",
     NonFinite: "NonFinite(max_consecutive={})",
@@ -271,7 +271,7 @@ def _piece(kind: type[_Piece], value: object, what: str, faults: Faults) -> _Pie
         return value
     name, shown = kind.__name__, f"{what}={[value] if kind is Pin else value!r}"
     if not isinstance(value, Mapping):
-        number = _NUMBER_IN.get(kind) if is_number(value) else None
+        number = _NUMBER_IN.get(kind) if is_number(value) and value > 0 else None
         faults.add(
             shown, f"{name}(...) or a mapping of its fields", f"write {(number or _EXAMPLES[kind]).format(value)}"
         )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, cast
 
-from lightning_mp.compat.lightning import Precision, Strategy, Trainer
+from lightning_mp.compat.lightning import Precision, Strategy
 from lightning_mp.errors import Faults
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies import registry
@@ -82,9 +81,10 @@ def _check_plan(plan: object, faults: Faults) -> None:
 
 
 def _check_trainer_args(given: dict[str, Any], faults: Faults) -> None:
-    known = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
+    known = registry.trainer_arguments()
     for key in given:
         if key == "precision":
             faults.add(f"precision={given[key]!r} beside the plan", "the plan's precision", "remove it")
         elif key not in known:
-            faults.unknown("Trainer argument", key, known)
+            otherwise = "give what the strategy takes to make_strategy(...), or remove it"
+            faults.unknown("Trainer argument", key, known, otherwise)

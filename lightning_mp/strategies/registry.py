@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -84,8 +84,10 @@ _LIGHTNINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "ddp_find_unused_parameters_false": ("ddp", {"find_unused_parameters": False}),
 }
 
-#: keywords of the hosts that the plan or the Trainer answers
+#: keywords of the hosts, and the plan's own, that the plan or the Trainer answers
 _THE_PLANS = {
+    **{item.name: f"use MixedPrecisionPlan({item.name}=...)" for item in fields(PrecisionPolicy)},
+    "gradient_checkpointing": "use MixedPrecisionPlan(checkpointing=...)",
     "precision_plugin": "remove it: the plan is the precision plugin",
     "mixed_precision": "remove it: the plan says which dtypes are gathered and reduced",
     "mp_policy": "remove it: the plan says which dtypes are gathered and reduced",
@@ -122,7 +124,12 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
                 faults.add(given, "keywords that neither the plan nor the Trainer decides", _THE_PLANS[key])
             elif key not in allowed:
                 given = f"unknown keyword {key!r} with {name!r}"
-                faults.add(given, ", ".join(allowed), did_you_mean(key, allowed, "remove it"))
+                fix = (
+                    f"write Trainer({key}=...)"
+                    if key in trainer_arguments()
+                    else did_you_mean(key, allowed, "remove it")
+                )
+                faults.add(given, ", ".join(allowed), fix)
         for names in cls.private_names:
             names.check(faults)
     checked = {"policy": policy} if "policy" in own else {}
@@ -141,6 +148,11 @@ def _entry(name: object) -> Entry:
 def _load(home: str) -> Any:
     module, _, name = home.partition(":")
     return getattr(import_module(module), name)
+
+
+def trainer_arguments() -> list[str]:
+    """What Lightning's Trainer takes."""
+    return [name for name in inspect.signature(lightning.Trainer.__init__).parameters if name != "self"]
 
 
 def _keywords(callables: Iterable[Callable[..., Any]]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -54,9 +55,16 @@ def test_every_mode_has_its_line_on_every_device() -> None:
         (Device("cuda", "M60", (5, 2), "none"), "16-mixed", "refused: use '32-true'"),
         (OLD_CPU, "bf16-mixed", "runs, emulated: right, but no faster than fp32"),
         (OLD_CPU, "32-true", "runs"),
+        (OLD_CPU, "fp8-mixed", "runs, for checking and not for speed"),
     ],
 )
 def test_a_mode_runs_is_emulated_or_is_refused(
     monkeypatch: pytest.MonkeyPatch, device: Device, mode: str, says: str
 ) -> None:
     assert _modes(monkeypatch, device)[mode] == says
+
+
+def test_fp8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    assert "lightning-mp[fp8]" in _modes(monkeypatch, OLD_CPU)["fp8-mixed"]
+    assert "torchao" in collect()["versions"]

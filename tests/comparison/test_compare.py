@@ -205,10 +205,11 @@ def test_what_fails_under_every_plan_is_refused() -> None:
             ["fp8-mixed: precision='fp8-mixed' on a model of which nothing"],
         ),
         ({"devicez": 2}, ["devicez"]),
+        ({"seed": 3}, ["Did you mean 'seeds'"]),
         ({"strategy": "mp_dpp"}, ["mp_dpp"]),
         ({"out": Path(__file__)}, ["a file"]),
     ],
-    ids=["all at once", "module", "small", "argument", "strategy", "out"],
+    ids=["all at once", "module", "small", "argument", "near", "strategy", "out"],
 )
 def test_refused(given: dict[str, Any], faults: list[str]) -> None:
     with pytest.raises(PlanError) as error:

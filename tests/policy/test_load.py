@@ -103,6 +103,11 @@ def test_a_config_with_targets_means_what_hydra_makes_of_it(config: dict[str, An
     assert MixedPrecisionPlan.from_config(config).policy == instantiate(config).policy
 
 
+@pytest.mark.parametrize(("word", "precision"), [("bf16", "bf16-mixed"), (16, "16-mixed"), ("fp16-true", "16-true")])
+def test_a_word_is_the_plan_of_that_precision(word: Any, precision: str) -> None:
+    assert MixedPrecisionPlan.from_config(word).policy == MixedPrecisionPlan(precision).policy
+
+
 # ---------------------------------------------------------------------- bad input
 
 

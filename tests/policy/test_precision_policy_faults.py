@@ -43,6 +43,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
         "LossScaling()",
     ),
     ({"precision": "16", "loss_scaling": 128}, "loss_scaling=128", "LossScaling(...)", "write LossScaling.static(128)"),
+    ({"precision": "16", "loss_scaling": 0}, "loss_scaling=0", "LossScaling(...)", "write LossScaling()"),
     ({"nonfinite": 5}, "nonfinite=5", "NonFinite(...)", "write NonFinite(max_consecutive=5)"),
     ({"precision": "16-mixed", "loss_scaling": {"init_scale": 0}}, "init_scale=0", "a finite number > 0", "65536"),
     (

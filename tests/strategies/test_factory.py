@@ -135,12 +135,21 @@ def test_unknown_keywords_are_all_refused_at_once_with_near_names(name: str) -> 
     assert "'process_group_backend'" in caught.value.faults[1].fix
 
 
+def test_a_keyword_of_another_is_sent_to_it() -> None:
+    with pytest.raises(PlanError, match=r"Write Trainer\(devices=...\)"):
+        make_strategy("fsdp2", _plan(), devices=2)
+    with pytest.raises(PlanError, match=r"what the strategy takes to make_strategy"):
+        trainer_kwargs(_plan(), strategy="fsdp2", wrap="Block")
+
+
 @pytest.mark.parametrize(
     ("name", "key", "instead"),
     [
         ("fsdp2", "mp_policy", "the plan"),
         ("fsdp1", "activation_checkpointing_policy", "checkpointing="),
         ("ddp", "precision_plugin", "the plan"),
+        ("ddp", "pins", "MixedPrecisionPlan(pins=...)"),
+        ("fsdp2", "gradient_checkpointing", "MixedPrecisionPlan(checkpointing=...)"),
         ("deepspeed_zero2", "initial_scale_power", "LossScaling.deepspeed"),
         ("deepspeed_zero2", "stage", "by name"),
     ],

@@ -177,7 +177,8 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
             trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
     if trainer.is_global_zero:
         page = folder / "report.html"
-        say(f"{folder}: {trainer.global_step} steps" + (f", {page}" if page.exists() else ""))
+        steps = f"{trainer.global_step} step{'s' * (trainer.global_step != 1)}"
+        say(f"{folder}: {steps}" + (f", {page}" if page.exists() else ""))
     return 1 if trainer.interrupted else 0
 
 

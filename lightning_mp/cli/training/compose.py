@@ -306,8 +306,13 @@ def _check_defaults(root: Primary, arguments: _Arguments, faults: Faults) -> Non
 def _composed(root: Primary, arguments: _Arguments, swept: tuple[str, ...], faults: Faults) -> Composed:
     from omegaconf import open_dict
 
-    lines = [str(override.input_line) for override in (*arguments.groups, *arguments.others)]
+    groups, lines = ([str(override.input_line) for override in some] for some in (arguments.groups, arguments.others))
     with _stored(root, [override.key_or_group for override in arguments.groups]) as name:
+        if any(override.key_or_group.startswith("plan.") for override in (*arguments.changes, *arguments.others)):
+            word = precision_word(_run(root, name, groups, faults).get("plan"))
+            if word is not None:  # a field of the plan would take the place of the word
+                lines.insert(0, f"++plan.precision={word}")
+        lines = [*groups, *lines]
         config = _run(root, name, lines, faults)
         places = _places(root, config)
         changes = [text for override in arguments.changes for text in _change(config, override, faults)]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_mp.errors import Faults, nearest, one_line
+from lightning_mp.policy import precision_word
+from lightning_mp.policy.presets import PRESETS
 
 SEARCHPATH = "pkg://lightning_mp.configs"
 #: the sections of a training file, and which file of its group a section comes from that is not there
@@ -90,6 +92,10 @@ def read(path: Path, config_dirs: Collection[Path], faults: Faults) -> Primary |
     if not isinstance(defaults, list):
         faults.add(f"{path}: defaults: {defaults!r}", "a list", "write '- plan: fp16' below it")
         return None
+    plan: Any = body.get("plan")
+    if isinstance(plan, str) and plan in PRESETS and precision_word(plan) is None:  # as plan=a100 is
+        del body["plan"]
+        defaults = [{"plan": plan}, *(entry for entry in cast("list[Any]", defaults) if _entry(entry)[0] != "plan")]
     theirs: Any = (body.get("hydra") or {}).get("searchpath") or []
     folders = [folder.resolve().as_uri() for folder in config_dirs]
     searchpath = tuple(dict.fromkeys([*theirs, *folders, SEARCHPATH]))

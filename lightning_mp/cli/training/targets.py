@@ -145,10 +145,9 @@ def unknown_arguments(
 
 def trainer_arguments() -> list[str]:
     """What may stand in the trainer section."""
-    from lightning_mp.compat.lightning import Trainer
+    from lightning_mp.strategies import registry
 
-    known = inspect.signature(Trainer.__init__).parameters
-    return [name for name in known if name not in ("self", *ELSEWHERE)]
+    return [name for name in registry.trainer_arguments() if name not in ELSEWHERE]
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

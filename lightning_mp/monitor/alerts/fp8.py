@@ -51,7 +51,7 @@ class OperandRule(Rule):
         """The event of an operand: which layer's, and which."""
         layer, role = place
         numbers = {"role": role, **event.evidence, "amax": operand.amax, "scale": operand.scale}
-        return replace(event, module=layer, evidence=numbers)
+        return replace(event, module=layer, evidence=numbers, advice=event.advice.replace("LAYER", repr(layer)))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain values."""
@@ -128,11 +128,11 @@ class OperandScaleJump(OperandRule):
 
 _UNDERFLOW = (
     "a few of its values are so large that the scale they need leaves nothing of the others",
-    "leave that layer in bf16: FP8(skip=...), or the action 'fallback'; recipe='rowwise' has a scale for each row",
+    "leave it in bf16: skip=('lm_head', LAYER) in FP8, or the action 'fallback'; recipe='rowwise' has a scale a row",
 )
 _DROP = (
     "that operand has grown: an outlier in the batch, or an activation that runs away; its other values lose precision",
-    "look at the batch and the layers before; clip gradients, or leave that layer in bf16: FP8(skip=...) or 'fallback'",
+    "look at the batch and the layers before; clip gradients, or leave it in bf16: skip=('lm_head', LAYER) in FP8",
 )
 _RISE = (
     "that operand has collapsed: a layer before it is dead, or was reset",

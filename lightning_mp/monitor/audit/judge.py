@@ -221,7 +221,7 @@ _PIN_NOT_IN_FORCE = _Cause(
 )
 _NOT_FP8 = _Cause(
     "products did not run in FP8: the layer was frozen or replaced since, or its weight is used without it",
-    "let the Trainer apply the plan, and use the weight through the layer; or leave the layer out, FP8(skip=...)",
+    "let the Trainer apply the plan, and use the weight through the layer; or name the layer in skip= of FP8",
 )
 _OUTSIDE_AUTOCAST = _Cause(
     "autocast is off where it runs: torch.autocast(enabled=False) around it, or a call outside the step's own context",

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from lightning_mp.cli.training import application
 from lightning_mp.cli.training.compose import Composed, compose
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, PlanError
 from support.training import PLAIN, write
 
 
@@ -82,6 +82,22 @@ def test_a_value_may_be_given_for_what_is_there_and_for_what_may_be(tmp_path: Pa
     config = one(path, *changes)
     for text, expected in changes.items():
         assert OmegaConf.select(config, text.partition("=")[0]) == expected, text
+
+
+@pytest.mark.parametrize("change", ["plan.tf32=high", "+plan.tf32=high"])
+def test_a_field_of_a_plan_that_is_a_word_is_added_to_it(tmp_path: Path, change: str) -> None:
+    path = write(tmp_path, "plan: 16\ndefaults:\n  - model: llama_tiny\n  - data: library_text\n")
+    assert one(path, change).plan == {"precision": "16-mixed", "tf32": "high"}
+    with pytest.raises(PlanError, match="Did you mean 'pins'"):
+        one(path, "plan.pin=3")
+
+
+def test_a_preset_in_the_file_is_what_it_is_on_the_command_line(tmp_path: Path) -> None:
+    groups = "defaults:\n  - plan: fp32\n  - model: llama_tiny\n  - data: library_text\n"
+    path = write(tmp_path, f"plan: a100\n{groups}")
+    assert one(path).plan == one(None, "plan=a100").plan
+    assert one(path, "plan.tf32=highest").plan.tf32 == "highest"
+    assert one(path, "plan=v100").plan.precision == "16-mixed"
 
 
 def test_a_strategy_may_be_chosen_by_its_name_in_a_trainer() -> None:

@@ -155,6 +155,7 @@ FORMS: dict[str, tuple[str, tuple[str, ...], MixedPrecisionPlan]] = {
     ),
     "an option": ("plan: 16-mixed", ("--plan", "bf16-true"), MixedPrecisionPlan("bf16-true")),
     "an option that is a file": ("plan: 32-true", ("--plan", "conf/parts/plan.yaml"), DEEPSPEED),
+    "an option of a field, beside a word": ("plan: 16", ("--plan.tf32=high",), MixedPrecisionPlan("16", tf32="high")),
     "options of fields": (
         "plan: {precision: 32-true, pins: {a: fp32}}",
         ("--plan.precision=16-mixed", "--plan.loss_scaling.init_scale", "8", "--plan.pins.x.y", "bf16"),
