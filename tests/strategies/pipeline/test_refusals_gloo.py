@@ -76,6 +76,27 @@ class Logs(Staged):
         return loss
 
 
+class LogsElsewhere(Staged):
+    """Not in its own code."""
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.noted(super().pipeline_loss(output, target))
+
+    def noted(self, loss: Tensor) -> Tensor:
+        self.log_dict({"mine": loss})
+        return loss
+
+
+class NotScalar(Staged):
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square()
+
+
+class Detached(Staged):
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().pipeline_loss(output, target).detach()
+
+
 class Copies(Staged):
     def pipeline_stage(self, index: int, count: int) -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
@@ -174,11 +195,15 @@ class Compiled(Staged):
 
 
 class Dropped(Staged):
-    """Draws numbers in its first stage."""
+    """Draws as many numbers in its second stage as in its first; notes what was dropped on this rank."""
 
     def build(self) -> None:
         super().build()
-        self.blocks[0].up = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 16))
+        for block in self.blocks[::2]:
+            block.up = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 16))
+        self.masks: list[Tensor] = []
+        for block in self.blocks[::2]:
+            block.up[0].register_forward_hook(lambda *args: self.masks.append(args[2] == 0))
 
 
 class Drawing(Dataset[Any]):
@@ -228,6 +253,9 @@ PARTS: dict[str, tuple[type[Staged], str]] = {
     "no loss": (NoLoss, "NoLoss without pipeline_loss"),
     "no stages": (NoStage, "NoStage without pipeline_stage(index, count)"),
     "logs": (Logs, "self.log in pipeline_loss"),
+    "logs elsewhere": (LogsElsewhere, "self.log in pipeline_loss"),
+    "no scalar": (NotScalar, "pipeline_loss, which returned (2, 1)"),
+    "detached": (Detached, "pipeline_loss, which returned a tensor without a gradient"),
     "copies": (Copies, "which is not the module's own"),
     "leaves out": (LeavesOut, "'head.weight', which is in none of the 2 stages"),
     "sharded": (Sharded, "sharded or wrapped already"),
@@ -244,7 +272,6 @@ LOADERS: dict[str, tuple[type[Staged], Callable[[], Any], str]] = {
     "last": (Staged, _rows(8, 20), "a last batch of 4 rows after batches of 8"),
     "lengths": (GPT2, _varying, "after batches of [(8, 6)]"),
     "a stream's last": (Staged, lambda: DataLoader(Stream(), batch_size=ROWS), "a batch of shape [(4, 8)] after"),
-    "drawn": (Dropped, lambda: DataLoader(Drawing(), batch_size=ROWS), "other batches on one stage than on another"),
     "apart": (Staged, _apart, "other batches on one stage than on another"),
 }
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -268,7 +295,7 @@ TRAINERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
 }
 #: after how many batches what is only seen in one is refused
-SEEN = {"lengths": 2, "drawn": 1, "a stream's last": 1}
+SEEN = {"lengths": 2, "a stream's last": 1}
 
 
 def _said(
@@ -356,3 +383,24 @@ def test_all_stages_are_given_the_same_shuffled_batches(ranks: Ranks) -> None:
     drawn = [number for batch in first for number in batch]
     assert sorted(drawn) == [float(number) for number in range(32)]
     assert drawn != sorted(drawn)
+
+
+@dataclass(frozen=True)
+class OfOneSeed:
+    """What each rank dropped, which batches it was given, and where its generator stands at the end."""
+
+    def run(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        module, plan = Dropped(), MixedPrecisionPlan("32-true")
+        torch.manual_seed(0)
+        strategy = make_strategy("pipeline", plan, stages=2, microbatches=4)
+        trainer(strategy=strategy, plugins=[plan], devices=2).fit(module, DataLoader(Drawing(), batch_size=ROWS))
+        return module.masks[1:], module.seen, torch.rand(1)  # the first is of the call that shows torch the shapes
+
+
+def test_stages_of_one_seed_drop_others_and_leave_what_data_draws_alone(ranks: Ranks) -> None:
+    (first, seen, drawn), (second, also_seen, also_drawn) = ranks.run(OfOneSeed())
+    assert len(first) == len(second) == 12
+    assert not any(torch.equal(one, other) for one in first for other in second)
+    assert len({tuple(mask.flatten().tolist()) for mask in (*first, *second)}) == 24  # nor any mask again
+    assert all(torch.equal(one, other) for one, other in zip(seen, also_seen, strict=True))
+    assert torch.equal(drawn, also_drawn)
