@@ -311,7 +311,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert self._strays is not None
         assert self._stream is not None
         trainer, scaler = module.trainer, plan.engine.scaler
-        inputs, target = self._batches.of(args[0], training=True)
+        inputs, target = self._taken(module, args[0], training=True)
         afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         pieces = self.layout.microbatches * trainer.accumulate_grad_batches
         with plan.engine.training_step(), self._batches.nothing_logged():
@@ -324,6 +324,12 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
             self._kept.take(afresh=afresh)
         module.log("train_loss", loss, batch_size=len(inputs[0]))
         return self._kept.loss(loss)
+
+    def _taken(self, module: LightningModule, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
+        assert self._batches is not None
+        for part in self._parts.values():
+            part.follow_mode(module)
+        return self._batches.of(batch, training=training)
 
     def _watched(self, step: int, pipeline: Pipeline) -> AbstractContextManager[None]:
         """Around the step whose schedule is written down, where that is asked for."""
@@ -353,7 +359,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert module is not None
         assert self._batches is not None
         assert self._pipeline is not None
-        inputs, target = self._batches.of(batch, training=False)
+        inputs, target = self._taken(module, batch, training=False)
         with self._batches.nothing_logged():
             loss = self._pipeline.evaluate(inputs, target)
             self._batches.check(training=False)
