@@ -48,8 +48,9 @@ class WatchedStage(PipelineStage):
     def _quietly(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         before = [(buffer, buffer.detach().clone()) for buffer in self.submod.buffers()]
         self.shapes_only(True)
-        try:
-            with torch.autograd.set_detect_anomaly(False):  # what is unset may be nan
+        drawn_from = [self.device] if self.device.type == "cuda" else []
+        try:  # what is unset may be nan, and what is dropped of it would be missing from the batch
+            with torch.autograd.set_detect_anomaly(False), torch.random.fork_rng(drawn_from):
                 return run(*args, **kwargs)
         finally:
             self.shapes_only(False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,3 +40,39 @@ def set_rng_state(state: RngState, device: torch.device) -> None:
 
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, keys.numpy(), *rest))
+
+
+class Stream:
+    """Random numbers of torch's apart from those drawn around them, which go on where they last were.
+
+    Args:
+        number: stream 0 begins with what would be drawn around it, any other one elsewhere.
+        device: the generator beside the CPU's that is kept apart, if it is CUDA.
+    """
+
+    def __init__(self, number: int, device: torch.device) -> None:
+        self._number, self._device = number, device
+        self._reached: list[torch.Tensor] = []
+
+    @contextmanager
+    def drawn(self) -> Generator[None, None, None]:
+        """Within it this stream is drawn from; afterwards the generators are where they were."""
+        around = self._get()
+        if self._reached:
+            self._set(self._reached)
+        elif self._number:
+            torch.manual_seed(int(torch.randint(2**62, ())) + self._number)
+        try:
+            yield
+        finally:
+            self._reached = self._get()
+            self._set(around)
+
+    def _get(self) -> list[torch.Tensor]:
+        own = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *own]
+
+    def _set(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state, self._device)

@@ -18,6 +18,8 @@ CONVENTIONS = {
 }
 #: trained tokens a parameter that spend a budget of FLOPs best (Hoffmann et al. 2022, "Chinchilla")
 TOKENS_PER_PARAMETER = 20
+#: by what name a config has the experts of a layer
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 #: head size, vocabulary and sequence of a model of which only the size is said: Llama's
 _HEAD, _VOCAB, _SEQUENCE = 128, 32000, 2048
 #: a size this near to a usual one is meant to be it
@@ -68,6 +70,9 @@ class ModelShape:
                 fill(self, name, value)
                 least = 0 if name in ("heads", "kv_heads", "intermediate") else 1
                 faults.whole(name, value, least, "write a positive whole number")
+            if not faults.found and self.heads and self.kv_heads and self.heads % self.kv_heads:
+                given = f"kv_heads={self.kv_heads} for {self.heads} heads"
+                faults.add(given, "a divisor of the heads, which share them", f"use kv_heads={self.heads}")
         fill(self, "heads", self.heads or max(1, self.hidden // _HEAD))
         fill(self, "kv_heads", self.kv_heads or self.heads)
         fill(self, "intermediate", self.intermediate or 4 * self.hidden)
@@ -77,9 +82,10 @@ class ModelShape:
         """The shape that a transformers config describes (an object or a mapping); ``params`` is counted if not given.
 
         Raises:
-            PlanError: the config says no width or number of layers.
+            PlanError: the config says no width or number of layers, or is of another kind of model.
         """
-        known: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+        known: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        known = _completed(known) if isinstance(config, Mapping) and "model_type" in known else known
 
         def first(*names: str) -> int:
             return next((int(known[name]) for name in names if is_number(known.get(name))), 0)
@@ -87,14 +93,21 @@ class ModelShape:
         hidden, layers = first("hidden_size", "n_embd", "d_model"), first("num_hidden_layers", "n_layer", "n_layers")
         with Faults("ModelShape") as faults:
             if not hidden or not layers:
-                given = f"a config with {', '.join(sorted(known)) or 'nothing'}"
+                given = f"a config with {', '.join(sorted(map(str, known))) or 'nothing'}"
                 faults.add(given, "hidden_size and num_hidden_layers, or n_embd and n_layer", "give ModelShape(...)")
+            elif other := _another_kind(known, first(*_EXPERTS)):
+                faults.add(f"a config of {other}", "a dense decoder's", "give ModelShape(params, layers, hidden, ...)")
         heads = first("num_attention_heads", "n_head", "n_heads")
-        kv_heads = first("num_key_value_heads") or heads
+        kv_heads = first("num_key_value_heads", "num_kv_heads") or heads
+        if known.get("multi_query") and not known.get("new_decoder_architecture"):  # Falcon, BigCode
+            kv_heads = 1
         # No gate in GPT-2's family: an MLP of two matrices, four times the width.
         wide = first("intermediate_size", "n_inner") or 4 * hidden
         vocab = first("vocab_size") or _VOCAB
-        counted = params or _count(hidden, layers, heads, kv_heads, wide, vocab, bool(known.get("tie_word_embeddings")))
+        # Llama's family has a gate, also where its MLP is four times as wide (Gemma)
+        gate = wide != 4 * hidden or "rms_norm_eps" in known
+        tied, head = bool(known.get("tie_word_embeddings")), first("head_dim")
+        counted = params or _count(hidden, layers, heads, kv_heads, wide, vocab, tied=tied, gate=gate, head=head)
         length = seq_len or first("max_position_embeddings", "n_positions", "max_seq_len") or _SEQUENCE
         return cls(counted, layers, hidden, heads, kv_heads, wide, vocab, length)
 
@@ -146,8 +159,40 @@ def flops_per_token(shape: ModelShape, convention: str = "mosaicml") -> float:
     return 8.0 * shape.params + 16.0 * attention
 
 
-def _count(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int, tied: bool) -> int:
+def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a ``config.json`` says, with its model type's defaults for the rest, where transformers knows the type."""
+    given = dict(config)
+    try:
+        from transformers import AutoConfig
+
+        return vars(AutoConfig.for_model(given.pop("model_type"), **given))
+    except Exception:  # not installed, or another release's file: what it says has to do
+        return config
+
+
+def _another_kind(known: Mapping[str, Any], experts: int) -> str:
+    """What a config is of that has a width and layers, and whose bytes and FLOPs are not those of a dense decoder."""
+    if experts > 1:
+        return f"a mixture of {experts} experts"
+    if known.get("is_encoder_decoder"):
+        return "an encoder and a decoder"
+    return "a model of images" if "vocab_size" not in known and "image_size" in known else ""
+
+
+def _count(
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    intermediate: int,
+    vocab: int,
+    *,
+    tied: bool,
+    gate: bool = True,
+    head: int = 0,
+) -> int:
     """Parameters of a decoder without biases."""
-    attention = 2 * hidden * hidden + 2 * hidden * (hidden // max(heads, 1)) * kv_heads
-    mlp = (2 if intermediate == 4 * hidden else 3) * hidden * intermediate
+    head = head or hidden // max(heads, 1)
+    attention = 2 * hidden * head * (max(heads, 1) + kv_heads)
+    mlp = (3 if gate else 2) * hidden * intermediate
     return layers * (attention + mlp + 2 * hidden) + (1 if tied else 2) * vocab * hidden + hidden

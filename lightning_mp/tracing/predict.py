@@ -40,7 +40,7 @@ def predict_memory(
     devices: int = 1,
     trainer_args: Mapping[str, Any] | None = None,
 ) -> MemoryPrediction:
-    """The memory that one rank needs at the peak of its second optimizer step; nothing of that size is allocated.
+    """The memory that one rank needs at the peak of its first two optimizer steps; nothing of that size is allocated.
 
     The Trainer, the plan and the strategy run two steps on a copy of ``module`` whose tensors have no memory, and every
     storage is counted while it lives. Weights may be on the meta device. What the module computes from numbers that
@@ -71,6 +71,8 @@ def predict_memory(
             return first_stage(cast("LightningModule", module), batch, plan, layout, common)
         if name not in _REPLICATED and not name.startswith("deepspeed"):
             return _as_traced(traced(module, batch, plan, {**common, "strategy": built, "devices": int(devices)}))
+        if name not in _REPLICATED:
+            zero.check(module, plan, built)
         alone = traced(module, batch, plan, {**common, "devices": 1})
         if name in _REPLICATED:
             return _replicated(alone, module, plan.policy, int(devices))
@@ -102,7 +104,7 @@ def why(error: BaseException) -> str:
 
 
 def _as_traced(found: Traced) -> MemoryPrediction:
-    return MemoryPrediction(found.peak_bytes, found.parts, found.held, "traced")
+    return MemoryPrediction(found.peak_bytes, found.parts, found.held, "traced", found.notes)
 
 
 def _replicated(found: Traced, module: nn.Module, policy: PrecisionPolicy, ranks: int) -> MemoryPrediction:
@@ -114,7 +116,7 @@ def _replicated(found: Traced, module: nn.Module, policy: PrecisionPolicy, ranks
         summed = (kept - size * sum(zero.trained(module))) // (elsewhere - size)
         other = kept + size * max(summed, 0)
     parts = {**found.parts, "other": found.parts["other"] + other}
-    return MemoryPrediction(found.peak_bytes + other, parts, found.held, "traced")
+    return MemoryPrediction(found.peak_bytes + other, parts, found.held, "traced", found.notes)
 
 
 # ---------------------------------------------------------------------- without one

@@ -24,6 +24,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.compat.torch_fake import FakeTensorMode, fake_ranks, moved_in_place, resizes_told
 from lightning_mp.compat.transformers import fakes_unnoticed
+from lightning_mp.engines.optimizer_facts import calls_closure_again
 from lightning_mp.monitor.side_run import BARE
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.precision import MixedPrecisionPlan
@@ -40,13 +41,14 @@ LEFT_OUT = frozenset(("max_time", "plugins", "callbacks", "logger", "profiler", 
 
 @dataclass(frozen=True)
 class Traced:
-    """The peak of the second step by part, and what is held when it ends."""
+    """The peak of the two steps by part, and what is held when they end; the second begins at ``events[begin]``."""
 
     peak_bytes: int
     parts: dict[str, int]
     held: dict[str, int]
     events: list[tuple[Held, int]]
     begin: int
+    notes: tuple[str, ...] = ()
 
     def without_gradients(self, share: float) -> dict[str, int]:
         """By part the peak if steps began without gradients, and but a ``share`` of new ones was kept."""
@@ -63,11 +65,14 @@ class _Follow(Callback):
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
+        self.first: int | None = None
         self.begin = self.end = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step < STEPS:
             self._name(trainer, pl_module)
+        if self.first is None:
+            self.first = len(self._storages.events)
         if trainer.global_step == STEPS - 1 and not self.begin:
             self.begin = len(self._storages.events)
         self._storages.in_forward = True
@@ -176,4 +181,7 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
         copied.configure_callbacks, copied.prepare_data = list, lambda: None
         trainer.fit(copied, train_dataloaders=Again(fake_batch(batch, device)))
     events, begin, end = storages.events, follow.begin, follow.end or len(storages.events)
-    return Traced(*peak(events, begin, end), alive(events, end), events[:end], begin)
+    # the second step's, as a rule: before an optimizer's first one its weights may be kept, as Adafactor's are
+    again = [type(one).__name__ for one in trainer.optimizers if calls_closure_again(one)]
+    notes = tuple(f"{name} goes on for as long as numbers say that are not known: it needs more" for name in again)
+    return Traced(*peak(events, follow.first or 0, end), alive(events, end), events[:end], begin, notes)

@@ -19,6 +19,7 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.planner.named import name_of
 from lightning_mp.planner.prediction import MemoryPrediction
 from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.strategies.deepspeed.checks import check_storage
 from lightning_mp.tracing.run import Traced
 
 #: numbers that stage 3 keeps gathered if they are used again so soon; of a weight that it always does
@@ -34,6 +35,18 @@ def trained(module: nn.Module) -> list[int]:
 def known(strategy: Any) -> bool:
     """Whether it is a strategy of DeepSpeed's that says how it partitions."""
     return not isinstance(strategy, str) and name_of(strategy).startswith("deepspeed")
+
+
+def check(module: nn.Module, plan: MixedPrecisionPlan, strategy: Any) -> None:
+    """Before the trace of one device, which would run it.
+
+    Raises:
+        PlanError: weights stored in half precision, where ZeRO keeps fp32 copies.
+    """
+    stage = strategy.config["zero_optimization"]["stage"]
+    with Faults("predict_memory") as faults:
+        pin_map = pins.resolve(module, plan.policy.pins, faults)
+        check_storage(plan.policy, pin_map, module, stage, bool(_offloaded(strategy)), faults)
 
 
 def _halved(module: nn.Module, plan: MixedPrecisionPlan, strategy: Any) -> int:

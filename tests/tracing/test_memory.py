@@ -12,10 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.memory import Cell, cells, measured, predicted
-from lightning_mp import MixedPrecisionPlan, make_strategy
+from benchmarks.memory import Cell, Trained, cells, measured, predicted
+from lightning_mp import MixedPrecisionPlan, make_strategy, trainer_kwargs
+from lightning_mp.compat.lightning import Trainer
+from lightning_mp.demo.quiet import quiet
+from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import predict_memory
 from lightning_mp.planner.prediction import PARTS
+from lightning_mp.tracing.run import ALONE, Again
 from support.launching import environment
 from support.models import Regression
 from support.pipeline import Llama
@@ -90,6 +94,36 @@ def test_everything_is_as_before(
     assert not torch.distributed.is_initialized()
     assert not any(tmp_path.iterdir())
     assert capsys.readouterr().out == ""
+
+
+class _Optimized(Trained):
+    """Trained by the optimizer of that name, on the weights that have two dimensions."""
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self._optimizer)([p for p in self.parameters() if p.ndim == 2])
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # said where oneDNN's flags are set
+def test_the_weights_that_are_kept_before_an_optimizers_first_step_are_counted() -> None:
+    batch = torch.ones(8, 128), torch.zeros(8, dtype=torch.int64)
+
+    def make() -> _Optimized:
+        return _Optimized(torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(3))), "Adafactor")
+
+    given: dict[str, Any] = {"accelerator": "cpu", "logger": False}
+    found = predict_memory(make(), batch, MixedPrecisionPlan("32-true"), trainer_args=given)
+    with quiet(), torch.backends.mkldnn.flags(enabled=False), PeakMemory() as peak:
+        runner = Trainer(**trainer_kwargs(MixedPrecisionPlan("32-true"), devices=1, **given, **ALONE))
+        runner.fit(make(), Again(batch))
+        del runner
+    assert found.peak_bytes == pytest.approx(peak.bytes, rel=WITHIN)
+    assert not found.notes
+
+
+def test_an_optimizer_that_goes_on_until_numbers_say_so_is_named() -> None:
+    module = _Optimized(torch.nn.Linear(16, 16), "LBFGS")
+    found = predict_memory(module, (torch.ones(8, 16), torch.zeros(8, dtype=torch.int64)), MixedPrecisionPlan())
+    assert "LBFGS" in "".join(found.notes)
 
 
 def test_what_cannot_be_traced_is_named() -> None:

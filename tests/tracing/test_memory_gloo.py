@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.memory import Cell, Trained
 from benchmarks.sharded_memory import CELLS, HELD, STRATEGIES, OfRank, cells_of, predicted, strategy
+from lightning_mp import PlanError
 from lightning_mp.planner import predict_memory
 from support.ranks import Ranks
 
@@ -42,6 +43,13 @@ def test_a_rank_takes_and_holds_what_was_predicted(ranks: Ranks, name: str, cell
     assert found.method == ("traced, and a formula" if "zero" in name else "traced")
     assert ("DeepSpeed cannot be traced" in "".join(found.notes)) == ("zero" in name)
     assert {part: found.held[part] for part in HELD} == pytest.approx(held, rel=EXACT)
+
+
+def test_what_the_strategy_refuses_is_not_predicted() -> None:
+    pytest.importorskip("deepspeed")
+    cell = next(cell for cell in CELLS if cell.precision == "bf16-true")
+    with pytest.raises(PlanError, match="precision='bf16-true' with ZeRO-3"):
+        predicted(cell, "`deepspeed_zero3`")
 
 
 class _Untraceable(Trained):

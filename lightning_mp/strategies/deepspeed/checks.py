@@ -7,8 +7,9 @@ from pathlib import Path
 from torch import nn
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
-from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Faults
+from lightning_mp.modules.pins import PinMap
+from lightning_mp.policy import PrecisionPolicy
 
 
 def check_world_size(path: Path, processes: int) -> None:
@@ -24,11 +25,12 @@ def check_world_size(path: Path, processes: int) -> None:
         )
 
 
-def check_storage(engine: StepEngine, module: nn.Module, stage: int, offload: bool, faults: Faults) -> None:
+def check_storage(
+    policy: PrecisionPolicy, pin_map: PinMap, module: nn.Module, stage: int, offload: bool, faults: Faults
+) -> None:
     """Half-precision weights: only ZeRO-1/2 can be made to keep no fp32 copy of them."""
     if stage < 3 and not offload:
         return
-    policy = engine.policy
     why = "ZeRO-3" if stage == 3 else "ZeRO's optimizer offload"
     if policy.storage_dtype != "fp32":
         faults.add(
@@ -37,7 +39,7 @@ def check_storage(engine: StepEngine, module: nn.Module, stage: int, offload: bo
             f"use {policy.precision.replace('true', 'mixed')!r}, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'",
         )
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-    for pin in dict.fromkeys(member.pin for member in engine.pin_map.members if _trains(member.module, trained)):
+    for pin in dict.fromkeys(member.pin for member in pin_map.members if _trains(member.module, trained)):
         if pin.dtype != "fp32" and policy.storage_dtype == "fp32":
             faults.add(
                 f"pin {pin.pattern!r} to {pin.dtype} with {why}, which keeps fp32 master weights of trained parameters",

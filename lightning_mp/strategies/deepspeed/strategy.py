@@ -162,7 +162,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
                 "DeepSpeed's own backward, which reduces and partitions as gradients come",
                 "move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
             )
-        check_storage(engine, module, self._stage, any(self._offloads), faults)
+        check_storage(engine.policy, engine.pin_map, module, self._stage, any(self._offloads), faults)
         unfit_callbacks.refuse_with_zero(module, self._stage, faults)
         try:
             composed = self._composed(engine.policy)

@@ -39,6 +39,10 @@ class Batches:
         #: the epoch that batches are counted in, and how many came
         self._epoch: int | None = None
         self._drawn = 0
+        #: of the loss of this batch, which only the last stage sees
+        self._fault: Fault | None = None
+        #: batches of training, and others, of which all stages have learnt what is wrong
+        self._looked: set[bool] = set()
 
     def of(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
         """Inputs and target of a batch.
@@ -90,8 +94,8 @@ class Batches:
     def _check_alike(self, tensors: list[Tensor], epoch: int) -> None:
         """Compare batch 0, 1, 2, 4, 8, … of an epoch, with a host read, so that all ranks of a replica refuse together.
 
-        The first may be alike and the second not: a data set that draws numbers as it goes shares the generator with a
-        dropout that other stages do not have.
+        The first may be alike and the second not: a hook may draw on one stage alone from the generator that a data set
+        draws from as it goes.
         """
         if self._epoch != epoch:
             self._epoch, self._drawn = epoch, 0
@@ -111,30 +115,55 @@ class Batches:
             )
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        """The module's ``pipeline_loss`` of a micro-batch.
-
-        Raises:
-            PlanError: it is no scalar, or not differentiable in training.
-        """
+        """The module's ``pipeline_loss`` of a micro-batch; where it is none, one that the schedule can go on with."""
         given: Any = self._module
         with self._context():
             loss = given.pipeline_loss(output, target)
         if not isinstance(loss, Tensor) or loss.ndim:
-            _refuse(
-                f"pipeline_loss, which returned {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)}",
-                "a scalar tensor",
-                "return the mean over the rows of the micro-batch",
+            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)
+            fix = "return the mean over the rows of the micro-batch"
+            self._fault = Fault(f"pipeline_loss, which returned {what}", "a scalar tensor", fix)
+            return any_loss(output)
+        if not loss.requires_grad and any(leaf.requires_grad for leaf in leaves(output)):
+            fix = "compute it from the output, without detach(), item() or no_grad()"
+            self._fault = Fault(
+                "pipeline_loss, which returned a tensor without a gradient", "a loss of its output", fix
             )
+            return any_loss(output)
         return loss
 
     @contextmanager
     def nothing_logged(self) -> Generator[None, None, None]:
-        """Within it ``self.log`` is refused."""
-        self._module.__dict__["log"] = _refuse_log
+        """Within it ``self.log`` is a fault."""
+        self._module.__dict__["log"] = self._logs
         try:
             yield
         finally:
             del self._module.__dict__["log"]
+
+    def _logs(self, *args: Any, **kwargs: Any) -> None:
+        self._fault = LOGS
+
+    def check(self, fault: Fault | None = None, *, training: bool) -> None:
+        """After a schedule, which every stage has come through; after the first all of them learn what one has seen.
+
+        Raises:
+            PlanError: ``fault``, or what was wrong with the loss of a batch.
+        """
+        fault, self._fault = fault or self._fault, None
+        if training not in self._looked:
+            self._looked.add(training)
+            every: list[Fault | None] = [None] * self._group.size()
+            dist.all_gather_object(every, fault, group=self._group)
+            fault = next(filter(None, every), None)
+        if fault is not None:
+            raise PlanError([fault], "strategy")
+
+
+def any_loss(output: Any) -> Tensor:
+    """A loss of every number of a stage's output, for its shapes alone."""
+    floating = [leaf for leaf in leaves(output) if leaf.is_floating_point()]
+    return torch.stack([leaf.float().square().sum() for leaf in floating]).sum()
 
 
 def rows_that_do_not_divide(rows: int, microbatches: int) -> tuple[str, str, str]:
@@ -151,10 +180,6 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     numbers = tensor.detach().flatten().to(torch.float64 if tensor.device.type != "mps" else torch.float32)
     weights = torch.arange(1, len(numbers) + 1, device=numbers.device, dtype=numbers.dtype)
     return torch.nan_to_num(torch.stack([numbers.sum(), (numbers * weights).sum()]))
-
-
-def _refuse_log(*args: Any, **kwargs: Any) -> NoReturn:
-    raise PlanError([LOGS], "strategy")
 
 
 def _refuse(given: str, allowed: str, fix: str) -> NoReturn:

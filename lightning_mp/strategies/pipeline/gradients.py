@@ -71,25 +71,18 @@ class _HandOut(torch.autograd.Function):
 class Strays:
     """Looks for gradients of parameters that are ``elsewhere``, by name: of numbers that are not here."""
 
-    def __init__(self, elsewhere: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        self._elsewhere, self._group, self._first = elsewhere, group, True
+    def __init__(self, elsewhere: Mapping[str, Tensor]) -> None:
+        self._elsewhere = elsewhere
 
-    def check(self) -> None:
-        """After a schedule; the first time all ranks of the pipeline learn of it.
-
-        Raises:
-            PlanError: a loss or a stage used a parameter of another stage.
-        """
-        found = [name for name, parameter in self._elsewhere.items() if parameter.grad is not None]
-        if self._first:
-            every: list[Any] = [None] * self._group.size()
-            dist.all_gather_object(every, found, group=self._group)
-            found, self._first = [name for each in every for name in each], False
-        if found:
-            given = f"a pipeline_loss or a stage that computes with {found[0]!r}, which another stage holds"
-            allowed = "a loss of the last stage's output, and stages that use parameters of their own"
-            fix = "put what a loss adds for weights into the optimizer (weight_decay), or use strategy='mp_ddp'"
-            raise PlanError([Fault(given, allowed, fix)], "strategy")
+    def fault(self) -> Fault | None:
+        """After a schedule: a loss or a stage used a parameter of another stage."""
+        for name, parameter in self._elsewhere.items():
+            if parameter.grad is not None:
+                given = f"a pipeline_loss or a stage that computes with {name!r}, which another stage holds"
+                allowed = "a loss of the last stage's output, and stages that use parameters of their own"
+                fix = "put what a loss adds for weights into the optimizer (weight_decay), or use strategy='mp_ddp'"
+                return Fault(given, allowed, fix)
+        return None
 
 
 class Replicas:

@@ -139,6 +139,8 @@ class Part(nn.Module):
         super().__init__()
         self.stage = stage
         self._context, self._no_views = context, no_views
+        #: what the stage has besides the module's own parts, and whether it was trained before an evaluation
+        self._modes: list[tuple[nn.Module, bool]] = []
 
     def forward(self, *inputs: Any) -> Any:
         """What the stage makes of the inputs; with ``no_views`` in memory of its own."""
@@ -148,6 +150,16 @@ class Part(nn.Module):
             return output
         whole = [one.clone() if one.is_floating_point() else one for one in leaves(output)]
         return whole[0] if isinstance(output, torch.Tensor) else tuple(whole)
+
+    def follow_mode(self, module: nn.Module) -> None:
+        """Evaluate what only the stage has while ``module``, which does not know of it, is evaluated."""
+        if self.training == module.training:
+            return
+        if not module.training:
+            own = {id(one) for one in module.modules()}
+            self._modes = [(one, one.training) for one in self.modules() if id(one) not in own]
+        for one, trained in self._modes:
+            one.training = trained and module.training
 
 
 def leaves(value: Any) -> list[torch.Tensor]:

@@ -13,7 +13,8 @@ from torch.distributed import pipelining
 
 from lightning_mp.compat.torch_pipelining import WatchedStage
 from lightning_mp.errors import Fault, Faults, PlanError
-from lightning_mp.strategies.pipeline.parts import Part, leaves
+from lightning_mp.strategies.pipeline.batches import any_loss
+from lightning_mp.strategies.pipeline.parts import Part
 from lightning_mp.strategies.pipeline.trace import Trace
 
 
@@ -168,8 +169,7 @@ class Pipeline:
 
     def _loss_of(self, output: Any, place: Tensor) -> Tensor:
         if self._shapes_only:
-            floating = [leaf for leaf in leaves(output) if leaf.is_floating_point()]
-            return torch.stack([leaf.float().square().sum() for leaf in floating]).sum()
+            return any_loss(output)
         loss = self._loss(output, self._targets[int(place)])
         self._losses.append(loss.detach())
         return self._scaled(loss)

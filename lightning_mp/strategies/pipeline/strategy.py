@@ -38,6 +38,7 @@ from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import elsewhere
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
+from lightning_mp.numerics.rng import Stream
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.fail_together import FailTogether
@@ -111,6 +112,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         self._kept: Kept | None = None
         self._averaged: Replicas | None = None
         self._strays: Strays | None = None
+        self._stream: Stream | None = None
         self._batches: Batches | None = None
 
     # ------------------------------------------------------------------ processes
@@ -253,11 +255,11 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
                 shard_part(part, plan.engine, self.device_mesh["data_parallel"], plan.policy)
         layout, group = self.layout, self.stage_group
         homes = [(one, cut.parameters.get(name, -1)) for name, one in model.named_parameters()]
-        self._strays = Strays(
-            {name: one for name, one in model.named_parameters() if elsewhere.is_elsewhere(one)}, group
-        )
+        self._strays = Strays({name: one for name, one in model.named_parameters() if elsewhere.is_elsewhere(one)})
         self._batches = Batches(model, layout.microbatches, group, plan.forward_context)
         self._pipeline = Pipeline(layout, self._parts, group, self.root_device, self._batches.loss, homes)
+        # one seed serves all processes: without streams of their own the stages would draw the same dropout masks
+        self._stream = Stream(dist.get_rank(group), self.root_device)
         self._kept = Kept([parameter for part in self._parts.values() for parameter in part.parameters()])
         alone = self.shards_stages or self.replica_group.size() == 1
         reduced = to_torch(plan.policy.reduce_dtype)
@@ -307,20 +309,27 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert self._pipeline is not None
         assert self._kept is not None
         assert self._strays is not None
+        assert self._stream is not None
         trainer, scaler = module.trainer, plan.engine.scaler
-        inputs, target = self._batches.of(args[0], training=True)
+        inputs, target = self._taken(module, args[0], training=True)
         afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         pieces = self.layout.microbatches * trainer.accumulate_grad_batches
         with plan.engine.training_step(), self._batches.nothing_logged():
             self._kept.begin(afresh=afresh)
-            with self._watched(trainer.global_step, self._pipeline):
+            with self._watched(trainer.global_step, self._pipeline), self._stream.drawn():
                 loss = self._pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
-            self._strays.check()
+            self._batches.check(self._strays.fault(), training=True)
             if self._averaged is not None and not accumulates(trainer):
                 self._averaged.average()
             self._kept.take(afresh=afresh)
         module.log("train_loss", loss, batch_size=len(inputs[0]))
         return self._kept.loss(loss)
+
+    def _taken(self, module: LightningModule, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
+        assert self._batches is not None
+        for part in self._parts.values():
+            part.follow_mode(module)
+        return self._batches.of(batch, training=training)
 
     def _watched(self, step: int, pipeline: Pipeline) -> AbstractContextManager[None]:
         """Around the step whose schedule is written down, where that is asked for."""
@@ -350,9 +359,10 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert module is not None
         assert self._batches is not None
         assert self._pipeline is not None
-        inputs, target = self._batches.of(batch, training=False)
+        inputs, target = self._taken(module, batch, training=False)
         with self._batches.nothing_logged():
             loss = self._pipeline.evaluate(inputs, target)
+            self._batches.check(training=False)
         module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
         return loss
 

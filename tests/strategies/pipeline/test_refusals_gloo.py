@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import callbacks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
 from support.pipeline import GPT2, LENGTH, ROWS, VOCABULARY, WIDTH, Llama, Staged, data
@@ -74,6 +74,27 @@ class Logs(Staged):
         loss = super().pipeline_loss(output, target)
         self.log("mine", loss)
         return loss
+
+
+class LogsElsewhere(Staged):
+    """Not in its own code."""
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.noted(super().pipeline_loss(output, target))
+
+    def noted(self, loss: Tensor) -> Tensor:
+        self.log_dict({"mine": loss})
+        return loss
+
+
+class NotScalar(Staged):
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square()
+
+
+class Detached(Staged):
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().pipeline_loss(output, target).detach()
 
 
 class Copies(Staged):
@@ -173,24 +194,6 @@ class Compiled(Staged):
         self.blocks[0].compile(backend="eager")
 
 
-class Dropped(Staged):
-    """Draws numbers in its first stage."""
-
-    def build(self) -> None:
-        super().build()
-        self.blocks[0].up = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 16))
-
-
-class Drawing(Dataset[Any]):
-    """Its members are drawn as they are asked for."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.randn(WIDTH), torch.randn(1)
-
-
 class Stream(IterableDataset[Any]):
     """Has no length; its last batch is a small one."""
 
@@ -228,6 +231,9 @@ PARTS: dict[str, tuple[type[Staged], str]] = {
     "no loss": (NoLoss, "NoLoss without pipeline_loss"),
     "no stages": (NoStage, "NoStage without pipeline_stage(index, count)"),
     "logs": (Logs, "self.log in pipeline_loss"),
+    "logs elsewhere": (LogsElsewhere, "self.log in pipeline_loss"),
+    "no scalar": (NotScalar, "pipeline_loss, which returned (2, 1)"),
+    "detached": (Detached, "pipeline_loss, which returned a tensor without a gradient"),
     "copies": (Copies, "which is not the module's own"),
     "leaves out": (LeavesOut, "'head.weight', which is in none of the 2 stages"),
     "sharded": (Sharded, "sharded or wrapped already"),
@@ -244,7 +250,6 @@ LOADERS: dict[str, tuple[type[Staged], Callable[[], Any], str]] = {
     "last": (Staged, _rows(8, 20), "a last batch of 4 rows after batches of 8"),
     "lengths": (GPT2, _varying, "after batches of [(8, 6)]"),
     "a stream's last": (Staged, lambda: DataLoader(Stream(), batch_size=ROWS), "a batch of shape [(4, 8)] after"),
-    "drawn": (Dropped, lambda: DataLoader(Drawing(), batch_size=ROWS), "other batches on one stage than on another"),
     "apart": (Staged, _apart, "other batches on one stage than on another"),
 }
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -268,7 +273,7 @@ TRAINERS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
 }
 #: after how many batches what is only seen in one is refused
-SEEN = {"lengths": 2, "drawn": 1, "a stream's last": 1}
+SEEN = {"lengths": 2, "a stream's last": 1}
 
 
 def _said(
