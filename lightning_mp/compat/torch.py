@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat.checks import PrivateNames
 
@@ -40,6 +41,7 @@ STEP = PrivateNames(
         "torch.nn.modules.loss": ("_Loss",),
         "torch.nn.parallel:DistributedDataParallel()": ("_comm_hooks",),
         "torch.optim:AdamW()": ("_step_supports_amp_scaling",),
+        "torch.optim.optimizer": ("_global_optimizer_pre_hooks",),
         "torch.optim:Optimizer()": ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
         "torch.optim.lr_scheduler:LRScheduler()": ("_last_lr",),
         "torch.optim.lr_scheduler:SequentialLR()": ("_schedulers",),
@@ -150,6 +152,13 @@ def copied(value: Any) -> Any:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether the optimizer takes hooks on its step; a wrapper that leaves ``Optimizer.__init__`` out takes none."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def follows_step_hooks(optimizer: Any, own: RemovableHandle) -> bool:
+    """Whether hooks of others run before the optimizer's steps; ``own`` comes after all there are from now on."""
+    optimizer._optimizer_step_pre_hooks.move_to_end(own.id)
+    everywhere: Any = import_module("torch.optim.optimizer")._global_optimizer_pre_hooks
+    return bool(everywhere) or len(optimizer._optimizer_step_pre_hooks) > 1
 
 
 #: where the state dict of a ``GradScaler`` has its count of clean steps

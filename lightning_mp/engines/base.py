@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat.torch import has_step_hooks, makes_optimizer_state
-from lightning_mp.engines import closures, diagnosis, optimizer_facts, reduce
+from lightning_mp.engines import closures, diagnosis, optimizer_facts, reduce, users_hooks
 from lightning_mp.engines.budget import BAD_LOSS, SkipBudget, Verdict
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.modules import checkpointing, fp8, outside_reads, pins, storage, sync_batchnorm
@@ -71,7 +71,8 @@ class StepEngine(ABC):
         self._before: list[tuple[Tensor, Tensor]] = []
         #: by ``id``, of the optimizers that may evaluate a closure again: whether they do
         self._evaluates_again: dict[int, bool | None] = {}
-        self._step_hooks: list[RemovableHandle] = []
+        self._step_hooks: list[tuple[Optimizer, RemovableHandle]] = []
+        self._hooked = False
         #: of each parameter, whether it is trained
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
@@ -154,7 +155,7 @@ class StepEngine(ABC):
         self.optimizers, self._before, self._evaluates_again = list(optimizers), [], {}
         self._close_hooks()
         self._step_hooks = [
-            optimizer.register_step_pre_hook(self._on_step)
+            (optimizer, optimizer.register_step_pre_hook(self._on_step))
             for optimizer in self.optimizers
             if has_step_hooks(optimizer)
         ]
@@ -188,7 +189,7 @@ class StepEngine(ABC):
 
     def _close_hooks(self) -> None:
         while self._step_hooks:
-            self._step_hooks.pop().remove()
+            self._step_hooks.pop()[1].remove()
 
     # ------------------------------------------------------------------ the step
 
@@ -197,6 +198,8 @@ class StepEngine(ABC):
         if self._watched or self._module is None:
             return nullcontext()
         self._watched = True
+        checks = isinstance(self.scaler, LossScaler) or self.scaler.checks
+        self._hooked = checks and users_hooks.precede_a_step(self._step_hooks, self.device, self.distributed)
         compute = to_torch(self.policy.compute_dtype)
         return self._watch_shards(outside_reads.refused(self._module, self._pin_map, compute, mixed=self.policy.mixed))
 
@@ -327,6 +330,8 @@ class StepEngine(ABC):
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Before any step: one that is made past the plan is checked and counted too, or refused."""
         if self.scaler.flags.under_way:
+            if self._hooked and not self.steps_with_closure(optimizer):
+                users_hooks.look_after_them(optimizer, self.scaler.flags)
             return None
         if makes_optimizer_state():
             return args[:1], closures.without_gradients(optimizer)

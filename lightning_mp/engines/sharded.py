@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat import torch_sharding as sharding_compat
+from lightning_mp.compat.lightning import finetune_by_identity
 from lightning_mp.compat.torch import FSDP1_WRAPPER, is_compiled
 from lightning_mp.engines import closures, elementwise
 from lightning_mp.engines.base import Replay, StepEngine
@@ -38,6 +39,8 @@ class ShardedEngine(StepEngine):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._undo_hooks: list[Callable[[], None]] = []
+        #: what was put in the place of torch's and Lightning's functions, under FSDP1
+        self._undo_shadows: list[Callable[[], None]] = []
 
     #: the groups that plain gradients are split over
     _flat_groups: grad_norm.Groups = ()
@@ -45,7 +48,6 @@ class ShardedEngine(StepEngine):
     _views: FlatViews | None = None
     _first: FirstForward | None = None
     _reads: ShardReads | None = None
-    _undo_norm: Callable[[], None] | None = None
 
     def may_be_reverted(self) -> bool:
         """No: what is sharded by then cannot be brought back, and keeping the originals would keep it whole."""
@@ -74,8 +76,8 @@ class ShardedEngine(StepEngine):
         """Take the optimizers, watch FSDP2's units, and find out how FSDP1 split its flat parameters."""
         self._flat_groups = flat_groups(model)
         super().connect(model, optimizers)
-        if self._flat_groups and self._undo_norm is None:
-            self._undo_norm = sum_total_norms(self, lambda: self._flat_groups)
+        if self._flat_groups and not self._undo_shadows:
+            self._undo_shadows = [sum_total_norms(self, lambda: self._flat_groups), finetune_by_identity()]
         if optimizers and self._flat_groups:
             self._views = FlatViews(model, self.device)
         if self._flat_groups:
@@ -147,13 +149,11 @@ class ShardedEngine(StepEngine):
         return WholeNorms(pieces=pieces) if self.distributed else nullcontext()
 
     def release(self) -> None:
-        """Let go of FSDP2's units too, and of ``clip_grad_norm_``."""
+        """Let go of FSDP2's units too, and of what was shadowed."""
         super().release()
-        while self._undo_hooks:
-            self._undo_hooks.pop()()
-        if self._undo_norm is not None:
-            self._undo_norm()
-            self._undo_norm = None
+        for undone in (self._undo_hooks, self._undo_shadows):
+            while undone:
+                undone.pop()()
         for watching in (self._unused, self._views, self._first):
             if watching is not None:
                 watching.release()

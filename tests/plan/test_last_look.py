@@ -61,6 +61,24 @@ class InTheClip(Regression):
         spoil(self, float("nan"))
 
 
+class OnTheStep(Regression):
+    """By a hook on the optimizer's step, the last to have the gradients; ``late``: put there as a run begins."""
+
+    def __init__(self, make: Any, late: bool = False) -> None:
+        super().__init__(make)
+        self.late = late
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        if not self.late:
+            optimizer.register_step_pre_hook(lambda *_: spoil(self))
+        return optimizer
+
+    def on_train_start(self) -> None:
+        if self.late:
+            self.trainer.optimizers[0].register_step_pre_hook(lambda *_: spoil(self))
+
+
 class Spoils(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         spoil(pl_module)
@@ -70,6 +88,8 @@ AUTOMATIC: dict[str, Any] = {
     "on_after_backward": lambda make: (AfterBackward(make), []),
     "on_before_optimizer_step": lambda make: (BeforeStep(make), []),
     "configure_gradient_clipping": lambda make: (InTheClip(make), []),
+    "a hook on the step": lambda make: (OnTheStep(make), []),
+    "a late hook on the step": lambda make: (OnTheStep(make, late=True), []),
     "a callback": lambda make: (Regression(make), [Spoils()]),
     "a LambdaCallback": lambda make: (
         Regression(make),

@@ -25,13 +25,13 @@ make = partial(AdamW, lr=RATE, eps=1e-4)
 
 
 class Finetuned(LightningModule):
-    """A backbone of two layers, in units of their own, and a head; each rank has its own data."""
+    """A backbone of two layers, and a head; each rank has its own data. The second half is of the last layer alone."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.backbone = nn.Sequential(nn.Linear(FEATURES, 32), nn.LayerNorm(32), nn.Linear(32, 16))
-        self.head = nn.Linear(16, 1)
+        self.head = nn.Linear(64, 1)
+        self.backbone = nn.Sequential(nn.Linear(FEATURES, 32), nn.LayerNorm(32), nn.Linear(32, 64))
 
     def loss(self, batch: Any, rank: int) -> Tensor:
         x, y = batch
@@ -45,7 +45,10 @@ class Finetuned(LightningModule):
 
 
 class Finetuning(BaseFinetuning):
-    """The last layer is unfrozen after an epoch, the first after two; then the last one is frozen again."""
+    """The last layer is unfrozen after an epoch, the first after two; then the last one is frozen again.
+
+    The group that came last is slowed down, as ``BackboneFinetuning`` changes its rate.
+    """
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.backbone)
@@ -54,6 +57,7 @@ class Finetuning(BaseFinetuning):
         if epoch in (1, 2):
             part = pl_module.backbone[2] if epoch == 1 else pl_module.backbone[:2]
             self.unfreeze_and_add_param_group(part, optimizer, lr=RATE)
+            optimizer.param_groups[-1]["lr"] = RATE / epoch
         elif epoch == 3:
             self.freeze(pl_module.backbone[2])
 
@@ -79,12 +83,13 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
-        hosts = {"ddp": ddp, "mp_ddp": lambda: on("mp_ddp"), "fsdp1": fsdp1, "fsdp2": fsdp2}
+        whole = {"fsdp1_whole": lambda: fsdp1(wrap=None), "fsdp2_whole": lambda: fsdp2(wrap=None)}
+        hosts = {"ddp": ddp, "mp_ddp": lambda: on("mp_ddp"), "fsdp1": fsdp1, "fsdp2": fsdp2, **whole}
         given = {"max_epochs": EPOCHS, "callbacks": [Finetuning()], **self.options}
         return trained(self.mode, hosts[self.host](), Finetuned(), **given)["weights"]
 
 
-@pytest.mark.parametrize("host", ["ddp", "mp_ddp", "fsdp2", "fsdp1"])
+@pytest.mark.parametrize("host", ["ddp", "mp_ddp", "fsdp2", "fsdp2_whole", "fsdp1", "fsdp1_whole"])
 def test_what_is_unfrozen_is_trained_as_in_a_plain_loop(ranks: Ranks, host: str) -> None:
     expected = plain()
     for found in ranks.run(Case(host)):
