@@ -13,6 +13,7 @@ import typer
 
 from lightning_mp.cli.output import console, refusals, refuse
 from lightning_mp.cli.train import Arguments, ConfigDirs
+from lightning_mp.errors import one_line
 
 if TYPE_CHECKING:
     from lightning_mp.planner import Advice, ModelShape
@@ -75,6 +76,8 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
         "precision": precision,
         "offload": offload,
     }
+    if price is not None and price < 0:
+        refuse("advise", f"--price {price:g}: give what a GPU costs for an hour, 0 or more")
     with refusals("advise", ValueError):
         shape = _shape(params, config, seq_len)
         found = ask(shape, **keywords)
@@ -141,7 +144,11 @@ def _shape(params: float | None, config: Path | None, seq_len: int | None) -> Mo
     if (params is None) == (config is None):
         refuse("advise", "give --params 7e9, or --config with a transformers config.json")
     if config is not None:
-        return ModelShape.from_config(json.loads(config.read_text(encoding="utf-8")), seq_len=seq_len)
+        try:
+            said = json.loads(config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            refuse("advise", f"--config {config}: {one_line(error)}; give a transformers config.json")
+        return ModelShape.from_config(said, seq_len=seq_len)
     assert params is not None
     return ModelShape.of_size(params, seq_len=seq_len)
 

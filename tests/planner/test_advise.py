@@ -19,7 +19,6 @@ from lightning_mp.errors import PlanError
 from lightning_mp.planner import Advice, ModelShape, advise, estimate
 from lightning_mp.planner.layout import PRECISIONS
 from lightning_mp.planner.memory import HELD, STRATEGIES, bytes_per_parameter
-from lightning_mp.planner.shape import _USUAL
 from lightning_mp.policy import hardware
 from lightning_mp.policy.gpus import GPUS
 from lightning_mp.strategies.registry import STRATEGIES as REGISTERED
@@ -159,61 +158,6 @@ def test_estimate_refuses(name: str) -> None:
         assert part in str(error.value)
 
 
-def test_a_shape_refuses_what_is_no_number() -> None:
-    with pytest.raises(PlanError, match="2 faults"):
-        ModelShape(params=0, layers=2, hidden="64")  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="kv_heads=3 for 8 heads"):
-        ModelShape(params=100, layers=2, hidden=64, heads=8, kv_heads=3)
-
-
-# ---------------------------------------------------------------------- shapes
-
-
-@pytest.mark.parametrize(("params", "layers", "hidden"), _USUAL)
-def test_a_size_is_near_what_was_asked_for(params: float, layers: int, hidden: int) -> None:
-    assert ModelShape.of_size(params).params == pytest.approx(params, rel=0.07)
-
-
-_SMALL: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
-_SHARED: dict[str, Any] = {**_SMALL, "num_key_value_heads": 2, "intermediate_size": 176}
-CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
-    "llama": (_SHARED, 1e-9),
-    "qwen3": ({**_SHARED, "head_dim": 32}, 1e-2),  # heads wider than their share, with norms
-    "gemma": ({**_SHARED, "head_dim": 16, "intermediate_size": 256}, 1e-9),  # a gate in an MLP of four times the width
-    "falcon": (_SMALL, 1e-2),  # heads that share keys and values, all of them
-    # GPT-2's biases and positions are left out.
-    "gpt2": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}, 0.1),
-}
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_config_gives_the_parameters_that_transformers_makes(kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    small, within = CONFIGS[kind]
-    config = transformers.AutoConfig.for_model(kind, **small)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    counted = sum(parameter.numel() for parameter in model.parameters())
-    assert ModelShape.from_config(config).params == pytest.approx(counted, rel=within)
-    for said in (config.to_dict(), {"model_type": kind, **small}):  # a file leaves out what is its type's default
-        assert ModelShape.from_config(said) == ModelShape.from_config(config)
-    assert advise(model, gpu="a100-80", gpus=1).shape.params == counted
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({**_SMALL, "num_local_experts": 8}, "a config of a mixture of 8 experts"),
-        ({**_SMALL, "is_encoder_decoder": True}, "a config of an encoder and a decoder"),
-        ({"hidden_size": 64, "num_hidden_layers": 2, "image_size": 224}, "a config of a model of images"),
-        (None, "a config with nothing"),
-    ],
-)
-def test_a_config_of_another_kind_is_refused(given: Any, text: str) -> None:
-    with pytest.raises(PlanError, match=text):
-        ModelShape.from_config(given)
-
-
 # ---------------------------------------------------------------------- tables
 
 
@@ -288,7 +232,7 @@ def test_the_file_is_composed_by_train_as_it_is(tmp_path: Path) -> None:
     assert found["trainer"]["max_steps"] == math.ceil(steps)
 
 
-def test_the_command_prints_json_and_what_is_wrong() -> None:
+def test_the_command_prints_json_and_what_is_wrong(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["advise", "--params", "7e9", "--json"])
     assert json.loads(found.output)["choices"][0]["strategy"] == "fsdp2"
     refused = CliRunner().invoke(app, ["advise", "--params", "7e9", "--gpu", "h100"])
@@ -296,6 +240,13 @@ def test_the_command_prints_json_and_what_is_wrong() -> None:
     assert "'h100-80'" in refused.output
     assert CliRunner().invoke(app, ["advise"]).exit_code == 2
     assert "params=0" in CliRunner().invoke(app, ["advise", "--params", "0"]).output
+    assert "--price -1" in CliRunner().invoke(app, ["advise", "--params", "7e9", "--price", "-1"]).output
+    for name, text in {"half": "{", "absent": None}.items():
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        assert f"--config {tmp_path / name}: " in CliRunner().invoke(
+            app, ["advise", "--config", str(tmp_path / name)]
+        ).output.replace("\n", "")
 
 
 class Saving(LightningModule):

@@ -36,7 +36,7 @@ def will_not_fit(case: Case) -> Iterator[Finding]:
         args = {key: value for key, value in case.trainer.items() if key not in ("strategy", "devices", "precision")}
         run = {"strategy": strategy, "devices": ranks, "trainer_args": args | {"accelerator": "auto"}}
         found, fix = planner.prediction_and_change(case.model, batch, policy, memory * USABLE, **run)
-        held, peak, why = found.parts, found.peak_bytes, f"{found.method}, at the peak of the second step"
+        held, peak, why = found.parts, found.peak_bytes, f"{found.method}, at the peak of two steps"
     if peak <= memory * USABLE:
         return
     listed = ", ".join(f"{part} {_size(size)}" for part, size in held.items() if size)

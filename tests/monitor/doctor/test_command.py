@@ -214,7 +214,7 @@ def test_what_will_not_fit_is_predicted_with_a_batch_of_the_data(
     assert result.exit_code == 2, result.output
     (found,) = [finding for finding in json.loads(result.stdout) if finding["code"] == "LMP020"]
     assert found["what"].startswith("9 MiB on T4")
-    assert "traced, at the peak of the second step" in found["why"]
+    assert "traced, at the peak of two steps" in found["why"]
     assert "micro-batches of " in found["fix"]
     assert "LMP020" not in _run(*run, _small(monkeypatch, 12 * 2**20)).stdout
     assert not any(tmp_path.iterdir())
