@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.ranks import Ranks
+
+if "OMP_NUM_THREADS" not in os.environ:  # as under `make test`: two threads add up in another order than one
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 with suppress(ImportError):  # the oldest environment has none
     from hypothesis import HealthCheck, settings

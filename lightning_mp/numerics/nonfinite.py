@@ -21,7 +21,8 @@ class Origin:
 
     In phase ``"loss"`` every module's output was finite: it is the module that ran last before the loss.
     In phase ``"after backward"`` the batch, run again, was finite everywhere: the gradient was changed afterwards.
-    ``input_bad`` says that the module's input was non-finite already and no module before it produced that: the batch.
+    ``input_bad`` says that the module's input was non-finite already and no module before it produced that: the batch,
+    or an operation between ``after``, the module that ran before it, and it; where ``after`` is None, the batch.
     ``role`` is which operand of a layer that runs in FP8 it was (``input``, ``weight``, ``gradient``, else ``output``).
     """
 
@@ -30,6 +31,7 @@ class Origin:
     phase: Literal["forward", "loss", "backward", "after backward"]
     input_bad: bool = False
     role: str | None = None
+    after: str | None = None
 
     def __str__(self) -> str:
         parameter = f", parameter {self.parameter!r}" if self.parameter else ""
@@ -41,7 +43,8 @@ class Origin:
                 "changed after the backward pass, by a hook, a clip or the sum over ranks (or random layers drew other "
                 "numbers)"
             )
-        batch = ", whose input from the batch was non-finite already" if self.input_bad else ""
+        came = "from the batch" if self.after is None else f"from the batch, or what was computed after {self.after!r},"
+        batch = f", whose input {came} was non-finite already" if self.input_bad else ""
         role = f", fp8 {self.role}" if self.role else ""
         return f"module {self.module!r} ({self.phase}){role}{parameter}{batch}"
 
@@ -85,7 +88,7 @@ class _Watch:
         self._parameters = dict(root.named_parameters())
         self._handles: list[Any] = []
         self._watched: dict[int, Tensor] = {}  # holds them, so that no id is used twice
-        self._forward: tuple[str, nn.Module, bool] | None = None
+        self._forward: tuple[str, nn.Module, bool, str | None] | None = None
         self._last: str | None = None
         self._last_finite: str | None = None
         self._backward: str | None = None
@@ -109,8 +112,8 @@ class _Watch:
         """What the hooks saw."""
         if loss is None or not _finite(loss):
             if self._forward is not None:
-                name, module, input_bad = self._forward
-                return Origin(name, self._parameter_of(name, module), "forward", input_bad)
+                name, module, input_bad, after = self._forward
+                return Origin(name, self._parameter_of(name, module), "forward", input_bad, after=after)
             if loss is not None and self._last is not None:
                 return Origin(self._last, self._parameter, "loss")
         if self._backward is not None:
@@ -122,11 +125,13 @@ class _Watch:
             return  # what checkpointing runs again in the backward pass, or an evaluation on the side
         name = self._names[id(module)]
         tensors = floating_in(output)
+        before = self._last
         if next(module.children(), None) is None:
             self._last = name
         with torch.no_grad():  # looking saves no tensor that checkpointing would miss when it runs the module again
             if self._forward is None and not all(_healthy(tensor, module) for tensor in tensors):
-                self._forward = name, module, not all(map(_finite, floating_in((args, kwargs))))
+                input_bad = not all(map(_finite, floating_in((args, kwargs))))
+                self._forward = name, module, input_bad, before if input_bad else None
         for tensor in tensors:
             if tensor.requires_grad and id(tensor) not in self._watched:
                 self._watched[id(tensor)] = tensor

@@ -107,6 +107,24 @@ def test_a_bad_batch_given_by_keyword_is_told_too() -> None:
     assert (found.module, found.input_bad) == ("proj", True)
 
 
+def test_an_operation_between_modules_is_told_from_the_batch() -> None:
+    """As a product of queries and keys that overflows: no module's output is bad, nor is the batch."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.query(x)
+            return self.out((q * 1e30 @ (q * 1e30).t()) @ q)
+
+    root = nn.ModuleDict({"attention": Scores()})
+    found = locate(root, step(root["attention"]))
+    assert (found.module, found.input_bad, found.after) == ("attention.out", True, "attention.query")
+    assert "or what was computed after 'attention.query', was non-finite already" in str(found)
+
+
 class Attention(nn.Module):
     """Masks as many models do: minus infinity above the diagonal, from a module of its own."""
 

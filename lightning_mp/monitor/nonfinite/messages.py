@@ -102,7 +102,8 @@ def _cause(diagnosis: Diagnosis) -> str:
     if diagnosis.note is not None:
         return f"seen in weights and gradients only ({diagnosis.note})"
     if origin.input_bad:
-        return "the batch: the input of that module was non-finite already"
+        between = "" if origin.after is None else f", or an operation between module {origin.after!r} and that one"
+        return f"the batch{between}: the input of that module was non-finite already"
     return {
         "forward": "the output of that module, from finite inputs: a non-finite weight, or an overflow",
         "loss": "the loss, from finite outputs: a logarithm or a division in it",
@@ -116,7 +117,7 @@ def _advice(origin: Origin | None, bad_loss: bool, under_plan: bool) -> str:
     if origin is None:
         return "lower the learning rate, or clip gradients"
     if origin.input_bad:
-        return "check the data of the batch"
+        return _advice_on_input(origin, under_plan)
     if origin.phase == "loss":
         return "check the loss function and the targets"
     if origin.phase == "after backward":
@@ -125,3 +126,13 @@ def _advice(origin: Origin | None, bad_loss: bool, under_plan: bool) -> str:
     if not origin.module:  # the root, which no pin covers
         return first
     return f"{first}; under half precision run it in fp32: {pinning([origin.module], under_plan=under_plan)}"
+
+
+def _advice_on_input(origin: Origin, under_plan: bool) -> str:
+    if origin.after is None:
+        return "check the data of the batch"
+    around = origin.module.rpartition(".")[0]
+    first = "check the data of the batch; if it is finite, an operation overflows: under half precision"
+    if not around:  # the root, which no pin covers
+        return f"{first} cast to fp32 there"
+    return f"{first} run {around!r} in fp32: {pinning([around], under_plan=under_plan)}"
