@@ -198,8 +198,9 @@ class StepEngine(ABC):
         if self._watched or self._module is None:
             return nullcontext()
         self._watched = True
-        checks = isinstance(self.scaler, LossScaler) or self.scaler.checks
-        self._hooked = checks and users_hooks.precede_a_step(self._step_hooks, self.device, self.distributed)
+        self._hooked = self.scaler.checks and users_hooks.precede_a_step(
+            self._step_hooks, self.device, self.distributed
+        )
         compute = to_torch(self.policy.compute_dtype)
         return self._watch_shards(outside_reads.refused(self._module, self._pin_map, compute, mixed=self.policy.mixed))
 

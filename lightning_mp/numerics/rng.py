@@ -18,9 +18,7 @@ def rng_state(device: torch.device) -> RngState:
 
     Tensors and plain values only, so that ``torch.load(weights_only=True)`` reads it; ``"cuda"`` is there on CUDA only.
     """
-    state: RngState = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    state: RngState = {**_torch_state(device), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:  # else nothing has drawn from it
         name, keys, *rest = numpy.random.get_state(legacy=True)
@@ -30,16 +28,25 @@ def rng_state(device: torch.device) -> RngState:
 
 def set_rng_state(state: RngState, device: torch.device) -> None:
     """Put the generators back to where :func:`rng_state` found them; CUDA's state is left out where there is none."""
-    torch.set_rng_state(state["torch"])
+    _set_torch_state(state, device)
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
     if "numpy" in state:
         import numpy
 
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, keys.numpy(), *rest))
+
+
+def _torch_state(device: torch.device) -> RngState:
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"torch": torch.get_rng_state(), **cuda}
+
+
+def _set_torch_state(state: RngState, device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 class Stream:
@@ -52,27 +59,18 @@ class Stream:
 
     def __init__(self, number: int, device: torch.device) -> None:
         self._number, self._device = number, device
-        self._reached: list[torch.Tensor] = []
+        self._reached: RngState | None = None
 
     @contextmanager
     def drawn(self) -> Generator[None, None, None]:
         """Within it this stream is drawn from; afterwards the generators are where they were."""
-        around = self._get()
-        if self._reached:
-            self._set(self._reached)
+        around = _torch_state(self._device)
+        if self._reached is not None:
+            _set_torch_state(self._reached, self._device)
         elif self._number:
             torch.manual_seed(int(torch.randint(2**62, ())) + self._number)
         try:
             yield
         finally:
-            self._reached = self._get()
-            self._set(around)
-
-    def _get(self) -> list[torch.Tensor]:
-        own = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
-        return [torch.get_rng_state(), *own]
-
-    def _set(self, states: list[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.cuda.set_rng_state(state, self._device)
+            self._reached = _torch_state(self._device)
+            _set_torch_state(around, self._device)

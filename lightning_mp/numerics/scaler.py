@@ -48,6 +48,9 @@ class LossScaler(GradScaler):
     ``on_step`` is called after every step that a user asks for directly.
     """
 
+    #: gradients are looked at, as a ``NoOpScaler`` may leave undone
+    checks = True
+
     def __init__(
         self,
         config: LossScaling,

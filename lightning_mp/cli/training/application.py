@@ -177,9 +177,13 @@ def _run(config: dict[str, Any], regime: Regime, say: Say) -> int:
             trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
     if trainer.is_global_zero:
         page = folder / "report.html"
-        steps = f"{trainer.global_step} step{'s' * (trainer.global_step != 1)}"
-        say(f"{folder}: {steps}" + (f", {page}" if page.exists() else ""))
+        say(ended(folder, trainer.global_step) + (f", {page}" if page.exists() else ""))
     return 1 if trainer.interrupted else 0
+
+
+def ended(folder: Path | str | None, steps: int) -> str:
+    """What a command says at the end of a run: where it wrote, and how many steps it made."""
+    return f"{folder}: {steps} step{'s' * (steps != 1)}"
 
 
 def beside(config: str, exists: Callable[[str], bool]) -> str:

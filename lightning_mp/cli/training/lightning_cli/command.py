@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_mp.cli.training.application import environment_kept
+from lightning_mp.cli.training.application import ended, environment_kept
 from lightning_mp.cli.training.build import running
 from lightning_mp.cli.training.lightning_cli.arguments import config_files
 from lightning_mp.cli.training.lightning_cli.plan_cli import SUBJECT, PlanCLI
@@ -46,5 +46,5 @@ def run(arguments: Sequence[str], say: Callable[[str], None]) -> int:
         cli = _Command(args=list(arguments), seed_everything_default=0, parser_kwargs=kwargs)
     folder = cli.trainer.log_dir  # every rank asks: rank 0 tells the others
     if cli.trainer.is_global_zero and cli.subcommand == "fit":
-        say(f"{folder}: {cli.trainer.global_step} steps")
+        say(ended(folder, cli.trainer.global_step))
     return 1 if cli.trainer.interrupted else 0
