@@ -1,18 +1,18 @@
-"""LightningCLI with two sections more, plan and strategy: from a file, with typed options over it.
+"""Lightning's own LightningCLI with a plan among ``trainer.plugins``, by ``class_path``.
 
     python examples/05_lightning_cli.py fit --config examples/05_lightning_cli.yaml
-    python examples/05_lightning_cli.py fit --config examples/05_lightning_cli.yaml --plan.precision bf16-mixed
+    python examples/05_lightning_cli.py fit --config examples/05_lightning_cli.yaml --trainer.max_epochs 2
     python examples/05_lightning_cli.py fit --help
 
-A misspelt key, a wrong value or a plan that cannot run is refused before the model is built. `lightning-mp cli` is the
-same without a script: there model and data have a class_path.
+A misspelt key of the plan, at any depth, is refused before the model is built. With ``--trainer.strategy mp_fsdp2`` the
+same file trains sharded.
 """
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
-from lightning_mp.cli.training.lightning_cli import PlanCLI
 from lightning_mp.demo.text_windows import TextWindows
 
 
@@ -42,7 +42,7 @@ class Language(LightningModule):
 
 
 if __name__ == "__main__":
-    cli = PlanCLI(Language, TextWindows, seed_everything_default=0)
-    loss, plan = cli.trainer.callback_metrics.get("val/loss", float("nan")), cli.plan
+    trainer = LightningCLI(Language, TextWindows, seed_everything_default=0).trainer
+    plan, loss = trainer.precision_plugin, trainer.callback_metrics.get("val/loss", float("nan"))
     print(f"{plan.precision}: validation loss {loss:.2f}; {plan.applied_steps} steps, {plan.skipped_steps} skipped")
-    print(f"config, readings and audit: {cli.trainer.log_dir}")
+    print(f"config, metrics and audit: {trainer.log_dir}")

@@ -16,7 +16,6 @@ from lightning_mp.cli.demo import demo
 from lightning_mp.cli.doctor import doctor
 from lightning_mp.cli.env import env
 from lightning_mp.cli.init import init
-from lightning_mp.cli.lightning_cli import CONTEXT, lightning_cli
 from lightning_mp.cli.report import report
 from lightning_mp.cli.train import train
 
@@ -40,7 +39,6 @@ def root(
 
 for _command in (demo, init, train, compare, advise, audit, doctor, report, consolidate, env):
     app.command()(_command)
-app.command("cli", context_settings=CONTEXT)(lightning_cli)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # What a line of a table needs; a pipe or a file has no width of its own.
 _PLAIN_WIDTH = 110
-_FROM_FILES = ("train", "cli", "compare")
+_FROM_FILES = ("train", "compare")
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 

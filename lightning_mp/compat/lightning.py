@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Checkpoint as Checkpoint
     from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpoint
     from lightning.pytorch.callbacks import WeightAveraging as WeightAveraging
-    from lightning.pytorch.cli import LightningArgumentParser as LightningArgumentParser
-    from lightning.pytorch.cli import LightningCLI as LightningCLI
-    from lightning.pytorch.cli import SaveConfigCallback as SaveConfigCallback
     from lightning.pytorch.core.optimizer import LightningOptimizer as LightningOptimizer
     from lightning.pytorch.loggers.csv_logs import CSVLogger as CSVLogger
     from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
@@ -73,9 +70,6 @@ _PLACES = {
     "Checkpoint": "callbacks",
     "ModelCheckpoint": "callbacks",
     "WeightAveraging": "callbacks",
-    "LightningArgumentParser": "cli",
-    "LightningCLI": "cli",
-    "SaveConfigCallback": "cli",
     "LightningOptimizer": "core.optimizer",
     "CSVLogger": "loggers.csv_logs",
     "DummyLogger": "loggers.logger",
@@ -229,20 +223,6 @@ DEEPSPEED = _Names(
     },
 )
 PIPELINE = _Names("lightning", {"EvaluationLoop()": ("_data_source",)})
-CLI = _Names(
-    "lightning",
-    {
-        "LightningCLI": (
-            "_add_configure_optimizers_method_to_model",
-            "_add_instantiators",
-            "_get",
-            "_parse_ckpt_path",
-            "_parser",
-            "_run_subcommand",
-        ),
-        "LightningCLI()": ("_subcommand_parsers",),
-    },
-)
 
 
 def trainer_of(module: Any) -> Trainer | None:
@@ -334,11 +314,6 @@ def mesh_of(strategy: ModelParallelStrategy) -> Any:
 def set_mesh(module: LightningModule, mesh: Any) -> None:
     """Make ``mesh`` the module's ``device_mesh``."""
     cast("Any", module)._device_mesh = mesh
-
-
-def subcommands_of(cli: LightningCLI) -> list[str]:
-    """The subcommands that a ``LightningCLI`` has, none where it runs nothing."""
-    return list(getattr(cli, "_subcommand_parsers", ()))
 
 
 def finetune_by_identity() -> Callable[[], None]:

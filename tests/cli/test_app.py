@@ -53,8 +53,6 @@ def test_train_without_arguments_shows_how_it_is_used() -> None:
 
 @pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
 def test_every_help_has_an_example(command: str) -> None:
-    if command == "cli":  # its help is LightningCLI's own
-        return
     assert f"Example: lightning-mp {command}" in " ".join(_run(command, "--help").output.split())
 
 

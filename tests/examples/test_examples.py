@@ -196,17 +196,17 @@ def test_04_takes_overrides_and_sweeps(example: Example) -> None:
 
 @pytest.mark.slow
 def test_05_runs_its_file_with_an_option_over_it(example: Example) -> None:
-    ran = example("05", *ARGUMENTS["05"], "--plan.precision", "bf16-mixed", "--plan.loss_scaling", "null")
-    loss, applied, skipped = ran.find(r"bf16-mixed: validation loss ([\d.]+); (\d+) steps, (\d+) skipped")
+    ran = example("05", *ARGUMENTS["05"], "--trainer.limit_train_batches", "60")
+    loss, applied, skipped = ran.find(r"16-mixed: validation loss ([\d.]+); (\d+) steps, (\d+) skipped")
     assert float(loss) < math.log(512) - 1
-    assert (int(applied), int(skipped)) == (50, 0)
-    folder = ran.folder / ran.find(r"config, readings and audit: (.*)")[0]
+    assert (int(applied), int(skipped)) == (60, 0)
+    folder = ran.folder / ran.find(r"config, metrics and audit: (.*)")[0]
     audit = json.loads((folder / "audit.json").read_text())
     assert audit["ok"]
     computed = {row["module"]: row["compute"] for row in audit["rows"]}
-    assert (computed["head"], computed["encoder.layers.0.linear1"]) == ("fp32", "bf16")
-    assert len(lines_of(folder / "metrics.jsonl")) == 50 + 1
-    assert "precision: bf16-mixed" in (folder / "config.yaml").read_text()
+    assert (computed["head"], computed["encoder.layers.0.linear1"]) == ("fp32", "fp16")
+    assert len(lines_of(folder / "metrics.jsonl")) == 60 + 1
+    assert "limit_train_batches: 60" in (folder / "config.yaml").read_text()
 
 
 # ---------------------------------------------------------------------- 07

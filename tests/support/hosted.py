@@ -83,19 +83,15 @@ def second_epoch(path: Path) -> list[float]:
     return module.losses
 
 
-def by_command_line(folder: Path) -> list[list[float]]:
-    """Losses under the copy's own LightningCLI and under PlanCLI."""
+def by_command_line(folder: Path) -> list[float]:
+    """Losses under the copy's own LightningCLI."""
     config = folder / "trainer.yaml"
     config.write_text(CLI)
     own = f"--trainer.strategy=mp_ddp --trainer.plugins=lightning_mp.MixedPrecisionPlan --config={config}".split()
-    planned = f"--strategy=ddp --plan.precision=bf16-mixed --config={config}".split()
-    clis = [given.LightningCLI(Net, args=["fit", *own], save_config_callback=None)]
-    clis += [given.PlanCLI(Net, args=["fit", *planned], save_config_callback=None)]
-    assert isinstance(clis[1], given.LightningCLI)
-    for cli in clis:
-        assert isinstance(cli.trainer.precision_plugin, given.MixedPrecisionPlan)
-        assert type(cli.trainer.strategy).__name__ == "PlanDDPStrategy"
-    return [cli.model.losses for cli in clis]
+    cli = given.LightningCLI(Net, args=["fit", *own], save_config_callback=None)
+    assert isinstance(cli.trainer.precision_plugin, given.MixedPrecisionPlan)
+    assert type(cli.trainer.strategy).__name__ == "PlanDDPStrategy"
+    return cli.model.losses
 
 
 def main(names: dict[str, Any], folder: str, checkpoint: str | None = None) -> None:
@@ -107,14 +103,14 @@ def main(names: dict[str, Any], folder: str, checkpoint: str | None = None) -> N
 
 
 def everything(folder: Path) -> dict[str, Any]:
-    """Strategies, callbacks, checkpoints, both command lines and the rest."""
+    """Strategies, callbacks, checkpoints, LightningCLI and the rest."""
     runs = {name: steps(make) for name, make in STRATEGIES.items()}
     for name, arguments in CALLBACKS.items():
         module = Regression()
         fit(module, precision="32-true", callbacks=[getattr(given, name)(*arguments)])
         runs[name] = module.losses
     runs["resumed"], keys = resumed(folder)
-    runs["LightningCLI"], runs["PlanCLI"] = by_command_line(folder)
+    runs["LightningCLI"] = by_command_line(folder)
     plan, module = given.MixedPrecisionPlan("bf16-mixed"), Regression()
     return {
         "runs": runs,

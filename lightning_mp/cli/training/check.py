@@ -133,7 +133,7 @@ def _check_targets(value: Any, path: str, places: Places, faults: Faults) -> Non
         _check_target(target, given, path, places, faults)
     elif target is None and "class_path" in given:
         where = places.of(f"{path}.class_path")
-        fix = "write _target_ and its arguments beside it, or run the file by 'lightning-mp cli fit --config'"
+        fix = "write _target_ and its arguments next to it"
         faults.add(f"{path}.class_path{where}, which is LightningCLI's", "_target_", fix)
     for key, item in given.items():
         _check_targets(item, f"{path}.{key}" if path else key, places, faults)

@@ -1,0 +1,107 @@
+"""A plan among the Trainer's plugins under Lightning's own LightningCLI: fitted from a file, and refused in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_mp import MixedPrecisionPlan
+from support.training import Net, loader, losses, write
+
+#: arguments of the plan among ``trainer.plugins``, and the key that the parser names; None: it is right
+STOCK: dict[str, tuple[str, str | None]] = {
+    "key of the loss scaling": ("loss_scaling: {init_scal: 8}", "init_scal"),
+    "key of its constructor": (
+        "loss_scaling: {class_path: lightning_mp.LossScaling.deepspeed, init_args: {hysteresi: 2}}",
+        "hysteresi",
+    ),
+    "key of the checkpointing": ("checkpointing: {module: Linear}", "module"),
+    "key of nonfinite": ("nonfinite: {acton: raise}", "acton"),
+    "key of a pin": ("pins: {layer: {dtype: fp32, outpt: input}}", "outpt"),
+    "key of a pin in a list": ("pins: [{pattern: layer, dtyp: fp32}]", "dtyp"),
+    "key of the plan": ("pin: {layer: fp32}", "pin"),
+    "fields": ("loss_scaling: {init_scale: 8, max_scale: 16}", None),
+    "a class": ("loss_scaling: {class_path: lightning_mp.LossScaling, init_args: {init_scale: 8}}", None),
+    "a constructor": (
+        "loss_scaling: {class_path: lightning_mp.LossScaling.deepspeed, init_args: {hysteresis: 2}}",
+        None,
+    ),
+    "pins of fields": ("pins: {layer: {dtype: fp32, output: input}}, nonfinite: {action: raise}", None),
+    "a list of pins": ("pins: [{pattern: layer, dtype: fp32}], checkpointing: {modules: [layer]}", None),
+}
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about what Lightning calls
+FIT = """\
+model: {{width: 4}}
+trainer:
+  accelerator: cpu
+  strategy: {strategy}
+  max_steps: 3
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  plugins:
+    - class_path: lightning_mp.MixedPrecisionPlan
+      init_args: {{precision: 16-mixed, pins: {{layer: fp32}}, loss_scaling: {scaling}}}
+  callbacks:
+    - class_path: lightning_mp.callbacks.TrainingHealth
+      init_args: {{run_dir: {folder}}}
+"""
+
+
+class Fed(Net):
+    """It brings its own data."""
+
+    def train_dataloader(self) -> Any:
+        return loader(12)
+
+
+def cli(path: str, monkeypatch: pytest.MonkeyPatch, *command: str) -> Any:
+    monkeypatch.setattr("sys.argv", ["train.py", *command, "--config", path])
+    options: dict[str, Any] = {"save_config_callback": None, "seed_everything_default": 0, "run": bool(command)}
+    return LightningCLI(Fed, **options)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_a_misspelt_key_is_the_parsers_error(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, key = STOCK[name]
+    plan = f"{{class_path: lightning_mp.MixedPrecisionPlan, init_args: {{precision: 16-mixed, {written}}}}}"
+    path = write(tmp_path, f"model: {{width: 4}}\ntrainer: {{accelerator: cpu, logger: false, plugins: [{plan}]}}")
+    if key is None:
+        assert isinstance(cli(path, monkeypatch).trainer.precision_plugin, MixedPrecisionPlan)
+        return
+    with pytest.raises(SystemExit) as ended:
+        cli(path, monkeypatch)
+    assert ended.value.code == 2
+    assert key in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["auto", "mp_ddp"])
+def test_a_file_is_fitted_under_its_plan_and_callbacks(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scaling = "{init_scale: 64, growth_interval: 2}"
+    path = write(tmp_path, FIT.format(strategy=strategy, scaling=scaling, folder=tmp_path / "run"))
+    fitted = cli(path, monkeypatch, "fit")
+    plan = fitted.trainer.precision_plugin
+    assert (plan.precision, plan.applied_steps, plan.scaler.get_scale()) == ("16-mixed", 3, 128.0)
+    assert plan.policy.pins[0].pattern == "layer"
+    assert len(losses(tmp_path / "run")) == 3
+
+
+def test_values_that_the_plan_refuses_are_all_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaling = "{growth_factor: 0.5, init_scale: -1}"
+    path = write(tmp_path, FIT.format(strategy="auto", scaling=scaling, folder=tmp_path / "run"))
+    with pytest.raises((ValueError, SystemExit)) as refused:
+        cli(path, monkeypatch, "fit")
+    said = f"{refused.value}{capsys.readouterr().err}"
+    assert "growth_factor=0.5" in said
+    assert "init_scale=-1.0" in said
