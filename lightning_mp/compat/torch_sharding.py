@@ -26,7 +26,7 @@ FSDP2 = PrivateNames(
             "_pre_backward",
             "_pre_forward",
         ),
-        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()": ("_fsdp_param_group", "_mp_policy"),
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()": ("_fsdp_param_group", "_is_root", "_mp_policy"),
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ("init_dtype_attrs", "init_unsharded_param"),
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam()": (
             "_extensions_data",
@@ -93,8 +93,7 @@ def fsdp2_groups(unit: Any) -> list[Any]:
 
 def groups_below(model: nn.Module) -> list[Any]:
     """Those of every unit of ``model``."""
-    units = (module for module in model.modules() if isinstance(module, FSDPModule))
-    return [group for unit in units for group in fsdp2_groups(unit)]
+    return [group for unit in _units(model) for group in fsdp2_groups(unit)]
 
 
 def fsdp2_parameters(unit: Any) -> Iterator[Any]:
@@ -211,24 +210,44 @@ def before_reduction(group: Any, call: Callable[[], None]) -> Callable[[], None]
     return lambda: vars(group).pop("post_backward", None)
 
 
-def share_hooks(group: Any) -> Callable[[], None]:
-    """Have the hooks of sharded parameters run on the gathered ones, which get a gradient; what is returned ends that.
+def keep_alike(group: Any) -> Callable[[], None]:
+    """Give gathered parameters the hooks and ``requires_grad`` of their shards; what is returned ends that.
 
-    They see what they see under DDP: the whole gradient of this rank, before it is summed.
+    The hooks then see what they see under DDP, the whole gradient of this rank before it is summed. torch itself copies
+    ``requires_grad`` where it gathers, and not again while a parameter stays gathered: of two that differ by then the
+    one that was changed since counts, be it the shard (``toggle_optimizer``) or what is gathered (by hand).
     """
-    wait = group.wait_for_unshard
+    wait, to_sharded = group.wait_for_unshard, group._to_sharded
+    trained: dict[int, bool] = {}
+
+    def sync() -> None:
+        for parameter in group.fsdp_params if group.is_unsharded else ():
+            sharded, unsharded = parameter.sharded_param, parameter._unsharded_param
+            hooks = sharded._backward_hooks
+            if hooks and unsharded._backward_hooks is not hooks:
+                hooks.update(unsharded._backward_hooks or {})
+                unsharded._backward_hooks = hooks
+            if sharded.requires_grad != unsharded.requires_grad:
+                changed = not trained.get(id(parameter), unsharded.requires_grad)
+                sharded.requires_grad_(changed)
+                unsharded.requires_grad_(changed)
+            trained[id(parameter)] = sharded.requires_grad
 
     def wait_for_unshard() -> None:
         wait()
-        for parameter in group.fsdp_params:
-            hooks = parameter.sharded_param._backward_hooks
-            unsharded = parameter._unsharded_param if hooks else None
-            if unsharded is not None and unsharded._backward_hooks is not hooks:
-                hooks.update(unsharded._backward_hooks or {})
-                unsharded._backward_hooks = hooks
+        sync()
 
-    group.wait_for_unshard = wait_for_unshard
-    return lambda: vars(group).pop("wait_for_unshard", None)
+    def _to_sharded() -> None:
+        sync()
+        to_sharded()
+
+    group.wait_for_unshard, group._to_sharded = wait_for_unshard, _to_sharded
+
+    def undo() -> None:
+        for name in ("wait_for_unshard", "_to_sharded"):
+            vars(group).pop(name, None)
+
+    return undo
 
 
 @contextmanager
@@ -243,12 +262,35 @@ def hooks_kept(module: nn.Module) -> Generator[None, None, None]:
             after[name]._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
 
 
-def drop_unsharded_gradients(unit: Any) -> None:
-    """Let go of what a backward pass without a reduction collected."""
-    for parameter in fsdp2_parameters(unit):
-        parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
+@contextmanager
+def unsummed_gradients(model: nn.Module) -> Generator[None, None, None]:
+    """Within, backward passes of a model's units do not sum over ranks; what they leave is dropped."""
+    for unit in _units(model):
+        unit.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        reset_units(model)
+
+
+def reset_units(model: nn.Module) -> None:
+    """Bring the units of ``model`` to where a step begins: what fails within one leaves them in the midst of it.
+
+    Gradients would stay unsummed until they are set back to it, and a backward pass that did not end seem under way.
+    """
+    for unit in _units(model):
+        unit.set_requires_gradient_sync(True, recurse=False)
+        for parameter in fsdp2_parameters(unit):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        reset = getattr(unit, "reset_iter_state", None)  # torch 2.11 has none
+        if reset is not None and _fsdp2_state(unit)._is_root:
+            reset()
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def make_root(unit: Any) -> None:

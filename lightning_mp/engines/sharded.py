@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -38,7 +38,7 @@ class ShardedEngine(StepEngine):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._undo_hooks: list[Callable[[], None]] = []
+        self._undo_alike: list[Callable[[], None]] = []
         #: what was put in the place of torch's and Lightning's functions, under FSDP1
         self._undo_shadows: list[Callable[[], None]] = []
 
@@ -84,7 +84,7 @@ class ShardedEngine(StepEngine):
             units = {f".{name}".replace(FSDP1_WRAPPER, "")[1:]: unit for name, unit in _flat_units(model)}
             self._first = FirstForward(model, units, self.device)
         if optimizers:
-            self._undo_hooks = [sharding_compat.share_hooks(group) for group in sharding_compat.groups_below(model)]
+            self._undo_alike = [sharding_compat.keep_alike(group) for group in sharding_compat.groups_below(model)]
         if optimizers and self.distributed:
             self._unused = UnusedParameters(model, self.device)
 
@@ -149,9 +149,11 @@ class ShardedEngine(StepEngine):
         return WholeNorms(pieces=pieces) if self.distributed else nullcontext()
 
     def release(self) -> None:
-        """Let go of FSDP2's units too, and of what was shadowed."""
+        """Let go of FSDP2's units too, as a new run finds them also after a failure, and of what was shadowed."""
+        if self._module is not None:
+            sharding_compat.reset_units(self._module)
         super().release()
-        for undone in (self._undo_hooks, self._undo_shadows):
+        for undone in (self._undo_alike, self._undo_shadows):
             while undone:
                 undone.pop()()
         for watching in (self._unused, self._views, self._first):
@@ -166,6 +168,7 @@ class ShardedEngine(StepEngine):
         grad_norm.clip_to_(parameters, max_norm, self.last_norm)
 
     def _error(self, replay: Replay, verdict: Verdict) -> NonFiniteError:
+        assert self._module is not None
         alone = None if replay is None else partial(_alone, self._module, replay)
         error = super()._error(alone, verdict)
         error.args = (str(error).replace(FSDP1_WRAPPER, ""), *error.args[1:])
@@ -175,12 +178,10 @@ class ShardedEngine(StepEngine):
         return error
 
 
-def _alone(module: nn.Module | None, replay: Callable[[], Tensor | None]) -> Tensor | None:
-    """Replay without summing gradients over ranks, so that each rank sees its own; the run ends with it."""
-    for unit in () if module is None else module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_requires_gradient_sync(False, recurse=False)
-    return replay()
+def _alone(module: nn.Module, replay: Callable[[], Tensor | None]) -> Tensor | None:
+    """Replay without summing gradients over ranks, so that each rank sees its own."""
+    with sharding_compat.unsummed_gradients(module):
+        return replay()
 
 
 def _flat_units(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -1,9 +1,11 @@
-"""Lightning's callbacks that take weights for whole, or for those that are stepped, and would fail in the run."""
+"""What would fail in a run whose weights are not whole, or not those that are stepped: callbacks, kinds of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, cast
+
+from torch import nn
 
 from lightning_mp.compat.lightning import TrainerFn, WeightAveraging, callbacks, trainer_of
 from lightning_mp.errors import Faults
@@ -44,3 +46,23 @@ def refuse_with_zero(module: Any, stage: int, faults: Faults) -> None:
         refuse(module, faults, AVERAGES, "sharded weights")
     elif (trainer := trainer_of(module)) is not None and trainer.checkpoint_callbacks:
         refuse(module, faults, AVERAGES, "ZeRO's checkpoints, which do not hold the average")
+
+
+def refuse_weights(module: nn.Module, ignored: Iterable[Any], faults: Faults) -> None:
+    """Note weights of which ranks cannot hold shards; the ``ignored`` ones are not sharded."""
+    left_out = set(map(id, ignored))
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0 and id(parameter) not in left_out:
+            faults.add(
+                f"{name!r}, a parameter without a dimension, with sharded weights",
+                "parameters of one dimension or more",
+                "make it nn.Parameter(value.view(1)) before the run, which computes the same, or use strategy='mp_ddp'",
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            faults.add(
+                f"{name!r} with max_norm={part.max_norm:g}, with sharded weights: its forward scales rows of the "
+                "gathered copy, which the shards never see",
+                "embeddings without max_norm",
+                "leave max_norm out and limit the rows after each step, or use strategy='mp_ddp'",
+            )

@@ -347,7 +347,16 @@ def _lbfgs() -> None:
     _fitted(module, fsdp2())
 
 
+class Unfit(Ranked):
+    """Holds a parameter without a dimension, and an embedding that scales its rows in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale, self.table = nn.Parameter(torch.tensor(1.0)), nn.Embedding(4, 4, max_norm=0.5)
+
+
 WAYS: dict[str, Callable[[], Any]] = {
+    "weights": lambda: _fitted(Unfit(), fsdp2()),
     "no plan": lambda: fit(Ranked(), precision="bf16-mixed", **fsdp2()),
     "wrap": lambda: _fitted(Ranked(), fsdp2(wrap="Lineal")),
     "wrap class": lambda: _fitted(Ranked(), fsdp2(wrap=[nn.Linear, nn.Bilinear])),

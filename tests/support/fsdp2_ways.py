@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,6 +189,22 @@ class Again:
 
 def _fails(batch: Any, batch_idx: int) -> Any:
     raise KeyError("planned")
+
+
+@dataclass(frozen=True)
+class TestedAlone:
+    """A module is trained, saved and tested; then another one with its weights, by the same Trainer."""
+
+    __test__ = False
+    folder: Path
+
+    def run(self) -> dict[str, Any]:
+        first, other = Ranked(), Ranked()
+        runner = fit(first, plugins=[plan_for("32-true")], **fsdp2())
+        runner.save_checkpoint(self.folder)
+        runner.test(first, batches(), verbose=False)
+        runner.test(other, batches(), ckpt_path=self.folder, verbose=False)
+        return {"trained": first.validated, "other": other.validated}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +24,7 @@ from lightning_mp.compat.lightning import (
     draws_batches_itself,
     step_inputs,
 )
-from lightning_mp.compat.torch_sharding import drop_unsharded_gradients
+from lightning_mp.compat.torch_sharding import unsummed_gradients
 from lightning_mp.engines.diagnosis import Found, first_bad_rank
 from lightning_mp.modules import fp8
 from lightning_mp.modules.patterns import plain_name
@@ -235,7 +234,7 @@ def _aside(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Genera
     device = trainer.strategy.root_device
     with ExitStack() as stack:
         stack.enter_context(untouched(module, device))
-        stack.enter_context(_own_gradients(module))
+        stack.enter_context(unsummed_gradients(module))
         for name in ("log", "log_dict"):
             _shadow(stack, module, name, lambda *_args, **_kwargs: None)
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
@@ -248,20 +247,6 @@ def _aside(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Genera
             del vars(module)[name][length:]
         set_rng_state(kept.rng, device)
         yield
-
-
-@contextmanager
-def _own_gradients(module: nn.Module) -> Generator[None, None, None]:
-    """Within, FSDP2 does not sum gradients over ranks; what it collects instead is dropped."""
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-    for unit in units:
-        unit.set_requires_gradient_sync(False, recurse=False)
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.set_requires_gradient_sync(True, recurse=False)
-            drop_unsharded_gradients(unit)
 
 
 class _Call(nn.Module):

@@ -163,7 +163,9 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
             )
             return None
         cut = units(module, self._wrapped_names(module, faults), engine.pin_map, stored, faults)
-        flat.check_flat(module, cut, stored, flat.ignored(module, self.kwargs, faults), faults)
+        left_out = flat.ignored(module, self.kwargs, faults)
+        unfit_callbacks.refuse_weights(module, (p for p in module.parameters() if id(p) in left_out), faults)
+        flat.check_flat(module, cut, stored, left_out, faults)
         if "param_init_fn" not in self.kwargs:
             cannot_initialise(module, faults, "pass param_init_fn=, ")
         return cut

@@ -32,6 +32,7 @@ from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import half_weights
+from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
@@ -196,6 +197,7 @@ class PlanFSDP2Strategy(
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
         """Decide how to shard; ``None`` where the model is sharded already. Notes what cannot be, changes nothing."""
         unfit_callbacks.refuse_with_shards(module, faults)
+        unfit_callbacks.refuse_weights(module, self.sharding.options.get("ignored_params", ()), faults)
         if is_sharded(module):  # by the user's configure_model, or by a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
@@ -235,9 +237,11 @@ class PlanFSDP2Strategy(
         )
         self.model_to_device()
         self.barrier()
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        fitting, parameters = trainer.state.fn == TrainerFn.FITTING, set(self.model.parameters())
         if fitting:
             self.setup_optimizers(trainer)
+        elif any(parameters.isdisjoint(grads.parameters_of(optimizer)) for optimizer in self.optimizers):
+            self.optimizers = []  # of another module, which was trained before
         self.setup_precision_plugin()
         if fitting and not self.sharding.cpu_offload:
             optimizers_to_device(self.optimizers, self.root_device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,18 @@ from support.fsdp2_models import (
     Transformers,
     UsersOwn,
 )
-from support.fsdp2_ways import Again, Attends, ByHand, Direct, Frozen, Parts, Restored, Returns, ValidatedOnOthers
+from support.fsdp2_ways import (
+    Again,
+    Attends,
+    ByHand,
+    Direct,
+    Frozen,
+    Parts,
+    Restored,
+    Returns,
+    TestedAlone,
+    ValidatedOnOthers,
+)
 from support.models import same_weights
 from support.oracles import MODES
 from support.ranks import Ranks
@@ -128,6 +140,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "several": ("3 faults", "pin 'Lineal'", "checkpointing pattern 'nothing'", "wrap= 'Blok'"),
     "lbfgs": ("LBFGS on sharded parameters", "AdamW"),
     "compile": ("compile=True beside checkpointing", "'net.0.norm'"),
+    "weights": ("2 faults", "'logit_scale'", "value.view(1)", "'table' with max_norm=0.5"),
     "second storage": ("6 parameters sharded already", "bf16"),
 }
 
@@ -221,6 +234,12 @@ def test_a_module_runs_more_than_once(ranks: Ranks, how: str) -> None:
     for result in _equal(ranks, Again(how), 0.0):
         assert len(result["sharded"]["validated"]) >= 16
         assert len(result["sharded"]["predicted"]) == 64
+
+
+def test_another_module_is_tested_on_a_folder_of_shards(ranks: Ranks, tmp_path: Path) -> None:
+    """The optimizers of the module that was trained before have no part in it."""
+    for result in ranks.run(TestedAlone(tmp_path / "shards")):
+        assert result["other"] == result["trained"]
 
 
 def test_a_run_leaves_nothing_but_pins_and_another_plan_removes_those(ranks: Ranks) -> None:
