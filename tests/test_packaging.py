@@ -173,12 +173,6 @@ def test_the_command_exists_and_explains_itself() -> None:
     assert "demo" in done.stdout
 
 
-def test_no_file_has_grown_over_400_lines() -> None:
-    sources = [path for folder in ("lightning_mp", "tests") for path in (ROOT / folder).rglob("*.py")]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in sources}
-    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
-
-
 def test_every_file_of_the_package_is_in_the_wheel() -> None:
     """What is no Python has to be named in pyproject.toml."""
     block = (ROOT / "pyproject.toml").read_text().partition("[tool.setuptools.package-data]")[2]

@@ -225,9 +225,9 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
     for name in trainer.keys() - set(known):
         faults.unknown("keyword", name, known)
     if out is not None:
-        from lightning_mp.monitor.report.figures import graph_objects
+        from lightning_mp.monitor.report.page import plotly_script
 
-        graph_objects()
+        plotly_script()
         if Path(out).exists() and not Path(out).is_dir():
             faults.add(f"out={str(out)!r}, a file", "a folder, new or not", "choose another")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mp.demo.records import Reading
-from lightning_mp.monitor.report.compared import smooth
+from lightning_mp.monitor.report.summary import smooth
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLORS = {"fp32": "#000000", "tf32": "#009E73", "fp16": "#D55E00", "bf16": "#0072B2", "bf16-ckpt": "#CC79A7"}

@@ -1,9 +1,10 @@
 """The report: one HTML file that shows what one run did, or compares several, and opens without a network.
 
 :func:`write_report` writes it from what a run left in its folder (``lightning_mp.monitor.run_folder``), as
-``lightning-mp report`` does. A broken file costs what was in it, never the report; the page says what is missing.
+``lightning-mp report`` does. A damaged file costs what was in it, never the report; the page says what is missing.
+Pages of other packages share its look: see :mod:`lightning_mp.monitor.report.page`.
 """
 
-from lightning_mp.monitor.report.write import write_report
+from lightning_mp.monitor.report.page import write_report
 
 __all__ = ["write_report"]

@@ -191,13 +191,14 @@
     draw();
   });
 
-  function refreshText(sections) {
-    for (const [name, html] of Object.entries(sections)) {
-      const place = document.getElementById(name);
-      if (place.dataset.shown === html) continue;
+  function refreshText(html) {
+    const page = new DOMParser().parseFromString(html, "text/html");
+    for (const next of page.querySelectorAll("main > section:not(#charts)")) {
+      const place = document.getElementById(next.id);
+      if (place.dataset.shown === next.innerHTML) continue;
       const open = [...place.querySelectorAll("details[open]")].map((one) => one.id);
-      place.innerHTML = html;
-      place.dataset.shown = html;
+      place.dataset.shown = next.innerHTML;
+      place.innerHTML = next.innerHTML;
       for (const one of place.querySelectorAll("details")) one.open = open.includes(one.id);
     }
   }
@@ -208,7 +209,7 @@
       if (!answer.ok) throw new Error(await answer.text());
       if (answer.status !== 204) {
         content = await answer.json();
-        refreshText(content.sections);
+        refreshText(content.page);
         for (const one of document.querySelectorAll(".chart")) {
           if (!content.charts.some((chart) => one.id === `chart-${chart.key}`)) one.remove();
         }

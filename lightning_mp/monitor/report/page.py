@@ -1,89 +1,152 @@
-"""The page itself: text that is there at once, and beside it the charts as data, which the page's script draws."""
+"""The report's page: what its template shows, and the file it becomes.
+
+The page is ``report.html.j2``. Its head, style, charts and script are ``base.html.j2``, and its tables and marks
+``macros.html.j2``: another page of the package (a comparison's) extends and imports them, and is made by
+:func:`document`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.errors import MissingExtraError
-from lightning_mp.monitor.report.figures import draw
-from lightning_mp.monitor.report.load import Run
-from lightning_mp.monitor.report.markup import Html, join, tag
-from lightning_mp.monitor.report.panels import lay_out
-from lightning_mp.monitor.report.sections import sections
-from lightning_mp.monitor.report.summary import swatch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
-_HERE = Path(__file__).parent
-# The order of the page; the charts come after the alerts.
-_BEFORE = ("head", "faults", "summary", "alerts")
-_AFTER = ("pipeline", "fp8", "findings", "coverage", "audit", "about", "missing")
-# For fingers, and for what a pointer does less exactly; the charts' own zoom works beside it.
-_ZOOM = tag(
-    "div",
-    *(
-        tag("button", sign, type="button", data_zoom=way, aria_label=meaning, title=meaning)
-        for sign, way, meaning in (
-            (Html("&minus;"), "out", "Show more steps"),
-            ("+", "in", "Show fewer steps"),
-            ("←", "left", "Earlier steps"),
-            ("→", "right", "Later steps"),
-            ("all", "all", "Show all steps"),
-        )
-    ),
-    tag("span", id="steps", class_="quiet"),
-    role="group",
-    aria_label="Steps shown",
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError
+from lightning_mp.monitor.report.charts import dash, draw, lay_out
+from lightning_mp.monitor.report.load import Run, is_run, load
+from lightning_mp.monitor.report.summary import (
+    add_differences,
+    counted,
+    difference,
+    figures,
+    moment,
+    plain,
+    speed_up,
+    state,
 )
+from lightning_mp.monitor.run_folder import REPORT
+
+RunDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_HERE = Path(__file__).parent
 
 
-def payload(runs: Sequence[Run], title: Sequence[str] = (), not_run: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """All that changes while a run goes on: the text of every section, and the charts.
+def write_report(
+    run_dirs: RunDirs,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    title: Sequence[str] = (),
+    not_run: Mapping[str, str] | None = None,
+) -> Path:
+    """Write one HTML file on a run, or on several compared, and return where it is.
+
+    ``output=None`` is ``report.html`` in the run's folder, with several in the folder that holds them all. The file
+    opens without a network and is there whole or not at all. For several runs, ``title`` is the heading and a line
+    below it, and ``not_run`` names those that are missing, with the reason.
 
     Raises:
+        PlanError: a folder holds no run, or ``output`` is a folder.
         MissingExtraError: plotly is not installed.
+        OSError: the file cannot be written.
     """
-    layout = lay_out(runs)
-    steps = [step for run in runs for series in run.series.values() for step in series.steps]
-    steps += [event.step for run in runs for event in run.alerts]
-    return {
-        "sections": sections(runs, layout.left_out, title, not_run or {}),
-        "charts": [draw(panel, runs).to_dict() for panel in layout.panels],
-        "steps": [min(steps), max(steps)] if steps else [0, 1],
-        "running": any(run.about.get("status") == "running" for run in runs),
-    }
+    folders = find_runs(run_dirs)
+    target = Path(output) if output is not None else Path(os.path.commonpath([*folders])) / REPORT
+    if target.is_dir():
+        fault = Fault(f"output={str(target)!r}, a folder", "the name of a file", f"write {str(target / REPORT)!r}")
+        raise PlanError([fault], "report")
+    put(target, render(load_runs(folders), title=title, not_run=not_run or {}))
+    return target
+
+
+def put(target: Path, page: str) -> None:
+    """Write a page, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = target.with_name(f".{target.name}.tmp")
+    try:
+        # A file may hold half a character; the page is then written with a question mark in its place.
+        part.write_bytes(page.encode("utf-8", errors="replace"))
+        part.replace(target)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(target)) from error
+
+
+def find_runs(run_dirs: RunDirs) -> list[Path]:
+    """The folders, resolved, each once.
+
+    Raises:
+        PlanError: no folder is given, or one holds no run; names the runs below it where there are any.
+    """
+    given = [run_dirs] if isinstance(run_dirs, (str, os.PathLike)) else run_dirs
+    with Faults("report") as faults:
+        if not given:
+            faults.add("no folder", "the folder of a run, or several", "name one")
+        for folder in (Path(item) for item in given if not is_run(Path(item))):
+            lack = "holds no run" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
+            below = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
+            fix = "name the run_dir of a monitor (by default TrainingHealth writes to the logger's folder)"
+            if below:
+                fix = f"name the runs in it: {' '.join(map(str, below[:6]))}{' …' if len(below) > 6 else ''}"
+            faults.add(f"{str(folder)!r}, which {lack}", "the folder of a run, with its metrics.jsonl", fix)
+    return list(dict.fromkeys(Path(item).resolve() for item in given))
+
+
+def load_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read every folder; a run is named by as much of the end of its path as distinguishes it from the others."""
+    parts = 1
+    # Different paths differ in some part, so this ends.
+    while len({folder.parts[-parts:] for folder in folders}) < len(folders):
+        parts += 1
+    runs = [load(folder, "/".join(folder.parts[-parts:])) for folder in folders]
+    add_differences(runs)
+    return runs
 
 
 def render(
-    runs: Sequence[Run], *, live: bool = False, title: Sequence[str] = (), not_run: Mapping[str, str] | None = None
+    runs: Sequence[Run],
+    *,
+    title: Sequence[str] = (),
+    not_run: Mapping[str, str] | None = None,
+    live: bool = False,
 ) -> str:
-    """The whole page. ``live`` has it ask its server for news.
+    """The whole page; a ``live`` one asks its server for news.
 
     Raises:
         MissingExtraError: plotly is not installed.
     """
-    content = payload(runs, title, not_run)
-    name = runs[0].name if len(runs) == 1 else [*title, f"{len(runs)} runs compared"][0]
-    before, after = (
-        [tag("section", content["sections"][name], id=name) for name in names] for names in (_BEFORE, _AFTER)
-    )
-    return document(
-        f"{name} - training report", [*before, *charts(runs), *after], {**content, "sections": {}}, live=live
-    )
+    return document(_HERE / "report.html.j2", **_content(runs, title, not_run or {}), live=live)
 
 
-def charts(runs: Sequence[Run]) -> list[Html]:
-    """Where the page's script draws, and the buttons for what is shown."""
-    return [
-        tag("div", _switches(runs) if len(runs) > 1 else None, _ZOOM, class_="bar"),
-        tag("section", id="charts", class_="charts"),
-        tag("noscript", tag("p", "The charts need JavaScript; the tables do not.", class_="notice")),
-    ]
+def news(runs: Sequence[Run]) -> dict[str, Any]:
+    """All that changes while a run goes on: the page without its scripts, and what they draw."""
+    content = _content(runs, (), {})
+    return {**content["payload"], "page": _template(_HERE / "report.html.j2").render(content, live=True, plotly=None)}
 
 
-def document(title: str, main: Sequence[Html], content: Mapping[str, Any], *, live: bool = False) -> str:
-    """A page in the report's style, with nothing to fetch; ``content`` is what its script draws.
+def document(template: Path, *, title: str, payload: Mapping[str, Any], **context: Any) -> str:
+    """A page in the report's style that fetches nothing: ``template`` extends ``base.html.j2``.
+
+    ``payload`` is what the page's script draws: ``charts`` (each of :func:`~lightning_mp.monitor.report.charts.draw`),
+    ``steps`` (the first and the last) and ``running``. ``runs`` in ``context`` are objects with a ``name``; several
+    have a legend above the charts.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
+    context = {"live": False, "runs": (), **context, "title": title, "payload": payload}
+    return _template(template).render(context, plotly=plotly_script())
+
+
+def plotly_script() -> str:
+    """The script that draws charts.
 
     Raises:
         MissingExtraError: plotly is not installed.
@@ -92,45 +155,80 @@ def document(title: str, main: Sequence[Html], content: Mapping[str, Any], *, li
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise MissingExtraError("plotly", "report", "the report's charts") from None
-    head = tag(
-        "head",
-        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-        # Nothing may be fetched, whatever a run's files hold; a served page may ask its own server.
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{_policy(live)}">'),
-        Html('<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'),
-        tag("title", title),
-        tag("style", Html((_HERE / "page.css").read_text(encoding="utf-8"))),
+    return get_plotlyjs()
+
+
+@lru_cache
+def _template(path: Path) -> Any:
+    found: Any = Environment(
+        loader=FileSystemLoader([path.parent, _HERE]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
-    body = tag(
-        "body",
-        tag("main", *main),
-        _script(get_plotlyjs()),
-        tag("script", Html(_safe(content)), type="application/json", id="payload"),
-        _script((_HERE / "page.js").read_text(encoding="utf-8")),
-        data_live=live,
+    found.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    found.filters |= {"plain": plain, "moment": moment, "counted": counted, "dash": dash, "dotted": _dotted}
+    found.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
+    found.globals |= {
+        "figures": figures,
+        "state": state,
+        "difference": difference,
+        "speed_up": speed_up,
+        "style": (_HERE / "page.css").read_text(encoding="utf-8"),
+        "script": (_HERE / "page.js").read_text(encoding="utf-8"),
+    }
+    return found.get_template(path.name)
+
+
+def _dotted(name: Any) -> Markup:
+    """A module's name or another with dots, which a line may break after a dot."""
+    return Markup(escape(plain(name)).replace(".", Markup(".<wbr>")))
+
+
+def _content(runs: Sequence[Run], title: Sequence[str], not_run: Mapping[str, str]) -> dict[str, Any]:
+    panels, left_out = lay_out(runs)
+    steps = [step for run in runs for series in run.series.values() for step in series.steps]
+    steps += [event.step for run in runs for event in run.alerts]
+    heading, *lines = title or [runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"]
+    events = sorted(
+        ((place, event) for place, run in enumerate(runs) for event in run.events), key=lambda item: item[1].step
     )
-    return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
+    return {
+        "title": f"{heading} - training report",
+        "heading": heading,
+        "lines": lines,
+        "runs": runs,
+        "numbered": list(enumerate(runs)),
+        "not_run": not_run,
+        "alerts": [item for item in events if item[1].is_alert],
+        "notices": [item for item in events if not item[1].is_alert],
+        "fp8": [(run, _fp8_layers(run)) for run in runs if run.fp8 or run.about.get("fp8_layers")],
+        "left_out": [*left_out, *_not_written(runs)],
+        "payload": {
+            "charts": [draw(panel, runs) for panel in panels],
+            "steps": [min(steps), max(steps)] if steps else [0, 1],
+            "running": any(state(run) == "running" for run in runs),
+        },
+    }
 
 
-def _switches(runs: Sequence[Run]) -> Html:
-    """The legend of compared runs, for all charts at once; a press hides a run or brings it back."""
-    buttons = [
-        tag("button", swatch(place), run.name, type="button", data_hide=f"run {place}", aria_pressed="true")
-        for place, run in enumerate(runs)
-    ]
-    return tag("div", join(buttons), role="group", aria_label="Runs shown")
+def _fp8_layers(run: Run) -> list[dict[str, Any]]:
+    """The layers of an FP8 run, those first of which the run said whether they were converted."""
+    listed: list[dict[str, Any]] = run.about.get("fp8_layers") or []
+    named = [layer["name"] for layer in listed]
+    rest = dict.fromkeys(name for name, _, _ in run.fp8 if name not in named)
+    return [*listed, *({"name": name, "shape": None, "converted": True} for name in rest)]
 
 
-def _script(code: str) -> Html:
-    return Html(f"<script>{code}</script>")
-
-
-def _safe(content: Mapping[str, Any]) -> str:
-    """JSON that cannot end the element it stands in."""
-    return json.dumps(dict(content), allow_nan=False).replace("<", "\\u003c")
-
-
-def _policy(live: bool) -> str:
-    own = "'self'" if live else "'none'"
-    inline = "script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-    return f"default-src 'none'; {inline}; img-src data: blob:; connect-src {own}"
+def _not_written(runs: Sequence[Run]) -> list[str]:
+    lines: list[str] = []
+    for what, absent in (
+        ("Precision audit: not run (PrecisionAudit writes it)", [run.name for run in runs if run.audit is None]),
+        ("Doctor: no findings.json was written", [run.name for run in runs if run.findings is None]),
+    ):
+        if absent and len(runs) == 1:
+            lines.append(what)
+        elif 0 < len(absent) < len(runs):
+            lines.append(f"{what}, in {', '.join(absent)}")
+    return lines

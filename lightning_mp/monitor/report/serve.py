@@ -12,10 +12,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from lightning_mp.errors import Fault, PlanError
-from lightning_mp.monitor.report.figures import graph_objects
 from lightning_mp.monitor.report.load import FILES
-from lightning_mp.monitor.report.page import payload, render
-from lightning_mp.monitor.report.write import RunDirs, find_runs, load_runs
+from lightning_mp.monitor.report.page import RunDirs, find_runs, load_runs, news, plotly_script, render
 
 HOST = "127.0.0.1"
 PORT = 8765
@@ -45,7 +43,7 @@ class ReportServer(ThreadingHTTPServer):
         self._folders = find_runs(run_dirs)
         self._lock = Lock()
         self._version, self._news = "", b""
-        graph_objects()
+        plotly_script()
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -63,7 +61,7 @@ class ReportServer(ThreadingHTTPServer):
         with self._lock:
             version = self._stamp()
             if version != self._version:
-                content = {**payload(load_runs(self._folders)), "version": version}
+                content = {**news(load_runs(self._folders)), "version": version}
                 self._version, self._news = version, json.dumps(content, allow_nan=False).encode()
             return None if seen == self._version else self._news
 

@@ -1,36 +1,40 @@
-"""The few figures that a run comes down to: the last loss, the best validation loss, speed, memory, skips, alerts."""
+"""The few figures that a run comes down to, how compared runs stand to the first, and how a report writes numbers."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.report.compared import difference, speed_up
-from lightning_mp.monitor.report.load import Run
-from lightning_mp.monitor.report.markup import Html, join, table, tag
-from lightning_mp.monitor.report.numbers import counted, number
-from lightning_mp.monitor.report.traces import dash
+from lightning_mp.monitor.report.load import Run, Series
 
 NOTHING = "-"
+#: derived here: the loss minus the first run's at the same step, smoothed
+LOSS_DIFFERENCE = "compared/loss_difference"
+_SMOOTHING = 0.85
+_MINUS = "\N{MINUS SIGN}"
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One of them: what it is, its value, and a few words on where it comes from."""
+    """What it is, its value, and a few words on where it comes from."""
 
     name: str
-    value: str
-    detail: str = ""
+    value: str = NOTHING
+    detail: str = "not recorded"
     unit: str = ""
 
 
-def summarize(run: Run) -> list[Figure]:
+def figures(run: Run) -> list[Figure]:
     """The same figures in the same order for every run; what is not known has the value of a dash."""
     return [
-        _loss(run),
-        _best_validation(run),
+        _loss("final loss", run, metric_names.LOSS, lambda pairs: pairs[-1]),
+        _loss("best val loss", run, metric_names.VAL_LOSS, min),
         _throughput(run),
         _memory(run),
         _skips(run),
@@ -38,114 +42,143 @@ def summarize(run: Run) -> list[Figure]:
     ]
 
 
-def tiles(run: Run) -> Html:
-    """The figures of one run."""
-    return tag(
-        "div",
-        *(
-            tag(
-                "div",
-                tag("span", figure.name, class_="name"),
-                tag("strong", figure.value, tag("small", f" {figure.unit}") if figure.unit else None),
-                tag("span", figure.detail, class_="detail"),
-                class_="tile",
-            )
-            for figure in summarize(run)
-        ),
-        class_="tiles",
-    )
-
-
-def comparison(runs: Sequence[Run], not_run: Mapping[str, str]) -> Html:
-    """The figures of several runs, a row each, and the reason of those that did not run."""
-    figures = [summarize(run) for run in runs]
-    first = runs[0]
-    relations = [f"loss \N{MINUS SIGN} {first.name}'s", "speed-up"]
-    heads = ["run", "state", "last step", *relations, *(figure.name for figure in figures[0])]
-    rows = [
-        [
-            tag("span", swatch(place), run.name, class_="run"),
-            state(run),
-            NOTHING if run.last_step is None else f"{run.last_step:,}",
-            difference(run),
-            NOTHING if run is first else speed_up(run, first),
-            *(f"{figure.value} {figure.unit}".strip() for figure in found),
-        ]
-        for place, (run, found) in enumerate(zip(runs, figures, strict=True))
-    ]
-    reasons = [
-        tag("p", tag("strong", name), f" did not run: {reason}", class_="quiet") for name, reason in not_run.items()
-    ]
-    explained = (
-        "The loss difference is the mean over the second half of the steps, after smoothing, and below it the band "
-        f"that it kept to. Speed-up: the median throughput against that of {first.name}."
-    )
-    numbers = table(heads, rows, numbers=range(2, len(heads)))
-    return join([tag("div", numbers, class_="stacked"), *reasons, tag("p", explained, class_="quiet")])
-
-
-def swatch(place: int) -> Html:
-    """The colour and the dash of a run's lines."""
-    return tag("i", class_=f"swatch {dash(place)}", style=f"--colour: var(--run-{place % 8})")
-
-
-def state(run: Run) -> Html:
+def state(run: Run) -> str:
     """How the run stands, as it said itself."""
     status = run.about.get("status")
-    known = status if status in ("running", "finished", "failed") else "unknown"
-    return tag("span", str(known), class_=f"state {known}")
+    return status if status in ("running", "finished", "failed") else "unknown"
 
 
-def _loss(run: Run) -> Figure:
-    found = run.series.get(metric_names.LOSS)
-    last = (
-        [] if found is None else [pair for pair in zip(found.steps, found.values, strict=True) if pair[1] is not None]
-    )
-    if not last or last[-1][1] is None:
-        return Figure("final loss", NOTHING, "not recorded")
-    return Figure("final loss", number(last[-1][1]), f"step {last[-1][0]:,}")
-
-
-def _best_validation(run: Run) -> Figure:
-    found = run.series.get(metric_names.VAL_LOSS)
-    pairs = [] if found is None else [(v, s) for s, v in zip(found.steps, found.values, strict=True) if v is not None]
+def _loss(title: str, run: Run, name: str, choose: Any) -> Figure:
+    found = run.series.get(name, Series())
+    pairs = [(value, step) for step, value in zip(found.steps, found.values, strict=True) if value is not None]
     if not pairs:
-        return Figure("best val loss", NOTHING, "not recorded")
-    value, step = min(pairs)
-    return Figure("best val loss", number(value), f"step {step:,}")
+        return Figure(title)
+    value, step = choose(pairs)
+    return Figure(title, number(value), f"step {step:,}")
 
 
 def _throughput(run: Run) -> Figure:
     for name, unit in ((metric_names.TOKENS_PER_S, "tokens/s"), (metric_names.SAMPLES_PER_S, "samples/s")):
-        if values := _finite(run, name):
+        if values := run.finite(name):
             return Figure("median throughput", number(statistics.median(values)), "over all readings", unit)
-    return Figure("median throughput", NOTHING, "not recorded")
+    return Figure("median throughput")
 
 
 def _memory(run: Run) -> Figure:
     for name, what in ((metric_names.MEMORY_PEAK, "peak"), (metric_names.MEMORY_ALLOCATED, "highest reading")):
-        if values := _finite(run, name):
-            small = max(values) < 1
-            value = f"{max(values) * 1024:.0f}" if small else f"{max(values):.3g}"
-            return Figure("peak memory", value, what, "MiB" if small else "GiB")
-    return Figure("peak memory", NOTHING, "not recorded")
+        if values := run.finite(name):
+            highest = max(values)
+            return Figure(
+                "peak memory",
+                f"{highest * 1024:.0f}" if highest < 1 else f"{highest:.3g}",
+                what,
+                "MiB" if highest < 1 else "GiB",
+            )
+    return Figure("peak memory")
 
 
 def _skips(run: Run) -> Figure:
-    values = _finite(run, metric_names.SKIPPED_STEPS)
-    if not values:
-        return Figure("skipped steps", NOTHING, "not recorded")
-    return Figure("skipped steps", number(values[-1]), "in total")
+    values = run.finite(metric_names.SKIPPED_STEPS)
+    return Figure("skipped steps", number(values[-1]), "in total") if values else Figure("skipped steps")
 
 
 def _alerts(run: Run) -> Figure:
     errors = sum(event.severity == "error" for event in run.alerts)
     notices = len(run.events) - len(run.alerts)
-    parts = [counted(errors, "error")] if errors else []
-    parts += [counted(notices, "notice")] if notices else []
+    parts = [counted(count, noun) for count, noun in ((errors, "error"), (notices, "notice")) if count]
     return Figure("alerts", number(len(run.alerts)), ", ".join(parts))
 
 
-def _finite(run: Run, name: str) -> list[float]:
-    found = run.series.get(name)
-    return [] if found is None else found.finite
+# ---------------------------------------------------------------------- compared runs
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """An exponential mean that starts unbiased; what is not finite is left out of it and stays a gap."""
+    result: list[float] = []
+    total = weight = 0.0
+    for value in values:
+        if math.isfinite(value):
+            total = _SMOOTHING * total + (1 - _SMOOTHING) * value
+            weight = _SMOOTHING * weight + (1 - _SMOOTHING)
+        result.append(total / weight if math.isfinite(value) else math.nan)
+    return result
+
+
+def add_differences(runs: Sequence[Run]) -> None:
+    """Give every run but the first its ``LOSS_DIFFERENCE``, over the steps that both have a finite loss of."""
+    first = _losses(runs[0])
+    for run in runs[1:]:
+        pairs = [(step, loss - first[step]) for step, loss in _losses(run).items() if step in first]
+        if pairs:
+            # below a millionth it is rounding, for which an axis would have labels as long as the chart is wide
+            values = [round(value, 6) for value in smooth([gap for _, gap in pairs])]
+            run.series[LOSS_DIFFERENCE] = Series([step for step, _ in pairs], list[float | None](values))
+
+
+def difference(run: Run) -> tuple[str, str]:
+    """The mean of the loss difference over the second half of the steps, and the band that it kept to there."""
+    found = run.finite(LOSS_DIFFERENCE)
+    if not found:
+        return NOTHING, ""
+    late = found[len(found) // 2 :]
+    return _signed(statistics.fmean(late)), f"{_signed(min(late))} to {_signed(max(late))}"
+
+
+def speed_up(run: Run, first: Run) -> str:
+    """The ratio of the median throughputs."""
+    for name in (metric_names.TOKENS_PER_S, metric_names.SAMPLES_PER_S):
+        ours, base = run.finite(name), first.finite(name)
+        if run is not first and ours and base and statistics.median(base):
+            return f"{statistics.median(ours) / statistics.median(base):.2f}x"
+    return NOTHING
+
+
+def _losses(run: Run) -> dict[int, float]:
+    found = run.series.get(metric_names.LOSS, Series())
+    return {step: value for step, value in zip(found.steps, found.values, strict=True) if value is not None}
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", _MINUS) if abs(value) >= 5e-4 else "0.000"
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def number(value: float) -> str:
+    """Four significant digits, whole numbers with separators, powers of ten only where they are shorter."""
+    if value == int(value) and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def power_of_two(value: float) -> str:
+    """``2¹⁶`` for a power of two, which a loss scale nearly always is."""
+    mantissa, exponent = math.frexp(value)
+    return f"2{str(exponent - 1).translate(_RAISED)}" if mantissa == 0.5 else number(value)
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def plain(value: Any) -> str:
+    """A value out of a JSON file in a few words; what is nested in it is left out."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value) if math.isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join("…" if isinstance(item, (list, dict)) else plain(item) for item in value)
+    return "…" if isinstance(value, dict) else str(value)
+
+
+def moment(value: str) -> str:
+    """A date and time of ISO 8601 as one reads it; anything else stays as it is."""
+    try:
+        return datetime.fromisoformat(value).strftime("%d %b %Y %H:%M %Z").strip().lstrip("0")
+    except ValueError:
+        return value

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lightning_mp.errors import MissingExtraError
-from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.report.figures import draw
+from lightning_mp.monitor.report.charts import KNOWN, MAX_LINES, MAX_OTHERS, draw, lay_out, thin
 from lightning_mp.monitor.report.load import Run, Series, load
-from lightning_mp.monitor.report.panels import MAX_LINES, MAX_OTHERS, lay_out
 from monitor.report.runs import COLLAPSE, OVERFLOWS, SPIKE, values, write_run
 
 Values = Mapping[str, list[float | None]]
 
 
-def _run(found: Values, name: str = "run", events: list[Event] | None = None) -> Run:
-    run = Run(Path(name), name, events=events or [])
+def _run(found: Values, name: str = "run") -> Run:
+    run = Run(Path(name), name)
     run.series = {key: Series(list(range(1, len(row) + 1)), row) for key, row in found.items()}
     return run
 
 
 def _charts(*runs: Run) -> dict[str, dict[str, Any]]:
-    return {chart["title"]: chart for chart in (draw(panel, runs).to_dict() for panel in lay_out(runs).panels)}
+    return {chart["title"]: chart for chart in (draw(panel, runs) for panel in lay_out(runs)[0])}
 
 
 def _traces(chart: dict[str, Any], role: str) -> list[dict[str, Any]]:
@@ -79,7 +76,7 @@ def test_alerts_are_marked_on_every_chart_and_overflows_where_they_belong(tmp_pa
         (warning,) = [trace for trace in _traces(chart, "warning") if trace["mode"] == "markers"]
         (error,) = [trace for trace in _traces(chart, "error") if trace["mode"] == "markers"]
         assert (warning["x"], error["x"]) == ([SPIKE], [COLLAPSE])
-        assert "step 12: grad norm spike in rank 1, module &#x27;net.3&#x27; (ratio 101.5)" in warning["text"]
+        assert "step 12: grad norm spike in rank 1, module &#39;net.3&#39; (ratio 101.5)" in warning["text"]
         assert warning["marker"]["symbol"] != error["marker"]["symbol"]
         infos = [trace["x"] for trace in _traces(chart, "info")]
         assert infos == ([list(OVERFLOWS)] if title in ("Loss scale", "Skipped steps") else [])
@@ -140,12 +137,11 @@ def test_a_long_series_is_thinned_and_says_so() -> None:
 
 
 def test_what_has_no_number_has_no_chart_and_is_named() -> None:
-    layout = lay_out([_run({"train/loss": [1.0], "health/loss_scale": [None, None]})])
-    assert [panel.title for panel in layout.panels] == ["Loss"]
-    (line,) = layout.left_out
+    panels, (line,) = lay_out([_run({"train/loss": [1.0], "health/loss_scale": [None, None]})])
+    assert [panel.title for panel in panels] == ["Loss"]
     assert line.startswith("Without a single number: gradient norm (health/grad_norm), ")
     assert "loss scale (health/loss_scale)" in line
-    assert lay_out([_run({})]).panels == ()
+    assert lay_out([_run({})])[0] == []
 
 
 def test_unknown_readings_have_charts_of_their_own_names_of_one_family_share_one() -> None:
@@ -158,10 +154,12 @@ def test_unknown_readings_have_charts_of_their_own_names_of_one_family_share_one
 
 def test_there_are_not_more_charts_or_lines_than_one_can_read_and_the_rest_is_counted() -> None:
     many: Values = {f"reading{number}": [1.0] for number in range(MAX_OTHERS + 3)}
-    layout = lay_out([_run({**many, **{f"health/grad_norm/{number}": [1.0] for number in range(MAX_LINES + 2)}})])
-    assert len(layout.panels) == MAX_OTHERS + 1
-    assert "3 more readings than there is room for: not drawn" in layout.left_out
-    assert "Gradient norm: 2 more lines than can be told apart" in layout.left_out
+    panels, notes = lay_out(
+        [_run({**many, **{f"health/grad_norm/{number}": [1.0] for number in range(MAX_LINES + 2)}})]
+    )
+    assert len(panels) == MAX_OTHERS + 1
+    assert "3 more readings than there is room for: not drawn" in notes
+    assert "Gradient norm: 2 more lines than can be told apart" in notes
 
 
 def test_compared_runs_have_a_line_each_with_a_colour_and_a_dash(tmp_path: Path) -> None:
@@ -176,18 +174,39 @@ def test_compared_runs_have_a_line_each_with_a_colour_and_a_dash(tmp_path: Path)
     assert {"Loss", "Validation loss", "Peak memory", "Allocated memory"} <= set(charts)
     assert _curves(charts["Validation loss"])["two"] == values(tmp_path / "two", "val/loss")
     grouped = "Gradient norm: compared for 'all parameters' only; its other lines are in each run's own report"
-    assert grouped in lay_out(runs).left_out
+    assert grouped in lay_out(runs)[1]
 
 
 def test_what_only_one_of_them_recorded_is_drawn_and_the_other_named() -> None:
     runs = [_run({"train/loss": [1.0], "health/mfu": [0.5]}, "one"), _run({"train/loss": [1.0]}, "two")]
-    layout = lay_out(runs)
-    assert [panel.title for panel in layout.panels] == ["Loss", "Model FLOPs utilisation"]
-    assert "Without a number for model FLOPs utilisation (health/mfu): two" in layout.left_out
+    panels, notes = lay_out(runs)
+    assert [panel.title for panel in panels] == ["Loss", "Model FLOPs utilisation"]
+    assert "Without a number for model FLOPs utilisation (health/mfu): two" in notes
 
 
-def test_without_plotly_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    with pytest.raises(MissingExtraError, match=r"lightning-mp\[report\]"):
-        _charts(_run({"train/loss": [1.0]}))
+@given(
+    st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=400), st.integers(8, 60)
+)
+def test_thinning_keeps_extremes_ends_gaps_and_the_order(values: list[float | None], limit: int) -> None:
+    series = Series(list(range(len(values))), values)
+    thinned = thin(series, limit)
+    assert len(thinned.values) <= limit
+    assert thinned.steps == sorted({0, *thinned.steps, len(values) - 1})
+    assert thinned.values == [values[step] for step in thinned.steps]
+    for choose in (min, max):
+        assert choose(thinned.finite, default=None) == choose(series.finite, default=None)
+    assert (None in thinned.values) == (None in values)
+
+
+def test_a_spike_of_one_step_among_a_million_stays() -> None:
+    values: list[float | None] = [1.0] * 1_000_000
+    values[654_321] = 9.0
+    thinned = thin(Series(list(range(len(values))), values))
+    assert len(thinned.values) <= 3000
+    assert thinned.steps[thinned.values.index(9.0)] == 654_321
+
+
+def test_every_trait_of_a_panel_is_one_that_means_something() -> None:
+    assert {trait for panel in KNOWN for trait in panel.traits.split()} == {
+        "stepped", "grouped", "from-zero", "extra", "overflows"
+    }  # fmt: skip

@@ -108,7 +108,7 @@ def test_a_served_run_may_lose_its_files(tmp_path: Path) -> None:
             path.unlink()
         status, news = _get(f"{server.url}data.json")
         assert status == 200
-        assert "metrics.jsonl is missing" in json.loads(news)["sections"]["faults"]
+        assert "metrics.jsonl is missing" in json.loads(news)["page"]
 
 
 def test_only_this_machine_is_served_and_only_the_report(tmp_path: Path) -> None:

@@ -1,0 +1,441 @@
+"""Which charts a report has, and each of them as the traces and the layout that Plotly's script draws.
+
+Every trace carries in ``meta`` its role, the name of its colour in the page's style, and the run it belongs to: the
+page knows whether it is dark, and which runs are hidden.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+from markupsafe import escape
+
+from lightning_mp.monitor import metric_names as names
+from lightning_mp.monitor.report.load import Run, Series
+from lightning_mp.monitor.report.summary import LOSS_DIFFERENCE, number, power_of_two
+
+#: lines of one run that a chart can hold and still be read; charts of readings that the report knows nothing about
+MAX_LINES, MAX_OTHERS = 10, 12
+#: points a series may have, about two for every pixel of a wide chart; alerts marked on a chart
+MAX_POINTS, MAX_MARKS = 3000, 300
+Scale = Literal["linear", "log", "log2", "share"]
+
+# Up to so many readings have a dot each, and up to so many marks their full size.
+_FEW = 40
+_TICKS = 7
+# So many times the median, a spike on a linear axis presses everything else flat.
+_SPIKE = 20
+_SYMBOLS = {"error": "triangle-down", "warning": "diamond", "info": "circle-open"}
+# Curves that coincide stay visible: a later one is dashed over an earlier; colour is not all that tells them apart.
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+_HOVER = {"share": "%{y:.1%}", "linear": "%{y:.5~g}", "log": "%{y:.4~g}", "log2": "%{y:,.6~g}"}
+# What has to be said about some readings of a chart, with the number of them behind each line's name.
+_NOTES = {
+    "gaps": "Without a number (not finite or not known), a gap with a cross at the bottom",
+    "below": "Zero or less, which this axis cannot show, so a gap with a cross",
+    "back": "Steps go back (resumed or rewound) and the line breaks",
+    "thinned": "Readings drawn, with the lowest and highest of every stretch among them",
+}
+# Where runs are compared, a chart has one line a run; these lines get a chart of their own, under this title.
+_ALONE = {
+    names.VAL_LOSS: "Validation loss",
+    names.MEMORY_PEAK: "Peak memory",
+    names.MEMORY_ALLOCATED: "Allocated memory",
+    names.MEMORY_RESERVED: "Reserved memory",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A chart over steps; ``lines`` has the label of each reading, ``unit`` is the vertical axis's title.
+
+    Of the ``traits``, ``stepped`` holds a value until the next reading; ``grouped`` adds every reading whose name goes
+    on after the first line's (``health/grad_norm/encoder``); ``from-zero`` keeps the axis honest about differences;
+    ``extra`` panels are not missed where they have no reading; ``overflows`` marks ordinary overflows too.
+    """
+
+    key: str
+    title: str
+    unit: str
+    lines: Mapping[str, str]
+    scale: Scale = "linear"
+    traits: str = ""
+
+
+KNOWN: tuple[Panel, ...] = (
+    Panel("loss", "Loss", "loss", {names.LOSS: "training", names.VAL_LOSS: "validation"}),
+    Panel(
+        "loss_difference",
+        "Loss minus the first run's, smoothed",
+        "loss",
+        {LOSS_DIFFERENCE: "difference"},
+        traits="extra",
+    ),
+    Panel("grad_norm", "Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log", "grouped"),
+    Panel("param_norm", "Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}, traits="grouped"),
+    Panel(
+        "update_ratio",
+        "Update-to-weight ratio",
+        "update / weights (L2)",
+        {names.UPDATE_RATIO: "all parameters"},
+        "log",
+        "grouped",
+    ),
+    Panel(
+        "lost_updates",
+        "Lost updates",
+        "share of updates rounded away",
+        {names.LOST_UPDATES: "half-precision weights"},
+        "share",
+        "from-zero extra",
+    ),
+    Panel(
+        "fp8_flushed",
+        "FP8: values flushed to zero",
+        "share of values",
+        {names.FP8_FLUSHED: "largest of all layers"},
+        "share",
+        "grouped from-zero extra",
+    ),
+    Panel("fp8_amax", "FP8: largest magnitudes", "amax", {names.FP8_AMAX: "all layers"}, "log", "grouped extra"),
+    Panel(
+        "fp8_scale",
+        "FP8: scales",
+        "factor on the operand",
+        {names.FP8_SCALE: "all layers"},
+        "log2",
+        "stepped grouped extra",
+    ),
+    Panel(
+        "loss_scale",
+        "Loss scale",
+        "factor on the loss",
+        {names.LOSS_SCALE: "loss scale"},
+        "log2",
+        "stepped grouped overflows",
+    ),
+    Panel(
+        "skips",
+        "Skipped steps",
+        "steps",
+        {names.SKIPPED_STEPS: "in total", names.SKIPPED_IN_A_ROW: "in a row"},
+        traits="stepped overflows",
+    ),
+    Panel("lr", "Learning rate", "learning rate", {names.LR: "learning rate"}, traits="grouped"),
+    Panel("tokens", "Tokens per second", "tokens / s", {names.TOKENS_PER_S: "tokens"}, traits="from-zero"),
+    Panel("samples", "Samples per second", "samples / s", {names.SAMPLES_PER_S: "samples"}, traits="from-zero"),
+    Panel("mfu", "Model FLOPs utilisation", "share of the device's peak", {names.MFU: "MFU"}, "share", "from-zero"),
+    Panel(
+        "memory",
+        "Memory",
+        "GiB",
+        {names.MEMORY_PEAK: "peak", names.MEMORY_ALLOCATED: "allocated", names.MEMORY_RESERVED: "reserved"},
+        traits="from-zero",
+    ),
+    Panel(
+        "growth",
+        "Growth counter of the loss scale",
+        "clean steps in a row",
+        {names.GROWTH_TRACKER: "growth counter"},
+        traits="stepped extra",
+    ),
+    Panel(
+        "hysteresis",
+        "Hysteresis of the loss scale",
+        "overflows left before it falls",
+        {names.HYSTERESIS: "hysteresis"},
+        traits="stepped extra",
+    ),
+    Panel("skip_rate", "Skip rate", "share of steps", {names.SKIP_RATE: "skip rate"}, "share", "from-zero extra"),
+)
+
+
+def lay_out(runs: Sequence[Run]) -> tuple[list[Panel], list[str]]:
+    """The charts of what ``runs`` recorded, and a sentence each on what is not drawn."""
+    found = list(dict.fromkeys(name for run in runs for name, series in run.series.items() if series.finite))
+    known = [_with_groups(panel, found) for panel in KNOWN]
+    notes = _absences([panel for panel in known if "extra" not in panel.traits], runs)
+    drawn = [
+        replace(panel, lines={name: panel.lines[name] for name in panel.lines if name in found}) for panel in known
+    ]
+    others = _others([name for name in found if not any(name in panel.lines for panel in known)], len(runs) == 1)
+    if len(others) > MAX_OTHERS:
+        notes.append(f"{len(others) - MAX_OTHERS} more readings than there is room for: not drawn")
+    panels = [panel for panel in drawn if panel.lines] + others[:MAX_OTHERS]
+    if len(runs) > 1:
+        notes += [
+            f"{panel.title}: compared for {next(iter(panel.lines.values()))!r} only; its other lines are in each run's "
+            "own report"
+            for panel in panels
+            if any(name not in _ALONE for name in list(panel.lines)[1:])
+        ]
+        panels = [single for panel in panels for single in _split(panel) if not _told_by_the_table(single, runs)]
+    notes += [
+        f"{panel.title}: {len(panel.lines) - MAX_LINES} more lines than can be told apart"
+        for panel in panels
+        if len(panel.lines) > MAX_LINES
+    ]
+    return [replace(panel, lines=dict(list(panel.lines.items())[:MAX_LINES])) for panel in panels], notes
+
+
+def _with_groups(panel: Panel, found: Sequence[str]) -> Panel:
+    start = f"{next(iter(panel.lines))}/"
+    groups = {name: name.removeprefix(start) for name in found if "grouped" in panel.traits and name.startswith(start)}
+    return replace(panel, lines={**panel.lines, **groups})
+
+
+def _others(found: Sequence[str], together: bool) -> list[Panel]:
+    """Charts for readings of unknown meaning; ``together``, names that share their first parts share a chart."""
+    families: dict[str, dict[str, str]] = {}
+    for name in found:
+        family, _, label = name.rpartition("/")
+        title = family if together and "/" in family else name
+        families.setdefault(title, {})[name] = label if title == family else name
+    return [Panel(f"other_{i}", title, "as logged", lines) for i, (title, lines) in enumerate(families.items())]
+
+
+def _split(panel: Panel) -> Iterator[Panel]:
+    for place, (name, label) in enumerate(panel.lines.items()):
+        if place == 0:
+            yield replace(panel, lines={name: label}, title=_ALONE.get(name, panel.title))
+        elif name in _ALONE:
+            yield replace(panel, key=f"{panel.key}_{label}", lines={name: label}, title=_ALONE[name])
+
+
+def _told_by_the_table(panel: Panel, runs: Sequence[Run]) -> bool:
+    """Whether each run has one reading of it at most, which the table of runs has too."""
+    (name,) = panel.lines
+    return name in (names.VAL_LOSS, names.MEMORY_PEAK) and all(len(run.finite(name)) <= 1 for run in runs)
+
+
+def _absences(panels: Sequence[Panel], runs: Sequence[Run]) -> list[str]:
+    """In words, which panels have no number in which runs."""
+    nowhere: list[str] = []
+    notes: list[str] = []
+    for panel in panels:
+        what = f"{panel.title[0].lower()}{panel.title[1:]} ({next(iter(panel.lines))})"
+        without = [run.name for run in runs if _expected(run, panel) and not any(map(run.finite, panel.lines))]
+        if len(runs) == 1 and without:
+            nowhere.append(what)
+        elif 0 < len(without) < len(runs):
+            notes.append(f"Without a number for {what}: {', '.join(without)}")
+    return [f"Without a single number: {', '.join(nowhere)}", *notes] if nowhere else notes
+
+
+def _expected(run: Run, panel: Panel) -> bool:
+    """A run whose plan scales no loss has no loss scale to miss."""
+    plan = run.about.get("plan")
+    return panel.key != "loss_scale" or not isinstance(plan, dict) or plan.get("loss_scaling") is not None
+
+
+# ---------------------------------------------------------------------- one chart
+
+
+def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
+    """The chart of ``panel`` for every run that recorded something of it, as plain values for the page's script.
+
+    ``switchable`` charts can have a linear or a logarithmic axis, as the reader likes.
+    """
+    many = len(runs) > 1
+    found = [
+        (place, index, run.name if many else label, run.series[name])
+        for place, run in enumerate(runs)
+        for index, (name, label) in enumerate(panel.lines.items())
+        if run.finite(name)
+    ]
+    panel = replace(panel, scale=_scale(panel, [value for *_, series in found for value in series.finite]))
+    traces: list[dict[str, Any]] = []
+    values: list[float] = []
+    said: dict[str, list[str]] = {}
+    for place, index, name, series in found:
+        drawn, notes = _drawable(panel, series)
+        for kind, count in notes.items():
+            said.setdefault(kind, []).append(f"{name} {count}" if len(found) > 1 else count)
+        style = place if many else index
+        traces += _line(panel, drawn, str(escape(name)), {"run": place, "colour": f"run-{style}"}, dash(style))
+        values += drawn.finite
+    traces += [mark for place, run in enumerate(runs) for mark in _marks(panel, run, place, many)]
+    return {
+        "key": panel.key,
+        "title": panel.title,
+        "unit": panel.unit,
+        "latest": "" if many else _latest(panel, found[0][3].values[-1]),
+        "switchable": panel.scale in ("linear", "log") and min(values) > 0,
+        "notes": [f"{text}: {', '.join(said[kind])}" for kind, text in _NOTES.items() if kind in said],
+        "data": traces,
+        "layout": _layout(panel, values),
+    }
+
+
+def dash(style: int) -> str:
+    """How line number ``style`` of a chart, or run number ``style`` of a comparison, is dashed."""
+    return _DASHES[style % len(_DASHES)]
+
+
+def _scale(panel: Panel, values: Sequence[float]) -> Scale:
+    """The panel's own scale, unless the values have no place on it, or would all but one lie flat on a linear one."""
+    if panel.scale in ("log", "log2") and max(values) <= 0:
+        return "linear"
+    free = panel.scale == "linear" and "from-zero" not in panel.traits and "stepped" not in panel.traits
+    if free and min(values) > 0 and max(values) > _SPIKE * statistics.median(values):
+        return "log"
+    return panel.scale
+
+
+def _drawable(panel: Panel, series: Series) -> tuple[Series, dict[str, str]]:
+    """The points to draw, and by kind of note how many readings it is about."""
+    logarithmic = panel.scale in ("log", "log2")
+    values = [value if value is None or value > 0 or not logarithmic else None for value in series.values]
+    drawn = thin(Series(series.steps, values))
+    back = sum(later < earlier for earlier, later in pairwise(series.steps))
+    counts = {
+        "gaps": len(series.values) - len(series.finite),
+        "below": values.count(None) - series.values.count(None),
+        "back": "once" if back == 1 else back and f"{back:,} times",
+        "thinned": len(drawn.steps) < len(values) and f"{len(drawn.steps):,} of {len(values):,}",
+    }
+    return drawn, {kind: f"{count:,}" if isinstance(count, int) else count for kind, count in counts.items() if count}
+
+
+def thin(series: Series, limit: int = MAX_POINTS) -> Series:
+    """At most ``limit`` (8 or more) of the readings, in order.
+
+    The readings between the first and the last are cut into stretches of equal length; of each stay the lowest, the
+    highest, and one that was not finite where there is one (the min-max aggregation of Jugel and others, "M4: a
+    visualization-oriented time series data aggregation", VLDB 2014).
+    """
+    count = len(series.values)
+    if count <= limit:
+        return series
+    edges = [1 + bucket * (count - 2) // ((limit - 2) // 3) for bucket in range((limit - 2) // 3 + 1)]
+    kept = {0, count - 1}
+    for start, stop in pairwise(edges):
+        finite = [(value, index) for index in range(start, stop) if (value := series.values[index]) is not None]
+        kept |= {min(finite)[1], max(finite)[1]} if finite else set()
+        if len(finite) < stop - start:
+            kept.add(series.values.index(None, start))
+    return Series([series.steps[index] for index in sorted(kept)], [series.values[index] for index in sorted(kept)])
+
+
+def _line(panel: Panel, drawn: Series, name: str, meta: dict[str, Any], dashed: str) -> list[dict[str, Any]]:
+    """The line through the readings, broken where there is none and where the steps go back; a cross for each gap."""
+    steps: list[int | None] = []
+    values: list[float | None] = []
+    for step, value in zip(drawn.steps, drawn.values, strict=True):
+        if steps and steps[-1] is not None and step < steps[-1]:
+            steps.append(None)
+            values.append(None)
+        steps.append(step)
+        values.append(value)
+    around = zip([None, *values], values, [*values[1:], None], strict=False)
+    # A reading with none next to it, which a line would not show.
+    alone = [value is not None and before is None and after is None for before, value, after in around]
+    few = len(drawn.steps) <= _FEW and "stepped" not in panel.traits
+    curve: dict[str, Any] = {
+        "type": "scatter",
+        "x": steps,
+        "y": values,
+        "name": name,
+        "mode": "lines+markers" if few or any(alone) else "lines",
+        "line": {"width": 1.8, "dash": dashed, "shape": "hv" if "stepped" in panel.traits else "linear"},
+        "hovertemplate": _HOVER[panel.scale],
+        "connectgaps": False,
+        "meta": {"role": "curve", **meta},
+    }
+    if few or any(alone):
+        curve["marker"] = {"size": 4 if few else [5 if single else 0 for single in alone]}
+    gaps = [step for step, value in zip(drawn.steps, drawn.values, strict=True) if value is None]
+    cross = _symbols(gaps, 0.0, "x-thin", 8, ["no number"] * len(gaps), meta={"role": "gap", **meta})
+    return [curve, {**cross, "name": name, "hovertemplate": "%{text}"}] if gaps else [curve]
+
+
+def _marks(panel: Panel, run: Run, place: int, many: bool) -> Iterator[dict[str, Any]]:
+    """Alerts as lines from top to bottom with a symbol a severity; ordinary overflows only where they belong."""
+    shown = [event for event in run.events if event.is_alert or "overflows" in panel.traits]
+    shown.sort(key=lambda event: list(_SYMBOLS).index(event.severity))
+    for severity, symbol in _SYMBOLS.items():
+        events = [event for event in shown[:MAX_MARKS] if event.severity == severity]
+        if not events:
+            continue
+        steps = [event.step for event in events]
+        meta = {"role": severity, "colour": f"run-{place}" if many else severity, "run": place}
+        if severity != "info":
+            yield {
+                "type": "scatter",
+                "x": [point for step in steps for point in (step, step, None)],
+                "y": [0, 1, None] * len(steps),
+                "yaxis": "y2",
+                "mode": "lines",
+                "line": {"width": 1, "dash": "dot"},
+                "hoverinfo": "skip",
+                "meta": meta,
+            }
+        texts = [f"{run.name}, {event}" if many else str(event) for event in events]
+        texts = [str(escape(text if len(text) <= 160 else f"{text[:160]}…")) for text in texts]
+        yield {**_symbols(steps, 1.0, symbol, 7 if severity == "info" else 10, texts, meta), "name": severity}
+
+
+def _symbols(
+    steps: Sequence[int], height: float, symbol: str, size: int, texts: Sequence[str], meta: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Symbols at ``height`` of the plot, 0 to 1; smaller where there are many."""
+    return {
+        "type": "scatter",
+        "x": steps,
+        "y": [height] * len(steps),
+        "yaxis": "y2",
+        "mode": "markers",
+        "marker": {"symbol": symbol, "size": size if len(steps) <= _FEW else size - 3},
+        "cliponaxis": False,
+        "text": texts,
+        "hovertemplate": "%{text}<extra></extra>",
+        "meta": meta,
+    }
+
+
+def _layout(panel: Panel, values: Sequence[float]) -> dict[str, Any]:
+    vertical: dict[str, Any] = {"title": {"text": panel.unit, "standoff": 8}, "automargin": "left", "fixedrange": True}
+    if panel.scale == "log2":
+        vertical |= {"type": "log", **_powers(values)}
+    elif panel.scale == "log":
+        decades = math.log10(max(values)) - math.log10(min(values))
+        # Ticks at 1, 2 and 5 over a few decades, at every decade over more; Plotly's own choice within one.
+        ticks = ("D2" if decades < 3 else 1) if 1 < decades < _TICKS else None
+        vertical |= {"type": "log", "exponentformat": "power", "dtick": ticks}
+    elif panel.scale == "share":
+        vertical |= {"tickformat": ".0%"}
+    elif "stepped" in panel.traits and max(values) - min(values) < _TICKS:
+        vertical |= {"dtick": 1}  # counts have no halves
+    if "from-zero" in panel.traits:
+        vertical |= {"rangemode": "tozero"}
+    return {
+        "xaxis": {"title": {"text": "step", "standoff": 6}, "tickformat": ",d"},
+        "yaxis": vertical,
+        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+        # The page has legends of its own: they wrap on a phone without taking the chart's room.
+        "showlegend": False,
+        "hovermode": "x unified",
+        "margin": {"l": 8, "r": 14, "t": 18, "b": 42},
+    }
+
+
+def _powers(values: Sequence[float]) -> dict[str, Any]:
+    """Ticks at powers of two, about seven of them."""
+    low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
+    stride = max(1, math.ceil((high - low) / _TICKS))
+    # A power beyond a double's range has no tick.
+    exponents = [e for e in range(low - stride, high + 2 * stride, stride) if -1022 <= e <= 1023]
+    return {"tickvals": [2.0**e for e in exponents], "ticktext": [f"2<sup>{e}</sup>" for e in exponents]}
+
+
+def _latest(panel: Panel, value: float | None) -> str:
+    if value is None:
+        return "last reading not finite"
+    if panel.scale == "share":
+        return f"last {value:.1%}"
+    return f"last {power_of_two(value) if panel.scale == 'log2' else number(value)}"
