@@ -21,7 +21,8 @@ T = TypeVar("T")
 class Fault:
     """One thing wrong with what the user wrote; each part is the rest of a sentence, without its end.
 
-    ``given`` goes on from "Got", ``allowed`` from "Allowed:"; ``fix`` is what to do, as one would say it.
+    ``given`` goes on from "Got", ``allowed`` from "Allowed:"; ``fix`` is what to do, as one would say it. Where there
+    is nothing to choose from, ``allowed`` is empty and ``given`` says what happened.
     """
 
     given: str
@@ -29,6 +30,8 @@ class Fault:
     fix: str
 
     def __str__(self) -> str:
+        if not self.allowed:
+            return f"{_ended(_capitalised(self.given))} {_ended(_capitalised(self.fix))}"
         return f"Got {_ended(self.given)} Allowed: {_ended(self.allowed)} {_ended(_capitalised(self.fix))}"
 
 

@@ -19,14 +19,14 @@ from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite import messages, rewind
 from lightning_mp.monitor.nonfinite.bad_steps import BadSteps
 from lightning_mp.monitor.nonfinite.guarded_step import FLOOR, GuardedStep, guarded_step
-from lightning_mp.monitor.run_log import RunDir
+from lightning_mp.monitor.run_log import RunDir, WritesRun
 
 OnTrip = Literal["skip", "reduce_lr", "raise", "rewind"]
 _WORDS = ", ".join(map(repr, get_args(OnTrip)))
 _NAME = "NonFiniteGuard"
 
 
-class NonFiniteGuard(ActingCallback):
+class NonFiniteGuard(ActingCallback, WritesRun):
     """Skips every step with a non-finite loss or gradient, on all ranks, and reports where the value first appeared.
 
     It does for Lightning's own plugins and strategies what ``nonfinite=`` does in a
@@ -45,7 +45,7 @@ class NonFiniteGuard(ActingCallback):
             for a while, on top of any scheduler; ``"raise"`` stops the run at once; ``"rewind"`` loads the last
             checkpoint of the Trainer's ``ModelCheckpoint`` whose weights are finite and continues after the bad batch.
         max_consecutive: how many skips in a row are allowed; the next raises ``NonFiniteError``.
-        run_dir: the folder to write to; the logger's by default.
+        run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
 
     Raises:
         PlanError: a bad argument, a MixedPrecisionPlan beside it (use its ``nonfinite=``), ``"rewind"`` without a
@@ -75,7 +75,7 @@ class NonFiniteGuard(ActingCallback):
     # ------------------------------------------------------------------ the run
 
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
-        """Open the run's folder; there is nothing to guard while evaluating."""
+        """Begin to count; there is nothing to guard while evaluating."""
         if trainer.state.fn != TrainerFn.FITTING:
             return None
         if self.on_trip == "rewind":
@@ -84,12 +84,16 @@ class NonFiniteGuard(ActingCallback):
         if self._before is None or self._before() is not trainer:  # a new run, not the next stage of this one
             self._before, self.events, self.step_skipped = weakref.ref(trainer), [], False
             self.skipped_steps = self.applied_steps = self._in_a_row = 0
-        self._run = _Run(trainer, self.run_dir, self._count, rewinds=self.on_trip == "rewind")
         return self._end
 
-    def _end(self) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Undo, and note how the run ended."""
+        self._end(exception)
+        super().on_exception(trainer, pl_module, exception)
+
+    def _end(self, error: BaseException | None = None) -> None:
         if self._run is not None:
-            self._run.end()
+            self._run.end(error)
             self._run = None
         if self._reduce is not None:
             self._reduce.release()
@@ -100,14 +104,14 @@ class NonFiniteGuard(ActingCallback):
         self.applied_steps += not skipped
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the optimizers, which exist only now.
+        """Check the optimizers, which exist only now, and open the run's folder.
 
         Raises:
-            PlanError: one whose step cannot be skipped from outside.
+            PlanError: an optimizer whose step cannot be skipped from outside, or a folder that another run writes to.
         """
-        run = self._run
-        assert run is not None, "setup() comes first"
-        run.guard = guarded_step(trainer, Faults(_NAME))
+        guard = guarded_step(trainer, Faults(_NAME))
+        run = self._run = _Run(trainer, self.run_dir, self._count, rewinds=self.on_trip == "rewind")
+        run.guard = guard
         run.hooks.install(trainer, pl_module, run.is_skipped)
 
     # ------------------------------------------------------------------ the step
@@ -275,9 +279,9 @@ class _Run:
             self.guarded.forget_losses()
             self.log.forget()
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Undo everything."""
         self.hooks.remove()
         if self.guard is not None:
             self.guard.release()
-        self.log.close()
+        self.log.close(error)

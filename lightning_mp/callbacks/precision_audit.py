@@ -7,20 +7,20 @@ from shutil import get_terminal_size
 from typing import Any, Literal
 
 from lightning_mp.compat.both_copies import check_copy
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
+from lightning_mp.compat.lightning import LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import AuditReport, AuditRow, declared
 from lightning_mp.monitor.audit.inspect_run import Record, from_all_ranks, modules_of, states_of
 from lightning_mp.monitor.audit.observer import Watch, note_gradients, note_parameters
 from lightning_mp.monitor.audit.report import build
-from lightning_mp.monitor.run_folder import AUDIT, RunFolder
-from lightning_mp.monitor.run_log import RunDir, open_folder
+from lightning_mp.monitor.run_folder import AUDIT, AUDIT_TABLE, RunFolder
+from lightning_mp.monitor.run_log import RunDir, WritesRun, end_run, open_folder
 
-MARKDOWN = "audit.md"
+_NAME = "PrecisionAudit"
 _LEAST_WIDTH, _WIDTH = 100, 110
 
 
-class PrecisionAudit(Callback):
+class PrecisionAudit(WritesRun):
     """Records for every module the dtypes of parameters, inputs, outputs, computation, gradients, reductions and state.
 
     They are compared with what the ``MixedPrecisionPlan``, or Lightning's own plugin, declares. The table is printed,
@@ -30,8 +30,7 @@ class PrecisionAudit(Callback):
     Args:
         steps: how many optimizer steps are audited, from the first one of the run.
         on_mismatch: ``"warn"`` or ``"raise"``, on every rank, whichever rank found it.
-        run_dir: the folder to write to; by default the logger's, without one ``lightning_mp_run`` in
-            ``default_root_dir``.
+        run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
         every_n_steps: audit again this many steps after the last audit began; by default once a run.
 
     Attributes:
@@ -75,21 +74,24 @@ class PrecisionAudit(Callback):
     # ------------------------------------------------------------------ the run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Open the folder.
+        """Begin anew."""
+        check_copy(trainer, "PrecisionAudit")
+        self._end(trainer)
+        if stage == "fit":
+            self.report = self.record = None
+            self._next = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the folder, once it is known whether the run resumes.
 
         Raises:
             PlanError: another run or PrecisionAudit writes there already.
         """
-        check_copy(trainer, "PrecisionAudit")
-        self._end()
-        if stage == "fit":
-            self.report = self.record = None
-            self._next = 0
-            self._folder = open_folder(trainer, self.run_dir, "PrecisionAudit")
+        self._folder = open_folder(trainer, self.run_dir, _NAME)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the folder."""
-        self._end()
+        self._end(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report on a step that failed, and remove every hook: Lightning calls no ``teardown`` then."""
@@ -98,13 +100,13 @@ class PrecisionAudit(Callback):
                 self._watch.stop()
                 self._conclude(trainer, pl_module, self._watch, self._began, failed=True)
         finally:
-            self._end()
+            self._end(trainer, exception)
 
-    def _end(self) -> None:
+    def _end(self, trainer: Trainer, error: BaseException | None = None) -> None:
         if self._watch is not None:
             self._watch.stop()
         if self._folder is not None:
-            self._folder.close("PrecisionAudit")
+            end_run(self._folder, trainer, _NAME, error)
         self._watch = self._folder = self._began = None
 
     # ------------------------------------------------------------------ the steps looked at
@@ -173,7 +175,7 @@ class PrecisionAudit(Callback):
     def _write(self, report: AuditReport) -> None:
         if self._folder is not None:
             self._folder.write(AUDIT, report.to_dict())
-            (self._folder.path / MARKDOWN).write_text(report.to_markdown(), encoding="utf-8")
+            self._folder.text(AUDIT_TABLE, report.to_markdown())
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run.

@@ -14,7 +14,7 @@ from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
 from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.compat.deepspeed import is_partitioned
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_warn
+from lightning_mp.compat.lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.monitor import actions as acts
@@ -28,7 +28,7 @@ from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.health.health_run import HealthRun
 from lightning_mp.monitor.health.throughput import Throughput, Tokens
 from lightning_mp.monitor.nonfinite.plan_guard import PlanGuard
-from lightning_mp.monitor.run_log import RunDir, RunLog, is_fresh
+from lightning_mp.monitor.run_log import RunDir, RunLog, WritesRun, is_fresh
 from lightning_mp.numerics.device import describe
 
 _NAME = "TrainingHealth"
@@ -36,7 +36,7 @@ _NAME = "TrainingHealth"
 _VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss")
 
 
-class TrainingHealth(Callback):
+class TrainingHealth(WritesRun):
     """Measures loss, norms, learning rate, loss scale, speed and memory; reports what looks wrong, and acts on it.
 
     It works with Lightning's own plugins and strategies and with a MixedPrecisionPlan, on whole and on sharded
@@ -67,7 +67,7 @@ class TrainingHealth(Callback):
     second read before the step.
 
     Args:
-        run_dir: the folder to write to; the logger's by default.
+        run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
         every_n_steps: optimizer steps from one reading to the next.
         alerts: thresholds, as :class:`~lightning_mp.monitor.alerts.AlertSettings` or a mapping of its fields; False for
             none.
@@ -284,11 +284,13 @@ class TrainingHealth(Callback):
         self._run = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the state of the alerts."""
+        """Save the state of the alerts, and the name of the folder."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint[_NAME] = self._alerts.state_dict()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore it."""
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._alerts.load_state_dict(checkpoint.get(_NAME, {}))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -97,11 +97,9 @@ class Recorder(Callback):
         self.seconds: list[float] = []
         self.val_loss = math.nan
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the folder, and say there what runs."""
         self._folder = open_folder(trainer, self._run_dir, "demo")
-        if self._folder is not None:
-            write_run(self._folder, trainer, "running")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the folder."""

@@ -23,11 +23,7 @@ class PlanRun:
             self._guard.check(faults)
 
     def begin(self, module: nn.Module, engine: StepEngine) -> None:
-        """The module is about to be changed: warn of what can be seen, tell people and loggers, open the run's folder.
-
-        Raises:
-            PlanError: another run is writing to the folder of ``nonfinite``.
-        """
+        """The module is about to be changed: warn of what can be seen, tell people and loggers."""
         if self._guard is not None:
             self._guard.install()
         warn_at_fit(module, self._plan.policy)

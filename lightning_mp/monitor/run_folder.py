@@ -1,15 +1,19 @@
-"""The folder of a run: metrics, events, and the machine and versions they come from."""
+"""The folder of a run: its readings, its events and the other files that the callbacks of one run write."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from lightning_mp.errors import Fault, PlanError
+from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.strict_json import to_json
 
@@ -17,85 +21,243 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 FP8 = "fp8.jsonl"
 RUN = "run.json"
-AUDIT = "audit.json"
+AUDIT, AUDIT_TABLE = "audit.json", "audit.md"
 FINDINGS = "findings.json"
 REPORT = "report.html"
 #: a pipeline's schedule as it ran, and its picture
 PIPELINE, PIPELINE_PICTURE = "pipeline.json", "pipeline.svg"
+#: the folder of saved batches, and their names in it
+BATCHES, BATCH_FILES = "nonfinite", "step_*_rank*.pt"
+#: what a run writes; it replaces another run's only where that one's run.json says that it was written by this package
+_FILES = (METRICS, EVENTS, FP8, AUDIT, AUDIT_TABLE, FINDINGS, REPORT, RUN)
+_WRITTEN_BY = {"written_by": "lightning_mp"}
 _LOCK = ".lightning_mp.lock"
+_LOGGER = logging.getLogger("lightning_mp")
 
 _open: dict[Path, RunFolder] = {}
 
 
 class RunFolder:
-    """One run's folder, shared by its callbacks; one line per reading or event, written to disk at once.
+    """One run's folder, shared by its callbacks; each line is on disk once it is written.
 
-    Made by :meth:`open`. Only one process may write to a folder, and only one callback of each name.
+    Made by :meth:`open` or :meth:`claim`. Only one process writes to a folder, and only one callback of each name. A
+    file that cannot be written (a full disk, a folder that was removed) is warned of once, and the run goes on.
     """
 
     def __init__(self, path: Path, owner: object, lock: FileLock) -> None:
         self.path = path
+        #: whether run.json says already that the run failed
+        self.failed = False
         self._owner, self._lock = owner, lock
         self._writers: set[str] = set()
+        self._warned = False
+        #: the step whose validation an earlier part of the run has written
+        self._validated: int | None = None
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, writer: str, owner: object, fresh: bool = True) -> RunFolder:
-        """The folder, for the callback named ``writer`` of the run ``owner`` (a Trainer).
+    def open(
+        cls, path: str | os.PathLike[str], *, writer: str, owner: object, resumed_at: int | None = None
+    ) -> RunFolder:
+        """The folder ``path``, for the callback named ``writer`` of the run ``owner`` (a Trainer).
 
-        The first writer of a run deletes what an earlier run wrote there; with ``fresh=False`` it appends.
+        The first writer of a fresh run replaces what an earlier run wrote there. One that resumes at the step
+        ``resumed_at`` appends, and drops the readings of steps that will be made again.
 
         Raises:
-            PlanError: another run, or a second ``writer`` of this one, is writing there.
+            PlanError: another run or a second ``writer`` of this one is writing there, or files are there that a run
+                would overwrite and this package did not write.
+            OSError: the folder cannot be made or locked.
         """
         folder = Path(path).resolve()
         found = _open.get(folder)
-        if found is not None and (found._owner is not owner or writer in found._writers):
-            raise _taken(writer, f"run_dir={str(path)!r}, where a {writer} writes already")
         if found is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / _LOCK)
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                raise _taken(writer, f"run_dir={str(path)!r}, to which another run is writing") from None
-            found = _open[folder] = cls(folder, owner, lock)
-            if fresh:
-                for name in (METRICS, EVENTS, FP8, RUN, AUDIT, FINDINGS, REPORT):
-                    (folder / name).unlink(missing_ok=True)
-        found._writers.add(writer)
-        return found
+            found = cls._lock_folder(folder, owner)
+            if found is None:
+                raise _refused(
+                    writer, f"another run is writing to {path}", "pass run_dir= to give this run a folder of its own"
+                )
+            if (foreign := _foreign(folder)) is not None:
+                found._release()
+                what = f"{path} holds {foreign}, which this package did not write and would overwrite"
+                raise _refused(writer, what, "pass run_dir= to give the run a folder of its own")
+            found._begin(resumed_at)
+        elif found._owner is not owner:
+            raise _refused(
+                writer, f"another run writes to {path}", "pass run_dir= to give this run a folder of its own"
+            )
+        return found._join(writer)
+
+    @classmethod
+    def claim(cls, candidates: Iterable[Path], *, writer: str, owner: object) -> RunFolder:
+        """The first folder that no other run is using and that holds no other run's files.
+
+        Raises:
+            PlanError: a second ``writer`` of this run.
+            OSError: it cannot be made or locked.
+        """
+        for folder in (path.resolve() for path in candidates):
+            found = _open.get(folder)
+            if found is not None and found._owner is owner:
+                return found._join(writer)
+            found = None if found is not None else cls._lock_folder(folder, owner)
+            if found is None:
+                continue
+            if _foreign(folder) is None and not is_ours(folder):
+                found._begin(None)
+                return found._join(writer)
+            found._release()
+        raise AssertionError("there are always more candidates")
+
+    @classmethod
+    def _lock_folder(cls, folder: Path, owner: object) -> RunFolder | None:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / _LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return None
+        return cls(folder, owner, lock)
+
+    def _begin(self, resumed_at: int | None) -> None:
+        try:
+            if resumed_at is None:
+                self._clear()
+            else:
+                self._drop_from(resumed_at)
+            if not is_ours(self.path):
+                self._replace(RUN, to_json({**_WRITTEN_BY, "status": "running"}) + "\n")
+        except OSError:
+            self._release()
+            raise
+        _open[self.path] = self
+
+    def _clear(self) -> None:
+        if is_ours(self.path):
+            for path in (self.path / BATCHES).glob(BATCH_FILES):
+                path.unlink()
+            for name in (PIPELINE, PIPELINE_PICTURE, *_FILES):
+                (self.path / name).unlink(missing_ok=True)
+
+    def _join(self, writer: str) -> RunFolder:
+        if writer in self._writers:
+            what = f"two {writer} callbacks write to {self.path}"
+            raise _refused(writer, what, "remove one, or give each a run_dir= of its own")
+        self._writers.add(writer)
+        return self
+
+    # ------------------------------------------------------------------ writing
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a reading."""
-        self._append(METRICS, {"step": step, **values})
+        if not (step == self._validated and _is_validation(values)):
+            self._append(METRICS, {metric_names.STEP: step, **values})
 
     def fp8(self, step: int, operands: Mapping[str, Any]) -> None:
         """Append what became of FP8's operands, by layer and role."""
-        self._append(FP8, {"step": step, "layers": operands})
+        self._append(FP8, {metric_names.STEP: step, "layers": operands})
 
     def event(self, event: Event) -> None:
         """Append an event."""
         self._append(EVENTS, event.to_dict())
 
+    def run(self, values: Mapping[str, Any]) -> None:
+        """Write ``run.json``."""
+        self.write(RUN, {**_WRITTEN_BY, **values})
+
     def write(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write the file ``name`` as JSON, whole or not at all."""
+        self.text(name, to_json(values, indent=2) + "\n")
+
+    def text(self, name: str, text: str) -> None:
         """Write the file ``name``, whole or not at all."""
-        beside = self.path / f".{name}.tmp"
-        beside.write_text(to_json(values, indent=2) + "\n", encoding="utf-8")
-        beside.replace(self.path / name)
+        self._attempt(lambda: self._replace(name, text))
 
     def close(self, writer: str) -> None:
         """``writer`` is done; the last one releases the folder."""
         self._writers.discard(writer)
         if not self._writers and _open.get(self.path) is self:
             del _open[self.path]
+            self._release()
+
+    def _release(self) -> None:
+        with suppress(OSError):
             (self.path / _LOCK).unlink(missing_ok=True)
-            self._lock.release()
+        self._lock.release()
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                _LOGGER.warning("%s cannot be written (%s); training goes on, with gaps in the files", self.path, error)
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(to_json(values) + "\n")
+        line = (to_json(values) + "\n").encode()
+        self._attempt(lambda: _append(self.path / name, line))
+
+    def _replace(self, name: str, text: str) -> None:
+        temporary = self.path / f".{name}.tmp"
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.path / name)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+    def _drop_from(self, step: int) -> None:
+        """Drop the readings of ``step`` and later ones, but the validation before ``step``, which is not run again."""
+        for name in (METRICS, FP8):
+            path = self.path / name
+            if path.is_file():
+                kept = [line for line in path.read_text(encoding="utf-8").splitlines() if self._stays(line, step)]
+                self._replace(name, "".join(f"{line}\n" for line in kept))
+
+    def _stays(self, line: str, resumed_at: int) -> bool:
+        try:
+            row = json.loads(line)
+            step = int(row[metric_names.STEP])
+        except (ValueError, TypeError, KeyError):
+            return False  # the last line of a run that was killed while it wrote
+        if step == resumed_at and _is_validation(row):
+            self._validated = step
+            return True
+        return step < resumed_at
 
 
-def _taken(writer: str, given: str) -> PlanError:
-    fix = "give each run a run_dir of its own, or leave run_dir out"
-    return PlanError([Fault(given, "one run per folder, with one callback of each kind", fix)], writer)
+def _append(path: Path, line: bytes) -> None:
+    """Add a line to a file, or nothing of it."""
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            if file.write(line) != len(line):
+                raise OSError(f"no space for all of a line in {path.name}")
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+
+
+def _is_validation(values: Mapping[str, Any]) -> bool:
+    return metric_names.VAL_LOSS in values and metric_names.LOSS not in values
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether ``run.json`` says that a run under this package wrote it."""
+    try:
+        about = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(about, dict) and _WRITTEN_BY.items() <= about.items()  # pyright: ignore[reportUnknownMemberType]
+
+
+def _foreign(folder: Path) -> str | None:
+    """A file in the way that no run under this package wrote."""
+    if is_ours(folder):
+        return None
+    return next((name for name in _FILES if (folder / name).exists()), None)
+
+
+def _refused(writer: str, what: str, fix: str) -> PlanError:
+    return PlanError([Fault(what, "", fix)], writer)

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_mp.compat.lightning import Trainer, rank_zero_info
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.errors import PlanError
+from lightning_mp.errors import Fault, PlanError
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.alerts.reading import Operand
 from lightning_mp.monitor.callback_utils import log
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.run_folder import FINDINGS, RUN, RunFolder
+from lightning_mp.monitor.run_folder import FINDINGS, RunFolder, is_ours
 from lightning_mp.numerics.device import describe
 
 #: for alerts: as a Python warning each would begin with a file and a line of this package
 _LOGGER = logging.getLogger("lightning_mp")
 RunDir = str | os.PathLike[str] | None
-#: the folder under the root folder where no logger has one
+#: the name of a run's own folder, and the key under which a checkpoint names it
 FALLBACK = "lightning_mp_run"
+#: the folders of Trainers to which no run_dir was given, and those of the runs that they resume from
+_paths: MutableMapping[Trainer, str] = WeakKeyDictionary()
+_resumed: MutableMapping[Trainer, str | None] = WeakKeyDictionary()
 _PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed", "torchao")
 #: a layer has nine numbers, and a model hundreds of layers
 _ALL_FP8, _THEN_EVERY = 200, 20
@@ -45,28 +52,102 @@ def is_fresh(trainer: Trainer) -> bool:
 
 
 def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | None:
-    """The folder of this run on rank 0, ``None`` on any other; every rank has to call it.
+    """The folder of this run on rank 0, ``None`` on any other; every rank has to call it, once training starts.
 
-    ``run_dir=None`` is the logger's folder, or ``lightning_mp_run`` under ``default_root_dir`` without one. What an
-    earlier run wrote there is deleted, unless this one resumes from a checkpoint or follows an earlier fit.
+    With ``run_dir=None`` it is a folder of the run's own: the version folder of a CSVLogger or TensorBoardLogger, else
+    ``lightning_mp_run`` in ``<save_dir>/<name>/<version>`` of the first logger, without one in ``default_root_dir``; if
+    an earlier run is there, ``lightning_mp_run_2`` and so on. Files of an earlier run in a given ``run_dir`` are
+    replaced. A run that resumes from a checkpoint, or follows an earlier fit, appends.
 
     Raises:
-        PlanError: another run or callback writes there already; on every rank.
+        PlanError: another run or callback writes there already, a file is in the way, or the folder cannot be opened;
+            on every rank.
     """
-    # every rank asks: the logger's folder is rank 0's, which tells the others; without a logger it is the root folder
-    logged = trainer.log_dir if trainer.loggers else None
-    path = run_dir or logged or Path(trainer.default_root_dir) / FALLBACK
     folder: RunFolder | None = None
     refused: PlanError | None = None
     if trainer.is_global_zero:
         try:
-            folder = RunFolder.open(path, writer=writer, owner=trainer, fresh=is_fresh(trainer))
+            folder = _given(trainer, run_dir, writer) if run_dir is not None else _own(trainer, writer)
         except PlanError as error:
             refused = error
-    refused = trainer.strategy.broadcast(refused)
+        except OSError as error:
+            what = f"the run's folder cannot be opened: {type(error).__name__}: {error}"
+            refused = PlanError([Fault(what, "", "pass run_dir= a folder that can be written")], writer)
+    refused, path = trainer.strategy.broadcast((refused, None if folder is None else str(folder.path)))
     if refused is not None:
         raise refused
+    if run_dir is None and path is not None:
+        _paths[trainer] = path
+    if folder is not None:
+        write_run(folder, trainer, "running")
     return folder
+
+
+def _given(trainer: Trainer, run_dir: str | os.PathLike[str], writer: str) -> RunFolder:
+    if _is_remote(run_dir):
+        what = f"run_dir={os.fspath(run_dir)!r} is not a local folder, where the files of a run are written"
+        raise PlanError([Fault(what, "", "pass a local folder, and copy it after the run")], writer)
+    return RunFolder.open(run_dir, writer=writer, owner=trainer, resumed_at=_resumed_at(trainer))
+
+
+def _own(trainer: Trainer, writer: str) -> RunFolder:
+    """A folder of the run's own, where no ``run_dir`` is given."""
+    logged, home = _homes(trainer)
+    resumed_at = _resumed_at(trainer)
+    if resumed_at is not None:
+        for earlier in (logged, _resumed.pop(trainer, None), _paths.get(trainer)):
+            if earlier is not None and is_ours(Path(earlier)):
+                with suppress(PlanError):  # it is in use: the run that resumes gets another
+                    return RunFolder.open(earlier, writer=writer, owner=trainer, resumed_at=resumed_at)
+    numbered = (home / (FALLBACK if number == 1 else f"{FALLBACK}_{number}") for number in itertools.count(1))
+    return RunFolder.claim(chain([] if logged is None else [logged], numbered), writer=writer, owner=trainer)
+
+
+def _resumed_at(trainer: Trainer) -> int | None:
+    return None if is_fresh(trainer) else trainer.global_step
+
+
+def _homes(trainer: Trainer) -> tuple[Path | None, Path]:
+    """The folder that a logger made for this run alone, if it did; and where else to make one."""
+    root = trainer.default_root_dir
+    logger: Any = trainer.loggers[0] if trainer.loggers else None
+    own = getattr(logger, "log_dir", None)
+    save_dir = getattr(logger, "save_dir", None)
+    for folder in (own or save_dir, root):
+        if folder is not None and _is_remote(folder):
+            here = "." if _is_remote(root) else root
+            rank_zero_info(f"{folder} is not a local folder: the files of this run are written below {here!r}")
+            return None, Path(here)
+    if own is not None and save_dir is not None:  # a version folder
+        return (None if Path(own).resolve() == Path(save_dir).resolve() else Path(own)), Path(own)
+    if save_dir is None:
+        return None, Path(root)
+    return None, Path(save_dir, *(str(part) for part in (logger.name, logger.version) if part not in (None, "")))
+
+
+def _is_remote(path: str | os.PathLike[str]) -> bool:
+    return "://" in os.fspath(path)
+
+
+class WritesRun(Callback):
+    """A callback that writes to the run's folder: a checkpoint names it, so that a run that resumes goes on there."""
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Note the folder."""
+        if trainer in _paths:
+            checkpoint[FALLBACK] = _paths[trainer]
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Find it again."""
+        _resumed[trainer] = checkpoint.get(FALLBACK)
+
+
+def end_run(folder: RunFolder, trainer: Trainer, writer: str, error: BaseException | None = None) -> None:
+    """``writer`` is done with the run, which has ended or failed."""
+    if error is not None or not (folder.failed or trainer.interrupted):
+        write_run(folder, trainer, "finished" if error is None else "failed", error)
+    folder.failed = folder.failed or error is not None
+    folder.close(writer)
 
 
 def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseException | None = None) -> None:
@@ -93,7 +174,7 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
     }
     if isinstance(plugin, PlanBase) and plugin.fp8_layers:
         values["fp8_layers"] = [asdict(layer) for layer in plugin.fp8_layers]
-    folder.write(RUN, values)
+    folder.run(values)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -142,12 +223,10 @@ class RunLog:
         """
         self._folder = open_folder(trainer, run_dir, self._writer)
         if fresh:
-            self.rows.clear()
             self.events.clear()
-            self.fp8_rows.clear()
             self._counts.clear()
-        if self._folder is not None:
-            write_run(self._folder, trainer, "running")
+        for rows in (self.rows, self.fp8_rows):  # a run that resumes makes later steps again
+            rows[:] = [] if fresh else [row for row in rows if row[metric_names.STEP] < trainer.global_step]
 
     def findings(self, found: Iterable[Finding]) -> None:
         """Write what the doctor found."""
@@ -191,8 +270,7 @@ class RunLog:
         folder, self._folder = self._folder, None
         if folder is None:
             return
-        write_run(folder, trainer, "finished" if error is None else "failed", error)
-        folder.close(self._writer)
+        end_run(folder, trainer, self._writer, error)
         if report:
             _write_report(folder)
 

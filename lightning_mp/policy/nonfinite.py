@@ -24,7 +24,7 @@ class NonFinite:
             Trainer's ``ModelCheckpoint`` whose weights are finite and continues after the bad batch.
         save_batch: save the batch of a skipped step, and the state of the random number generators before its forward,
             for :func:`~lightning_mp.callbacks.replay_saved`; at most 10 steps a run. It costs a host read a step.
-        run_dir: the folder for ``nonfinite/*.pt`` and ``events.jsonl``; the logger's by default.
+        run_dir: the folder for ``nonfinite/*.pt`` and ``events.jsonl``; by default one of the run's own.
     """
 
     action: Literal["skip", "raise", "ignore"] = "skip"
@@ -42,7 +42,7 @@ class NonFinite:
             faults.one_of("on_budget", self.on_budget, ("raise", "rewind"), "write 'raise', the default")
             faults.one_of("save_batch", self.save_batch, (True, False), "write a boolean, without quotes")
             if self.run_dir is not None and not isinstance(cast("object", self.run_dir), (str, os.PathLike)):
-                faults.add(f"run_dir={self.run_dir!r}", "a path", "leave it out to write into the logger's folder")
+                faults.add(f"run_dir={self.run_dir!r}", "a path", "leave it out for a folder of the run's own")
                 return
             if self.action != "skip" and self.on_budget == "rewind":
                 faults.add(

@@ -156,7 +156,7 @@ def test_without_a_folder_or_a_logger_it_writes_below_the_root(tmp_path: Path) -
 
 
 def test_two_audits_in_one_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="where a PrecisionAudit writes already"):
+    with pytest.raises(PlanError, match="Two PrecisionAudit callbacks write to"):
         fit(Regression(), callbacks=[PrecisionAudit(run_dir=tmp_path), PrecisionAudit(run_dir=tmp_path)], **_bf16())
 
 

@@ -219,7 +219,7 @@ def test_a_run_that_fails_is_written_down_too(tmp_path: Path) -> None:
 
 def test_two_of_them_in_one_folder_are_refused(tmp_path: Path) -> None:
     both = [TrainingHealth(tmp_path / "run"), TrainingHealth(tmp_path / "run")]
-    with pytest.raises(PlanError, match="writes already"):
+    with pytest.raises(PlanError, match="Two TrainingHealth callbacks write to"):
         fit(Regression(PLAIN), callbacks=both)
 
 

@@ -29,10 +29,10 @@ def test_readings_and_events_are_on_disk_at_once_in_strict_json(tmp_path: Path) 
     folder = RunFolder.open(tmp_path / "run", writer="A", owner="a run")
     folder.metrics(1, {"train/loss": float("nan")})
     folder.event(EVENT)
-    folder.write("run.json", {"x": float("inf")})
+    folder.run({"x": float("inf")})
     assert _lines(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "train/loss": None}]
     assert _lines(tmp_path / "run" / "events.jsonl")[0]["kind"] == "loss_plateau"
-    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"x": None}
+    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"written_by": "lightning_mp", "x": None}
     folder.close("A")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "events.jsonl", "run.json"}
 
@@ -41,9 +41,9 @@ def test_two_callbacks_of_one_run_share_it_and_two_of_one_kind_do_not(tmp_path: 
     run = object()
     first = RunFolder.open(tmp_path, writer="A", owner=run)
     assert RunFolder.open(tmp_path, writer="B", owner=run) is first
-    with pytest.raises(PlanError, match="where a A writes already"):
+    with pytest.raises(PlanError, match="Two A callbacks write to"):
         RunFolder.open(tmp_path, writer="A", owner=run)
-    with pytest.raises(PlanError, match="Give each run a run_dir of its own"):
+    with pytest.raises(PlanError, match="Pass run_dir= to give this run a folder of its own"):
         RunFolder.open(tmp_path, writer="C", owner=object())
     first.close("A")
     first.close("B")
@@ -55,21 +55,78 @@ def test_another_process_is_refused_until_the_first_ends(tmp_path: Path) -> None
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "open\n"
-        with pytest.raises(PlanError, match="another run is writing"):
+        with pytest.raises(PlanError, match="Another run is writing"):
             RunFolder.open(tmp_path, writer="A", owner=object())
+        own = RunFolder.claim([tmp_path, tmp_path / "2"], writer="A", owner=object())
+        assert own.path == tmp_path / "2"
+        own.close("A")
     finally:
         other.communicate("", timeout=60)
     RunFolder.open(tmp_path, writer="A", owner=object()).close("A")
 
 
-@pytest.mark.parametrize(("fresh", "left"), [(True, 1), (False, 2)])
-def test_a_new_run_clears_what_an_earlier_one_wrote_and_a_resumed_one_goes_on(
-    tmp_path: Path, fresh: bool, left: int
-) -> None:
+def test_a_new_run_replaces_what_an_earlier_one_wrote_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("the user's own")
-    for number, clears in enumerate((True, fresh)):
-        folder = RunFolder.open(tmp_path, writer="A", owner=object(), fresh=clears)
-        folder.metrics(number, {})
+    theirs = ["metrics.jsonl", "audit.md", "pipeline.json", "nonfinite/step_000001_rank0.pt"]
+    for _ in range(2):
+        folder = RunFolder.open(tmp_path, writer="A", owner=object())
+        assert [name for name in theirs if (tmp_path / name).exists()] == []
         folder.close("A")
-    assert len(_lines(tmp_path / "metrics.jsonl")) == left
+        (tmp_path / "nonfinite").mkdir(exist_ok=True)
+        (tmp_path / "nonfinite" / "mine.pt").touch()
+        for name in theirs:
+            (tmp_path / name).write_text("{}")
     assert (tmp_path / "notes.txt").exists()
+    assert (tmp_path / "nonfinite" / "mine.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "report.html", "run.json"])
+@pytest.mark.parametrize("resumed_at", [None, 3])
+def test_a_file_of_the_users_is_never_overwritten(tmp_path: Path, name: str, resumed_at: int | None) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(PlanError, match=f"holds {name}, which this package did not write"):
+        RunFolder.open(tmp_path, writer="A", owner=object(), resumed_at=resumed_at)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_run_that_resumes_drops_the_steps_that_it_makes_again(tmp_path: Path) -> None:
+    folder = RunFolder.open(tmp_path, writer="A", owner=object())
+    for step in range(6):
+        folder.metrics(step, {"train/loss": 1.0})
+        folder.fp8(step, {})
+    folder.metrics(4, {"val/loss": 2.0})
+    folder.metrics(6, {"val/loss": 2.0})
+    folder.event(EVENT)
+    folder.close("A")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "train/lo')  # killed while it wrote
+    folder = RunFolder.open(tmp_path, writer="A", owner=object(), resumed_at=4)
+    folder.metrics(4, {"val/loss": 2.0})
+    folder.metrics(4, {"train/loss": 1.0})
+    folder.close("A")
+    rows = _lines(tmp_path / "metrics.jsonl")
+    assert [(row["step"], "val/loss" in row) for row in rows] == [
+        (0, False),
+        (1, False),
+        (2, False),
+        (3, False),
+        (4, True),
+        (4, False),
+    ]
+    assert [row["step"] for row in _lines(tmp_path / "fp8.jsonl")] == [0, 1, 2, 3]
+    assert len(_lines(tmp_path / "events.jsonl")) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = RunFolder.open(tmp_path, writer="A", owner=object())
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    for step in range(3):
+        folder.metrics(step, {})
+    folder.event(EVENT)
+    folder.close("A")
+    assert [record.message.partition(";")[2] for record in caplog.records] == [
+        " training goes on, with gaps in the files"
+    ]
+    assert len(_lines(tmp_path / "events.jsonl")) == 1

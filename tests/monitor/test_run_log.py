@@ -1,55 +1,133 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
 
-from lightning_mp import MixedPrecisionPlan, PlanError
+from lightning_mp import MixedPrecisionPlan, NonFinite, PlanError
+from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, PrecisionAudit, TrainingHealth
 from lightning_mp.monitor.run_folder import RunFolder
-from lightning_mp.monitor.run_log import open_folder, write_run
+from lightning_mp.monitor.run_log import open_folder
 from support.models import Regression, batches
 from support.running import fit
 
+#: what a user may have called a file of their own
+OWN = ("metrics.jsonl", "run.json", "report.html", "events.jsonl", "audit.json")
+
 
 class Writes(Callback):
-    """Opens the folder when a fit starts, writes a line a step, and closes it."""
+    """Opens the folder when training starts, writes a line a step, and closes it."""
 
-    def __init__(self, run_dir: Path | None = None, name: str = "Writes") -> None:
+    def __init__(self, run_dir: Path | str | None = None, name: str = "Writes") -> None:
         self.run_dir, self.name = run_dir, name
         self.folder: RunFolder | None = None
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.folder = open_folder(trainer, self.run_dir, self.name)
-        assert self.folder is not None
-        write_run(self.folder, trainer, "running")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         assert self.folder is not None
-        self.folder.metrics(trainer.global_step, {})
+        self.folder.metrics(trainer.global_step - 1, {})
 
     def teardown(self, *_: Any, **__: Any) -> None:
         if self.folder is not None:
             self.folder.close(self.name)
 
 
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, with files of the user's own."""
+    monkeypatch.chdir(tmp_path)
+    for name in OWN:
+        (tmp_path / name).write_text("mine\n")
+    yield tmp_path
+    for name in OWN:
+        assert (tmp_path / name).read_text() == "mine\n"
+
+
 def _steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_without_a_run_dir_it_is_the_loggers_folder(tmp_path: Path) -> None:
+def _folders(root: Path) -> list[Path]:
+    return sorted(path.parent for path in root.rglob("metrics.jsonl") if path.parent != root)
+
+
+def _losses(folder: Path) -> list[int]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if "train/loss" in row]
+
+
+# ---------------------------------------------------------------------- where
+
+
+def test_without_a_run_dir_it_is_the_loggers_version_folder(tmp_path: Path) -> None:
     writes, logger = Writes(), CSVLogger(tmp_path)
     fit(Regression(), logger=logger, callbacks=[writes], max_steps=2)
-    assert _steps(Path(logger.log_dir)) == [1, 2]
+    assert _steps(Path(logger.log_dir)) == [0, 1]
 
 
-def test_without_a_logger_it_is_under_the_root_folder(tmp_path: Path) -> None:
-    fit(Regression(), callbacks=[Writes()], max_steps=2, default_root_dir=tmp_path)
-    assert _steps(tmp_path / "lightning_mp_run") == [1, 2]
+def _wandb(_: Path) -> Logger:
+    return WandbLogger(offline=True, project="trial")
+
+
+def _mlflow(folder: Path) -> Logger:
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the file store is being retired
+        return MLFlowLogger(tracking_uri=f"file:{folder / 'mlruns'}")
+
+
+def _csv(_: Path) -> Logger:
+    return CSVLogger(".", name="", version="")
+
+
+@pytest.mark.parametrize("logger", [_wandb, _mlflow, _csv, lambda _: False])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:Experiment logs")
+def test_every_run_has_a_folder_of_its_own_whatever_the_logger(
+    in_folder: Path, logger: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for steps in (2, 3):
+        made = logger(in_folder)
+        fit(Regression(), logger=made, callbacks=[TrainingHealth(report=False)], max_steps=steps)
+        if isinstance(made, WandbLogger):
+            made.experiment.finish()
+    assert sorted(map(_losses, _folders(in_folder))) == [[0, 1], [0, 1, 2]]
+
+
+def test_a_concurrent_run_gets_another_folder(tmp_path: Path) -> None:
+    first = Trainer(default_root_dir=tmp_path, logger=False, enable_checkpointing=False)
+    folder = open_folder(first, None, "A")
+    assert folder is not None
+    fit(Regression(), callbacks=[Writes(), TrainingHealth()], max_steps=2, default_root_dir=tmp_path)
+    folder.close("A")
+    assert _folders(tmp_path) == [tmp_path / "lightning_mp_run_2"]
+    assert (folder.path / "run.json").is_file()
+
+
+def test_what_is_not_a_local_folder_is_replaced_by_one_that_is_said(
+    in_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = CSVLogger("memory://logs")
+    fit(Regression(), callbacks=[Writes()], logger=logger, max_steps=2, default_root_dir=in_folder / "root")
+    assert _folders(in_folder) == [in_folder / "root" / "lightning_mp_run"]
+    assert "is not a local folder: the files of this run are written below" in caplog.text
+    with pytest.raises(PlanError, match="is not a local folder"):
+        fit(Regression(), callbacks=[Writes("s3://bucket/run")], max_steps=2)
+    assert not [*in_folder.glob("s3:*"), *in_folder.glob("memory:*")]
+
+
+# ---------------------------------------------------------------------- again, and resumed
 
 
 def test_a_second_fit_of_a_trainer_goes_on_and_another_trainer_starts_over(tmp_path: Path) -> None:
@@ -57,17 +135,123 @@ def test_a_second_fit_of_a_trainer_goes_on_and_another_trainer_starts_over(tmp_p
     trainer = fit(module, callbacks=[writes], max_steps=2)
     trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 2, 3
     trainer.fit(module, batches())
-    assert _steps(tmp_path) == [1, 2, 3]
+    assert _steps(tmp_path) == [0, 1, 2]
     fit(Regression(), callbacks=[Writes(tmp_path)], max_steps=1)
-    assert _steps(tmp_path) == [1]
+    assert _steps(tmp_path) == [0]
+
+
+class _BadStep(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * (float("nan") if self.trainer.global_step == 1 else 1.0)
+
+
+def _stock(run_dir: Path | None) -> dict[str, Any]:
+    watching = [TrainingHealth(run_dir), NonFiniteGuard(run_dir=run_dir), PrecisionAudit(run_dir=run_dir)]
+    return {"callbacks": [*watching, LossScaleMonitor()]}
+
+
+def _planned(run_dir: Path | None) -> dict[str, Any]:
+    nonfinite = NonFinite(save_batch=True, run_dir=None if run_dir is None else str(run_dir))
+    watching = [TrainingHealth(run_dir), PrecisionAudit(run_dir=run_dir), LossScaleMonitor()]
+    return {"callbacks": watching, "plugins": [MixedPrecisionPlan("bf16-mixed", nonfinite=nonfinite)]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "strategy", "given", "ckpt_path"),
+    [
+        (_stock, "auto", True, "step"),
+        (_stock, "auto", False, "last"),
+        (_planned, "auto", False, "step"),
+        (_planned, "mp_fsdp2", True, "last"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")  # last.ckpt, by torch
+def test_a_run_that_resumes_appends_and_no_step_stands_twice(
+    tmp_path: Path, arguments: Callable[[Path | None], Any], strategy: str, given: bool, ckpt_path: str
+) -> None:
+    folder = tmp_path / "run" if given else tmp_path / "lightning_mp_run"
+    checkpoints = tmp_path / "checkpoints"
+
+    def train(steps: int, ckpt: str | None = None) -> None:
+        made = arguments(folder if given else None)
+        saves = ModelCheckpoint(checkpoints, every_n_train_steps=4, save_last=True, filename="{step}")
+        made["callbacks"].append(saves)
+        options = {"strategy": strategy, "default_root_dir": tmp_path, "accelerator": "cpu", "logger": False}
+        trainer = Trainer(**made, **options, max_steps=steps, enable_progress_bar=False, enable_model_summary=False)
+        trainer.fit(_BadStep(), batches(32), ckpt_path=ckpt)
+
+    train(6)
+    assert _losses(folder) == [*range(6)]
+    audit, events = (folder / "audit.json").read_bytes(), (folder / "events.jsonl").read_bytes()
+    saved = [*(folder / "nonfinite").iterdir()]
+    assert len(saved) == 1
+    train(10, "last" if ckpt_path == "last" else str(checkpoints / "step=4.ckpt"))
+    assert _losses(folder) == [*range(10)]
+    assert (folder / "events.jsonl").read_bytes().startswith(events)
+    assert saved[0].exists()
+    assert audit
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+    if not given:  # which is the folder of the run that is resumed, not of the one that came last
+        train(3)
+        assert _losses(tmp_path / "lightning_mp_run_2") == [0, 1, 2]
+        train(12, str(checkpoints / "step=8.ckpt"))
+        assert _losses(folder) == [*range(12)]
+        assert _losses(tmp_path / "lightning_mp_run_2") == [0, 1, 2]
+
+
+class _Validated(Regression):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")  # a process group of an earlier test
+def test_validation_before_the_checkpoint_stays_and_is_not_written_twice(tmp_path: Path) -> None:
+    def train(epochs: int, ckpt_path: str | None = None) -> None:
+        saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        runner = Trainer(callbacks=[TrainingHealth(tmp_path), saves], max_epochs=epochs, **options)
+        runner.fit(_Validated(), batches(), batches(), ckpt_path=ckpt_path)
+
+    def validated() -> list[int]:
+        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        return [row["step"] for row in rows if "val/loss" in row]
+
+    train(2)
+    steps, losses = validated(), _losses(tmp_path)
+    train(2, str(tmp_path / "epoch=0.ckpt"))
+    assert (validated(), _losses(tmp_path)) == (steps, losses)
+
+
+# ---------------------------------------------------------------------- what can go wrong
 
 
 def test_two_of_one_kind_in_one_folder_are_refused(tmp_path: Path) -> None:
     callbacks = [Writes(tmp_path), Writes(tmp_path)]
-    with pytest.raises(PlanError, match="Give each run a run_dir of its own"):
+    with pytest.raises(PlanError, match="Remove one, or give each a run_dir= of its own"):
         fit(Regression(), callbacks=callbacks, max_steps=1)
     for callback in callbacks:
         callback.teardown()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match=r"cannot be opened: (FileExistsError|NotADirectoryError).*file"):
+        fit(Regression(), callbacks=[PrecisionAudit(run_dir=tmp_path / "file" / "run")], max_steps=1)
+
+
+def test_a_folder_that_vanishes_is_warned_of_once_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Removes(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                for path in (tmp_path / "run").iterdir():
+                    path.unlink()
+                (tmp_path / "run").rmdir()
+
+    trainer = fit(Regression(), callbacks=[TrainingHealth(tmp_path / "run"), Removes()], max_steps=4)
+    assert trainer.global_step == 4
+    assert sum("cannot be written" in record.message for record in caplog.records) == 1
 
 
 def test_run_json_says_what_ran_and_on_what(tmp_path: Path) -> None:
@@ -81,17 +265,13 @@ def test_run_json_says_what_ran_and_on_what(tmp_path: Path) -> None:
     assert run["trainer"]["max_steps"] == 1
 
 
-def test_a_failure_is_written_with_its_error(tmp_path: Path) -> None:
-    class Fails(Writes):
-        def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-            assert self.folder is not None
-            write_run(self.folder, trainer, "failed", exception)
-            self.folder.close(self.name)
-
-        def on_train_batch_start(self, *_: Any) -> None:
+@pytest.mark.parametrize("watches", [TrainingHealth, PrecisionAudit, NonFiniteGuard])
+def test_a_failure_is_written_with_its_error(tmp_path: Path, watches: Any) -> None:
+    class Fails(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             raise ValueError("no more data")
 
     with pytest.raises(ValueError, match="no more data"):
-        fit(Regression(), callbacks=[Fails(tmp_path)], max_steps=1)
+        fit(Fails(), callbacks=[watches(run_dir=tmp_path)], max_steps=1)
     run = json.loads((tmp_path / "run.json").read_text())
     assert (run["status"], run["error"], run["plan"]) == ("failed", "ValueError: no more data", None)

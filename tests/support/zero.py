@@ -46,13 +46,13 @@ def on(plan: MixedPrecisionPlan, stage: str | None, **options: Any) -> dict[str,
 
 
 @contextmanager
-def fp16_supported(supported: bool = True) -> Generator[None, None, None]:
-    """DeepSpeed believes of the CPU what it believes of CUDA, or of a CPU without fp16 kernels."""
+def fp16_supported() -> Generator[None, None, None]:
+    """DeepSpeed believes of the CPU what it believes of CUDA."""
     from deepspeed.accelerator import get_accelerator
 
     kind: Any = type(get_accelerator())
     before = kind.is_fp16_supported
-    kind.is_fp16_supported = lambda _: supported
+    kind.is_fp16_supported = lambda _: True
     try:
         yield
     finally:
@@ -325,18 +325,16 @@ class Llama:
 
 @dataclass(frozen=True)
 class MadePartitioned:
-    """A model that stage 3 partitions as it is made, on a device for which DeepSpeed has fp16 or has not."""
+    """A model that stage 3 partitions as it is made."""
 
     stage: str | None
     mode: str
     pin: str | None = None
-    fp16: bool = False
 
     def run(self) -> dict[str, Any]:
         module = Later(self.pin is not None)
         plan = plan_for(self.mode, STATIC, pins=None if self.pin is None else {"net.0": self.pin})
-        with fp16_supported(self.fp16):
-            fit(module, **on(plan, self.stage))
+        fit(module, **on(plan, self.stage))
         return {"weights": whole(module), "dtypes": _dtypes(module)}
 
 

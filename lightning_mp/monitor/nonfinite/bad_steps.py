@@ -9,7 +9,7 @@ from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite import messages, rewind
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 from lightning_mp.monitor.nonfinite.saved_batch import SavedBatches
-from lightning_mp.monitor.run_log import RunDir, is_fresh, open_folder
+from lightning_mp.monitor.run_log import RunDir, end_run, open_folder
 
 
 class BadSteps:
@@ -25,7 +25,7 @@ class BadSteps:
         self._trainer, self._writer, self._rewinds = trainer, writer, rewinds
         self._folder = open_folder(trainer, run_dir, writer)
         path = None if self._folder is None else self._folder.path
-        self._saved = SavedBatches(trainer, path, fresh=is_fresh(trainer))
+        self._saved = SavedBatches(trainer, path)
         self._replayer, self._checkpoints = Replayer(), rewind.Checkpoints()
 
     def remember(self, batch: Any, batch_idx: int) -> None:
@@ -67,8 +67,9 @@ class BadSteps:
             raise messages.nothing_to_rewind_to(event)
         rank_zero_info(f"{self._writer}: loaded {path}, and continues after the batch of step {event.step}")
 
-    def close(self) -> None:
-        """The run is over."""
+    def close(self, error: BaseException | None = None) -> None:
+        """The run is over, or has failed."""
         self._replayer.forget()
-        if self._folder is not None:
-            self._folder.close(self._writer)
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            end_run(folder, self._trainer, self._writer, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
+from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.engines import diagnosis
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.budget import Verdict
@@ -15,11 +15,12 @@ from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite import messages, rewind
 from lightning_mp.monitor.nonfinite.bad_steps import BadSteps
 from lightning_mp.monitor.nonfinite.replay import Diagnosis
+from lightning_mp.monitor.run_log import WritesRun
 
 _WRITER = "MixedPrecisionPlan"
 
 
-class PlanGuard(Callback):
+class PlanGuard(WritesRun):
     """Added by a plan to the callbacks of a fit, before all others, and taken out with :meth:`remove`.
 
     The engine decides and skips. Where it would raise it leaves its verdict here, and the batch, which is still at hand
@@ -45,12 +46,7 @@ class PlanGuard(Callback):
             rewind.check(self._trainer, "nonfinite=NonFinite(on_budget='rewind')", "on_budget='raise'", faults)
 
     def install(self) -> None:
-        """Open the folder, and follow the run from now on.
-
-        Raises:
-            PlanError: another run is writing to the folder.
-        """
-        self._bad = BadSteps(self._trainer, self.rule.run_dir, _WRITER, rewinds=self.rewinds)
+        """Follow the run from now on."""
         callbacks_of(self._trainer).insert(0, self)
 
     def remove(self) -> None:
@@ -68,13 +64,23 @@ class PlanGuard(Callback):
 
     @property
     def _log(self) -> BadSteps:
-        assert self._bad is not None, "install() comes first"
+        assert self._bad is not None, "on_train_start comes first"
         return self._bad
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Note how the run ended."""
+        if self._bad is not None:
+            self._bad.close(exception)
 
     # ------------------------------------------------------------------ the step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have verdicts left here."""
+        """Open the folder, and have verdicts left here.
+
+        Raises:
+            PlanError: another run is writing to the folder.
+        """
+        self._bad = BadSteps(trainer, self.rule.run_dir, _WRITER, rewinds=self.rewinds)
         self._engine.budget.deferred = []
         self._skips = self._plan.skipped_steps if self.rule.save_batch else 0
 

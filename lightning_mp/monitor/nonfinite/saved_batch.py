@@ -13,13 +13,13 @@ from torch import Tensor
 from lightning_mp.compat.lightning import LightningModule, Trainer, rank_zero_warn
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, KeptBatch
+from lightning_mp.monitor.run_folder import BATCH_FILES, BATCHES
 from lightning_mp.monitor.side_run import loss_of, step_output
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nested import map_tensors
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import set_rng_state
 
-FOLDER = "nonfinite"
 #: steps of a run whose batches are saved: the first ones say most
 MAX_STEPS = 10
 
@@ -27,22 +27,18 @@ MAX_STEPS = 10
 class SavedBatches:
     """Writes bad batches to ``<run folder>/nonfinite/step_000017_rank1.pt``, of at most ``MAX_STEPS`` steps a run."""
 
-    def __init__(self, trainer: Trainer, run_folder: Path | None, *, fresh: bool) -> None:
-        before = [] if run_folder is None else list((run_folder / FOLDER).glob("step_*_rank*.pt"))
-        if fresh:
-            for path in before:
-                path.unlink()
-            before = []
+    def __init__(self, trainer: Trainer, run_folder: Path | None) -> None:
+        before = [] if run_folder is None else list((run_folder / BATCHES).glob(BATCH_FILES))
         left = MAX_STEPS - len({path.name.rpartition("_")[0] for path in before})
         # The first rank knows the folder; all have to agree on what will be written.
         place, self._left = trainer.strategy.broadcast((str(run_folder), left))
-        self._folder, self._rank = Path(place, FOLDER), trainer.global_rank
+        self._folder, self._rank = Path(place, BATCHES), trainer.global_rank
 
     def next_name(self, diagnosis: Diagnosis, step: int) -> str | None:
         """What will be written, seen from the run folder, the same on every rank; ``None`` if nothing will."""
         if self._left <= 0:
             return None
-        return f"{FOLDER}/{_name(step, '*' if diagnosis.rank is None else diagnosis.rank)}"
+        return f"{BATCHES}/{_name(step, '*' if diagnosis.rank is None else diagnosis.rank)}"
 
     def save(self, kept: KeptBatch | None, event: Event) -> None:
         """Write one on the rank that had it, on every rank if that is not known: a dict of tensors and plain values.
