@@ -185,7 +185,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         self._attach(trainer, module)
         faults = Faults()
         device = describe(self._device)
-        self._resolve_auto(device, module)
+        self._resolve(device, module, trainer)
         device_rules.check(self.policy, device, faults)
         strategy = None if trainer is None else trainer.strategy
         engine = for_strategy.make_engine(
@@ -233,11 +233,14 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             self._start_over()
         self._trainer, self._ran = weakref.ref(trainer), True
 
-    def _resolve_auto(self, device: hardware.Device, module: nn.Module) -> None:
-        if self.policy.precision != "auto":
-            return
-        self.policy = device_rules.resolved(self.policy, device, module)
-        self._start_over()
+    def _resolve(self, device: hardware.Device, module: nn.Module, trainer: Trainer | None) -> None:
+        policy = self.policy
+        if policy.precision == "auto":
+            policy = device_rules.resolved(policy, device, module)
+        policy = for_strategy.completed(None if trainer is None else trainer.strategy, policy)
+        if policy != self.policy:
+            self.policy = policy
+            self._start_over()
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]

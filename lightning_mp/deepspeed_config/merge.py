@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
-from lightning_mp.deepspeed_config.read import load_json
+from lightning_mp.deepspeed_config.read import load_json, read_policy
 from lightning_mp.deepspeed_config.schema import REFUSED, RULE, SUBJECT, check, dtype_of, is_off, without_unset
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.loss_scaling import LossScaling
 
@@ -39,7 +39,7 @@ def compose(
     offload_parameters: bool = False,
     fp16_supported: bool = True,
 ) -> Composed:
-    """The engine's config for a plan and a ZeRO stage, with the user's own JSON merged in.
+    """The engine's config for a plan, ``completed``, and a ZeRO stage, with the user's own JSON merged in.
 
     ``fp16_supported`` says whether DeepSpeed takes fp16 on this device; the plan computes in it either way.
 
@@ -50,13 +50,27 @@ def compose(
     """
     if policy.precision == "auto":
         raise ValueError("a DeepSpeed config needs a resolved precision, not 'auto'")
-    merge = _Merge(policy, without_unset(load_json(user)) if user is not None else {})
+    given = without_unset(load_json(user)) if user is not None else {}
+    merge = _Merge(completed(policy, given), given)
     merge.engines()
     merge.fp16(fp16_supported)
     merge.dtypes()
     merge.zero(stage, {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters})
     merge.faults.raise_if_any()
     return Composed(merge.config, tuple(merge.notes))
+
+
+def completed(policy: PrecisionPolicy, user: Mapping[str, Any] | None) -> PrecisionPolicy:
+    """``policy`` with the loss scale of the user's JSON, where the plan has the default one, which nobody wrote."""
+    block: Any = (user or {}).get("fp16")
+    if policy.loss_scaling != LossScaling() or not isinstance(block, Mapping):
+        return policy
+    said = without_unset({key: cast("Any", block).get(key) for key in ("loss_scale", *RULE)})
+    try:
+        rule = read_policy({"fp16": {"enabled": True, **said}})[0].loss_scaling if said else None
+    except PlanError:  # ``compose`` says what is wrong with it
+        rule = None
+    return policy if rule is None else replace(policy, loss_scaling=rule)
 
 
 class _Merge:

@@ -21,6 +21,7 @@ from lightning_mp.compat.lightning import (
     ddp_hooks,
     layer_sync_of,
     mesh_of,
+    rank_zero_info,
 )
 from lightning_mp.compat.torch import STEP
 from lightning_mp.engines.base import StepEngine
@@ -78,6 +79,15 @@ def check_hosts(strategy: Strategy | None) -> None:
     with Faults() as faults:
         for names in (STEP, PLAN, *getattr(strategy, "private_names", ())):
             names.check(faults)
+
+
+def completed(strategy: Strategy | None, policy: PrecisionPolicy) -> PrecisionPolicy:
+    """``policy`` with what the strategy's own config says where the plan says nothing; a line tells of it."""
+    own = getattr(strategy, "completed", None)
+    whole = policy if own is None else cast("PrecisionPolicy", own(policy))
+    if whole != policy:
+        rank_zero_info(f"DeepSpeed config: loss_scaling={whole.loss_scaling!r} is the JSON's, the plan has none")
+    return whole
 
 
 def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> Any:

@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 
+from lightning_mp.deepspeed_config.merge import completed
 from lightning_mp.deepspeed_config.schema import TOP, blocks
 from lightning_mp.policy.loss_scaling import LossScaling
-from support.deepspeed_json import OFF, RESOLVED, WHOLE_FP16, composed, faults_of, nested, the_fault, with_trainer
+from support.deepspeed_json import (
+    OFF,
+    RESOLVED,
+    WHOLE_FP16,
+    composed,
+    faults_of,
+    nested,
+    policy,
+    the_fault,
+    with_trainer,
+)
 
 
 def test_the_rest_of_a_users_json_is_kept() -> None:
@@ -195,6 +206,19 @@ def test_a_contradiction_shows_both_values(
     assert planned in right
     assert right.endswith((" in the plan", " in the strategy"))
     assert fault.allowed == "the same in both"
+
+
+@pytest.mark.parametrize("word", [True, "auto"])
+def test_a_plan_without_a_rule_of_its_own_takes_the_jsons(word: Any) -> None:
+    """As transformers' documentation writes it; nobody wrote growth_interval=2000."""
+    user = {"fp16": {**WHOLE_FP16, "enabled": word, "loss_scale_window": 500}}
+    made = composed("16-mixed", user, loss_scaling=None)
+    assert made.config["fp16"] == WHOLE_FP16 | {"loss_scale_window": 500}
+    assert completed(policy("16-mixed"), user).loss_scaling == LossScaling.deepspeed(loss_scale_window=500)
+    kept = policy("16-mixed", loss_scaling=LossScaling(growth_interval=7))
+    assert completed(kept, user) == kept
+    for silent in (None, {}, {"fp16": {"enabled": word, "hysteresis": "auto"}}, {"fp16": {"hysteresis": -1}}):
+        assert completed(policy("16-mixed"), silent) == policy("16-mixed")
 
 
 def test_a_message_names_the_field_that_would_say_the_same() -> None:

@@ -123,6 +123,10 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
     def _load_config(self, config: Json | None) -> None:
         """Nothing: the JSON is merged with the plan's, and Lightning's defaults stand below both."""
 
+    def completed(self, policy: PrecisionPolicy) -> PrecisionPolicy:
+        """``policy`` with the loss scale of the JSON, where the plan has the default one."""
+        return merge.completed(policy, self._given)
+
     # ------------------------------------------------------------------ processes
 
     def setup_environment(self) -> None:

@@ -109,6 +109,14 @@ def test_the_users_mapping_is_left_as_it_was() -> None:
     assert merged["bf16"] == merged["torch_autocast"] == {"enabled": False}
 
 
+def test_a_plan_without_a_loss_scale_of_its_own_runs_with_the_jsons() -> None:
+    plan = _plan()
+    plan.apply(_attach(Regression(), plan, config={"fp16": {"enabled": True, "loss_scale_window": 500}}))
+    assert plan.policy.loss_scaling == plan.scaler.config == LossScaling.deepspeed(loss_scale_window=500)
+    plan.apply(_attach(Regression(), plan))
+    assert plan.policy.loss_scaling == LossScaling()
+
+
 def test_clipping_by_value_is_refused() -> None:
     error = _refused(Regression(), _plan(), gradient_clip_val=1.0, gradient_clip_algorithm="value")
     assert "gradient_clip_algorithm='value'" in str(error)
