@@ -37,7 +37,7 @@ ZERO = PrivateNames(
             "_link_all_hp_params",
             "overlapping_partition_gradients_reduce_epilogue",
         ),
-        "deepspeed.utils.mixed_precision_linkage()": ("_hp_mapping", "_index_in_param_group"),
+        "deepspeed.utils.mixed_precision_linkage()": ("_dp_group", "_hp_mapping", "_index_in_param_group"),
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer()": (
             "bit16_groups",
             "bit16_groups_flat",
@@ -114,11 +114,18 @@ def set_master(parameter: Any, value: Tensor) -> None:
     deepspeed.utils.safe_set_full_fp32_param(parameter, value)
 
 
-def full_master(parameter: Any) -> Tensor:
-    """The whole fp32 master of a parameter, from all ranks, every one of which calls it."""
-    import deepspeed
+def full_master(parameter: Any, group: Any = None) -> Tensor:
+    """The whole fp32 master of a parameter of a ZeRO-1 or 2 optimizer, on the CPU; every rank calls it.
 
-    return cast("Tensor", deepspeed.utils.safe_get_full_fp32_param(parameter))
+    ``group`` is one of all ranks that sums on the CPU, where ZeRO's own is not to be used.
+    """
+    whole = torch.zeros(parameter.numel(), device=parameter.device if group is None else "cpu")
+    fragment = parameter._hp_mapping
+    if fragment is not None:
+        place = fragment.lp_fragment_address
+        whole.narrow(0, place.start, place.numel).copy_(fragment.get_hp_fragment().detach().reshape(-1))
+    dist.all_reduce(whole, group=parameter._dp_group if group is None else group)
+    return whole.cpu().view(parameter.shape)
 
 
 def master_part(parameter: Any) -> Tensor:

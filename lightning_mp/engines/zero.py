@@ -61,12 +61,13 @@ class ZeroEngine(StepEngine):
     halves: Mapping[int, str] = MappingProxyType({})
     #: by param group, the index of the user's that it came from
     came_from: Sequence[int] = ()
-    #: from a manual backward pass to the step
-    _told: GradientsElsewhere | None = None
+    #: from a manual backward pass to the step, reads of gradients are watched
+    _watching = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._decayed: dict[int, bool] = {}
+        self._reads = GradientsElsewhere()
 
     def check(self, module: nn.Module, faults: Faults) -> None:
         """Match patterns, and refuse what a ZeRO optimizer cannot be made to do."""
@@ -173,9 +174,9 @@ class ZeroEngine(StepEngine):
     def after_backward(self, *, manual: bool) -> None:
         """Under manual optimization, whoever looks for gradients, which are in partitions, is told until the step."""
         self._announced = False
-        if manual and self._told is None:
-            self._told = GradientsElsewhere()
-            self._told.__enter__()
+        if manual and not self._watching:
+            self._watching = True
+            self._reads.__enter__()
 
     @contextmanager
     def training_step(self) -> Generator[None, None, None]:
@@ -207,9 +208,9 @@ class ZeroEngine(StepEngine):
         return bare_backward.found(self._unannounced, _refuse_bare)
 
     def _tell_no_more(self) -> None:
-        if self._told is not None:
-            self._told.__exit__(None, None, None)
-            self._told = None
+        if self._watching:
+            self._reads.__exit__(None, None, None)
+            self._watching = False
 
     def steps_with_closure(self, optimizer: Optimizer) -> bool:
         """A ZeRO optimizer takes no closure."""
@@ -329,7 +330,7 @@ class ZeroEngine(StepEngine):
 
     def user_hooks(self) -> AbstractContextManager[Any]:
         """Gradients are not where users look for them: who looks is told."""
-        return GradientsElsewhere()
+        return self._reads
 
     def release(self) -> None:
         """Drop the DeepSpeedEngine too."""

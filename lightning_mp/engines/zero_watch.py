@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -20,28 +21,53 @@ _GRAD: Any = cast("Any", Tensor.grad)
 _DATA: Any = cast("Any", Tensor.data)
 #: who may ask: they know where ZeRO keeps gradients
 _KNOW = ("deepspeed.", "lightning_mp.")
+#: clip_grad_norm_ and clip_grad_value_, which do nothing where gradients are None
+_CLIPS = "torch.nn.utils.clip_grad"
 
 
 class GradientsElsewhere(TorchFunctionMode):
-    """Within it, ``parameter.grad`` of a trained parameter is refused where ZeRO has moved it into its partitions."""
+    """Within it, ``parameter.grad`` of a trained parameter is None, since ZeRO has moved it into its partitions.
+
+    Who reads it is warned, once; who sets it, or clips by it, would change nothing, and is refused.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._warned = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         touched = func in (_GRAD.__get__, _GRAD.__set__) and isinstance(args[0], nn.Parameter)
-        if touched and args[0].requires_grad and (func == _GRAD.__set__ or result is None) and not _known():
-            fault = Fault(
-                "parameter.grad before the step, with ZeRO, which has moved the gradients into its partitions",
-                "hooks and steps that leave gradients alone, Trainer(gradient_clip_val=...), self.clip_gradients(...), "
-                "and hooks of a tensor, parameter.register_hook(...)",
-                "clip by the Trainer, read deepspeed.utils.safe_get_full_grad(parameter), or use strategy='mp_fsdp2'",
-            )
-            raise RuntimeError(str(fault))
+        if touched and args[0].requires_grad and (func == _GRAD.__set__ or result is None):
+            self._meet(_reader(), func == _GRAD.__set__)
         return result
 
+    def _meet(self, reader: str, sets: bool) -> None:
+        if reader.startswith(_KNOW):
+            return
+        if sets or reader == _CLIPS:
+            fault = Fault(
+                f"{'parameter.grad set' if sets else 'gradients clipped by hand'} before the step, with ZeRO, which "
+                "has moved the gradients into its partitions",
+                "Trainer(gradient_clip_val=...), self.clip_gradients(...), and hooks of a tensor, "
+                "parameter.register_hook(...)",
+                "clip by the Trainer, or use strategy='mp_fsdp2'",
+            )
+            raise RuntimeError(str(fault))
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{reader} reads parameter.grad, which is None here: ZeRO has moved the gradients into its partitions "
+                "(said once a run). deepspeed.utils.safe_get_full_grad(parameter), called on every rank, has the "
+                "gradient times the loss scale; plan.last_grad_norm has the norm of all after the step.",
+                stacklevel=3,
+            )
 
-def _known() -> bool:
-    frame: Any = inspect.currentframe()  # this, the mode, and who asks
-    return frame.f_back.f_back.f_globals.get("__name__", "").startswith(_KNOW)
+
+def _reader() -> str:
+    """The module whose code reads or sets a gradient."""
+    frame: Any = inspect.currentframe()  # this, the mode, and who reads
+    return str(frame.f_back.f_back.f_globals.get("__name__", ""))
 
 
 class _Partitioned(nn.Parameter):

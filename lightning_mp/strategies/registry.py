@@ -77,7 +77,7 @@ STRATEGIES: dict[str, Entry] = {
 _LIGHTNINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "deepspeed": ("deepspeed_zero2", {}),
     **{f"deepspeed_stage_{stage}": (f"deepspeed_zero{stage}", {}) for stage in (1, 2, 3)},
-    **{f"deepspeed_stage_{stage}_offload": (f"deepspeed_zero{stage}_offload", {}) for stage in (2, 3)},
+    **{f"deepspeed_stage_{stage}_offload": (f"deepspeed_zero{stage}_offload", {}) for stage in (1, 2, 3)},
     **{f"zero{stage}": (f"deepspeed_zero{stage}", {}) for stage in (1, 2, 3)},
     "fsdp_cpu_offload": ("fsdp2_offload", {}),
     "ddp_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-COMMAND = [sys.executable, "-c", "from lightning_mp.cli import main; main()", "demo"]
+#: a shell that ignores SIGINT, as for a job in the background, hands that on to what it starts
+INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+COMMAND = [sys.executable, "-c", f"{INTERRUPTIBLE}; from lightning_mp.cli import main; main()", "demo"]
 RAN = ("fp32", "fp16", "bf16", "bf16-ckpt")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights
@@ -16,25 +17,29 @@ def _clips(module: nn.Module) -> None:
     nn.utils.clip_grad_norm_(module.parameters(), 1.0)
 
 
-def _multiplies(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(2.0)
-
-
 def _sets(module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
 
-LOOKED_FOR: dict[str, Callable[[nn.Module], Any]] = {"clips": _clips, "multiplies": _multiplies, "sets": _sets}
+@pytest.mark.parametrize(("change", "said"), [(_clips, "gradients clipped by hand"), (_sets, r"parameter\.grad set")])
+def test_a_change_of_gradients_in_a_hook_is_refused(change: Callable[[nn.Module], Any], said: str) -> None:
+    with GradientsElsewhere(), pytest.raises(RuntimeError, match=f"Got {said} before the step, with ZeRO"):
+        change(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("name", LOOKED_FOR)
-def test_a_gradient_that_is_looked_for_in_a_hook_is_refused(name: str) -> None:
-    module = nn.Linear(2, 2)
-    with GradientsElsewhere(), pytest.raises(RuntimeError, match=r"Got parameter\.grad before the step, with ZeRO"):
-        LOOKED_FOR[name](module)
+def _under(reads: GradientsElsewhere, module: nn.Module) -> dict[str, float]:
+    with reads:
+        return grad_norm(module, norm_type=2)
+
+
+def test_who_reads_gradients_in_a_hook_finds_none_and_is_warned_once() -> None:
+    module, reads = nn.Linear(2, 2), GradientsElsewhere()
+    with pytest.warns(UserWarning, match=r"utilities.grads reads parameter\.grad, which is None here") as said:
+        norms = _under(reads, module), _under(reads, module)
+    assert norms == ({}, {})
+    assert len(said) == 1
+    assert "safe_get_full_grad" in str(said[0].message)
 
 
 def test_what_has_a_gradient_or_trains_nothing_may_be_asked() -> None:

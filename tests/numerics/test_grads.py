@@ -17,6 +17,8 @@ from lightning_mp.numerics.grads import clip_grad_norm_, gradients, parameters_o
 from support.loops import FUSED, INF, OPTIMIZERS, net
 from support.models import same_weights, weights
 
+pytestmark = pytest.mark.older_cpu
+
 NAN = float("nan")
 
 

@@ -16,6 +16,8 @@ from support.oracles import CALM_SCALE, MODES, SCALED, plan_for
 from support.running import fit
 from support.traces import Trace, equal_states, gradients
 
+pytestmark = pytest.mark.older_cpu
+
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 

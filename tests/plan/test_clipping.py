@@ -16,6 +16,8 @@ from support.oracles import MODES, SCALED, plan_for, stock_for
 from support.running import fit
 from support.traces import Trace, gradients
 
+pytestmark = pytest.mark.older_cpu
+
 CLIP = {"norm": 0.5, "value": 0.02}
 every_mode = pytest.mark.parametrize("mode", MODES)
 fused = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

@@ -70,6 +70,7 @@ def test_a_trainer_takes_the_registered_name(name: str) -> None:
     [
         ("deepspeed", "deepspeed_zero2"),  # Lightning's default stage
         ("deepspeed_stage_1", "deepspeed_zero1"),
+        ("deepspeed_stage_1_offload", "deepspeed_zero1_offload"),
         ("deepspeed_stage_2", "deepspeed_zero2"),
         ("deepspeed_stage_3", "deepspeed_zero3"),
         ("deepspeed_stage_3_offload", "deepspeed_zero3_offload"),

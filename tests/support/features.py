@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ from support.running import trainer as quiet_trainer
 
 FEATURES, HIDDEN, ROWS, STEPS, RATE = 16, 32, 8, 8, 2e-2
 #: what is refused in another exception says so: this package's faults in a step, and Lightning
-REFUSING = ("Allowed:", "does not support", "not supported", "only supports")
+REFUSING = ("Allowed:", "does not support", "not supported", "only supports", "which is None here")
 
 
 def data(steps: int = STEPS, rows: int = ROWS) -> DataLoader[Any]:
@@ -144,7 +145,9 @@ class Ran:
         if self.strategy != "single" and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         try:
-            return FEATURE[self.name](Host(self.strategy, self.mode, Path(self.folder)))
+            with warnings.catch_warnings():  # what a warning says that a result is not: as good as refused
+                warnings.filterwarnings("error", message=".*which is None here")
+                return FEATURE[self.name](Host(self.strategy, self.mode, Path(self.folder)))
         except (PlanError, MisconfigurationException, NotImplementedError) as error:
             return {"refused": str(error)}
         except Exception as error:

@@ -46,13 +46,13 @@ def on(plan: MixedPrecisionPlan, stage: str | None, **options: Any) -> dict[str,
 
 
 @contextmanager
-def fp16_supported() -> Generator[None, None, None]:
-    """DeepSpeed believes of the CPU what it believes of CUDA."""
+def fp16_supported(supported: bool = True) -> Generator[None, None, None]:
+    """DeepSpeed believes of the CPU what it believes of CUDA, or of a CPU without fp16 kernels."""
     from deepspeed.accelerator import get_accelerator
 
     kind: Any = type(get_accelerator())
     before = kind.is_fp16_supported
-    kind.is_fp16_supported = lambda _: True
+    kind.is_fp16_supported = lambda _: supported
     try:
         yield
     finally:
@@ -325,16 +325,18 @@ class Llama:
 
 @dataclass(frozen=True)
 class MadePartitioned:
-    """A model that stage 3 partitions as it is made."""
+    """A model that stage 3 partitions as it is made, on a device for which DeepSpeed has fp16 or has not."""
 
     stage: str | None
     mode: str
     pin: str | None = None
+    fp16: bool = False
 
     def run(self) -> dict[str, Any]:
         module = Later(self.pin is not None)
         plan = plan_for(self.mode, STATIC, pins=None if self.pin is None else {"net.0": self.pin})
-        fit(module, **on(plan, self.stage))
+        with fp16_supported(self.fp16):
+            fit(module, **on(plan, self.stage))
         return {"weights": whole(module), "dtypes": _dtypes(module)}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,8 +15,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
-from lightning_mp import PlanError
+from lightning_mp import NonFiniteError, PlanError
 from lightning_mp.modules.half_copies import HalfCopy
+from lightning_mp.strategies.deepspeed import half_copies
 from support.collectives import Moved
 from support.fsdp2_halves import Many, Text, text
 from support.models import FEATURES
@@ -214,3 +217,49 @@ class NotTaken:
             except RuntimeError as error:
                 said = str(error)
         return {"said": said, "before": before, "after": dict(module.named_parameters())}
+
+
+# ------------------------------------------------------------------ runs that fail
+
+FAILURES: dict[str, Callable[[], BaseException]] = {
+    "an error": lambda: RuntimeError("of the user's own"),
+    "Ctrl-C": KeyboardInterrupt,
+    "NaN": lambda: NonFiniteError("a loss of the user's own"),
+}
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A run that ends in step 3 by an exception, with shadow weights and without; on rank 1 it comes later."""
+
+    stage: str
+    how: str
+    late: float = 0.0
+
+    def run(self) -> dict[str, Any]:
+        with mock.patch.object(half_copies, "PATIENCE", 1.0 if self.late else half_copies.PATIENCE):
+            return {"half": self._run(True), "fp32": {} if self.late else self._run(False)}
+
+    def _run(self, half: bool) -> dict[str, Any]:
+        module, said = Many(), list[str]()
+        step = module.training_step
+
+        def fails(batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                time.sleep(self.late * dist.get_rank())
+                raise FAILURES[self.how]()
+            return step(batch, batch_idx)
+
+        module.training_step = fails
+        interrupt = signal.getsignal(signal.SIGINT)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                fit(module, **on(plan_for("bf16-mixed"), self.stage, half_copies=half))
+            except BaseException as error:
+                said.append(type(error).__name__)
+            finally:
+                signal.signal(signal.SIGINT, interrupt)  # Lightning leaves it ignored
+        said += [str(one.message) for one in caught if "half-precision values" in str(one.message)]
+        weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        return {"weights": weights, "said": said, "kinds": {type(one) for one in module.parameters()}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -21,6 +23,12 @@ from lightning_mp.strategies.unfit_callbacks import AVERAGES
 _ADVICE = (
     "deepspeed.utils.safe_get_full_fp32_param(parameter), called on every rank, has the fp32 value, "
     "safe_set_full_fp32_param sets it; make_strategy(..., half_copies=False) holds fp32 weights."
+)
+#: seconds in which the ranks of a run that failed have to come to its end
+PATIENCE = 10.0
+_LOST = (
+    "The weights hold half-precision values: not all ranks ended soon after the failure, and their parts of the fp32 "
+    "weights could not be collected. Go on from a checkpoint."
 )
 #: hooks of the monitors know what a copy is
 _OURS = "lightning_mp."
@@ -69,16 +77,39 @@ class HalfCopies:
             if id(weight) in values:
                 set_master(weight, values[id(weight)])
 
-    def give_back(self, *, whole: bool) -> None:
-        """Make the parameters fp32 again; ``whole``: with the masters of all ranks, every one of which calls it."""
+    def give_back(self, *, failed: bool) -> None:
+        """Make the parameters fp32 again, on the CPU, with the masters of all ranks, each of which calls it.
+
+        After a run that ``failed`` it may be that not all of them do: then they have the half values, and a warning
+        says so.
+        """
         for hook in self._hooks:
             hook.remove()
+        taken = self._zero is not None and bool(self._masters)
+        group = _group_after_failure() if failed and taken else None
+        if failed and taken and group is None:
+            warnings.warn(_LOST, stacklevel=2)
         for weight, master in self._masters.items():
-            if self._zero is None:  # DeepSpeed did not take it
+            if not taken:  # DeepSpeed failed to take the module
                 half_copies.give_back(weight, master)
+            elif failed and group is None:
+                half_copies.give_back(weight, weight.data.float())
             else:
-                half_copies.give_back(weight, full_master(weight) if whole else weight.data.float())
+                half_copies.give_back(weight, full_master(weight, group))
+        if group is not None:
+            dist.destroy_process_group(group)
         self._masters, self._hooks, self._zero = {}, [], None
+
+
+def _group_after_failure() -> Any:
+    """A group of all ranks, if all of them come here within ``PATIENCE``: others may wait in a collective for ever.
+
+    A group of its own, for on those of the run it is not known which collectives each rank has begun.
+    """
+    try:
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
+    except RuntimeError:
+        return None
 
 
 def _choose(module: nn.Module, plan: Any, optimizer: Optimizer) -> list[half_weights.Weight]:

@@ -33,9 +33,9 @@ from lightning_mp.deepspeed_config import merge
 from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.zero import ZeroEngine
-from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.half_copies import HalfCopy
-from lightning_mp.numerics.dtypes import HALF, to_torch
+from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import unfit_callbacks
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
@@ -100,7 +100,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         self._linear = patches.FunctionalLinear()
         self.half_copies = half_copies
         self._halves: HalfCopies | None = None
-        self._accumulated, self._on_all_ranks = False, True
+        self._accumulated, self._failed = False, False
         if policy is not None and policy.precision != "auto":
             self.config = self._composed(policy)
 
@@ -214,7 +214,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         if optimizer is not None:
             self._check_optimizer(step, optimizer, lr_scheduler)
             if self.half_copies and self._stage < 3 and not any(self._offloads):
-                self._halves, self._on_all_ranks = HalfCopies(), True
+                self._halves, self._failed = HalfCopies(), False
                 self._halves.make(model, plan_of(self), optimizer)
             self._groups_before = len(optimizer.param_groups)
             self._came_from = split_by_dtype(optimizer, lr_scheduler)
@@ -274,7 +274,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Modules made in it are partitioned at once under stage 3, in the dtype they are stored in."""
+        """Modules made in it are partitioned at once under stage 3, in fp32."""
         if self._stage < 3:
             yield
             return
@@ -290,17 +290,16 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
             raise PlanError([fault], "strategy")
         batch = ("train_batch_size", "gradient_accumulation_steps")  # the Trainer's; zero.Init only looks for any
         config = {key: value for key, value in self._composed(policy).items() if key not in batch}
+        # What ZeRO-3 stores is fp32. zero.Init takes that from a config without half engines alone: of a dtype it is
+        # given it makes bf16 on a device for which DeepSpeed has no fp16 (Init._set_dtype).
+        config |= {"fp16": {"enabled": False}, "train_micro_batch_size_per_gpu": 1}
         self._linear.remember()
-        with deepspeed.zero.Init(
-            remote_device=self.remote_device,
-            config_dict_or_path={**config, "train_micro_batch_size_per_gpu": 1},
-            dtype=to_torch(policy.storage_dtype),
-        ):
+        with deepspeed.zero.Init(remote_device=self.remote_device, config_dict_or_path=config):
             yield
 
     def on_exception(self, exception: BaseException) -> None:
-        """Only where every rank raises it can all of them put together what each has of the weights."""
-        self._on_all_ranks = isinstance(exception, NonFiniteError)
+        """Other ranks may not come to the end of the run."""
+        self._failed = True
         super().on_exception(exception)
 
     def teardown(self) -> None:
@@ -308,7 +307,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         self._linear.restore()
         module = self.lightning_module
         if self._halves is not None and module is not None:
-            self._halves.give_back(whole=self._on_all_ranks)
+            self._halves.give_back(failed=self._failed)
             self._halves = None
         super().teardown()
 

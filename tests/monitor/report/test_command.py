@@ -122,7 +122,9 @@ def test_only_this_machine_is_served_and_only_the_report(tmp_path: Path) -> None
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_an_interrupt_ends_the_serving_without_a_word(tmp_path: Path) -> None:
-    code = "from lightning_mp.cli import main; main()"
+    # A shell that ignores SIGINT, as for a job in the background, hands that on to what it starts.
+    interruptible = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{interruptible}; from lightning_mp.cli import main; main()"
     command = [sys.executable, "-c", code, "report", str(write_run(tmp_path)), "--serve", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdout is not None

@@ -9,7 +9,7 @@ import torch
 
 from support.comparing import of_training, same
 from support.ranks import Ranks
-from support.zero_halves import STRANGERS, Copied, NotTaken, Strangers
+from support.zero_halves import FAILURES, STRANGERS, Copied, Failed, NotTaken, Strangers
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.gloo
@@ -91,3 +91,20 @@ def test_a_module_that_deepspeed_does_not_take_is_as_before(ranks: Ranks) -> Non
 def test_no_copy_is_left_behind(ranks: Ranks) -> None:
     for found in ranks.run(Copied("kinds", "1")):
         assert {weight.dtype for weight in found["half"]["weights"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("stage", "how"), [("1", "an error"), ("2", "Ctrl-C"), ("2", "NaN")])
+def test_weights_are_fp32_again_after_a_failure(ranks: Ranks, stage: str, how: str) -> None:
+    for found in ranks.run(Failed(stage, how)):
+        half, fp32 = found["half"], found["fp32"]
+        assert half["said"] == fp32["said"] == ["SystemExit" if how == "Ctrl-C" else type(FAILURES[how]()).__name__]
+        assert same(half["weights"], fp32["weights"])
+        assert half["kinds"] == {torch.nn.Parameter}
+        assert any((weight != weight.bfloat16()).any() for weight in half["weights"].values())
+
+
+def test_where_another_rank_does_not_end_the_half_values_stay_and_a_warning_says_so(ranks: Ranks) -> None:
+    for found in ranks.run(Failed("1", "an error", late=4.0)):
+        said, warning = found["half"]["said"]
+        assert said == "RuntimeError"
+        assert "not all ranks ended soon after the failure" in warning

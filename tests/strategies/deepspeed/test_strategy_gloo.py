@@ -78,6 +78,8 @@ COMPARED: dict[str, tuple[Callable[[str | None], Case], tuple[str, ...]]] = {
     "adapters": (_of(Llama, "bf16-mixed", {"lora_*": "bf16"}), WHOLE),
     "half base": (_of(Llama, "bf16-mixed", {"lora_*": "fp32", "*proj": "bf16"}), ("1", "2", "3")),
     "partitioned": (_of(MadePartitioned, "16-mixed"), ("3", "3 offload")),
+    "partitioned 32-true": (_of(MadePartitioned, "32-true"), ("3",)),
+    "partitioned with fp16": (_of(MadePartitioned, "16-mixed", fp16=True), ("3",)),
     "partitioned frozen": (_of(MadePartitioned, "bf16-mixed", "bf16"), ("3",)),
 }
 CROSSED = ("16-mixed", "lambda")
@@ -149,6 +151,7 @@ def test_the_weights_are_ddps_with_overflows_and_without(ranks: Ranks, name: str
         assert any(ours["skipped"]) == (name.split(" ")[0] in ("overflow", "window"))
 
 
+@pytest.mark.older_cpu
 @_cases("overflow", "pins", "partitioned", "half", "norms", "adapters")
 def test_every_parameter_is_stored_as_under_ddp(ranks: Ranks, name: str, stage: str) -> None:
     ours, theirs = _pair(ranks, name, stage)

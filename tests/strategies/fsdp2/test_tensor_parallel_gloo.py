@@ -33,7 +33,7 @@ BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 WINDOWS = {"checkpointing": "LlamaDecoderLayer", "accumulate_grad_batches": 2}
 FUSED, MOMENTUM = partial(Language, optimizer="fused"), partial(Language, optimizer="momentum")
 CASES: dict[str, Split] = {
-    "adamw": Split("32-true", options=PINNED | CLIP),
+    "momentum": Split("32-true", MOMENTUM, PINNED | CLIP),
     "fused": Split("32-true", FUSED, PINNED | CLIP),
     "tied": Split("32-true", partial(Language, "tied llama"), CLIP, {"tensor_parallel_size": 2}),
     "by value": Split("32-true", options=BY_VALUE, strategy={**TP, "wrap": "LlamaDecoderLayer"}),
@@ -44,6 +44,8 @@ CASES: dict[str, Split] = {
     "own parameter": Split("32-true", partial(Mlp, gain=True, optimizer="fused"), CLIP),
 }
 CASES_OF_FOUR = ("fused", "own parameter")
+#: of what a gradient runs through: some 12 products one after the other, of 16 to 32 terms; their roundings add up
+SUMMANDS = 12 * 32
 #: by the number of processes
 BAD: dict[int, Split] = {
     world: Split("16-mixed", partial(Language, optimizer=optimizer, bad=(2,)), PINNED | CLIP)
@@ -72,12 +74,13 @@ def worlds(ranks: Ranks) -> Iterator[dict[int, Ranks]]:
         yield {2: ranks, 4: four}
 
 
+@pytest.mark.older_cpu
 @pytest.mark.parametrize(("world", "case"), [(2, case) for case in CASES] + [(4, case) for case in CASES_OF_FOUR])
 def test_a_split_model_trains_as_on_one_device(worlds: dict[int, Ranks], world: int, case: str) -> None:
     split = CASES[case]
     alone, results = split.alone(ranks=world // 2), worlds[world].run(split)
     losses = torch.tensor([result["losses"] for result in results], dtype=torch.double).mean(0).tolist()
-    within = of_training(split.mode, RATE, len(losses))
+    within = of_training(split.mode, RATE, len(losses), SUMMANDS)
     assert len(losses) == (8 if results[0]["tied"] is None else 10)
     assert same(losses, alone["losses"], within)
     for result in results:
@@ -88,7 +91,7 @@ def test_a_split_model_trains_as_on_one_device(worlds: dict[int, Ranks], world: 
 
 
 def test_layers_are_split_and_the_rest_is_whole_in_each_group(worlds: dict[int, Ranks]) -> None:
-    for result in worlds[2].run(CASES["adamw"]):
+    for result in worlds[2].run(CASES["momentum"]):
         placed = {name.removeprefix("model.model.layers.0."): places for name, places in result["placements"].items()}
         assert placed["self_attn.q_proj.weight"].endswith("Shard(dim=0))")
         assert placed["self_attn.o_proj.weight"].endswith("Shard(dim=1))")
