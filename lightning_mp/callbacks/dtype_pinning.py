@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import nn
 
 from lightning_mp.callbacks.acting import ActingCallback
 from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.errors import Faults
 from lightning_mp.modules import pins
-from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.policy import PinsLike, PrecisionPolicy
+from lightning_mp.policy.words import DTYPES_OF
 
 
 class DtypePinning(ActingCallback):
@@ -48,12 +50,10 @@ class DtypePinning(ActingCallback):
             for member in pin_map.members
             for tensor in (*member.module.parameters(recurse=False), *member.module.buffers(recurse=False))
         ]
-        compute = {"bf16-true": "bf16", "16-true": "fp16", "bf16-mixed": "bf16", "16-mixed": "fp16"}.get(
-            precision, "fp32"
-        )
+        compute = TORCH_DTYPES.get(DTYPES_OF.get(precision, DTYPES_OF["32-true"])[1], torch.float32)
         device_type = trainer.strategy.root_device.type
         mixed = precision.endswith("-mixed")
-        pins.apply(pin_map, mixed=mixed, compute_dtype=to_torch(compute), device_type=device_type)
+        pins.apply(pin_map, mixed=mixed, compute_dtype=compute, device_type=device_type)
 
         def give_back(modules: list[nn.Module]) -> None:
             pins.remove(modules)

@@ -11,7 +11,7 @@ from lightning_mp.policy.expression import call, expression
 from lightning_mp.policy.fp8 import FP8
 from lightning_mp.policy.loss_scaling import LossScaling
 from lightning_mp.policy.nonfinite import NonFinite
-from lightning_mp.policy.words import PRECISIONS, precision_fix, precision_word
+from lightning_mp.policy.words import DTYPES_OF, PRECISIONS, precision_fix, precision_word
 
 SCALED_PRECISIONS = ("16-mixed", "16-true", "auto")
 
@@ -205,13 +205,12 @@ class PrecisionPolicy:
     @property
     def storage_dtype(self) -> str:
         """What unpinned parameters are stored in."""
-        return {"bf16-true": "bf16", "16-true": "fp16"}.get(self.precision, "fp32")
+        return DTYPES_OF.get(self.precision, DTYPES_OF["32-true"])[0]
 
     @property
     def compute_dtype(self) -> str:
         """What unpinned matrix products run in; under ``"fp8-mixed"`` those that are not converted."""
-        autocast = {"bf16-mixed": "bf16", "16-mixed": "fp16", "fp8-mixed": "bf16"}
-        return autocast.get(self.precision, self.storage_dtype)
+        return DTYPES_OF.get(self.precision, DTYPES_OF["32-true"])[1]
 
     @property
     def mixed(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -10,6 +10,24 @@ from lightning_mp.errors import did_you_mean
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8-mixed", "auto"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+#: what a precision stores unpinned parameters in, and what most matrix products run in (those of ``"fp8-mixed"`` that
+#: are not converted); Lightning's own plugins leave parameters that are to be stored in fp32 as they are
+DTYPES_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "64-true": ("fp64", "fp64"),
+        "32-true": ("fp32", "fp32"),
+        "bf16-mixed": ("fp32", "bf16"),
+        "16-mixed": ("fp32", "fp16"),
+        "bf16-true": ("bf16", "bf16"),
+        "16-true": ("fp16", "fp16"),
+        "fp8-mixed": ("fp32", "bf16"),
+        "transformer-engine": ("bf16", "fp8"),
+        "transformer-engine-float16": ("fp16", "fp8"),
+    }
+)
+#: the words of Lightning's own plugins
+STOCK_PRECISIONS = tuple(word for word in DTYPES_OF if word != "fp8-mixed")
 
 _FORMATS = {
     "32": ("fp32", "float32", "float"),

@@ -30,9 +30,9 @@ from lightning_mp.monitor.audit.judge import AS_STORED, Declaration
 from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.numerics.device import describe
 from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.words import DTYPES_OF
 
 _STOCK = (MixedPrecision, HalfPrecision, FSDPPrecision, DeepSpeedPrecision, DoublePrecision)
-_DTYPES = {"64": "fp64", "32": "fp32", "16": "fp16", "bf16": "bf16"}
 
 
 def by_trainer(trainer: Trainer, modules: Mapping[str, nn.Module]) -> Declaration:
@@ -94,7 +94,7 @@ def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str,
     """What one of Lightning's own plugins does, as its documentation has it."""
     precision = str(plugin.precision)
     by = f"{type(plugin).__name__}({precision!r})"
-    half = _DTYPES.get(precision.partition("-")[0])
+    _, half = DTYPES_OF.get(precision, (None, None))
     if half is None or not (isinstance(plugin, _STOCK) or type(plugin) is Precision):
         note = f"what {type(plugin).__name__} declares for a module is not known here: dtypes are shown, not judged"
         return Declaration(by=by, pins=in_force(modules), notes=(note,))

@@ -16,27 +16,15 @@ from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
 from lightning_mp.modules import pins
 from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.numerics import device
-from lightning_mp.policy import PrecisionPolicy, hardware
+from lightning_mp.policy import FP8, PrecisionPolicy, hardware
 from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.words import DTYPES_OF, STOCK_PRECISIONS, precision_word
 
 HALF = ("bf16", "fp16")
-#: Lightning's own plugins: what parameters are cast to (``None``: left as they are), and what products run in
-_STOCK: Mapping[str, tuple[str | None, str]] = {
-    "64-true": ("fp64", "fp64"),
-    "32-true": (None, "fp32"),
-    "bf16-mixed": (None, "bf16"),
-    "16-mixed": (None, "fp16"),
-    "bf16-true": ("bf16", "bf16"),
-    "16-true": ("fp16", "fp16"),
-    "transformer-engine": ("bf16", "fp8"),
-    "transformer-engine-float16": ("fp16", "fp8"),
-}
-#: Lightning's short forms of them
-_SHORT = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ModelUnderTest:
     """One model under one way to train it.
 
     ``policy`` is ``None`` under Lightning's own plugins; ``storage`` is what unpinned parameters are cast to, ``None``
@@ -67,7 +55,7 @@ class Case:
         return tuple(self.model.named_modules())
 
     @cached_property
-    def owned(self) -> tuple[tuple[str, nn.Module, nn.Parameter], ...]:
+    def parameters(self) -> tuple[tuple[str, nn.Module, nn.Parameter], ...]:
         """Every floating parameter once, as (its name, the module that owns it, itself)."""
         seen: set[int] = set()
         found: list[tuple[str, nn.Module, nn.Parameter]] = []
@@ -80,8 +68,13 @@ class Case:
 
     @property
     def trained(self) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-        """Those of ``owned`` that are trained."""
-        return (item for item in self.owned if item[2].requires_grad)
+        """Those of ``parameters`` that are trained."""
+        return (item for item in self.parameters if item[2].requires_grad)
+
+    @property
+    def fp8(self) -> FP8 | None:
+        """The plan's rule of FP8 products."""
+        return None if self.policy is None else self.policy.fp8
 
     @cached_property
     def _resolved(self) -> tuple[pins.PinMap, Faults]:
@@ -118,13 +111,15 @@ def case_of(
     target: hardware.Device | None = None,
     optimizer: Any = None,
     batch: Any = None,
-) -> Case:
+) -> ModelUnderTest:
     """The case for what a user hands to the doctor.
 
     Raises:
         PlanError: a model that is no module; a plan that cannot be carried out; an unknown precision.
     """
-    _check_model(model)
+    if not isinstance(model, nn.Module):
+        fault = Fault(f"model={model!r}", "a torch.nn.Module or a LightningModule", "pass the module itself")
+        raise PlanError([fault], "doctor")
     check_copy(model, "doctor")
     trainer = dict(trainer_args or {})
     plan = _plan_in(trainer) if plan is None else plan
@@ -137,17 +132,18 @@ def case_of(
         "optimizer": optimizer,
         "batch": batch,
     }
-    policy = _policy_of(plan)
-    if policy is None:
-        return Case(**common, **_stock(plan))
+    policy = PrecisionPolicy.from_dict(cast("Mapping[str, Any]", plan)) if isinstance(plan, Mapping) else plan
+    policy = getattr(policy, "policy", policy)
+    if not isinstance(policy, PrecisionPolicy):
+        return ModelUnderTest(**common, **_stock(plan))
     if policy.precision == "auto":
         policy = device_rules.resolved(policy, target, model)
     return of_policy(policy, **common)
 
 
-def of_policy(policy: PrecisionPolicy, **common: Any) -> Case:
+def of_policy(policy: PrecisionPolicy, **common: Any) -> ModelUnderTest:
     """The case of a plan whose precision is no longer ``"auto"``."""
-    return Case(
+    return ModelUnderTest(
         precision=policy.precision,
         storage=policy.storage_dtype,
         compute=policy.compute_dtype,
@@ -155,12 +151,6 @@ def of_policy(policy: PrecisionPolicy, **common: Any) -> Case:
         scaling=policy.loss_scaling,
         **common,
     )
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        fault = Fault(f"model={model!r}", "a torch.nn.Module or a LightningModule", "pass the module itself")
-        raise PlanError([fault], "doctor")
 
 
 def _plan_in(trainer: Mapping[str, Any]) -> Any:
@@ -172,29 +162,22 @@ def _plan_in(trainer: Mapping[str, Any]) -> Any:
     return trainer.get("precision") or "32-true"
 
 
-def _policy_of(plan: Any) -> PrecisionPolicy | None:
-    """The policy of a plan, a policy or a mapping of its fields; ``None`` for Lightning's own."""
-    if isinstance(plan, PrecisionPolicy):
-        return plan
-    if isinstance(plan, Mapping):
-        return PrecisionPolicy.from_dict(cast("Mapping[str, Any]", plan))
-    return getattr(plan, "policy", None)
-
-
 def _stock(plan: Any) -> dict[str, Any]:
     """What Lightning's own plugin, given as such or by its precision, makes of the model."""
     given = str(getattr(plan, "precision", plan))
-    precision = _SHORT.get(given, given)
-    if precision not in _STOCK:
-        fix = did_you_mean(precision, _STOCK, "pass the MixedPrecisionPlan itself")
-        allowed = f"a MixedPrecisionPlan, a mapping of its fields, {', '.join(_STOCK)}"
+    precision = precision_word(given) or given
+    if precision not in STOCK_PRECISIONS:
+        fix = did_you_mean(precision, STOCK_PRECISIONS, "pass the MixedPrecisionPlan itself")
+        allowed = f"a MixedPrecisionPlan, a mapping of its fields, {', '.join(STOCK_PRECISIONS)}"
         raise PlanError([Fault(f"plan={plan!r}", allowed, fix)], "doctor")
-    storage, compute = _STOCK[precision]
+    storage, compute = DTYPES_OF[precision]
     scaling = None
     if precision == "16-mixed":
         scaler = getattr(plan, "scaler", None)
         scaling = LossScaling.torch() if scaler is None else LossScaling.torch(init_scale=scaler.get_scale())
-    return {"precision": precision, "storage": storage, "compute": compute, "scaling": scaling}
+    # Lightning casts to half and double precision alone
+    cast_to = None if storage == "fp32" else storage
+    return {"precision": precision, "storage": cast_to, "compute": compute, "scaling": scaling}
 
 
 def device_of(trainer: Mapping[str, Any]) -> hardware.Device:

@@ -10,59 +10,43 @@ import torch
 from torch import nn
 
 from lightning_mp.compat.lightning import rank_zero_warn
-from lightning_mp.monitor.doctor import (
-    checkpointed,
-    deepspeed,
-    devices,
-    dims,
-    fp8,
-    memory,
-    norms,
-    optimizers,
-    pipelines,
-    scales,
-    training,
-    weights,
-)
-from lightning_mp.monitor.doctor.case import Case, case_of, device_of, of_policy
+from lightning_mp.monitor.doctor import model_checks as of_model
+from lightning_mp.monitor.doctor import run_checks as of_run
+from lightning_mp.monitor.doctor.case import ModelUnderTest, case_of, device_of, of_policy
 from lightning_mp.monitor.events import SEVERITIES
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.hardware import Device
 
-Check = Callable[[Case], Iterable[Finding]]
+Check = Callable[[ModelUnderTest], Iterable[Finding]]
 
 _log = logging.getLogger(__name__)
 
 #: checks that cost one walk over the modules, made at every fit
-CHEAP: tuple[Check, ...] = (
-    training.eval_mode,
-    checkpointed.no_input_gradients,
-    checkpointed.use_cache,
-)
+CHEAP: tuple[Check, ...] = (of_model.eval_mode, of_model.no_input_gradients, of_model.use_cache)
 CHECKS: tuple[Check, ...] = (
     *CHEAP,
-    weights.loaded_in_half,
-    weights.stored_in_half,
-    weights.fp16_under_a_scaler,
-    weights.tied_pins,
-    devices.bf16_emulated,
-    devices.tf32_off,
-    dims.not_aligned,
-    fp8.converts_nothing,
-    fp8.not_compiled,
-    fp8.tensorwise_is_not_causal,
-    norms.in_half,
-    norms.eps_underflows,
-    scales.overflows_at_once,
-    scales.accumulation_overflows,
-    optimizers.eps_underflows,
-    optimizers.schedule_counts_skips,
-    optimizers.updates_vanish,
-    deepspeed.contradicts_trainer,
-    pipelines.waits,
-    memory.will_not_fit,
+    of_model.loaded_in_half,
+    of_model.stored_in_half,
+    of_model.fp16_under_a_scaler,
+    of_model.tied_pins,
+    of_model.bf16_emulated,
+    of_model.tf32_off,
+    of_model.not_aligned,
+    of_model.fp8_converts_nothing,
+    of_model.fp8_not_compiled,
+    of_model.fp8_tensorwise_is_not_causal,
+    of_model.norm_in_half,
+    of_model.norm_eps_underflows,
+    of_run.scale_overflows_at_once,
+    of_run.accumulation_overflows,
+    of_run.optimizer_eps_underflows,
+    of_run.schedule_counts_skips,
+    of_run.updates_vanish,
+    of_run.deepspeed_contradicts_trainer,
+    of_run.pipeline_bubble,
+    of_run.will_not_fit,
 )
 
 
@@ -97,7 +81,7 @@ def doctor(
     return examine(case_of(model, plan, strategy, trainer_args, target=device, optimizer=optimizer, batch=batch))
 
 
-def examine(case: Case) -> list[Finding]:
+def examine(case: ModelUnderTest) -> list[Finding]:
     """The findings of every check on one case, most severe first."""
     here = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     generators = rng_state(here)
@@ -108,12 +92,11 @@ def examine(case: Case) -> list[Finding]:
     return sorted(found, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.code))
 
 
-def _run(check: Check, case: Case) -> list[Finding]:
+def _run(check: Check, case: ModelUnderTest) -> list[Finding]:
     try:
         return list(check(case))
     except Exception as error:  # a model may have anything in it; the other checks still help
-        name = f"{check.__module__.rpartition('.')[2]}.{check.__name__}"
-        _log.info("the check %s could not be made: %s: %s", name, type(error).__name__, error)
+        _log.info("the check %s could not be made: %s: %s", check.__name__, type(error).__name__, error)
         return []
 
 

@@ -17,6 +17,7 @@ from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.nested import tensors_in
 from lightning_mp.numerics.tf32 import has_tf32
 from lightning_mp.policy import hardware
+from lightning_mp.policy.words import DTYPES_OF
 
 Tokens = Callable[[Any], "int | Tensor"]
 
@@ -151,10 +152,10 @@ def _compute_dtype(trainer: Trainer) -> str | None:
     """The dtype of most matrix products of the run."""
     plugin, precision = trainer.precision_plugin, str(trainer.precision)
     if isinstance(plugin, PlanBase):
-        dtype: str | None = plugin.policy.compute_dtype
+        dtype = plugin.policy.compute_dtype
     else:
-        begins = {"bf16": "bf16", "16": "fp16", "32": "fp32", "transformer-engine": "fp8"}
-        dtype = next((found for start, found in begins.items() if precision.startswith(start)), None)
+        _, dtype = DTYPES_OF.get(precision, (None, None))
+        dtype = None if dtype == "fp64" else dtype  # of which no peak is known
     if dtype == "fp32" and has_tf32(trainer.strategy.root_device) and _tf32_is_on():
         return "tf32"
     return dtype

@@ -1,0 +1,441 @@
+"""Checks of how the model is trained: loss scale, optimizer, schedule, DeepSpeed's JSON, pipeline, memory."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from inspect import unwrap
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mp import planner
+from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Strategy, move_data_to_device
+from lightning_mp.deepspeed_config.merge import add_trainer, compose
+from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.engines.optimizer_facts import keeps_small_updates
+from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.monitor.advice import pinning
+from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest
+from lightning_mp.monitor.doctor.table import fact
+from lightning_mp.monitor.findings import Finding
+from lightning_mp.monitor.health.norms import some
+from lightning_mp.monitor.side_run import loss_of, output_in, untouched
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.planner.memory import HELD, STRATEGIES, USABLE
+from lightning_mp.planner.named import degrees, name_of
+from lightning_mp.planner.speed import bubble
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.loss_scaling import FP32_MAX, TORCH_INIT_SCALE, LossScaling
+
+FP16_MAX = 65504.0
+#: the smallest positive number of fp16
+FP16_TINY = 2.0**-24
+#: Under it a gradient of 1/256 still fits into fp16: a mean over 256 numbers has such a one at the loss.
+HIGH_SCALE = 2.0**24
+#: Above it not even fp16's smallest number fits once scaled: whatever is not 0 overflows.
+HOPELESS_SCALE = FP16_MAX / FP16_TINY
+#: overflows in a row with which a healthy run in fp16 may begin
+_WARM_UP = 5
+#: the share of weights that has to stay as it is for a learning rate to be called too small
+VANISH = 0.5
+#: of a step; with four micro-batches a stage, as many as there are unless told otherwise, it is less
+_MOST_WAITING = 0.2
+_STEPS = "gradient_accumulation_steps"
+_BLOCK = ".enabled="
+_GIB = 2**30
+
+
+# ---------------------------------------------------------------------- the loss scale
+
+
+def scale_overflows_at_once(case: ModelUnderTest) -> Iterator[Finding]:
+    """An initial scale that overflows: by a real backward pass where there is a batch, else by its size."""
+    rule = case.scaling
+    if rule is None:
+        return
+    start, where = rule.init_scale, "loss_scaling.init_scale"
+    never = f"the scale never falls below {rule.floor:g}"
+    if case.batch is None:
+        if start > HIGH_SCALE:
+            stuck = rule.floor > HIGH_SCALE
+            down = f"; about {_steps(rule, TORCH_INIT_SCALE)} steps are skipped until the scale is down to 65536"
+            yield fact(
+                "scale_overflows_at_once:size",
+                f"the loss scale starts at {start:g}",
+                where,
+                "error" if rule.floor > HOPELESS_SCALE else None,
+                gradient=FP16_MAX / start,
+                steps=f", and {never}: such steps are skipped forever" if stuck else down,
+                scaling=_starting(case, rule, TORCH_INIT_SCALE),
+            )
+        return
+    fits = highest_fitting_scale(case, rule)
+    what = f"the given batch overflows at the initial loss scale, {start:g}"
+    if fits is None:
+        raising = "nonfinite='raise'" if case.policy is not None else "NonFiniteGuard(on_trip='raise')"
+        pins = pinning(["…"], under_plan=case.policy is not None)
+        yield fact("scale_overflows_at_once:forward", what, where, raising=raising, pins=pins)
+    elif fits != start:
+        skipped, low = _steps(rule, fits), fits < rule.floor
+        yield fact(
+            "scale_overflows_at_once:batch",
+            what,
+            where,
+            "error" if low else "info" if skipped <= _WARM_UP else None,
+            fits=fits,
+            steps=f", and {never}" if low else f"; about {skipped} steps are skipped on the way there",
+            scaling=f"use {_starting(case, rule, fits)}"
+            if low
+            else f"set {_starting(case, rule, min(fits, TORCH_INIT_SCALE))}",
+        )
+
+
+def _steps(rule: LossScaling, scale: float) -> int:
+    """How many overflows bring the scale down to ``scale``: the first backoff takes ``hysteresis`` of them."""
+    backoffs = math.ceil(math.log(scale / rule.init_scale, rule.backoff_factor) - 1e-9)
+    return backoffs - 1 + rule.hysteresis
+
+
+def _starting(case: ModelUnderTest, rule: LossScaling, scale: float) -> str:
+    """How the loss scale starts at ``scale``, with a floor that lets it."""
+    if case.policy is None:
+        return f"the plugin MixedPrecision('16-mixed', device, torch.amp.GradScaler(device, init_scale={scale!r}))"
+    floor = f", min_scale={min(1.0, scale)!r}" if rule.min_scale > scale else ""
+    return f"LossScaling(init_scale={scale!r}{floor})" + ("" if rule.dynamic else ", a dynamic scale")
+
+
+def highest_fitting_scale(case: ModelUnderTest, rule: LossScaling) -> float | None:
+    """The highest scale, on the way down from the initial one, at which no gradient of ``case.batch`` overflows.
+
+    ``None`` where no scale down to 2**-24 helps. A copy runs forward and backward, where the model is.
+
+    Raises:
+        RuntimeError: the model gives no loss for the batch.
+    """
+    policy = case.policy or PrecisionPolicy(precision=case.precision)
+    copied = deepcopy(case.model)
+    device = next(copied.parameters()).device
+    engine = EagerEngine(
+        replace(policy, checkpointing=None),
+        device=device,
+        step_counter=StepCounter(),
+        scaler=None,
+        distributed=False,
+        global_step=lambda: 0,
+    )
+    with Faults() as faults:
+        engine.check(copied, faults)
+    engine.prepare(copied)  # casts and pins, as the run will
+    loss = _loss(copied, case.batch, policy, device)
+    parameters = [parameter for parameter in copied.parameters() if parameter.requires_grad]
+    backoffs = math.ceil(math.log(2.0**-24 / rule.init_scale, rule.backoff_factor))
+    fits = partial(_fits, loss.float(), parameters)
+    scales = [rule.init_scale * rule.backoff_factor**step for step in range(backoffs + 1)]
+    if not torch.isfinite(loss) or not fits(scales[-1]):
+        return None
+    return scales[bisect_left(scales, True, key=fits)]  # the first that fits, and with it all lower ones
+
+
+def _fits(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> bool:
+    gradients = torch.autograd.grad(loss * scale, parameters, retain_graph=True, allow_unused=True)
+    known = (gradient for gradient in cast("tuple[Tensor | None, ...]", gradients) if gradient is not None)
+    return all(bool(torch.isfinite(gradient).all()) for gradient in known)
+
+
+def _loss(model: nn.Module, batch: Any, policy: PrecisionPolicy, device: torch.device) -> Tensor:
+    autocast = policy.compute_dtype if policy.mixed else None
+    batch = move_data_to_device(batch, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss: Any = loss_of(output_in(model, batch, device, autocast=autocast, storage=policy.storage_dtype))
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise RuntimeError("the model gives no scalar loss for the batch")
+    return loss.reshape(())
+
+
+def accumulation_overflows(case: ModelUnderTest) -> Iterator[Finding]:
+    """Scaled gradients whose sum over micro-batches leaves the format they are stored in.
+
+    Lightning divides each micro-batch's loss by their number, so that the sum is the scaled mean; a plain module's
+    training loop may not.
+    """
+    rule, parts = case.scaling, int(case.argument("accumulate_grad_batches", 1))
+    if rule is None or parts <= 1:
+        return
+    half = any(case.stored(parameter) == "fp16" for _, _, parameter in case.trained)
+    dtype, limit = ("fp16", FP16_MAX) if half else ("fp32", FP32_MAX)
+    divided = isinstance(case.model, LightningModule) and case.model.automatic_optimization
+    largest = rule.init_scale * (1 if divided else parts)
+    if largest < limit:
+        return
+    # the power of 2 that leaves a factor of 16 below the limit
+    lower = _starting(case, rule, 2.0 ** (math.floor(math.log2(limit / parts)) - 4))
+    yield fact(
+        "accumulation_overflows",
+        f"{parts} micro-batches are summed in {dtype} at a loss scale of {rule.init_scale:g}",
+        "accumulate_grad_batches",
+        "warning" if rule.init_scale >= limit else None,
+        dtype=dtype,
+        limit=limit,
+        entry=limit / largest,
+        undivided="" if divided else f" where each loss is not divided by {parts}",
+        change=lower + (", or '16-mixed', whose gradients are fp32" if half else ""),
+    )
+
+
+# ---------------------------------------------------------------------- optimizers and schedules
+
+
+def optimizer_eps_underflows(case: ModelUnderTest) -> Iterator[Finding]:
+    """An ``eps`` that is 0 with fp16 state; fused kernels compute in fp32."""
+    if not any(case.stored(parameter) == "fp16" for _, _, parameter in case.trained):
+        return
+    for optimizer in configured(case)[0]:
+        eps = [group["eps"] for group in optimizer.param_groups if _vanishes(case, group)]
+        if eps:
+            name = type(optimizer).__name__
+            what = f"{name}(eps={min(eps)!r}) beside weights and state in fp16, where that is 0"
+            yield fact("eps_underflows:optimizer", what, "configure_optimizers", optimizer=name)
+
+
+def _vanishes(case: ModelUnderTest, group: Mapping[str, Any]) -> bool:
+    eps = group.get("eps")
+    if group.get("fused") or not isinstance(eps, float) or eps <= 0:
+        return False
+    zero = torch.tensor(eps, dtype=torch.float16).item() == 0
+    return zero and any(case.stored(parameter) == "fp16" for parameter in group["params"])
+
+
+def schedule_counts_skips(case: ModelUnderTest) -> Iterator[Finding]:
+    """A schedule that goes on at steps that a loss scaler skips; under automatic optimization a plan holds it."""
+    by_hand = isinstance(case.model, LightningModule) and not case.model.automatic_optimization
+    if case.scaling is None or (case.policy is not None and not by_hand):
+        return
+    hooks = ("training_step", "on_train_batch_end") if by_hand else ()
+    # the names that the model's own code for a step refers to
+    called = {name for hook in hooks for name in unwrap(getattr(type(case.model), hook)).__code__.co_names}
+    if "step_skipped" in called:
+        return
+    stepped = "lr_schedulers" in called
+    names = [type(scheduler).__name__ for scheduler, interval in configured(case)[1] if stepped or interval == "step"]
+    if names:
+        plan = [] if case.policy is not None else [f"use MixedPrecisionPlan('{case.precision}')"]
+        held = "advance it only where not self.trainer.precision_plugin.step_skipped"
+        change = " and ".join([*plan, held]) if by_hand else f"{plan[0]}, which holds schedules on a skipped step"
+        what = f"{', '.join(names)} advances at every step, including those that the loss scaler skips"
+        yield fact("schedule_counts_skips", what, "training_step" if by_hand else "configure_optimizers", change=change)
+
+
+def updates_vanish(case: ModelUnderTest) -> Iterator[Finding]:
+    """A learning rate that is too small for weights stored in half precision alone, without fp32 masters."""
+    if case.policy is None and (isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)):
+        return  # its own engines keep fp32 masters
+    for optimizer in configured(case)[0]:
+        if keeps_small_updates(optimizer):
+            continue
+        lost, every, rates = _vanishing(case, optimizer)
+        if every and lost > VANISH * every:
+            name, half = type(optimizer).__name__, next(word for word in HALF if word in rates)
+            what = f"{name}(lr={rates[half]:g}) cannot move {lost / every:.0%} of the weights, stored in {half} alone"
+            mixed = "16-mixed" if half == "fp16" else "bf16-mixed"
+            yield fact("updates_vanish", what, "configure_optimizers", mixed=mixed)
+
+
+def _vanishing(case: ModelUnderTest, optimizer: Optimizer) -> tuple[int, int, dict[str, float]]:
+    """How many weights stay what they are under an update of the learning rate, of how many in half precision."""
+    lost = every = 0
+    rates: dict[str, float] = {}
+    trained = {id(parameter) for _, _, parameter in case.trained}
+    for group in optimizer.param_groups:
+        lr = group.get("initial_lr", group["lr"])  # a schedule that warms up has lowered it
+        halves = [p for p in group["params"] if id(p) in trained and case.stored(p) in HALF] if lr else []
+        for parameter in halves:
+            stored = case.stored(parameter)
+            rates.setdefault(stored, float(lr))
+            weight = some(parameter.detach()).to(to_torch(stored))
+            up, down = ((weight.float() + step).to(weight.dtype) == weight for step in (float(lr), -float(lr)))
+            share = (up & down).float().mean().item() if weight.numel() else 0.0
+            lost, every = lost + round(share * parameter.numel()), every + parameter.numel()
+    return lost, every, rates
+
+
+def configured(case: ModelUnderTest) -> tuple[list[Optimizer], list[tuple[Any, str]]]:
+    """The optimizers, and each schedule with its interval, given or from ``configure_optimizers``.
+
+    Raises:
+        Exception: whatever ``configure_optimizers`` raises, which often needs a Trainer.
+    """
+    given = case.optimizer
+    if given is None and isinstance(case.model, LightningModule):
+        trained = [(parameter, parameter.requires_grad) for parameter in case.model.parameters()]
+        with untouched(case.model, torch.device("cpu")):
+            try:
+                given = case.model.configure_optimizers()
+            finally:
+                for parameter, requires_grad in trained:
+                    parameter.requires_grad_(requires_grad)
+    return _read(given)
+
+
+def _read(given: Any) -> tuple[list[Optimizer], list[tuple[Any, str]]]:
+    """All that Lightning accepts from ``configure_optimizers``."""
+    if isinstance(given, Mapping):
+        found = cast("Mapping[str, Any]", given)
+        schedulers = [found["lr_scheduler"]] if "lr_scheduler" in found else []
+        return [found["optimizer"]], [_interval(scheduler) for scheduler in schedulers]
+    if isinstance(given, (list, tuple)):
+        items = list(cast("Iterable[Any]", given))
+        if len(items) == 2 and isinstance(items[0], (list, tuple)):
+            return list(items[0]), [_interval(scheduler) for scheduler in items[1]]
+        both = [_read(item) for item in items]
+        return [one for some, _ in both for one in some], [one for _, some in both for one in some]
+    return ([given], []) if isinstance(given, Optimizer) else ([], [])
+
+
+def _interval(scheduler: Any) -> tuple[Any, str]:
+    if isinstance(scheduler, Mapping):
+        return scheduler["scheduler"], str(cast("Any", scheduler).get("interval", "epoch"))
+    return scheduler, "epoch"
+
+
+# ---------------------------------------------------------------------- DeepSpeed's JSON
+
+
+class Json(NamedTuple):
+    """What the user wrote for DeepSpeed, and the strategy it was written for."""
+
+    config: Mapping[str, Any]
+    stage: int
+    #: Lightning's own strategy, which lets the JSON win where it does not refuse it
+    stock: bool
+    offloads: Mapping[str, bool]
+
+
+def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
+    """Every key of the JSON that contradicts plan or Trainer, with both values."""
+    json = _json(case.strategy)
+    if json is None:
+        return
+    faults = _faults(_against_plan, json, case)
+    if case.trainer:
+        faults += [fault for fault in _faults(_against_trainer, json, case) if fault not in faults]
+    for fault in faults:
+        # Lightning adds the block of its own precision to the other, and DeepSpeed takes no two
+        two = case.mixed or case.storage in HALF
+        refused = not json.stock or case.policy is not None or _STEPS in fault.given or (_BLOCK in fault.given and two)
+        kind = "refused" if refused else "silent"
+        key = fault.given.partition("=")[0]
+        yield fact(f"deepspeed_contradicts_trainer:{kind}", fault.given, key, change=fault.fix)
+
+
+def _json(strategy: Any) -> Json | None:
+    """The JSON behind a strategy, or that ``strategy`` is itself."""
+    if not isinstance(strategy, (Mapping, DeepSpeedStrategy)):
+        return None
+    own = cast("Any", strategy)
+    if hasattr(strategy, "plan_engine"):
+        optimizer, parameters = own._offloads
+        return Json(
+            own._given or {}, own._stage, False, {"offload_optimizer": optimizer, "offload_parameters": parameters}
+        )
+    stock = isinstance(strategy, DeepSpeedStrategy)
+    config: Any = own.config if stock else own
+    config = config if isinstance(config, Mapping) else {}
+    return Json(config, int((config.get("zero_optimization") or {}).get("stage") or 1), stock, {})
+
+
+def _faults(check: Any, json: Json, case: ModelUnderTest) -> list[Fault]:
+    try:
+        check(json, case)
+    except PlanError as error:
+        return list(error.faults)
+    return []
+
+
+def _against_plan(json: Json, case: ModelUnderTest) -> None:
+    """Raise what the JSON says otherwise than the plan does, or a precision of Lightning's."""
+    if case.policy is not None:
+        compose(case.policy, json.config, stage=json.stage, **json.offloads)
+        return
+    with Faults() as faults:
+        for block in HALF:
+            half = case.precision.startswith(block.removeprefix("fp"))
+            if not half and (json.config.get(block) or {}).get("enabled") is True:
+                given = f"{block}{_BLOCK}True in the JSON and precision={case.precision!r} in the Trainer"
+                faults.add(given, "the same in both", f"set {block}.enabled to false, or train in it")
+
+
+def _against_trainer(json: Json, case: ModelUnderTest) -> None:
+    """Raise what the JSON says otherwise than the Trainer's arguments."""
+    devices, nodes = case.argument("devices", "auto"), case.argument("num_nodes", 1)
+    world = devices * nodes if isinstance(devices, int) and devices > 0 else None
+    # without a known number of devices nothing can be said of the whole batch
+    config = {key: value for key, value in json.config.items() if world is not None or key != "train_batch_size"}
+    by_norm = case.argument("gradient_clip_algorithm", "norm") == "norm"
+    accumulate = int(case.argument("accumulate_grad_batches", 1))
+    clip = case.argument("gradient_clip_val") if by_norm else None
+    add_trainer(config, clip_norm=clip, accumulate=accumulate, world_size=world or 1, micro_batch=None)
+    if json.stock and _STEPS in config:
+        given = f"{_STEPS}={config[_STEPS]!r} in the JSON and Trainer(accumulate_grad_batches={accumulate})"
+        fix = f"remove {_STEPS} from the JSON: Lightning's DeepSpeedStrategy takes the Trainer's alone"
+        raise PlanError([Fault(given, "the Trainer's alone", fix)])
+
+
+# ---------------------------------------------------------------------- pipeline and memory
+
+
+def pipeline_bubble(case: ModelUnderTest) -> Iterator[Finding]:
+    """A schedule of so few micro-batches that its ranks are idle for much of a step."""
+    layout_on: Any = getattr(case.strategy, "layout_on", None)
+    devices, nodes = case.argument("devices", "auto"), case.argument("num_nodes", 1)
+    if layout_on is None or not isinstance(devices, int) or devices < 1:
+        return
+    layout = layout_on(devices * nodes)
+    share = bubble(layout.stages, layout.microbatches, layout.per_rank)
+    if share > _MOST_WAITING:
+        enough = 4 * layout.stages
+        what = f"microbatches={layout.microbatches} in {layout.stages} stages: ranks wait for {share:.0%} of a step"
+        better = bubble(layout.stages, enough, layout.per_rank)
+        yield fact("pipeline_bubble", what, "microbatches", enough=enough, share=better)
+
+
+def will_not_fit(case: ModelUnderTest) -> Iterator[Finding]:
+    """A peak beyond the device: predicted with a batch; without one, weights and gradients alone."""
+    memory, policy = case.device.memory, case.policy
+    strategy = "auto" if case.strategy is None else case.strategy
+    if memory is None or policy is None or not isinstance(strategy, (str, Strategy)):
+        return
+    devices = [case.argument(key, 1) for key in ("devices", "num_nodes")]
+    ranks = devices[0] * devices[1] if all(isinstance(each, int) and each > 0 for each in devices) else 1
+    fix = "shard with strategy='mp_fsdp2' on more devices; lightning-mp advise says how many"
+    batch = case.rows if case.batch is None else case.batch
+    if batch is None or not isinstance(case.model, LightningModule):
+        kind, (shards, tensor) = STRATEGIES.get(name_of(strategy), STRATEGIES["auto"]), degrees(strategy, ranks)
+        sizes = HELD.get(policy.precision, HELD["32-true"])[:2]
+        parts = zip(("parameters", "gradients"), sizes, (kind.weights, kind.gradients), strict=True)
+        count = sum(parameter.numel() for _, _, parameter in case.trained)
+        own = {part: count * size // tensor // (shards if split else 1) for part, size, split in parts}
+        held = dict.fromkeys(own, 0) if kind.offload else own
+        peak, how = sum(held.values()), "by the dtypes of the plan, without optimizer state and activations"
+    else:
+        args = {key: value for key, value in case.trainer.items() if key not in ("strategy", "devices", "precision")}
+        run = {"strategy": strategy, "devices": ranks, "trainer_args": args | {"accelerator": "auto"}}
+        found, fix = planner.prediction_and_change(case.model, batch, policy, memory * USABLE, **run)
+        held, peak, how = found.parts, found.peak_bytes, f"{found.method}, at the peak of two steps"
+    if peak > memory * USABLE:
+        listed = ", ".join(f"{part} {_size(size)}" for part, size in held.items() if size)
+        what = f"{_size(peak)} on {case.device.name}, which has {_size(memory)}"
+        yield fact("will_not_fit", what, parts=listed, how=how, change=fix)
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / 2**20:.0f} MiB"

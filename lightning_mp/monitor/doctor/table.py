@@ -1,0 +1,168 @@
+"""What every finding says: how severe it is, why it matters, and what to change. The checks return facts alone."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from lightning_mp.monitor.events import Severity
+from lightning_mp.monitor.findings import Finding
+
+
+class Rule(NamedTuple):
+    """One row: ``why`` and ``fix`` are filled with the words of the fact."""
+
+    severity: Severity
+    why: str
+    fix: str
+
+
+_LOAD = "load them in fp32: from_pretrained(..., dtype=torch.float32)"
+_CACHE_OFF = "set model.config.use_cache = False for training, and on again to generate"
+
+#: by the finding's name, and behind a colon the case
+RULES: dict[str, Rule] = {
+    "no_fp32_masters:stock": Rule(
+        "warning",
+        "{precision} updates them in place, without fp32 master weights; {lost}",
+        f"{_LOAD}, or model.float() before training; a MixedPrecisionPlan('{{precision}}') stores them in fp32 itself",
+    ),
+    "no_fp32_masters:plan": Rule(
+        "info",
+        "the plan makes fp32 master weights from them, at twice the memory; they stay rounded to {dtype}",
+        f"{_LOAD}, or model.float() before training",
+    ),
+    "no_fp32_masters:mode": Rule(
+        "warning",
+        "there are no fp32 master weights; {lost}",
+        "use '{mixed}', which keeps fp32 weights and computes in {dtype}",
+    ),
+    "no_fp32_masters:pin": Rule(
+        "info",
+        "they have no fp32 master weights: small updates are rounded away",
+        "pin them to 'fp32', or remove the pin, unless this is intended",
+    ),
+    "fp16_params_under_scaler:stock": Rule(
+        "error",
+        "GradScaler raises 'Attempting to unscale FP16 gradients' on the first step",
+        "load them in fp32, or train under MixedPrecisionPlan('16-mixed'), which stores them in fp32",
+    ),
+    "fp16_params_under_scaler:plan": Rule(
+        "info", "torch's own GradScaler would refuse them; the plan stores them in fp32 first", _LOAD
+    ),
+    "eval_mode": Rule(
+        "warning",
+        "{effect}; from_pretrained() returns models in eval mode, and Trainer.fit does not change it",
+        "call {module}.train() where the model is made, or before fit",
+    ),
+    "lora_checkpoint_no_input_grads": Rule(
+        "error",
+        "{weights} in there get no gradient; {rest}",
+        "call model.enable_input_require_grads(), or checkpoint with gradient_checkpointing_kwargs="
+        "{{'use_reentrant': False}}, or call model.gradient_checkpointing_disable() and use {instead}",
+    ),
+    "use_cache_while_checkpointing:reentrant": Rule(
+        "error",
+        "the recomputation finds the cache of the forward pass and attends to it: gradients are wrong",
+        _CACHE_OFF,
+    ),
+    "use_cache_while_checkpointing:kept": Rule(
+        "warning",
+        "keys and values of every layer are kept, much of the memory that checkpointing should save",
+        _CACHE_OFF,
+    ),
+    "use_cache_while_checkpointing:transformers": Rule(
+        "warning", "transformers turns the cache off in every forward of these blocks, and logs it once", _CACHE_OFF
+    ),
+    "use_cache_while_checkpointing:plan": Rule(
+        "info", "the plan turns it off while it runs, and back on afterwards", _CACHE_OFF
+    ),
+    "bf16_emulated": Rule("warning", "{effect}", "use {instead} on this device, or precision='auto'"),
+    "tf32_off": Rule(
+        "info",
+        "its tensor cores take fp32 products in TF32 (10 bits of mantissa, fp32's range), several times faster",
+        "{high}, or torch.set_float32_matmul_precision('high'); {highest} says that IEEE fp32 is intended",
+    ),
+    "dims_not_aligned": Rule(
+        "info",
+        "tensor cores multiply {compute} in tiles of 16 bytes; other sizes are padded or use slower kernels",
+        "{change}",
+    ),
+    "tied_weights_conflicting_pins": Rule(
+        "error", "a tied weight is one tensor and has one dtype; the run is refused before its first step", "{change}"
+    ),
+    "norm_in_half": Rule("warning", "{why}", "pin them: {pins}"),
+    "eps_underflows:norm": Rule(
+        "warning",
+        "for equal inputs (padding) the variance is 0: the output divides by 0, or its gradient exceeds 65504",
+        "set eps=1e-5, or pin them: {pins}",
+    ),
+    "eps_underflows:optimizer": Rule(
+        "error",
+        "wherever a gradient is 0, or its square is, the first step divides by 0: weights become NaN",
+        "set {optimizer}(eps=1e-4) or fused=True, or store weights in fp32 with '16-mixed'",
+    ),
+    "scale_overflows_at_once:forward": Rule(
+        "error",
+        "its loss, or a gradient of it, is not finite in fp16 at any scale: the overflow is in the forward pass",
+        "find the module with {raising}, pin it, {pins}, or use 'bf16-mixed', without loss_scaling",
+    ),
+    "scale_overflows_at_once:batch": Rule("warning", "its gradients fit up to a scale of {fits:g}{steps}", "{scaling}"),
+    "scale_overflows_at_once:size": Rule(
+        "warning", "a gradient of {gradient:.1g} overflows fp16 once scaled{steps}", "use {scaling}"
+    ),
+    "accumulation_overflows": Rule(
+        "info",
+        "{dtype} ends at {limit:g}: the sum overflows where a gradient is {entry:.3g} or more{undivided}, although the "
+        "gradient of each micro-batch fits",
+        "use {change}",
+    ),
+    "schedule_counts_skips": Rule(
+        "warning",
+        "the first steps in fp16 are often skipped: warm-up is cut short, and the schedule runs ahead",
+        "{change}",
+    ),
+    "deepspeed_contradicts_trainer:refused": Rule("error", "the run is refused before its first step", "{change}"),
+    "deepspeed_contradicts_trainer:silent": Rule("warning", "DeepSpeed silently uses that of the JSON", "{change}"),
+    "fp8_converts_nothing": Rule(
+        "error", "fit refuses such a plan, since it would be a bf16 run by another name", "{change}"
+    ),
+    "fp8_not_compiled": Rule(
+        "warning",
+        "the casts and scales are kernels of their own then, and cost more than the products save",
+        "compile each block, block.compile(), or write make_strategy('fsdp2', plan, compile=True)",
+    ),
+    "fp8_tensorwise_not_causal": Rule(
+        "warning",
+        "one scale for all tokens lets a later one, and other rows of the batch, change a token's logits",
+        "write FP8(recipe='rowwise'), whose scales belong to a row each",
+    ),
+    "updates_vanish": Rule(
+        "warning",
+        "an update of the learning rate's size is below half of the last bit of these weights, and is rounded away; "
+        "Adam's updates are of that size at most",
+        "use '{mixed}', which keeps fp32 weights, or an optimizer that rounds stochastically, such as torchao.optim's "
+        "with bf16_stochastic_round=True",
+    ),
+    "will_not_fit": Rule("error", "{parts}: {how}", "{change}"),
+    "pipeline_bubble": Rule(
+        "info",
+        "the first micro-batch has to reach the last stage, and the last one the first, while others have none",
+        "use microbatches={enough}, of fewer rows or in a larger batch: {share:.0%}",
+    ),
+}
+
+
+def fact(rule: str, what: str, where: str | None = None, severity: Severity | None = None, **words: Any) -> Finding:
+    """The finding of the row ``rule``, of its severity unless another is given.
+
+    ``words`` fill its texts; ``where`` is ``""`` for the model itself.
+    """
+    row = RULES[rule]
+    return Finding(
+        name=rule.partition(":")[0],
+        severity=severity or row.severity,
+        what=what,
+        why=row.why.format(**words),
+        fix=row.fix.format(**words),
+        where=where or None,
+    )
