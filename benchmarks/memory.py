@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from benchmarks.planner_pages import DOCS, table
 from lightning_mp import FP8, Checkpointing, MixedPrecisionPlan, trainer_kwargs
+from lightning_mp.comparison.run import quiet
 from lightning_mp.compat.lightning import LightningModule, Trainer
-from lightning_mp.demo.quiet import quiet
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import MemoryPrediction, predict_memory
 from lightning_mp.tracing.run import ALONE, Again

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.memory import Cell
 from lightning_mp import make_strategy, trainer_kwargs
+from lightning_mp.comparison.run import quiet
 from lightning_mp.compat.lightning import Callback, LightningModule, Strategy, Trainer
-from lightning_mp.demo.quiet import quiet
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import MemoryPrediction, predict_memory
 from lightning_mp.precision import MixedPrecisionPlan

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from contextlib import suppress
+import sys
+import warnings
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, cast
 
 import typer
 
 from lightning_mp.cli.output import console, refusals, refuse
 from lightning_mp.cli.train import Arguments, ConfigDirs
-from lightning_mp.errors import one_line
+from lightning_mp.errors import Faults, one_line
 
 if TYPE_CHECKING:
+    from lightning_mp.cli.config import Composed
+    from lightning_mp.cli.parts import Regime
     from lightning_mp.planner import Advice, ModelShape
 
 _GIB, _MIB = 2**30, 2**20
@@ -28,6 +33,7 @@ File = Optional[Path]  # noqa: UP045
 
 
 def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
+    context: typer.Context,
     arguments: Arguments = None,
     params: Annotated[Number, typer.Option(help="Parameters, as 7e9: a Llama of that size.")] = None,
     config: Annotated[File, typer.Option(help="A transformers config.json instead.")] = None,
@@ -60,6 +66,12 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     Example: lightning-mp advise --params 7e9 --gpus 8 --gpu h100-80 --out run.yaml
     """
     if arguments:
+        alone = {"arguments", "gpu", "check", "as_json", "config_dir"}
+        sources = {name: context.get_parameter_source(name) for name in context.params.keys() - alone}
+        others = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+        if others:
+            said = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+            refuse("advise", f"{said} next to a CONFIG, which says all but --gpu: set it there, or leave CONFIG out")
         _advise_run(arguments, gpu, config_dir or [], check=check, as_json=as_json)
         return
     from lightning_mp.planner import advise as ask
@@ -76,7 +88,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
         "precision": precision,
         "offload": offload,
     }
-    if price is not None and price < 0:
+    if price is not None and not 0 <= price < math.inf:
         refuse("advise", f"--price {price:g}: give what a GPU costs for an hour, 0 or more")
     with refusals("advise", ValueError):
         shape = _shape(params, config, seq_len)
@@ -85,6 +97,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
             found = ask(shape, **keywords, calibration=_measured(calibrate) / found.best.tokens_per_s.mid)
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=2))
+            _ = found.best  # refuses where nothing fits
         else:
             _show(found, price)
         if html is not None:
@@ -95,35 +108,103 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
 
 
 def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, check: bool, as_json: bool) -> None:
-    from lightning_mp.cli.training.advised import advised
-    from lightning_mp.errors import Faults
+    """The memory of the run that a config describes, on a GPU; with ``check`` two steps of one process are run here."""
     from lightning_mp.planner.memory import USABLE
     from lightning_mp.policy.gpus import find
     from lightning_mp.tracing.fitting import MOST_ROWS
 
-    with refusals("advise", ValueError):
+    with refusals("advise"), redirect_stdout(sys.stderr):
         faults = Faults("advise")
         device = faults.sound(find(gpu, faults))
-        found = advised(arguments, memory=device.memory * USABLE, measure=check, config_dirs=config_dirs)
+        name, found, measured = _advised(arguments, config_dirs, faults, device.memory * USABLE, measure=check)
+    prediction, ways = found["prediction"], found["fits"]
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+        plain = {**found, "prediction": asdict(prediction), "fits": list(map(asdict, ways))}
+        typer.echo(json.dumps({**plain, "strategy": name, "measured": measured}, indent=2))
         return
-    typer.echo(f"{found.strategy} on {found.devices}, {found.rows} rows a micro-batch, on one rank:\n")
-    typer.echo(found.prediction.to_markdown())
-    if found.measured is not None:
-        said, true = found.prediction.peak_bytes / _MIB, found.measured / _MIB
+    typer.echo(f"{name} on {found['devices']}, {found['rows']} rows a micro-batch, on one rank:\n")
+    typer.echo(prediction.to_markdown())
+    if measured is not None:
+        said, true = prediction.peak_bytes / _MIB, measured / _MIB
         typer.echo(f"two steps here: predicted {said:,.1f} MiB, measured {true:,.1f} MiB ({said / true - 1:+.1%})")
-    for each in found.fits:
+    for each in ways:
         size = f"{each.prediction.peak_bytes / _MIB:,.1f} MiB"
         rows = f"{each.rows} rows{' or more' if each.rows == MOST_ROWS else ''}"
         typer.echo(f"checkpointing {each.checkpointing}: {size}; up to {rows} on {device.word}")
+
+
+def _advised(
+    arguments: list[str], config_dirs: list[Path], faults: Faults, memory: float, *, measure: bool
+) -> tuple[str, dict[str, Any], int | None]:
+    """The strategy's name, what is predicted of the run as it is written, and bytes measured here, if any."""
+    from lightning_mp.cli import parts
+    from lightning_mp.cli.config import composed
+    from lightning_mp.tracing.fitting import fits, rows_of
+    from lightning_mp.tracing.predict import predict_memory
+    from lightning_mp.tracing.run import LEFT_OUT
+
+    with composed(arguments, "advise", faults, config_dirs) as (job,):
+        config, regime, model, batch = _parts(job, faults)
+        trainer = dict(regime.trainer)
+        devices = 1 if measure else _count(trainer.get("devices")) * _count(trainer.get("num_nodes", 1))
+        written: Any = config.get("strategy") or "auto"
+        name = str(written if isinstance(written, str) else written.get("name", written.get("_target_", "auto")))
+        given = {key: value for key, value in trainer.items() if key not in {*LEFT_OUT, "strategy", "devices"}}
+        how: dict[str, Any] = {"devices": devices, "trainer_args": given}
+        prediction = predict_memory(model, batch, regime.plan, strategy=trainer["strategy"], **how)
+
+        def strategy(plan: Any) -> Any:
+            return parts.strategy_of(written, plan, faults)
+
+        ways = [] if measure else list(fits(model, batch, regime.plan, memory, strategy, **how))
+        found = {"prediction": prediction, "devices": devices, "rows": rows_of(batch), "fits": ways}
+        return name, found, _measured_here(job, faults) if measure else None
+
+
+def _parts(job: Composed, faults: Faults) -> tuple[dict[str, Any], Regime, Any, Any]:
+    """The checked config without its callbacks, which may write; plan and Trainer arguments, model and a batch."""
+    from lightning_mp.cli import parts
+    from lightning_mp.cli.config import checked
+
+    config = {**checked(job, faults), "callbacks": None}
+    regime = faults.sound(parts.regime(config, job.places, faults))
+    model, loaders = parts.parts(config, faults)
+    return config, regime, model, next(iter(parts.training_batches(loaders, model)))
+
+
+def _measured_here(job: Composed, faults: Faults) -> int:
+    """The allocator's peak in bytes over making the model and two optimizer steps in this process."""
+    import torch
+
+    from lightning_mp.cli import parts
+    from lightning_mp.comparison.run import quiet
+    from lightning_mp.numerics.peak_memory import PeakMemory
+    from lightning_mp.tracing.run import ALONE, Again
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with quiet(), warnings.catch_warnings(), PeakMemory(device) as peak:
+        warnings.simplefilter("ignore")  # of two steps without validation
+        _, regime, model, batch = _parts(job, faults)
+        mine = {**regime.trainer, **ALONE, "devices": 1, "num_nodes": 1, "logger": False, "callbacks": None}
+        parts.trainer({**mine, "accelerator": device}, faults).fit(model, train_dataloaders=Again(batch))
+    return peak.bytes
+
+
+def _count(given: Any) -> int:
+    """How many devices ``trainer.devices`` names; as many as are here, and one at least, where it names none."""
+    import torch
+
+    if isinstance(given, str) and given.replace(",", "").replace(" ", "").isdigit():
+        given = int(given) if "," not in given else [part for part in given.split(",") if part.strip()]
+    if isinstance(given, list):
+        return len(cast("list[Any]", given))
+    return given if isinstance(given, int) and given > 0 else max(1, torch.cuda.device_count())
 
 
 def _measured(given: str) -> float:
     """Tokens/s a GPU: the number itself, or the median of the first readings of a run of ``TrainingHealth``'s."""
     with suppress(ValueError):
         return float(given)
-    from lightning_mp.errors import Faults
     from lightning_mp.monitor import metric_names
     from lightning_mp.monitor.report.load import load
 

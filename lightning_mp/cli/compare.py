@@ -1,14 +1,22 @@
-"""``lightning-mp compare``."""
+"""``lightning-mp compare``: the run that a config describes, under one plan after another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar, cast
 
 import typer
 
 from lightning_mp.cli.output import console, refusals
 from lightning_mp.cli.train import Arguments, ConfigDirs
+from lightning_mp.errors import Faults
+
+if TYPE_CHECKING:
+    from lightning_mp.comparison.compare import Comparison
+
+_STEPS = 100
+T = TypeVar("T")
 
 
 def compare(
@@ -37,20 +45,66 @@ def compare(
 
     Example: lightning-mp compare experiment=neox_wide --plans bf16-mixed,fp8-mixed --seeds 8
     """
-    from lightning_mp.cli.training.compared import compared
-
+    asked = {"seeds": seeds, "steps": steps, "margin": margin, "out": out}
     with refusals("compare"):
-        found, folder = compared(
-            arguments or [],
-            plans,
-            typer.echo,
-            seeds=seeds,
-            steps=steps,
-            margin=margin,
-            out=out,
-            config_dirs=config_dir or [],
-        )
-    if folder is not None:
+        found, folder = _compared(arguments or [], plans, config_dir or [], asked)
+    show(found, folder)
+
+
+def show(found: Comparison, folder: Path) -> None:
+    """Print the table and where the page is, on rank 0, and leave with 1 where a run failed."""
+    from lightning_mp.compat.lightning import rank_zero_only
+
+    if getattr(rank_zero_only, "rank", 0) == 0:
         typer.echo(found.to_text(console().width).rstrip())
         typer.echo(f"written: {folder / 'compare.html'}, {folder / 'compare.json'}")
     raise typer.Exit(1 if any(plan.failed for plan in found.plans) else 0)
+
+
+def _compared(
+    arguments: list[str], plans: str, config_dirs: list[Path], asked: dict[str, Any]
+) -> tuple[Comparison, Path]:
+    """The config's own plan and its callbacks are left out."""
+    from omegaconf import open_dict
+
+    from lightning_mp.cli import parts
+    from lightning_mp.cli.config import checked, composed
+    from lightning_mp.comparison import plans as reading
+    from lightning_mp.comparison.compare import check_numbers, compare
+    from lightning_mp.comparison.run import OWN
+
+    faults = Faults("compare")
+    if not arguments:
+        faults.add("nothing to compare", "a YAML file, key=value", "lightning-mp compare run.yaml, or experiment=NAME")
+    reading.read(plans, faults)
+    check_numbers(asked["seeds"], _STEPS if asked["steps"] is None else asked["steps"], asked["margin"], faults)
+    with composed(arguments, "compare", faults, config_dirs) as (job,):
+        with open_dict(job.config):
+            job.config.plan = {"precision": "bf16-mixed"}  # what refers to it there is given one of the compared
+            job.config.callbacks = None
+        config = checked(job, faults)
+        if config.get("ckpt_path"):
+            given = f"ckpt_path={config['ckpt_path']}"
+            faults.add(given, "runs that begin with the module's own weights", "have the module load them")
+        trainer = parts.trainer_arguments(config, faults)
+        faults.raise_if_any()
+        folder = asked["out"] or Path(config["run_dir"])
+        longest = trainer.pop("max_steps", None) or 0
+        steps = asked["steps"] or (longest if longest > 0 else _STEPS)
+        strategy = config.get("strategy") or "auto"
+        with parts.running(folder, faults):
+            found = compare(
+                lambda: cast("Any", _made(lambda faults: parts.model(config, faults))),
+                lambda: _made(lambda faults: parts.data(config, faults)),
+                plans,
+                **{**asked, "steps": steps, "out": folder},
+                strategy=lambda plan: _made(lambda faults: parts.strategy_of(strategy, plan, faults)),
+                say=typer.echo,
+                **{name: value for name, value in trainer.items() if name not in OWN},
+            )
+    return found, folder
+
+
+def _made(make: Callable[[Faults], T]) -> T:
+    with Faults("compare") as faults:
+        return make(faults)

@@ -35,7 +35,7 @@ def consolidate(
     from lightning_mp.checkpoints.consolidate_file import write_consolidated
     from lightning_mp.checkpoints.formats import CheckpointFormatError
 
-    with refusals("consolidate", CheckpointFormatError):
+    with refusals("consolidate", OSError, CheckpointFormatError):
         written = write_consolidated(checkpoint, output, dtype, prefix=prefix, weights_only=False if trust else None)
     if written.left_out:
         typer.echo(f"left out, since they are no tensors: {', '.join(written.left_out)}", err=True)

@@ -33,7 +33,7 @@ def init(
             for option, path in options.items():
                 typer.echo(f"  {option:26} {_summary(path)}".rstrip())
         return
-    with refusals("init"):
+    with refusals("init", OSError):
         written, how = copy(name)
     typer.echo(f"written: {written}; run it: {how}")
 

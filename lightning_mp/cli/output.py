@@ -20,7 +20,10 @@ _INTERRUPTED = 130
 
 @contextmanager
 def refusals(command: str, *also: type[Exception], stopped: str = "") -> Generator[None]:
-    """Leave with status 2 and a message for the package's own errors and ``also``; with 130 on Ctrl-C."""
+    """Leave with status 2 and a message for the package's own errors and ``also``; with 130 on Ctrl-C.
+
+    Whatever else the user's own code raises keeps its traceback.
+    """
     from lightning_mp.errors import MissingExtraError, NonFiniteError, PlanError
 
     try:
@@ -30,7 +33,7 @@ def refusals(command: str, *also: type[Exception], stopped: str = "") -> Generat
         refuse(command, error.listed() if command in _FROM_FILES else " ".join(map(str, error.faults)))
     except BrokenPipeError:
         raise  # whoever reads has enough (| head): click leaves without a word
-    except (MissingExtraError, NonFiniteError, OSError, *also) as error:
+    except (MissingExtraError, NonFiniteError, *also) as error:
         refuse(command, str(error))
     except KeyboardInterrupt:
         if stopped:

@@ -34,7 +34,7 @@ def report(
 
     if serve and output is not None:
         refuse("report", str(Fault("--serve and --output", "one of them", "leave --output out to serve")))
-    with refusals("report"):
+    with refusals("report", OSError):
         if serve:
             serve_report(run_dirs, port, lambda url: typer.echo(f"{url}  (Ctrl-C ends it)"))
         else:

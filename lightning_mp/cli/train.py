@@ -1,19 +1,31 @@
-"""``lightning-mp train``."""
+"""``lightning-mp train``: from a YAML file and ``key=value`` to one run, or to a sweep of several."""
 
 from __future__ import annotations
 
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from lightning_mp.cli.output import refusals
 
+if TYPE_CHECKING:
+    from lightning_mp.cli.config import Composed
+    from lightning_mp.cli.parts import Regime
+    from lightning_mp.errors import Faults
+
+CONFIG = "config.yaml"
+Say = Callable[[str], None]
 Arguments = Annotated[
     Optional[list[str]],  # noqa: UP045  typer reads this at run time, on 3.10 too
     typer.Argument(
         metavar="[CONFIG] [KEY=VALUE]...",
-        help="A YAML file, then what to change: plan=bf16, experiment=llama_tiny, trainer.max_steps=100, "
+        help="A YAML file, and what to change: plan=bf16, experiment=llama_tiny, trainer.max_steps=100, "
         "ckpt_path=runs/x/checkpoints/last.ckpt, run_dir=runs/x.",
         show_default=False,
     ),
@@ -28,7 +40,7 @@ def train(
     context: typer.Context,
     arguments: Arguments = None,
     multirun: Annotated[
-        bool, typer.Option("--multirun", "-m", help="Run every combination of plan=fp32,bf16, and compare them.")
+        bool, typer.Option("--multirun", "-m", help="Run every combination of plan=fp32,bf16, one after another.")
     ] = False,
     config_dir: ConfigDirs = None,
     show: Annotated[bool, typer.Option("--show", help="Print the config that would run, and leave.")] = False,
@@ -40,8 +52,121 @@ def train(
     if not arguments and not show:
         typer.echo(context.get_help())
         raise typer.Exit
-    from lightning_mp.cli.training.application import train as run
-
     with refusals("train"):
         status = run(arguments or [], typer.echo, multirun=multirun, config_dirs=config_dir or [], only_show=show)
     raise typer.Exit(status)
+
+
+def run(
+    arguments: Sequence[str],
+    say: Say,
+    *,
+    multirun: bool = False,
+    config_dirs: Sequence[Path] = (),
+    only_show: bool = False,
+) -> int:
+    """Compose ``[CONFIG] key=value …``, check all of it, then train; returns the exit status.
+
+    Raises:
+        PlanError: what was given cannot run; every fault at once, before a model is built.
+        MissingExtraError: an optional package that is needed is not installed.
+        NonFiniteError: the run met more non-finite steps than its plan allows.
+    """
+    from lightning_mp.cli.config import composed
+    from lightning_mp.errors import Faults
+
+    faults = Faults("train")
+    with composed(arguments, "train", faults, config_dirs, multirun=multirun) as jobs:
+        with redirect_stdout(sys.stderr) if only_show else nullcontext():  # what others print is no part of the config
+            found = [_checked(job, faults) for job in jobs]
+        faults.raise_if_any()
+        if only_show:
+            say("---\n".join(_as_yaml(config) for config, _ in found).rstrip())
+            return 0
+        if jobs[0].swept:
+            return _sweep(jobs, config_dirs, say)
+        ((config, regime),) = found
+        return _train(config, faults.sound(regime), say)
+
+
+def _checked(job: Composed, faults: Faults) -> tuple[dict[str, Any], Regime | None]:
+    from lightning_mp.cli import config as composing
+    from lightning_mp.cli import parts
+    from lightning_mp.errors import Faults
+
+    mine = Faults()
+    config = composing.checked(job, mine)
+    seed = config.get("seed")
+    if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**32):
+        mine.add(f"seed={seed!r}", "an integer from 0 to 2**32 - 1, or null", "write seed=0")
+    checkpoint = str(config.get("ckpt_path"))
+    # with a colon it is an address (s3://…) or a model of a registry
+    is_path = checkpoint not in ("None", "last", "best", "hpc", "registry") and ":" not in checkpoint
+    if is_path and not Path(checkpoint).exists():
+        mine.add(f"ckpt_path={checkpoint}, which does not exist", "a checkpoint, or 'last'", "check the path")
+    regime = parts.regime(config, job.places, mine)
+    faults.extend(fault for fault in mine.found if fault not in faults.found)
+    return config, regime
+
+
+def _as_yaml(config: dict[str, Any]) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(config))
+
+
+def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
+    from lightning_mp.cli import parts
+    from lightning_mp.compat.lightning import rank_zero_only
+    from lightning_mp.errors import Faults
+
+    faults, folder = Faults("train"), Path(config["run_dir"])
+    with parts.running(folder, faults):
+        trainer = parts.trainer(regime.trainer, faults)
+        model, data = parts.parts(config, faults)
+        if getattr(rank_zero_only, "rank", 0) == 0:
+            _write_config(config, folder, say, faults)
+        trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
+    if trainer.is_global_zero:
+        page, steps = folder / "report.html", trainer.global_step
+        say(f"{folder}: {steps} step{'s' * (steps != 1)}" + (f", {page}" if page.exists() else ""))
+    return 1 if trainer.interrupted else 0
+
+
+def _write_config(config: dict[str, Any], folder: Path, say: Say, faults: Faults) -> None:
+    """``config.yaml``; a run that resumes in the same folder writes ``config_2.yaml``."""
+    names = itertools.chain([CONFIG], (f"config_{number}.yaml" for number in itertools.count(2)))
+    name = next(name for name in names if not (folder / name).exists())
+    if name != CONFIG and not config.get("ckpt_path"):
+        name = CONFIG
+        say(f"{folder} holds an earlier run, whose checkpoints stay: run_dir=... keeps the two apart")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(_as_yaml(config), encoding="utf-8")
+    except OSError as error:
+        faults.add(f"run_dir={folder}: {error}", "a folder that can be written", "choose another")
+        faults.raise_if_any()
+
+
+def _sweep(jobs: Sequence[Composed], config_dirs: Sequence[Path], say: Say) -> int:
+    """Each run in a process of its own: one that fails or runs out of memory leaves the others alone."""
+    from lightning_mp.errors import MissingExtraError, PlanError
+    from lightning_mp.monitor.report import write_report
+
+    failed, folders = 0, [Path(str(job.config.run_dir)) for job in jobs]
+    options = [part for each in config_dirs for part in ("--config-dir", str(each))]
+    for number, (job, folder) in enumerate(zip(jobs, folders, strict=True), 1):
+        say(f"[{number}/{len(jobs)}] {' '.join(job.swept)}")
+        quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+        kept = [text for text in job.arguments if text.partition("=")[0].lstrip("+") != "run_dir"]
+        arguments = [*([] if job.file is None else [str(job.file)]), *kept, f"++run_dir='{quoted}'"]
+        command = [sys.executable, "-m", "lightning_mp", "train", *options, *arguments]
+        failed += subprocess.run(command, check=False).returncode != 0
+    ran = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
+    try:
+        say(f"compared: {write_report(ran, folders[0].parent / 'report.html')}" if ran else "nothing wrote metrics")
+    except (MissingExtraError, PlanError) as error:
+        say(f"not compared: {error}")
+    if failed:
+        say(f"{failed} of {len(jobs)} runs failed")
+    return 1 if failed else 0

@@ -18,9 +18,8 @@ import torch
 
 from lightning_mp.comparison import plans as reading
 from lightning_mp.comparison.paired import Difference, Verdict, compare_losses
-from lightning_mp.comparison.run import OWN, Recipe, RunResult, Runs
+from lightning_mp.comparison.run import OWN, Recipe, RunResult, Runs, environment_kept, quiet
 from lightning_mp.compat.lightning import LightningModule, Strategy
-from lightning_mp.demo.quiet import quiet
 from lightning_mp.demo.shapes import find_device
 from lightning_mp.errors import Fault, Faults, PlanError, is_number, one_line
 from lightning_mp.monitor.run_log import machine, versions
@@ -304,22 +303,18 @@ def _in_words(run: RunResult) -> str:
 def _as_before() -> Generator[None, None, None]:
     """Random generators, torch's switches of determinism, and the environment are afterwards as they were."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    state, environment = rng_state(device), {name: os.environ.get(name) for name in _VARIABLES}
+    state = rng_state(device)
     cudnn = torch.backends.cudnn
     switches = cudnn.benchmark, cudnn.deterministic
     strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the console
     try:
-        yield
+        with environment_kept(*_VARIABLES):
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the console
+            yield
     finally:
         set_rng_state(state, device)
         cudnn.benchmark, cudnn.deterministic = switches
         torch.use_deterministic_algorithms(strict, warn_only=warns)
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # ---------------------------------------------------------------------- what they come to

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
+import os
 import statistics
 import time
+import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_mp.compat.host import COPIES
 from lightning_mp.compat.lightning import (
     Callback,
     LightningDataModule,
@@ -41,6 +46,48 @@ WARM_UP_STEPS = 5
 _ALONE: Mapping[str, Any] = {**BARE, "logger": False}
 #: Trainer arguments that the comparison owns
 OWN = (*_ALONE, "max_steps", "precision", "min_steps", "max_time", "fast_dev_run")
+
+# Tips, "GPU available: False", "max_steps reached" and the like come as INFO, and a model built from a config makes
+# transformers warn of ids that a tokenizer does not have. Errors still come through.
+_LOGGERS = ("lightning", *chain.from_iterable(COPIES.items()), "transformers")
+_WARNINGS = (
+    ".*does not have many workers.*",
+    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+    ".*GPU available but not used.*",
+    # a run may be a step long, on which fp16 looks for its scale; the table has the count of skips
+    "The run applied 0 of its .*",
+)
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Hide notices of other libraries; loggers and warning filters are back afterwards, errors or not."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(max(logger.level, logging.ERROR))
+        with warnings.catch_warnings():
+            for message in _WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def environment_kept(*names: str) -> Generator[None]:
+    """Environment variables as they were, whatever is done to them inside."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_mp.compat import torchao
 from lightning_mp.compat.lightning import LightningModule
-from lightning_mp.errors import Faults, MissingExtraError, nearest, one_line
+from lightning_mp.errors import Faults, MissingExtraError, did_you_mean, nearest, one_line
 
 _HERE = "lightning_mp.demo.language_model.CausalLM"
 
@@ -33,8 +33,7 @@ class CausalLM(LightningModule):
 
     Raises:
         MissingExtraError: transformers is not installed, or, with ``lora``, peft.
-        ValueError: no such architecture.
-        PlanError: ``lora`` has a field that ``LoraConfig`` lacks, or a value that it refuses.
+        PlanError: no such architecture, or ``lora`` has a field that ``LoraConfig`` lacks, or a value that it refuses.
     """
 
     def __init__(
@@ -52,9 +51,16 @@ class CausalLM(LightningModule):
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
         with torchao.quietly():  # transformers imports it where it is installed
             try:
-                from transformers import AutoConfig, AutoModelForCausalLM
+                from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
             except ImportError as error:
                 raise MissingExtraError("transformers", "hf", _HERE) from error
+            if architecture not in CONFIG_MAPPING:
+                with Faults("CausalLM") as faults:
+                    faults.add(
+                        f"architecture={architecture!r}",
+                        "a model_type of transformers",
+                        did_you_mean(architecture, CONFIG_MAPPING),
+                    )
             settings = AutoConfig.for_model(architecture, **{**ids, **config})
             model: nn.Module = AutoModelForCausalLM.from_config(settings)
         self.model = model if lora is None else _with_lora(model, lora)

@@ -63,13 +63,6 @@ class Places:
         exact = full in self._found or f"{self._section}.{full}" in self._found
         return self.of(full if exact or len(deeper) != 1 else deeper[0])
 
-    def of_text(self, path: Path, word: str) -> str:
-        """`` (file:line)`` of the entry for ``word`` in the file's defaults list."""
-        pattern = re.compile(rf"^\s*-.*(?<![\w/]){re.escape(word)}\s*:")
-        lines = path.read_text(encoding="utf-8").splitlines()
-        number = next((number for number, line in enumerate(lines, 1) if pattern.search(line)), None)
-        return "" if number is None else f" ({path.name}:{number})"
-
 
 def plan_fault(fault: Fault, places: Places, section: str = "plan") -> Fault:
     """A fault of a plan, with the place of the key that it is about."""

@@ -70,7 +70,7 @@ def test_more_steps_are_looked_at_where_asked(tmp_path: Path) -> None:
         ((), "nothing to audit"),
         (("experiment=llama_tiny", "--steps", "0"), "--steps=0"),
         (("missing.yaml",), "which is no file"),
-        (("experiment=llama_tiny", "plan=fp17"), "did you mean"),
+        (("experiment=llama_tiny", "plan=fp17"), "could not find 'plan/fp17'"),
     ],
 )
 def test_bad_input_is_status_2_and_one_message(arguments: tuple[str, ...], says: str) -> None:

@@ -64,7 +64,7 @@ def test_every_fault_before_a_model_is_built(tmp_path: Path, own_folder: None) -
         "seeds=0",
         "steps=0",
         "ckpt_path=x",
-        "no key 'wdth'",
+        "unknown key model.wdth",
     ):
         assert text in result.stderr
     assert not Path("runs").exists()

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from demo.tiny import SHAPE, corpus, job
+from lightning_mp.comparison.run import quiet
 from lightning_mp.demo.modes import FP16_INIT_SCALE, LADDER, MODES, parse_modes, why_not
-from lightning_mp.demo.quiet import quiet
 from lightning_mp.demo.records import Reading, Result
 from lightning_mp.demo.shapes import CPU_SHAPE, SLOW_CPU_SHAPE, Device, Shape, find_device, shape_for
 from lightning_mp.demo.training import GPT2, train_mode, train_windows, val_windows

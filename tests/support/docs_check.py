@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.cli import app
-from lightning_mp.cli.training.application import train
+from lightning_mp.cli.train import run as train
 from support.docs import ROOT, Block
 
 #: run as they are: they only read

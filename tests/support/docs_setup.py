@@ -145,7 +145,7 @@ def saved_batch() -> Namespace:
 
 def a_run() -> None:
     """``run.yaml``, and the run in ``runs/x`` that the page goes on from."""
-    from lightning_mp.cli.training.application import train
+    from lightning_mp.cli.train import run as train
 
     run_yaml()
     quiet = ("trainer.enable_progress_bar=false", "trainer.enable_model_summary=false")

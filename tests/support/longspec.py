@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_mp.callbacks import PrecisionAudit
-from lightning_mp.cli.training.application import train
+from lightning_mp.cli.train import run as train
 from lightning_mp.demo.language_model import CausalLM
 from lightning_mp.errors import LossScaleError
 from support.deepspeed_json import WHOLE_FP16

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp.cli.training.application import train
+from lightning_mp.cli.train import run as train
 from lightning_mp.errors import Fault, PlanError
 
 #: three steps on the CPU of a short text, so that a run takes a second or two

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.memory import Cell, Trained, cells, measured, predicted
 from lightning_mp import MixedPrecisionPlan, make_strategy, trainer_kwargs
+from lightning_mp.comparison.run import quiet
 from lightning_mp.compat.lightning import Trainer
-from lightning_mp.demo.quiet import quiet
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import predict_memory
 from lightning_mp.planner.prediction import PARTS

@@ -104,7 +104,7 @@ def test_it_examines_what_train_would_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delitem(sys.modules, "beside", raising=False)
     assert _run(path).output == "nothing found\n"
     assert "LMP001" in _run(path, "plan=ours", "--config-dir", tmp_path / "conf").stdout
-    assert "plan=ours, which is no file of that group" in _refusal(path, "plan=ours")
+    assert "Could not find 'plan/ours'" in _refusal(path, "plan=ours")
     assert _run("experiment=llama_tiny", "plan=bf16").output == "nothing found\n"
 
 
@@ -151,8 +151,8 @@ def test_a_strategys_json_is_read_with_that_plan(config: Path) -> None:
 
 
 def test_every_fault_is_named_in_one_line(config: Path) -> None:
-    line = _refusal(config, "plan.precision=bf17-mixed", "plan.oops=1", "model._target_=support.nowhere", "trainer=3")
-    for said in ("'bf17-mixed'", "no key 'oops' in plan", "support.nowhere", "trainer=3, which is no file"):
+    line = _refusal(config, "plan.precision=bf17-mixed", "plan.oops=1", "model._target_=support.nowhere")
+    for said in ("'bf17-mixed'", "unknown key oops", "support.nowhere"):
         assert said in line
 
 
@@ -172,7 +172,7 @@ def test_patterns_that_match_nothing_are_refused_as_the_run_would(config: Path) 
         ("plan: bf16-mixed", "no model"),
         ("plan:\n  precision: ???\nmodel: {_target_: support.hf.gpt2}", "precision"),
         ("plan: bf18\nmodel: {_target_: support.hf.gpt2}", "precision='bf18'"),
-        ("model: {_target_: support.hf.gpt2, wrong: 1}", "unknown key model.wrong (run.yaml:1)"),
+        ("model: {_target_: support.hf.gpt2, wrong: 1}", "unknown key model.wrong"),
         ("model: {_target_: builtins.dict}", "a torch.nn.Module"),
     ],
 )
@@ -188,7 +188,7 @@ def test_without_a_config_there_is_nothing_to_examine() -> None:
 def test_a_missing_file_and_an_override_that_is_none_are_refused(tmp_path: Path) -> None:
     line = _refusal(tmp_path / "none.yaml", "precision")
     assert "which is no file" in line
-    assert "argument 'precision'" in line
+    assert "Error parsing override 'precision'" in _refusal("experiment=llama_tiny", "precision")
 
 
 def test_without_hydra_the_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

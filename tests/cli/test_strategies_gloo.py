@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lightning_mp.configs
-from lightning_mp.cli.training.application import train
+from lightning_mp.cli.train import run as train
 from support.comparing import of_sums
 from support.ranks import Ranks
 from support.training import QUICK, losses

@@ -21,7 +21,7 @@ from lightning_mp.policy.presets import PRESETS
 from support.running import trainer
 from support.training import PLAIN, QUICK, losses, readings, refusal, run, write
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +228,7 @@ def test_two_processes_train_one_run(tmp_path: Path) -> None:
 
 def test_bad_input_is_one_error_without_a_traceback(tmp_path: Path) -> None:
     path = write(tmp_path, PLAIN.replace("width", "widht"))
-    done = command(path, "plan=fp61", cwd=tmp_path)
+    done = command(path, "plan.precision=fp61", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     head, *lines = done.stderr.splitlines()

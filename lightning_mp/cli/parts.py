@@ -1,18 +1,19 @@
-"""The parts of a run from its config. What can be refused without a model is, before there is one."""
+"""The parts of a run from its checked config. What can be refused without a model is, before there is one."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_mp.cli.training.targets import HYDRA_KEYS, locate, parameters
+from lightning_mp.cli.config import RUN_DIR, located, parameters
+from lightning_mp.comparison.run import environment_kept, fit_arguments
 from lightning_mp.compat.lightning import (
     Callback,
     Checkpoint,
-    LightningDataModule,
     LightningModule,
     MisconfigurationException,
     Trainer,
@@ -20,6 +21,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.demo.inputs import InputError
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
+from lightning_mp.policy.load import HYDRA_KEYS
 from lightning_mp.policy.places import Places, plan_fault
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
@@ -59,8 +61,8 @@ def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime 
 
 def trainer_arguments(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     """What the trainer section says, built; empty with a fault."""
-    trainer = cast("Mapping[str, Any]", config.get("trainer") or {})
-    return instantiated({k: v for k, v in trainer.items() if k not in HYDRA_KEYS}, "trainer", faults) or {}
+    given = cast("Mapping[str, Any]", config.get("trainer") or {})
+    return instantiated({key: value for key, value in given.items() if key not in HYDRA_KEYS}, "trainer", faults) or {}
 
 
 def model(config: Mapping[str, Any], faults: Faults) -> LightningModule | None:
@@ -74,14 +76,9 @@ def model(config: Mapping[str, Any], faults: Faults) -> LightningModule | None:
 
 def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     """The data section as arguments of ``Trainer.fit``: a LightningDataModule, one loader, or ``train`` and ``val``."""
-    given = config.get("data")
-    if given is None:
-        return {}  # the model has its own
-    built = instantiated(given, "data", faults)
-    if isinstance(built, LightningDataModule):
-        return {"datamodule": built}
+    built = instantiated(config.get("data"), "data", faults)
     if not isinstance(built, dict):
-        return {"train_dataloaders": built}
+        return fit_arguments(built)
     loaders = cast("dict[str, Any]", built)
     if "train" not in loaders or loaders.keys() - {"train", "val"}:
         faults.add(f"data: the keys {', '.join(loaders)}", "a _target_, or the keys train and val", "write one of them")
@@ -97,14 +94,10 @@ def training_batches(loaders: Mapping[str, Any], model: LightningModule) -> Any:
     return loaders.get("train_dataloaders") or (source or model).train_dataloader()
 
 
-def seed(config: Mapping[str, Any]) -> None:
-    """Seed every generator, where the config has a seed."""
+def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, dict[str, Any]]:
+    """Model and data after the config's seed; the faults of both at once."""
     if config.get("seed") is not None:
         seed_everything(config["seed"], workers=True, verbose=False)
-
-
-def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, dict[str, Any]]:
-    """Model and data; the faults of both at once."""
     built, loaders = model(config, faults), data(config, faults)
     return faults.sound(built), loaders
 
@@ -117,18 +110,21 @@ def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
     except PlanError as error:
         faults.extend(error.faults)
     except Exception as error:  # Lightning's own, of several kinds
-        faults.add(f"trainer: {_line(error)}", "what Lightning's Trainer takes", "fix the trainer or strategy section")
+        said = f"{type(error).__name__}: {one_line(error)}"
+        faults.add(f"trainer: {said}", "what Lightning's Trainer takes", "fix the trainer or strategy section")
     return faults.sound(built)
 
 
 @contextmanager
-def running(faults: Faults) -> Generator[None]:
-    """What Lightning cannot run is a fault."""
-    try:
-        yield
-    except (InputError, MisconfigurationException) as error:
-        faults.add(f"what Lightning cannot run: {one_line(error)}", "parts that fit together", "fix what it names")
-        faults.raise_if_any()
+def running(folder: Path, faults: Faults) -> Generator[None]:
+    """What Lightning cannot run is a fault; processes that it starts for the other ranks write to the same folder."""
+    with environment_kept(RUN_DIR):
+        os.environ[RUN_DIR] = str(folder)
+        try:
+            yield
+        except (InputError, MisconfigurationException) as error:
+            faults.add(f"what Lightning cannot run: {one_line(error)}", "parts that fit together", "fix what it names")
+            faults.raise_if_any()
 
 
 def plan_of(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | None:
@@ -177,21 +173,17 @@ def is_ours(strategy: Any) -> bool:
     return _class_of(cast("Mapping[str, Any]", strategy)) in (None, _FACTORY)
 
 
-def _callbacks(given: Any, run_dir: str, faults: Faults) -> list[Callback]:
+def _callbacks(given: Any, folder: str, faults: Faults) -> list[Callback]:
     """A mapping of name to callback (``null`` switches one off), or a list."""
-    entries: Any = {} if given is None else given
-    named = (
-        entries if isinstance(entries, dict) else dict(enumerate(entries if isinstance(entries, list) else [entries]))
-    )
+    listed: Any = given if isinstance(given, (dict, list)) else [] if given is None else [given]
+    entries = cast("dict[Any, Any]", listed if isinstance(listed, dict) else dict(enumerate(listed)))
     found: list[Callback] = []
-    for name, entry in cast("dict[Any, Any]", named).items():
-        if entry is None:
-            continue
+    for name, entry in ((name, entry) for name, entry in entries.items() if entry is not None):
         part = f"callbacks.{name}"
         if not isinstance(entry, Mapping) or "_target_" not in entry:
             faults.add(f"{part}: {entry!r}", "a mapping with a _target_, or null", "write '_target_: package.Class'")
             continue
-        built = instantiated(_homed(cast("Any", entry), run_dir), part, faults)
+        built = instantiated(_homed(cast("Any", entry), folder), part, faults)
         if isinstance(built, Callback):
             found.append(built)
         elif built is not None:
@@ -199,27 +191,30 @@ def _callbacks(given: Any, run_dir: str, faults: Faults) -> list[Callback]:
     return found
 
 
-def _homed(entry: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
+def _homed(entry: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """The entry, with the run's folder where a callback that writes names none."""
-    takes = [parameter.name for parameter in parameters(locate(str(entry["_target_"]))) or ()]
-    homes = {"run_dir": run_dir, "dirpath": str(Path(run_dir) / "checkpoints")}
+    takes = [parameter.name for parameter in parameters(located(str(entry["_target_"]))) or ()]
+    homes = {"run_dir": folder, "dirpath": str(Path(folder) / "checkpoints")}
     return {**entry, **{key: home for key, home in homes.items() if key in takes and entry.get(key) is None}}
 
 
 def instantiated(given: Any, part: str, faults: Faults) -> Any:
-    """What Hydra builds of ``given``; a value that is no mapping or list as it is, ``None`` with a fault."""
+    """What Hydra builds of ``given``; a value that is no mapping or list as it is, ``None`` with a fault.
+
+    Raises:
+        InstantiationException: the code that is built raised anything but a refusal of this package or of Lightning.
+    """
+    from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
     try:
         return instantiate(given, _convert_="all") if isinstance(given, (dict, list)) else given
-    except Exception as error:  # whatever the code that is built raises
-        cause = error.__cause__ or error
+    except InstantiationException as error:
+        cause = error.__cause__
         if isinstance(cause, PlanError):
             faults.extend(Fault(f"{part}: {fault.given}", fault.allowed, fault.fix) for fault in cause.faults)
+        elif isinstance(cause, (InputError, MissingExtraError, MisconfigurationException)):
+            faults.add(f"{part}: {one_line(cause)}", "a part that can be built", "fix it, or its arguments")
         else:
-            faults.add(f"{part}: {_line(cause)}", "a part that can be built", "fix it, or its arguments")
+            raise  # from the user's own code, whose traceback is shown
     return None
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from torch import nn
 
-from lightning_mp.cli.training.application import train
+from lightning_mp.cli.train import run as train
 from lightning_mp.demo.language_model import CausalLM
 from lightning_mp.errors import MissingExtraError, PlanError
 from support.deepspeed_json import WHOLE_FP16

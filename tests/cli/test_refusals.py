@@ -1,0 +1,212 @@
+"""What cannot run is refused before a model is built: a plan's faults with their places, the rest as Hydra says it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_mp.errors import Fault
+from support.training import PLAIN, Net, refusal, write
+
+LANGUAGE = "lightning_mp.demo.language_model.CausalLM"
+CALLBACK = "callbacks: {x: %s}\nplan:"
+#: what is written in place of a line of PLAIN, and the one fault: (given, do) must be found in it
+BAD: dict[str, tuple[tuple[str, str], str, str]] = {
+    "misspelt key of the plan": (("precision: bf", "precison: bf"), "unknown key precison (run.yaml:2)", "'precision'"),
+    "misspelt precision": (("bf16-mixed", "bf16-mxed"), "precision='bf16-mxed' (run.yaml:2)", "'bf16-mixed'"),
+    "misspelt key of a piece": (
+        ("precision: bf16-mixed", "precision: 16-mixed\n  loss_scaling:\n    init_scal: 8"),
+        "unknown key loss_scaling.init_scal (run.yaml:4)",
+        "'init_scale'",
+    ),
+    "bad value of a piece": (
+        ("precision: bf16-mixed", "precision: 16-mixed\n  loss_scaling:\n    growth_factor: 0.5"),
+        "growth_factor=0.5 (run.yaml:4)",
+        "2.0",
+    ),
+    "bad pin of a list": (
+        ("precision: bf16-mixed", "pins:\n  - {pattern: '*', dtype: fp32}\n  - {pattern: a, dtype: int8}"),
+        "pin 'a': dtype='int8' (run.yaml:4)",
+        "",
+    ),
+    "misspelt argument of the model": (("width: 4", "width: 4\n  lrr: 1"), "unknown key model.lrr", "'lr'"),
+    "misspelt class": (("training.Net", "training.Nett"), "has no 'Nett'; did you mean 'Net'?", ""),
+    "misspelt module": (("support.training.Net", "suport.Net"), "no module 'suport'; did you mean 'support'?", ""),
+    "target that is no class": (("training.Net", "training.PLAIN"), "a str, which cannot be called", "package"),
+    "misspelt Trainer argument": (("max_steps", "max_step"), "trainer.max_step", "'max_steps'"),
+    "precision in the Trainer": (("devices: 1", "precision: 16"), "trainer.precision", "set plan.precision instead"),
+    "missing value": (("width: 4", "width: ???"), "model.width: Missing mandatory value", "model.width=..."),
+    "missing argument": (("  width: 4\n", ""), "model without 'width'", "model.width=..."),
+    "interpolation to nowhere": (("width: 4", "width: ${data.row}"), "model.width: Interpolation key 'data.row'", ""),
+    "no model": (("model:", "modell:"), "no model", "call it model: 'modell'"),
+    "no plan": (("plan:", "xyz:"), "no plan", "plan=bf16"),
+    "callback without target": (("plan:", CALLBACK % 3), "callbacks.x: 3", "_target_"),
+    "callback that is none": (
+        ("plan:", CALLBACK % "{_target_: datetime.date, year: 1, month: 1, day: 1}"),
+        "callbacks.x: a date",
+        "_target_",
+    ),
+    "callback that refuses": (
+        ("plan:", CALLBACK % "{_target_: lightning_mp.callbacks.TrainingHealth, every_n_steps: 0}"),
+        "callbacks.x: every_n_steps=0",
+        "",
+    ),
+    "unknown strategy": (("plan:", "strategy: fsdp3\nplan:"), "strategy 'fsdp3'", "'fsdp2'"),
+    "unknown strategy keyword": (
+        ("plan:", "strategy: {name: fsdp2, rap: Block}\nplan:"),
+        "unknown keyword 'rap'",
+        "'wrap'",
+    ),
+    "checkpoint that is not there": (("plan:", "ckpt_path: gone.ckpt\nplan:"), "ckpt_path=gone.ckpt", "check the path"),
+    "run_dir that does not resolve": (("plan:", "run_dir: ${nowhere}\nplan:"), "'nowhere' not found", ""),
+    "no YAML": (("plan:", "plan: ["), "run.yaml", ""),
+    "a list": ((PLAIN, "- 1\n"), "run.yaml', a list", "plan:"),
+    "misspelt option": (
+        ("plan:", "defaults: [{data: library_txt}]\nplan:"),
+        "Could not find 'data/library_txt' Available options in 'data': library_text",
+        "choose one",
+    ),
+    "mandatory choice": (("data:", "defaults:\n  - data: ???\nold:"), "You must specify 'data'", ""),
+    "arguments of LightningCLI": (
+        ("_target_: support.training.Net\n  width: 4", "class_path: support.training.Net"),
+        "model: a dict",
+        "_target_",
+    ),
+    "what is no LightningModule": (("support.training.Net\n  width: 4", "torch.nn.Flatten"), "model: a Flatten", ""),
+    "an unknown architecture": (
+        ("support.training.Net\n  width: 4", f"{LANGUAGE}\n  architecture: lama\n  config: {{}}"),
+        "model: architecture='lama'",
+        "'llama'",
+    ),
+    "parts that do not fit": (("data:", "unused:"), "train_dataloader", ""),
+}  # fmt: skip
+ARGUMENTS = {
+    "plan=fp61": ("Could not find 'plan/fp61' Available options in 'plan': a100", "choose one"),
+    "plan=fp32,bf16": ("several values, 'plan=fp32,bf16'", "add -m"),
+    "plan.precison=16-mixed": ("unknown key precison (on the command line)", "'precision'"),
+    "plan.precision=17-mixed": ("precision='17-mixed' (on the command line)", "'16-mixed'"),
+    "max_steps=10": ("Could not override 'max_steps'", "+key=value"),
+    "plan.pins={'*norm*': fp32}": ("'*norm*'", "[{pattern:'*norm*',dtype:fp32}]"),
+    "trainer.max_stps=1": ("trainer.max_stps", "'max_steps'"),
+    "model.widht=1": ("unknown key model.widht", "'width'"),
+    "callbacks.training_helth.every_n_steps=1": ("Could not override 'callbacks.training_helth", "+key=value"),
+    "strategy={name: fsdp2, rap: 3}": ("unknown keyword 'rap'", "'wrap'"),
+    "seed=abc": ("seed='abc'", "seed=0"),
+    "seed=[1": ("a config that does not compose", "quotes"),
+    "experiment=lama_tiny": ("Could not find 'experiment/lama_tiny'", "choose one"),
+    "trainer.max_steps=many": ("trainer: ", "fix the trainer"),
+    "run_dir=run.yaml": ("run_dir=run.yaml: ", "choose another"),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    assert {path.name for path in tmp_path.glob("runs/*/*")} <= {"config.yaml"}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_fault_is_named_with_a_way_out(name: str, tmp_path: Path) -> None:
+    (old, new), given, fix = BAD[name]
+    assert old in PLAIN
+    built = Net.built
+    (fault,) = refusal(write(tmp_path, PLAIN.replace(old, new, 1)))
+    assert Net.built == built + (name == "parts that do not fit")
+    assert given in fault.given
+    assert fix in fault.fix
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_a_bad_argument_is_named_with_a_way_out(argument: str, tmp_path: Path) -> None:
+    given, fix = ARGUMENTS[argument]
+    (fault,) = refusal(write(tmp_path, PLAIN), argument)
+    assert given in fault.given
+    assert fix in fault.fix
+
+
+@pytest.mark.parametrize("section", ["plan", "strategy"])
+def test_a_deepspeed_json_is_read_before_a_model_is_built(section: str, tmp_path: Path) -> None:
+    path = write(tmp_path, '{"fp17": {"enabled": true}}', "ds.json")
+    config = PLAIN.replace("bf16-mixed", "16-mixed") + f"strategy: {{name: deepspeed_zero1, config: {path}}}\n"
+    if section == "plan":
+        plan = f"plan:\n  _target_: lightning_mp.MixedPrecisionPlan.from_deepspeed\n  config: {path}"
+        config = PLAIN.replace("plan:\n  precision: bf16-mixed", plan)
+    built = Net.built
+    (fault,) = refusal(write(tmp_path, config))
+    assert Net.built == built
+    assert "unknown key fp17" in fault.given
+
+
+def test_a_file_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    write(tmp_path, PLAIN)
+    (fault,) = refusal("rum.yaml")
+    assert fault.given == "config 'rum.yaml', which is no file"
+    assert "run.yaml" in fault.fix
+    write(tmp_path, PLAIN, "x/config.yaml")
+    assert "x/config.yaml" in refusal("x")[0].fix
+
+
+def test_all_faults_of_file_and_arguments_come_together(tmp_path: Path) -> None:
+    text = PLAIN.replace("bf16-mixed", "bf17-mixed").replace("width", "widht").replace("max_steps", "max_step")
+    faults = refusal(write(tmp_path, text), "data.rwos=3", "plan.tf32=hihg")
+    words = "\n".join(fault.given for fault in faults)
+    for part in ("bf17-mixed", "'hihg'", "model.widht", "without 'width'", "max_step", "data.rwos"):
+        assert part in words, part
+    assert len(faults) == 6
+
+
+def test_a_fault_of_every_run_of_a_sweep_is_told_once_and_none_starts(tmp_path: Path) -> None:
+    path = write(tmp_path, PLAIN.replace("width: 4", "width: 4\n  lrr: 1"))
+    assert refusal(path, "seed=1,2", multirun=True) == (
+        Fault("unknown key model.lrr", "width, lr", "did you mean 'lr'?"),
+    )
+
+
+def test_a_fault_in_a_file_of_a_group_is_named_with_that_file(tmp_path: Path) -> None:
+    write(tmp_path, "defaults: [fp16]\nloss_scaling:\n  init_scal: 8\n", "plan/ours.yaml")
+    (fault,) = refusal(write(tmp_path, PLAIN), "plan=ours")
+    assert "loss_scaling.init_scal (ours.yaml:3)" in fault.given
+
+
+def test_a_text_that_is_too_short_is_reported_as_a_fault(tmp_path: Path) -> None:
+    text = write(tmp_path, "short", "short.txt")
+    (fault,) = refusal(write(tmp_path, PLAIN), "model=llama_tiny", "data=library_text", f"data.text={text}")
+    assert "short.txt" in fault.given
+
+
+OWN = """
+import builtins
+from support.training import Net
+
+class Unmade(Net):
+    def __init__(self, width):
+        raise OSError("mine at the start")
+
+class Unstepped(Net):
+    def training_step(self, batch, batch_idx):
+        raise getattr(builtins, "OSError")("mine in a step")
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), [("Unmade", "mine at the start"), ("Unstepped", "mine in a step")])
+def test_an_exception_in_the_users_code_keeps_its_traceback(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from lightning_mp.cli import app
+
+    module = f"own_{name.lower()}"
+    write(tmp_path, OWN, f"{module}.py")
+    path = write(tmp_path, PLAIN.replace("support.training.Net", f"{module}.{name}"))
+    ended = CliRunner().invoke(app, ["train", path, "callbacks=none", "run_dir=x"])
+    assert ended.exit_code == 1
+    raised: BaseException | None = ended.exception
+    while not isinstance(raised, OSError):
+        assert raised is not None
+        raised = raised.__cause__
+    assert said in str(raised)
+    assert raised.__traceback__ is not None
