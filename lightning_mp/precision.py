@@ -216,7 +216,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             run.begin(module, engine)
         self._engine, self._fp8 = engine, engine.fp8
         engine.prepare(module)
-        self._fall_back_again()
         self._restore_tf32 = device_rules.switch_tf32(self.policy, device)
         return layout
 

@@ -72,8 +72,7 @@ class TrainingHealth(WritesRun):
         alerts: thresholds, as :class:`~lightning_mp.monitor.alerts.AlertSettings` or a mapping of its fields; False for
             none.
         actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step),
-            ``ReduceLR(factor, steps)``, ``"stop"``, ``"fallback"`` (the FP8 layer that the event names computes in bf16
-            for the rest of the run), or a callable(event, trainer, pl_module), called on every rank.
+            ``ReduceLR(factor, steps)``, ``"stop"``, or a callable(event, trainer, pl_module), called on every rank.
         groups: group name to module pattern; the gradients of each group get a norm of their own.
         tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the first
             integer tensor with two dimensions.
@@ -82,8 +81,7 @@ class TrainingHealth(WritesRun):
         strict_actions: let a callable's exception end the run; by default it is logged, and the run continues.
 
     Raises:
-        PlanError: an unknown kind, action, threshold or pattern, ``"skip"`` where a step cannot be skipped, or
-            ``"fallback"`` without FP8.
+        PlanError: an unknown kind, action, threshold or pattern, or ``"skip"`` where a step cannot be skipped.
     """
 
     def __init__(
@@ -145,7 +143,6 @@ class TrainingHealth(WritesRun):
         if is_fresh(trainer):
             self._alerts = Alerts(self._alert_settings)
         self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
-        _check_fallback(trainer, self.actions)
         throughput = Throughput(self.tokens, self.peak_flops)
         beside = callbacks_of(trainer)
         self._run = HealthRun(
@@ -224,10 +221,6 @@ class TrainingHealth(WritesRun):
             return event
         if action == "skip":
             return replace(event, action="skip" if self._here.withheld else "log")
-        if action == "fallback":
-            plugin, layer = trainer.precision_plugin, event.module
-            fell = isinstance(plugin, PlanBase) and layer is not None and plugin.fall_back(layer)
-            return replace(event, action="fallback" if fell else "log")
         if action == "stop":
             trainer.should_stop = True
         elif isinstance(action, ReduceLR):
@@ -296,18 +289,6 @@ class TrainingHealth(WritesRun):
     def __getstate__(self) -> dict[str, Any]:
         # A copy (a spawned process, a sweep) belongs to no run.
         return {**self.__dict__, "_run": None}
-
-
-def _check_fallback(trainer: Trainer, actions: Mapping[Kind, Action]) -> None:
-    """Refuse to fall back where nothing runs in FP8."""
-    plugin = trainer.precision_plugin
-    if "fallback" in actions.values() and (not isinstance(plugin, PlanBase) or plugin.policy.fp8 is None):
-        with Faults(_NAME) as faults:
-            faults.add(
-                f"an action 'fallback' under precision={str(trainer.precision)!r}, of which no layer runs in FP8",
-                "'fallback' under MixedPrecisionPlan('fp8-mixed')",
-                "leave it out, or use precision='fp8-mixed'",
-            )
 
 
 def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None:

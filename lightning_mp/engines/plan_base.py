@@ -33,29 +33,11 @@ class PlanBase:
     _engine: StepEngine | None = None
     _trainer: weakref.ref[Trainer] | None = None
     _fp8: Conversion | None = None
-    #: the layers that fell back to bf16, in this run or the one that it goes on from
-    _fallen: tuple[str, ...] = ()
 
     @property
     def fp8_layers(self) -> list[FP8Layer]:
         """Under ``"fp8-mixed"``, once a run began: every Linear and Conv1D, converted or left with the reason."""
         return [] if self._fp8 is None else list(self._fp8.layers)
-
-    def fall_back(self, layer: str) -> bool:
-        """Have a converted layer compute in bf16 for the rest of the run, and where it resumes; every rank calls it.
-
-        Whether it is one that computed in FP8.
-        """
-        fell = self._fp8 is not None and self._fp8.fall_back(layer)
-        if fell:
-            self._fallen = (*self._fallen, layer)
-        return fell
-
-    def _fall_back_again(self) -> None:
-        """Take back the layers that fell back before a resume, or a second fit."""
-        if self._fp8 is not None:
-            for layer in self._fallen:
-                self._fp8.fall_back(layer)
 
     @property
     def step_skipped(self) -> bool:
@@ -92,16 +74,13 @@ class PlanBase:
         return type(other) is type(self) and cast("PlanBase", other)._declared == self._declared
 
     def state_dict(self) -> dict[str, Any]:
-        """The policy, the counts, the loss scale, and the layers that fell back to bf16; plain values only."""
+        """The policy, the counts and the loss scale; plain values only."""
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
-        fallen = {"fp8_fallback": list(self._fallen)} if self._fallen else {}
-        return {"policy": self._declared.to_dict(), "steps": self.step_counter.state_dict(), **scaler, **fallen}
+        return {"policy": self._declared.to_dict(), "steps": self.step_counter.state_dict(), **scaler}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from counts and loss scale; the policy stays the one declared now."""
         self.step_counter.load_state_dict(state_dict["steps"])
-        self._fallen = tuple(state_dict.get("fp8_fallback", ()))
-        self._fall_back_again()
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict.get("scaler", {}))
 

@@ -25,8 +25,6 @@ from lightning_mp.policy import FP8
 
 #: what a dimension of an FP8 product is a multiple of (torch._scaled_mm on CUDA; a CPU takes any)
 MULTIPLE = 16
-#: the reason of a layer that a run has taken back to bf16
-FALLBACK = "fallback"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,8 @@ class FP8Layer:
     """A Linear or Conv1D: whether its products run in FP8, and why not.
 
     ``reason`` is ``None`` where they do, else one of ``shape`` (a dimension that is no multiple of 16), ``size`` (too
-    small to pay), ``skip``, ``pinned``, ``tied``, ``frozen``, ``adapter``, ``kind`` (no plain Linear), ``fallback``
-    (an alert's action took it back to bf16 in the midst of the run); ``shape`` is the weight's.
+    small to pay), ``skip``, ``pinned``, ``tied``, ``frozen``, ``adapter``, ``kind`` (no plain Linear);
+    ``shape`` is the weight's.
     """
 
     name: str
@@ -309,19 +307,8 @@ class Conversion:
 
     @property
     def converted(self) -> dict[str, nn.Module]:
-        """The converted layers of the run by name, those that fell back to bf16 included."""
+        """The converted layers of the run by name."""
         return dict(zip(self._names, self.modules, strict=bool(self.modules)))
-
-    def fall_back(self, name: str) -> bool:
-        """Have the layer compute in bf16 for the rest of the run; whether it is one that computed in FP8."""
-        module = self.converted.get(name)
-        if module is None or not is_converted(module):
-            return False
-        object.__setattr__(module, "_lmp_fp8", None)
-        self.layers = [
-            replace(one, converted=False, reason=FALLBACK) if one.name == name else one for one in self.layers
-        ]
-        return True
 
     def undo(self) -> None:
         """Give the layers their own forward back."""

@@ -1,4 +1,4 @@
-"""What is done about an alert: log it, skip the step, lower the learning rate, stop, fall back, or call a function."""
+"""What is done about an alert: log it, skip the step, lower the learning rate, stop, or call a function."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ from typing import Any, Literal, cast, get_args
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import LightningModule, Trainer
-from lightning_mp.errors import Faults, PlanError, did_you_mean, is_number
+from lightning_mp.errors import Faults, did_you_mean, is_number
 from lightning_mp.monitor.events import KINDS, Event, Kind
 from lightning_mp.numerics import grads
 
-Word = Literal["log", "skip", "reduce_lr", "stop", "fallback"]
+Word = Literal["log", "skip", "reduce_lr", "stop"]
 Call = Callable[[Event, Trainer, LightningModule], Any]
 #: the kinds that are known before the optimizer steps
 KNOWN_EARLY: tuple[Kind, ...] = ("nonfinite_loss", "nonfinite_grad", "grad_norm_spike", "loss_divergence")
-#: the kinds that name a layer that runs in FP8
-OF_FP8: tuple[Kind, ...] = ("fp8_underflow", "scale_jump")
-_ALLOWED = (
-    "'log', 'skip', 'stop', 'reduce_lr', 'fallback', ReduceLR(factor, steps), or a callable(event, trainer, pl_module)"
-)
+_ALLOWED = "'log', 'skip', 'stop', 'reduce_lr', ReduceLR(factor, steps), or a callable(event, trainer, pl_module)"
 
 
 class ReduceLR:
@@ -58,7 +54,7 @@ class ReduceLR:
         self._end = trainer.global_step + self.steps
         for optimizer in map(_torch_optimizer, trainer.optimizers):
             self._handles.append(optimizer.register_step_pre_hook(self._lower))
-            self._handles.append(optimizer.register_step_post_hook(self._give_back))
+            self._handles.append(optimizer.register_step_post_hook(self._restore))
 
     def after_batch(self, trainer: Trainer) -> None:
         """A training batch is over: end the reduction after its last step."""
@@ -67,18 +63,18 @@ class ReduceLR:
 
     def release(self) -> None:
         """End the reduction, even inside a step that failed."""
-        self._give_back()
+        self._restore()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _lower(self, optimizer: Optimizer, *_: Any) -> None:
-        self._give_back()
+        self._restore()
         for group in optimizer.param_groups:
             self._own.append((group, group["lr"]))
             group["lr"] = group["lr"] * self.factor
 
-    def _give_back(self, *_: Any) -> None:
+    def _restore(self, *_: Any) -> None:
         for group, lr in self._own:
             group["lr"] = lr
         self._own.clear()
@@ -90,8 +86,8 @@ class ReduceLR:
         return {**self.__dict__, "_handles": [], "_own": []}
 
 
-Action = Literal["log", "skip", "stop", "fallback"] | ReduceLR | Call
-ActionLike = Word | ReduceLR | Mapping[str, Mapping[str, Any]] | Call
+Action = Literal["log", "skip", "stop"] | ReduceLR | Call
+ActionLike = Word | ReduceLR | Call
 
 
 def parse(actions: Mapping[str, ActionLike] | None, faults: Faults) -> dict[Kind, Action]:
@@ -100,50 +96,22 @@ def parse(actions: Mapping[str, ActionLike] | None, faults: Faults) -> dict[Kind
     for kind, given in (actions or {}).items():
         if kind not in KINDS:
             faults.unknown("kind of event", kind, KINDS)
-        action = _action(f"actions[{kind!r}]", given, faults)
-        if action == "skip" and kind in KINDS and kind not in KNOWN_EARLY:
+        elif given == "skip" and kind not in KNOWN_EARLY:
             faults.add(
                 f"actions[{kind!r}]='skip', which is known only after the step",
                 f"'skip' for {', '.join(KNOWN_EARLY)}",
                 "use 'log', 'stop', 'reduce_lr' or a callable",
             )
-        if action == "fallback" and kind in KINDS and kind not in OF_FP8:
-            faults.add(
-                f"actions[{kind!r}]='fallback', which takes an FP8 layer back to bf16",
-                f"'fallback' for {', '.join(OF_FP8)}",
-                "use 'log', 'stop', 'reduce_lr' or a callable",
-            )
-        if action is not None:
-            found[cast("Kind", kind)] = action
+        if given in ("log", "skip", "stop"):
+            found[cast("Kind", kind)] = given
+        elif given == "reduce_lr":
+            found[cast("Kind", kind)] = ReduceLR()
+        elif isinstance(given, ReduceLR) or (callable(given) and not isinstance(given, type)):
+            found[cast("Kind", kind)] = given
+        else:
+            fix = did_you_mean(given, get_args(Word), "use 'log'") if isinstance(given, str) else "use 'log'"
+            faults.add(f"actions[{kind!r}]={given!r}", _ALLOWED, fix)
     return found
-
-
-def _action(key: str, given: Any, faults: Faults) -> Action | None:
-    if isinstance(given, ReduceLR) or (callable(given) and not isinstance(given, type)):
-        return given
-    if given in ("log", "skip", "stop", "fallback"):
-        return given
-    if given == "reduce_lr":
-        return ReduceLR()
-    if isinstance(given, Mapping) and list(given) == ["reduce_lr"]:
-        return _reduction(key, given["reduce_lr"], faults)
-    fix = did_you_mean(given, get_args(Word), "use 'log'") if isinstance(given, str) else "use 'log'"
-    faults.add(f"{key}={given!r}", _ALLOWED, fix)
-    return None
-
-
-def _reduction(key: str, given: Any, faults: Faults) -> ReduceLR | None:
-    known = ("factor", "steps")
-    values = dict(cast("Mapping[str, Any]", given)) if isinstance(given, Mapping) else {}
-    unknown = [name for name in values if name not in known]
-    if unknown or (not isinstance(given, Mapping) and given is not None):
-        faults.add(f"{key}={{'reduce_lr': {given!r}}}", "factor and steps", "use {'reduce_lr': {'factor': 0.1}}")
-        return None
-    try:
-        return ReduceLR(**values)
-    except PlanError as error:
-        faults.extend(error.faults)
-        return None
 
 
 def describe(action: Action) -> str:

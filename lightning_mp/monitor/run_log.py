@@ -24,7 +24,7 @@ from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, ra
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.alerts.reading import Operand
+from lightning_mp.monitor.alerts import Operand
 from lightning_mp.monitor.callback_utils import log
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.findings import Finding

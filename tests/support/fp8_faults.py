@@ -15,8 +15,6 @@ from lightning_mp.callbacks import TrainingHealth
 from support import fp8
 from support.sharded import WAIT, on, rank
 
-#: fallback for what names a layer
-FALL_BACK = {"fp8_underflow": "fallback", "scale_jump": "fallback"}
 LAYER, AT = "blocks.0.up", 22
 
 
@@ -97,7 +95,7 @@ def watched(
 
 @dataclass(frozen=True)
 class Across:
-    """Two processes with texts of their own; an input of the layer jumps, and it falls back."""
+    """Two processes with texts of their own; an input of the layer jumps."""
 
     strategy: str
     folder: Path
@@ -106,7 +104,7 @@ class Across:
 
     def run(self) -> dict[str, Any]:
         plugin = fp8.plan("tensorwise", emulate=True, **self.rule)
-        health = TrainingHealth(self.folder / "run", actions=FALL_BACK, report=False)
+        health = TrainingHealth(self.folder / "run", report=False)
         module = fp8.Plain()
         input_jump(module)
         own = {} if "deepspeed" in self.strategy else {"process_group_backend": "gloo"}
@@ -124,5 +122,4 @@ class Across:
             "rows": health.fp8_rows,
             "events": [event.to_dict() for event in health.events if event.kind == "scale_jump"],
             "losses": module.losses,
-            "layers": plugin.fp8_layers,
         }

@@ -17,7 +17,7 @@ from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.sharded import flat_groups
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.alerts.reading import Operand
+from lightning_mp.monitor.alerts import Operand
 from lightning_mp.monitor.health.lost_updates import LOST, MOVED, LostUpdates
 from lightning_mp.monitor.health.memory import memory
 from lightning_mp.monitor.health.norms import Snapshot, SquareSums, in_groups, named_parameters

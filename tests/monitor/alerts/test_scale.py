@@ -1,8 +1,6 @@
-"""The three rules that look at the loss scale."""
+"""The two rules that look at the loss scale."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 
@@ -10,7 +8,7 @@ from lightning_mp.monitor.alerts import Reading
 from lightning_mp.monitor.events import Kind
 from monitor.alerts.feed import said, steps
 
-KINDS: tuple[Kind, ...] = ("skip_streak", "scale_collapse", "scale_jump")
+KINDS: tuple[Kind, ...] = ("skip_streak", "scale_collapse")
 
 
 def scaled(
@@ -83,42 +81,3 @@ def test_a_scale_without_a_floor_has_collapsed_below_one() -> None:
 def test_a_floor_that_is_left_alone_and_met_again_is_told_twice() -> None:
     overflows = "x" * 10 + "." * 30 + "x" * 10
     assert steps("scale_collapse", scaled(overflows, init=1.0, interval=1000)) == [2, 42]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "says"),
-    [
-        (2.0**16, 2.0**12, "gradients approach"),
-        (2.0**16, 2.0**13, "gradients approach"),
-        (2.0**10, 2.0**13, "underflowed"),
-        (2.0**10, 2.0**24, "underflowed"),
-        (2.0**16, 2.0**14, None),  # a backoff factor of 1/4
-        (2.0**10, 2.0**12, None),
-    ],
-)
-def test_a_sudden_drop_and_a_sudden_rise(before: float, after: float, says: str | None) -> None:
-    readings = [Reading(step=step, loss_scale=before if step < 40 else after) for step in range(80)]
-    found = said("scale_jump", readings)
-    assert [event.step for event in found] == ([] if says is None else [40])
-    assert all(says in event.cause and event.evidence["factor"] == after / before for event in found)  # type: ignore[operator]
-
-
-def test_six_halvings_within_twenty_steps_are_a_drop_though_none_is_sudden() -> None:
-    assert all_said(scaled("." * 50 + "xx." * 3 + "." * 100)) == {"scale_jump": [57]}
-    assert all_said(scaled("." * 50 + ("x" + "." * 9) * 6 + "." * 100)) == {}
-
-
-def test_a_jump_is_seen_between_readings_ten_steps_apart() -> None:
-    readings = [Reading(step=step, loss_scale=2.0**16 if step < 200 else 2.0**6) for step in range(9, 400, 10)]
-    assert steps("scale_jump", readings) == [209]
-
-
-def test_readings_far_apart_are_not_a_jump() -> None:
-    readings = [Reading(step=100 * step, loss_scale=2.0 ** (8 * (step % 2))) for step in range(50)]
-    assert steps("scale_jump", readings) == []
-
-
-@pytest.mark.parametrize("scale", [None, math.nan, math.inf, 0.0])
-def test_what_is_no_scale_is_not_judged(scale: float | None) -> None:
-    readings = [Reading(step=step, loss_scale=scale if step == 30 else 2.0**16) for step in range(60)]
-    assert steps("scale_jump", readings) == []

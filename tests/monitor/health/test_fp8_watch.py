@@ -10,19 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp import MixedPrecisionPlan, PlanError
-from lightning_mp.callbacks import TrainingHealth
 from lightning_mp.modules.fp8_watch import Watch
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.health import throughput
 from lightning_mp.policy import hardware
 from support import fp8
 from support.counting import Counts
-from support.fp8_faults import AT, FALL_BACK, FAULTS, LAYER, Across, Changed, input_jump, watched
-from support.models import Regression
+from support.fp8_faults import AT, FAULTS, LAYER, Across, Changed, watched
 from support.ranks import Ranks
-from support.running import fit
-from support.saving import SaveAt
 
 pytest.importorskip("torchao")
 CPU = torch.device("cpu")
@@ -172,68 +167,7 @@ def test_a_healthy_run_says_nothing(recipe: str, tmp_path: Path) -> None:
     """Of 2,000 steps nothing was said either; these are until the loss is a hundredth."""
     health, module, _ = watched(tmp_path, recipe, steps=300)
     assert module.losses[-1] < module.losses[0] / 100
-    assert [event for event in health.events if event.kind in FALL_BACK] == []
-
-
-# ------------------------------------------------------------------ back to bf16
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
-@pytest.mark.usefixtures("own_folder")
-def test_a_layer_falls_back_for_the_rest_of_the_run_and_a_resume_keeps_it(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"steps": AT + 6, "plant": input_jump, "enable_checkpointing": True}
-    health, module, plugin = watched(
-        tmp_path, monitor={"actions": FALL_BACK}, callbacks=[SaveAt(tmp_path, AT + 3)], **options
-    )
-    events = [event for event in health.events if event.kind == "scale_jump"]
-    assert (events[0].step, events[0].module, events[0].action) == (AT, LAYER, "fallback")
-    fallen = [event.module for event in events]
-    assert [layer.name for layer in plugin.fp8_layers if layer.reason == "fallback"] == fallen
-    assert all(name not in health.fp8_rows[-1]["layers"] for name in fallen)
-    about = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert [layer["name"] for layer in about["fp8_layers"] if layer["reason"] == "fallback"] == fallen
-    assert type(module.get_submodule(LAYER)) is nn.Linear
-
-    checkpoint = tmp_path / f"{AT + 3}.ckpt"
-    torch.load(checkpoint, weights_only=True)
-    with fp8.products() as made:
-        real = {"emulate": False}
-        _, again, resumed = watched(tmp_path / "resumed", rule=real, ckpt_path=checkpoint, **options)
-    assert [layer.name for layer in resumed.fp8_layers if layer.reason == "fallback"] == fallen
-    assert len(again.losses) == 3
-    assert len(made) == 3 * 3 * (4 - len(fallen))
-
-
-def test_the_rest_of_the_run_is_one_in_which_the_layer_was_left(tmp_path: Path) -> None:
-    """From the step after it the layer computes as one that was skipped."""
-
-    class Looks(fp8.Language):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                self.trainer.precision_plugin.fall_back(LAYER)
-
-    plugin = fp8.plan()
-    with fp8.products() as made:
-        fp8.run(Looks(), plugin, max_steps=4)
-    assert len(made) == 2 * 12 + 2 * 9
-    assert plugin.state_dict()["fp8_fallback"] == [LAYER]
-    assert not plugin.fall_back(LAYER)
-
-
-@pytest.mark.parametrize(
-    ("kind", "plan", "says"),
-    [
-        ("fp8_underflow", "bf16-mixed", "an action 'fallback' under precision='bf16-mixed'"),
-        ("grad_norm_spike", "fp8-mixed", "'fallback' for fp8_underflow, scale_jump"),
-    ],
-)
-def test_without_fp8_nothing_can_fall_back(kind: str, plan: str, says: str, tmp_path: Path) -> None:
-    def run() -> None:
-        mine = TrainingHealth(tmp_path / "run", actions={kind: "fallback"}, report=False)
-        fit(Regression(), plugins=[MixedPrecisionPlan(plan)], callbacks=[mine], max_steps=1)
-
-    with pytest.raises(PlanError, match=says):
-        run()
+    assert [event for event in health.events if event.kind in ("fp8_underflow", "scale_jump")] == []
 
 
 # ------------------------------------------------------------------ more than one process
@@ -255,14 +189,13 @@ SPLIT = {"tensor_parallel": 2, "tp_plan": {"blocks.*.up": "colwise", "blocks.*.d
     ],
     ids=["ddp", "fsdp2", "tensor parallel", "fsdp1", "zero2"],
 )
-def test_two_processes_see_the_same_and_fall_back_together(
+def test_two_processes_see_the_same(
     ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, strategy: str, options: dict[str, Any], rule: dict[str, Any]
 ) -> None:
     first, second = ranks.run(Across(strategy, tmp_path_factory.mktemp(strategy), options, rule))
     assert {**first, "losses": 0} == {**second, "losses": 0}
     assert first["events"][0]["step"] == AT
     assert first["events"][0]["module"] == LAYER
-    assert next(layer for layer in first["layers"] if layer.name == LAYER).reason == "fallback"
     if options is not SPLIT:  # which adds halves of a sum in bf16
         assert first["losses"] == ranks.run(Across("ddp", tmp_path_factory.mktemp("whole")))[0]["losses"]
 

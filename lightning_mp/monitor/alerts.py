@@ -1,0 +1,885 @@
+"""The rules that watch a run's numbers and report what looks wrong: state machines over readings; no torch here.
+
+:class:`Alerts` takes one :class:`Reading` after another and answers with events; :class:`AlertSettings` holds every
+threshold, with where its number comes from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice, pairwise
+from typing import Any, ClassVar, NamedTuple, cast
+
+from lightning_mp.errors import Faults, is_number
+from lightning_mp.monitor.advice import pinning
+from lightning_mp.monitor.events import KINDS, Event, Kind, Severity
+
+#: the kinds that rules report; non-finite values are detected by the callbacks
+RULE_KINDS: tuple[Kind, ...] = tuple(kind for kind in KINDS if not kind.startswith("nonfinite"))
+
+#: with fewer numbers a median, spread or trend means nothing
+SMALLEST_WINDOW = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertSettings:
+    """When each rule fires. Windows and counts are in readings: with one every n steps they last n times as long.
+
+    "Measured" below: runs of 2,000 steps of small GPT-2 and MLP models in fp32, 16-mixed and bf16-mixed, several seeds,
+    batches of 4 to 32.
+
+    Raises:
+        PlanError: a value out of its range, or a kind that no rule makes; every one is named.
+    """
+
+    #: the rules that run; leave a kind out to silence it
+    kinds: tuple[Kind, ...] = RULE_KINDS
+
+    #: a gradient norm is compared with the median of this many earlier ones, as soon as there are as many
+    spike_window: int = 50
+    #: times the median. Measured: healthy norms stay below 7 until a model is done, a bad batch is at 115 and more
+    spike_ratio: float = 10.0
+    #: standard deviations above the median, estimated from the median absolute deviation. Measured: healthy up to 34
+    spike_sigmas: float = 30.0
+    #: of the median of the first window; a norm below it does no harm. Measured: models that have memorised their data,
+    #: at a hundredth of their first norms, go up 39-fold and come back ...
+    spike_level: float = 0.25
+    #: ... unless it is this many times the median
+    spike_far: float = 100.0
+
+    #: losses whose median is the level reached; there is none before as many were seen
+    divergence_window: int = 50
+    #: readings in a row that have to be too high: a single one is a bad batch
+    divergence_patience: int = 3
+    #: too high is each that loses this part of all progress, from the first losses to the lowest level. Measured:
+    #: healthy up to 0.42, at a learning rate 30 times as high 0.57 and more ...
+    divergence_progress: float = 0.5
+    #: ... where on average they are this many standard deviations above that level, and each half as many
+    divergence_sigmas: float = 6.0
+
+    #: losses among which there is no fall
+    plateau_window: int = 200
+    #: a fall counts when it is more than this many standard errors
+    plateau_sigmas: float = 3.0
+    #: the gradient norm is falling when the later half's median is below this part of the earlier half's
+    plateau_falling: float = 0.9
+    #: share of the largest update ratio so far; below it weights no longer move, and a plateau is not convergence
+    plateau_still: float = 1e-3
+    #: share of the first losses; a level that lies less than this below them means that nothing was learned
+    plateau_progress: float = 0.02
+
+    #: skips in a row; warm-up under a scale of 65,536 was measured to have up to 5
+    streak_skips: int = 6
+
+    #: skips while the scale is at its floor, of the last 10 readings
+    collapse_skips: int = 3
+
+    #: an FP8 operand's scale jumps by this factor against the median of its last ``jump_steps`` readings ...
+    jump_total: float = 64.0
+    jump_steps: int = 20
+    #: ... and by as many standard deviations of its logarithm. Measured: healthy gradients' move 30-fold a reading
+    jump_sigmas: float = 6.0
+
+    #: share of an FP8 operand's values flushed to zero. Measured: healthy up to 0.002, with an outlier of 1e4 0.4 ...
+    underflow_share: float = 0.25
+    #: ... in so many readings in a row
+    underflow_patience: int = 10
+
+    #: readings whose median share of lost updates ...
+    lost_window: int = 20
+    #: ... is this much
+    lost_share: float = 0.5
+
+    #: readings left out at the start: compilation, caches
+    throughput_warmup: int = 20
+    throughput_window: int = 100
+    #: share of the best level, for ``throughput_patience`` readings in a row
+    throughput_ratio: float = 0.33
+    throughput_patience: int = 3
+    #: least time that these have cost. Measured: on a busy machine four steps of 1 ms take 14, by chance
+    throughput_seconds: float = 0.1
+
+    #: readings left out at the start: optimizer state, caching allocators
+    memory_warmup: int = 50
+    memory_window: int = 200
+    #: growth within a window that is reported, relative and in GiB
+    memory_ratio: float = 0.01
+    memory_gib: float = 0.0625
+
+    def __post_init__(self) -> None:
+        given: object = self.kinds
+        with Faults("AlertSettings") as faults:
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                faults.add(f"kinds={given!r}", "a list of kinds", f"write kinds=[{str(given)!r}]")
+            else:
+                object.__setattr__(self, "kinds", tuple(self.kinds))
+                for kind in (kind for kind in self.kinds if kind not in RULE_KINDS):
+                    faults.unknown("kind", kind, RULE_KINDS)
+            for item in fields(self):
+                if item.name != "kinds":
+                    _check(item.name, getattr(self, item.name), cast("float", item.default), faults)
+
+    @classmethod
+    def of(cls, given: bool | Mapping[str, Any] | AlertSettings | None) -> AlertSettings:
+        """What a user wrote: nothing or True for the defaults, False for no rule at all, a mapping of fields.
+
+        Raises:
+            PlanError: an unknown field, with the nearest names, or a value out of its range.
+        """
+        if isinstance(given, AlertSettings):
+            return given
+        if given is None or given is True:
+            return cls()
+        if given is False:
+            return cls(kinds=())
+        known = [item.name for item in fields(cls)]
+        with Faults("AlertSettings") as faults:
+            if not isinstance(given, Mapping):
+                allowed = "None, False, a mapping or AlertSettings(...)"
+                faults.add(f"alerts={given!r}", allowed, "leave it out for the defaults")
+            else:
+                for key in (key for key in given if key not in known):
+                    faults.unknown("field", key, known)
+        return cls(**given)
+
+
+def _check(name: str, value: object, default: float, faults: Faults) -> None:
+    leave = f"leave it out for the default, {default:g}"
+    if not is_number(value) or value <= 0:
+        faults.add(f"{name}={value!r}", "a finite number > 0", leave)
+    elif isinstance(default, int) and not isinstance(value, int):
+        faults.add(f"{name}={value!r}", "a whole number", leave)
+    elif name.endswith("window") and value < SMALLEST_WINDOW:
+        faults.add(f"{name}={value!r}", f"at least {SMALLEST_WINDOW}", leave)
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+class Operand(NamedTuple):
+    """Of one operand of an FP8 layer: the share of its values that were flushed to 0, of those that are not 0.
+
+    ``scale`` is what ``amax``, the largest magnitude, is multiplied by; with a scale a row the smallest.
+    """
+
+    flushed: float
+    amax: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The numbers of the optimizer step ``step``; ``None`` where one is not known: rules skip it.
+
+    ``grad_norm`` is global, unscaled, before clipping. ``loss_scale`` is the one after the step, and
+    ``scale_at_floor`` says whether it can fall no further. ``skipped``: nothing was applied in this step.
+    ``seconds`` is the time of one step, from which ``tokens_per_s`` and ``samples_per_s`` are computed. ``fp8`` are the
+    operands of the layers that run in FP8, by layer and role (``input``, ``weight``, ``gradient``).
+    """
+
+    step: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    param_norm: float | None = None
+    update_ratio: float | None = None
+    lost_updates: float | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
+    skips_in_a_row: int = 0
+    scale_at_floor: bool = False
+    lr: float | None = None
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    seconds: float | None = None
+    memory_gib: float | None = None
+    fp8: Mapping[tuple[str, str], Operand] = field(default_factory=dict[tuple[str, str], Operand])
+
+
+#: a normal distribution's standard deviation in median absolute deviations
+SIGMA = 1.4826
+
+
+class Window(deque[float]):
+    """The last ``size`` numbers, oldest first."""
+
+    def __init__(self, size: int, values: Iterable[float] = ()) -> None:
+        super().__init__(values, maxlen=size)
+
+    @property
+    def full(self) -> bool:
+        """Whether it holds as many as it can."""
+        return len(self) == self.maxlen
+
+    # deque's own hands over (values, maxlen)
+    def __reduce__(self) -> Any:
+        return type(self), (self.maxlen or 0, list(self))
+
+    def parts(self, count: int) -> list[list[float]]:
+        """``count`` pieces of it in order, none shorter than another by more than one."""
+        edges = [len(self) * edge // count for edge in range(count + 1)]
+        return [list(islice(self, first, last)) for first, last in pairwise(edges)]
+
+
+def median(values: Iterable[float]) -> float:
+    """The middle one of some numbers."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def sigma(values: Sequence[float] | Window, center: float) -> float:
+    """The standard deviation of normal numbers around ``center``, from their median absolute deviation."""
+    return SIGMA * median([abs(value - center) for value in values])
+
+
+def known(value: float | None) -> float | None:
+    """The number if it is known and finite, else ``None``."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+class Windows(dict[str, Window]):
+    """A window of ``size`` numbers for every key."""
+
+    def __init__(self, size: int, values: Mapping[str, Iterable[float]] | None = None) -> None:
+        super().__init__({key: Window(size, window) for key, window in (values or {}).items()})
+        self.size = size
+
+    def __missing__(self, key: str) -> Window:
+        self[key] = Window(self.size)
+        return self[key]
+
+    # dict's own hands over nothing
+    def __reduce__(self) -> Any:
+        return type(self), (self.size, dict(self))
+
+
+# ---------------------------------------------------------------------- rules
+
+#: for an overflow that no loss scale can help; ``{pinned}`` is filled in by what the run has
+_BEYOND_FP16 = "pin the module that the nonfinite events name: {pinned}; or use 'bf16-mixed', without a loss scale"
+#: of a loss: the first ones, whose median is where the run began
+_FIRST = 5
+
+
+class Rule:
+    """One condition. An event is made when it begins, and not again before ``calm`` readings without it.
+
+    Whatever attributes a rule sets in ``__init__`` are saved and restored: numbers, flags and windows.
+    """
+
+    kind: ClassVar[Kind]
+    severity: ClassVar[Severity] = "warning"
+    #: readings without the condition before the next event
+    calm: ClassVar[int] = 10
+
+    def __init__(self, settings: AlertSettings) -> None:
+        self.settings = settings
+        #: the step judged last, so that no step is judged twice
+        self.judged: int | None = None
+        #: readings before the next event, by what the condition is about: an FP8 operand, or the step
+        self.cooldown: dict[str, int] = {}
+
+    def look(self, reading: Reading) -> Event | None:
+        """The event of a condition that begins in this reading; of several operands, one a reading."""
+        if reading.step == self.judged:
+            return None
+        self.judged = reading.step
+        begun: Event | None = None
+        for key, event in self.conditions(reading):
+            left = self.cooldown.pop(key, 0)
+            if event is None:
+                if left > 1:
+                    self.cooldown[key] = left - 1
+            elif left or begun is None:
+                self.cooldown[key] = self.calm
+                begun = begun if left else event
+        return begun
+
+    def conditions(self, reading: Reading) -> Iterable[tuple[str, Event | None]]:
+        """Take a reading in; for everything that is judged, an event if the condition holds in it."""
+        return [("", self.judge(reading))]
+
+    def judge(self, reading: Reading) -> Event | None:
+        """Take a reading in; an event if the condition holds in it, whether or not it held before."""
+        raise NotImplementedError
+
+    def event(self, reading: Reading, value: float, cause: str, advice: str, **evidence: float) -> Event:
+        """The event of this rule's condition; ``{pinned}`` in the advice is how modules are pinned in this run."""
+        return Event(
+            step=reading.step,
+            kind=self.kind,
+            severity=self.severity,
+            value=value,
+            evidence=evidence,
+            cause=cause,
+            advice=advice,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain values."""
+        return {name: _plain(value) for name, value in vars(self).items() if name != "settings"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; of a window that was longer, the latest numbers are kept."""
+        for name in vars(self).keys() & state.keys():
+            now, value = getattr(self, name), state[name]
+            if isinstance(now, Window):
+                value = Window(now.maxlen or 0, value)
+            elif isinstance(now, Windows):
+                value = Windows(now.size, value)
+            setattr(self, name, value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Windows):
+        return {key: list(window) for key, window in value.items()}
+    if isinstance(value, Window):
+        return list(value)
+    return dict(cast("dict[str, int]", value)) if isinstance(value, dict) else value
+
+
+class GradNormSpike(Rule):
+    """A norm far above the median, as a ratio and in robust standard deviations: either alone is fooled by noise.
+
+    A norm that is small compared with the first ones of the run has to be farther off. The verdict does not change when
+    every norm is multiplied by the same number.
+    """
+
+    kind: ClassVar[Kind] = "grad_norm_spike"
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        self.norms = Window(settings.spike_window)
+        #: the first full window's median
+        self.level: float | None = None
+
+    def judge(self, reading: Reading) -> Event | None:
+        norm = known(reading.grad_norm)
+        if norm is None:
+            return None
+        event = self._event(reading, norm) if self.norms.full else None
+        self.norms.append(norm)
+        if self.level is None and self.norms.full:
+            self.level = median(self.norms)
+        return event
+
+    def _event(self, reading: Reading, norm: float) -> Event | None:
+        center = median(self.norms)
+        spread = sigma(self.norms, center)
+        ratio = norm / center if center else math.inf
+        sigmas = (norm - center) / spread if spread else math.inf
+        harmless = norm < self.settings.spike_level * (self.level or 0.0) and ratio < self.settings.spike_far
+        if norm <= center or ratio < self.settings.spike_ratio or sigmas < self.settings.spike_sigmas or harmless:
+            return None
+        return self.event(
+            reading,
+            norm,
+            "a bad batch, or a learning rate that is too high here",
+            "look at this batch; clip gradients (gradient_clip_val=1.0); lower the learning rate if it happens again",
+            grad_norm=norm,
+            median=center,
+            ratio=ratio,
+            sigmas=sigmas,
+            window=len(self.norms),
+        )
+
+
+class LossDivergence(Rule):
+    """Several readings in a row that lose much of the run's progress and lie far above the noise of its lowest level.
+
+    Progress rather than a ratio, because a loss may be negative, and one near zero may grow tenfold for no reason. For
+    every reading in the window before that was as high, one more in a row is needed.
+    """
+
+    kind: ClassVar[Kind] = "loss_divergence"
+    severity: ClassVar[Severity] = "error"
+    calm = 50
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        self.first, self.losses = Window(_FIRST), Window(settings.divergence_window)
+        #: the lowest median of a window, and the standard deviation in it
+        self.lowest: float | None = None
+        self.spread = 0.0
+        #: the high losses in a row, the latest of them
+        self.high = Window(settings.divergence_window)
+
+    def judge(self, reading: Reading) -> Event | None:
+        loss = known(reading.loss)
+        if loss is None:
+            return None
+        event = None
+        if self.lowest is not None and self._is_high(loss, self.lowest):
+            event = self._event(reading, loss, self.lowest)
+        if not self.first.full:
+            self.first.append(loss)
+        self.losses.append(loss)
+        if self.losses.full:
+            level = median(self.losses)
+            if self.lowest is None or level < self.lowest:
+                self.lowest, self.spread = level, sigma(self.losses, level)
+        return event
+
+    def _is_high(self, loss: float, lowest: float) -> bool:
+        """Whether enough readings in a row are high."""
+        rise, progress = loss - lowest, max(0.0, median(self.first) - lowest)
+        if rise <= self.settings.divergence_progress * progress:  # nearly always, and cheap to check
+            self.high.clear()
+            return False
+        # the quietest stretch was quiet by chance, too
+        far = self.settings.divergence_sigmas * max(self.spread, sigma(self.losses, median(self.losses)))
+        if rise <= far / 2:
+            self.high.clear()
+            return False
+        before = list(self.losses)[: max(0, len(self.losses) - len(self.high))]
+        self.high.append(loss)
+        enough = self.settings.divergence_patience + sum(other >= min(self.high) for other in before)
+        return len(self.high) >= enough and sum(self.high) / len(self.high) - lowest > far
+
+    def _event(self, reading: Reading, loss: float, lowest: float) -> Event:
+        return self.event(
+            reading,
+            loss,
+            "a learning rate that is too high, or weights spoiled by a bad step",
+            "go back to the last good checkpoint with a lower learning rate, and clip gradients",
+            loss=loss,
+            lowest=lowest,
+            first=median(self.first),
+            readings=len(self.high),
+        )
+
+
+#: of a normal sample's median: sqrt(pi / 2) times that of its mean
+_MEDIAN_ERROR = math.sqrt(math.pi / 2)
+#: half the distance between fp32 numbers, relatively: no weight moves by less
+_FP32_ROUNDING = 2.0**-24
+#: a learning rate that changes by more than this within the window is a schedule at work
+_STEADY = 1.01
+
+
+class LossPlateau(Rule):
+    """Neither loss nor gradient norm fell within the window, for a reason other than convergence.
+
+    A converged run, at the noise floor of its data, looks the same in loss and norm. It is told apart by its history:
+    its loss fell before, and its weights still move.
+    """
+
+    kind: ClassVar[Kind] = "loss_plateau"
+    calm = 100
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        self.first = Window(_FIRST)
+        size = settings.plateau_window
+        self.losses, self.norms, self.ratios = Window(size), Window(size), Window(size)
+        self.sizes, self.rates = Window(size), Window(size)
+        #: the largest median update ratio of half a window
+        self.peak = 0.0
+
+    def judge(self, reading: Reading) -> Event | None:
+        loss = known(reading.loss)
+        if loss is None:
+            return None
+        if not self.first.full:
+            self.first.append(loss)
+        self.losses.append(loss)
+        given = reading.grad_norm, reading.update_ratio, reading.param_norm, reading.lr
+        for window, value in zip((self.norms, self.ratios, self.sizes, self.rates), given, strict=True):
+            number = known(value)
+            if number is not None:
+                window.append(number)
+        if not self.losses.full:
+            return None
+        if self.ratios.full:
+            self.peak = max(self.peak, median(self.ratios.parts(2)[1]))
+        why = self._why()  # the cheapest check first
+        if why is None or self._norm_falls() or not self._flat():
+            return None
+        return self._event(reading, loss, why)
+
+    def _flat(self) -> bool:
+        earlier, later = self.losses.parts(2)
+        before, after = median(earlier), median(later)
+        errors = [sigma(part, level) / math.sqrt(len(part)) for part, level in ((earlier, before), (later, after))]
+        return before - after <= self.settings.plateau_sigmas * _MEDIAN_ERROR * math.hypot(*errors)
+
+    def _norm_falls(self) -> bool:
+        if not self.norms.full:
+            return False
+        earlier, later = map(median, self.norms.parts(2))
+        return later < self.settings.plateau_falling * earlier
+
+    def _why(self) -> tuple[str, str] | None:
+        """Cause and advice."""
+        if self.norms.full and self.norms[-1] == 0 and median(self.norms) == 0:
+            return "gradients are zero: the loss is cut off from the weights", (
+                "look for detach(), no_grad, dead activations or a loss multiplied by zero"
+            )
+        if self._still() and not (self.rates.full and max(self.rates) > _STEADY * min(self.rates)):
+            if self.rates and self.rates[-1] == 0:
+                return "the learning rate is 0", "look at the schedule's length and its last value"
+            return "weights do not move: the learning rate is far too small, or updates round to nothing", (
+                "raise the learning rate; keep fp32 weights ('bf16-mixed', not 'bf16-true'); "
+                "check that the optimizer was given these parameters"
+            )
+        start = median(self.first)
+        rising = self.rates.full and self.rates[-1] > _STEADY * self.rates[0]
+        if not rising and start - median(self.losses) < self.settings.plateau_progress * abs(start):
+            return "nothing was learned: inputs and targets do not match, or the learning rate is wrong", (
+                "check that one batch can be overfitted, the order of data and labels, and the learning rate"
+            )
+        return None
+
+    def _still(self) -> bool:
+        if self.sizes.full and max(self.sizes) - min(self.sizes) <= _FP32_ROUNDING * max(self.sizes):
+            return True
+        if not self.ratios.full:
+            return False
+        return median(self.ratios) <= max(_FP32_ROUNDING, self.settings.plateau_still * self.peak)
+
+    def _event(self, reading: Reading, loss: float, why: tuple[str, str]) -> Event:
+        evidence: dict[str, float] = {"loss": median(self.losses), "first": median(self.first)}
+        for name, window in (("grad_norm", self.norms), ("update_ratio", self.ratios), ("lr", self.rates)):
+            if window:
+                evidence[name] = median(window)
+        return self.event(reading, loss, *why, **evidence, window=len(self.losses))
+
+
+class LostUpdates(Rule):
+    """Over a window, the larger part of the updates was rounded away."""
+
+    kind: ClassVar[Kind] = "lost_updates"
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        self.shares = Window(settings.lost_window)
+
+    def judge(self, reading: Reading) -> Event | None:
+        share = known(reading.lost_updates)
+        if share is None:
+            return None
+        self.shares.append(share)
+        usual = median(self.shares)
+        if not self.shares.full or usual < self.settings.lost_share:
+            return None
+        return self.event(
+            reading,
+            usual,
+            "weights are stored in half precision alone, where an update below half of the last bit changes nothing",
+            "use the mixed mode, which keeps fp32 weights, or an optimizer that rounds stochastically: torchao's "
+            "_AdamW(bf16_stochastic_round=True); a larger learning rate loses less",
+            lost_updates=usual,
+            readings=len(self.shares),
+            **({} if reading.lr is None else {"lr": reading.lr}),
+        )
+
+
+#: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
+_USELESS = 1.0
+_RECENT = 10
+#: torch's initial scale; above it a scaler is still searching for one that fits (DeepSpeed may start at 2**32)
+_SEARCHING = 2.0**16
+
+
+class ScaleCollapse(Rule):
+    """Several of the last readings were skips at the scale's floor, or at a scale below one."""
+
+    kind: ClassVar[Kind] = "scale_collapse"
+    severity: ClassVar[Severity] = "error"
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        self.skips = Window(_RECENT)
+
+    def judge(self, reading: Reading) -> Event | None:
+        scale = reading.loss_scale
+        if scale is None:
+            return None
+        low = reading.scale_at_floor or scale < _USELESS
+        self.skips.append(float(low and reading.skipped))
+        count = int(sum(self.skips))
+        if not low or count < self.settings.collapse_skips:
+            return None
+        return self.event(
+            reading,
+            scale,
+            "gradients overflow whatever the scale: weights or activations have left fp16's range",
+            f"stop; go back to the last good checkpoint, {_BEYOND_FP16}",
+            loss_scale=scale,
+            skipped_at_floor=count,
+            of_readings=len(self.skips),
+        )
+
+
+class SkipStreak(Rule):
+    """More skips in a row than it takes to find a scale from 65,536 on; skips at higher scales are not counted."""
+
+    kind: ClassVar[Kind] = "skip_streak"
+    calm = 1
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        #: how many of the skips in a row were made while the scale was still above
+        self.searching = 0
+
+    def judge(self, reading: Reading) -> Event | None:
+        scale, skips = reading.loss_scale, reading.skips_in_a_row
+        if scale is not None and scale >= _SEARCHING:
+            self.searching = skips
+        self.searching = min(self.searching, skips)
+        if skips - self.searching < self.settings.streak_skips:
+            return None
+        scaled = {} if scale is None else {"loss_scale": scale}
+        advice = _WITHOUT_SCALE if scale is None else _SCALED
+        return self.event(reading, float(skips), *advice, skips_in_a_row=skips, **scaled)
+
+
+_SCALED = (
+    "gradients overflow at every scale: an activation or a weight is beyond fp16's 65,504, or not finite",
+    _BEYOND_FP16,
+)
+_WITHOUT_SCALE = (
+    "the data, the loss or a weight is not finite",
+    "look at the batch and the module that the nonfinite events name; go back to the last good checkpoint",
+)
+
+
+#: pieces of the window whose medians all have to rise
+_PIECES = 8
+#: noise orders them so once in 8! windows: the rise has to be this many of its standard deviations too
+_NOISE = 2.0
+#: an earlier reading counts as equally slow up to this many times the fastest of the slow readings in a row. Measured
+#: on a machine with five times more work than cores: it separates nearly all chance from what lasts
+_AS_SLOW = 2.0
+
+
+class MemoryGrowth(Rule):
+    """The median of every piece of the window lies above the one before, and the growth is large enough to matter."""
+
+    kind: ClassVar[Kind] = "memory_growth"
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        self.seen = 0
+        self.steps, self.memory = Window(settings.memory_window), Window(settings.memory_window)
+
+    def judge(self, reading: Reading) -> Event | None:
+        memory = known(reading.memory_gib)
+        if memory is None:
+            return None
+        self.seen += 1
+        if self.seen <= self.settings.memory_warmup:
+            return None
+        self.memory.append(memory)
+        self.steps.append(reading.step)
+        # in most runs memory does not grow, and the check costs nothing
+        return self._event(reading, memory) if self.memory.full and memory > self.memory[0] else None
+
+    def _event(self, reading: Reading, memory: float) -> Event | None:
+        parts = self.memory.parts(_PIECES)
+        levels = [median(part) for part in parts]
+        grown = levels[-1] - levels[0]
+        spread = median([sigma(part, level) for part, level in zip(parts, levels, strict=True)])
+        worth = max(self.settings.memory_gib, self.settings.memory_ratio * levels[0], _NOISE * spread)
+        if grown < worth or not all(before < after for before, after in pairwise(levels)):
+            return None
+        steps = reading.step - int(self.steps[0])
+        return self.event(
+            reading,
+            memory,
+            "something is kept from step to step: losses with their graph, outputs in a list, a growing cache",
+            "append loss.detach() or loss.item(), not loss; clear lists at the end of an epoch",
+            memory_gib=memory,
+            before=levels[0],
+            gib_per_1000_steps=1000 * grown / steps,
+        )
+
+
+class ThroughputDrop(Rule):
+    """Several readings in a row far below the best level so far, which together have cost noticeable time.
+
+    In tokens per second where they are known, else in samples per second. On a busy machine single steps are slow: for
+    every reading in the window before that was as slow, one more in a row is needed.
+    """
+
+    kind: ClassVar[Kind] = "throughput_drop"
+    calm = 100
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        self.seen = 0
+        #: the largest median of a window
+        self.best = 0.0
+        #: the slow readings in a row: how many, the fastest of them, and the seconds they have cost
+        self.slow, self.fastest, self.lost = 0, 0.0, 0.0
+        self.rates = Window(settings.throughput_window)
+
+    def judge(self, reading: Reading) -> Event | None:
+        rate = known(reading.samples_per_s if reading.tokens_per_s is None else reading.tokens_per_s)
+        if rate is None:
+            return None
+        self.seen += 1
+        if self.seen <= self.settings.throughput_warmup:
+            return None
+        event = self._event(reading, rate)
+        self.rates.append(rate)
+        if self.rates.full:
+            self.best = max(self.best, median(self.rates))
+        return event
+
+    def _event(self, reading: Reading, rate: float) -> Event | None:
+        if rate >= self.settings.throughput_ratio * self.best:
+            self.slow, self.fastest, self.lost = 0, 0.0, 0.0
+            return None
+        before = list(self.rates)[: len(self.rates) - self.slow]
+        self.slow, self.fastest = self.slow + 1, max(self.fastest, rate)
+        seconds = known(reading.seconds)
+        # a time that is not known counts as long enough
+        self.lost += self.settings.throughput_seconds if seconds is None else seconds * (1 - rate / self.best)
+        enough = self.settings.throughput_patience + sum(other <= _AS_SLOW * self.fastest for other in before)
+        if self.slow < enough or self.lost < self.settings.throughput_seconds:
+            return None
+        unit = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
+        return self.event(
+            reading,
+            rate,
+            "slow data loading, another job on the machine, or a device that throttles",
+            "raise num_workers or check the storage; look at the device's utilisation and clocks",
+            **{unit: rate},
+            before=self.best,
+            ratio=rate / self.best,
+            readings=self.slow,
+        )
+
+
+class OperandRule(Rule):
+    """One condition on each operand of each FP8 layer; the event names the layer and the operand."""
+
+    def __init__(self, settings: AlertSettings, size: int) -> None:
+        super().__init__(settings)
+        self.windows = Windows(size)
+
+    def conditions(self, reading: Reading) -> Iterable[tuple[str, Event | None]]:
+        for (layer, role), operand in reading.fp8.items():
+            if known(operand.amax) is None or known(operand.scale) is None:
+                continue
+            key = f"{layer}:{role}"
+            event = self.judge_operand(reading, operand, role, self.windows[key])
+            if event is not None:
+                numbers = {"role": role, **event.evidence, "amax": operand.amax, "scale": operand.scale}
+                advice = event.advice.replace("LAYER", repr(layer))
+                event = replace(event, module=layer, evidence=numbers, advice=advice)
+            yield key, event
+
+    def judge_operand(self, reading: Reading, operand: Operand, role: str, window: Window) -> Event | None:
+        """Take an operand's numbers into its ``window``; an event if the condition holds."""
+        raise NotImplementedError
+
+
+class FP8Underflow(OperandRule):
+    """Several readings in a row, more of an operand's values were flushed to zero than training bears."""
+
+    kind: ClassVar[Kind] = "fp8_underflow"
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings, settings.underflow_patience)
+
+    def judge_operand(self, reading: Reading, operand: Operand, role: str, window: Window) -> Event | None:
+        window.append(operand.flushed)
+        if not window.full or min(window) < self.settings.underflow_share:
+            return None
+        return self.event(
+            reading,
+            operand.flushed,
+            "a few of its values are so large that the scale they need leaves nothing of the others",
+            "leave it in bf16: skip=('lm_head', LAYER) in FP8; recipe='rowwise' has a scale a row",
+            flushed=operand.flushed,
+            readings=len(window),
+        )
+
+
+class ScaleJump(OperandRule):
+    """An operand's scale far from the median of the last ones."""
+
+    kind: ClassVar[Kind] = "scale_jump"
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings, settings.jump_steps)
+
+    def judge_operand(self, reading: Reading, operand: Operand, role: str, window: Window) -> Event | None:
+        power = math.log2(operand.scale)
+        full, before = window.full, median(window) if window else power
+        usual = sigma(window, before) if window else 0.0
+        window.append(power)
+        # A gradient's scale rises without limit where a model has learned its data: that is no fault.
+        far = before - power if role == "gradient" else abs(power - before)
+        if not full or far < max(math.log2(self.settings.jump_total), self.settings.jump_sigmas * usual):
+            return None
+        return self.event(
+            reading,
+            operand.scale,
+            *(_DROP if power < before else _RISE),
+            before=2.0**before,
+            factor=2.0 ** (power - before),
+            steps=len(window),
+        )
+
+
+_DROP = (
+    "that operand has grown: an outlier in the batch, or an activation that runs away; its other values lose precision",
+    "look at the batch and the layers before; clip gradients, or leave it in bf16: skip=('lm_head', LAYER) in FP8",
+)
+_RISE = (
+    "that operand has collapsed: a layer before it is dead, or was reset",
+    "look at the layers before it and at what has changed their weights: a load, a learning rate",
+)
+
+
+# ---------------------------------------------------------------------- all of them
+
+#: in the order in which their events are reported
+_RULES: tuple[type[Rule], ...] = (
+    GradNormSpike,
+    LossPlateau,
+    LossDivergence,
+    ScaleCollapse,
+    SkipStreak,
+    ScaleJump,
+    FP8Underflow,
+    LostUpdates,
+    ThroughputDrop,
+    MemoryGrowth,
+)
+
+
+class Alerts:
+    """The rules over one run's readings. ``settings`` is whatever :meth:`AlertSettings.of` takes."""
+
+    def __init__(self, settings: bool | Mapping[str, Any] | AlertSettings | None = None) -> None:
+        self.settings = AlertSettings.of(settings)
+        #: what is advised is written as the plan's own fields, rather than as callbacks
+        self.under_plan = False
+        self.rules = [rule(self.settings) for rule in _RULES if rule.kind in self.settings.kinds]
+
+    def look(self, reading: Reading, *, only: Collection[Kind] | None = None) -> list[Event]:
+        """The events that begin in ``reading``; rank, module and action are for the caller to fill in.
+
+        ``only`` restricts it to rules of those kinds. A rule judges a step once, so that some rules can be asked before
+        the optimizer's step and the rest after it.
+        """
+        asked = [rule for rule in self.rules if only is None or rule.kind in only]
+        events = [event for rule in asked if (event := rule.look(reading)) is not None]
+        pinned = pinning(["…"], under_plan=self.under_plan).partition(", before")[0]
+        return [replace(event, advice=event.advice.format(pinned=pinned)) for event in events]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rule's windows and counts, as plain values."""
+        return {rule.kind: rule.state_dict() for rule in self.rules}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; a rule that is not in it starts afresh."""
+        for rule in self.rules:
+            rule.load_state_dict(state.get(rule.kind, {}))
