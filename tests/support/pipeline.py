@@ -200,6 +200,7 @@ class Fit:
     arguments: tuple[tuple[str, Any], ...] = ()
     load: str | None = None
     save: str | None = None
+    fits: int = 1
 
     def made(self) -> type[Staged]:
         return MODULES[self.module] if isinstance(self.module, str) else self.module
@@ -242,7 +243,9 @@ class Fit:
     ) -> dict[str, Any]:
         arguments = {"gradient_clip_val": self.clip, "accumulate_grad_batches": accumulate, **dict(self.arguments)}
         runner = trainer(**{"plugins": [plan], "num_sanity_val_steps": 0, **arguments, **extra})
-        runner.fit(module, loader, held_out, ckpt_path=self.load)
+        for number in range(self.fits):
+            runner.fit_loop.max_epochs = number + 1
+            runner.fit(module, loader, held_out, ckpt_path=self.load)
         if self.save:
             runner.save_checkpoint(self.save)
         metrics = {name: float(value) for name, value in runner.callback_metrics.items()}

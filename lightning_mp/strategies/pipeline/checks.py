@@ -80,14 +80,15 @@ def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningM
         )
     _check_compiled(model, strategy.layout.schedule, faults)
     _check_methods(model, faults)
-    if not strategy.has_cut(model) and any(map(is_elsewhere, model.parameters())):
+    known = strategy.cut_of(model)
+    if known is None and any(map(is_elsewhere, model.parameters())):
         faults.add(
             f"{type(model).__name__}, whose other stages are on the ranks of an earlier run",
             "a module with all its weights, or the Trainer that cut it",
             "make the module anew and load the checkpoint (ckpt_path=...)",
         )
-    if faults.found:
-        return None
+    if faults.found or known is not None:
+        return known
     found = cut(model, strategy.layout.count, faults)
     if found is not None and not faults.found and strategy.shards_stages:
         for index in range(found.count):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +14,15 @@ from lightning_mp.errors import Fault, PlanError
 
 
 class Kept:
-    """The gradients that a schedule left, while Lightning's loop sets all to zero between step and backward."""
+    """The gradients that a schedule left, while Lightning's loop sets all to zero between step and backward.
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = list(parameters)
+    Args:
+        parameters: those of the stages on this rank.
+        sharded: FSDP2 reduces the gradients of a batch at its end, before they are added to those of earlier batches.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], *, sharded: bool = False) -> None:
+        self._parameters, self._sharded = list(parameters), sharded
         #: by ``id``, parameters whose last gradients nobody sees again: they need not lie beside the schedule's
         self.seen_last: Container[int] = ()
         self._before: list[Tensor | None] = []
@@ -31,7 +37,7 @@ class Kept:
         """Before the schedule: ``afresh``, or on top of what earlier batches of the group left, as one process adds."""
         gone = self.seen_last if afresh else ()
         self._before = [None if id(parameter) in gone else parameter.grad for parameter in self._parameters]
-        if afresh:
+        if afresh or self._sharded:
             for parameter in self._parameters:
                 parameter.grad = None
 
@@ -39,8 +45,16 @@ class Kept:
         """After the schedule: gradients are as before it, or gone where they are part of what was taken."""
         self._gradients = [parameter.grad for parameter in self._parameters]
         for parameter, before in zip(self._parameters, self._before, strict=True):
-            parameter.grad = before if afresh else None
+            parameter.grad = before if afresh or self._sharded else None
         self._before = []
+
+    @contextmanager
+    def aside(self) -> Generator[None, None, None]:
+        """Around an evaluation inside an accumulation window: a new schedule of torch's drops the shards' gradients."""
+        before = [parameter.grad for parameter in self._parameters]
+        yield
+        for parameter, gradient in zip(self._parameters, before, strict=True):
+            parameter.grad = gradient
 
     def loss(self, value: Tensor) -> Tensor:
         """``value``, with a backward pass that hands the gradients out."""

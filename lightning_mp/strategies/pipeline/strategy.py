@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import RandomSampler
 
 from lightning_mp.compat import torch_sharding as sharding_compat
@@ -234,9 +235,9 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def has_cut(self, model: nn.Module) -> bool:
-        """Whether ``model`` was cut by a run of this strategy: its other stages are where they were."""
-        return self._cut_from is not None and self._cut_from() is model
+    def cut_of(self, model: nn.Module) -> Cut | None:
+        """How an earlier run of this strategy cut ``model``, whose other stages are where they were."""
+        return self._cut if self._cut_from is not None and self._cut_from() is model else None
 
     @property
     def shards_stages(self) -> bool:
@@ -244,7 +245,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         return self.shard and self.replica_group.size() > 1
 
     def _keep_stages(self, model: LightningModule, cut: Cut, plan: MixedPrecisionPlan) -> None:
-        if not self.has_cut(model):
+        if self.cut_of(model) is None:
             self._cut, self._cut_from = cut, weakref.ref(model)
             self._give_away(model, cut)
             made = {index: cut.make(index, cut.count) for index in self._mine}
@@ -260,7 +261,8 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         self._pipeline = Pipeline(layout, self._parts, group, self.root_device, self._batches.loss, homes)
         # one seed serves all processes: without streams of their own the stages would draw the same dropout masks
         self._stream = Stream(dist.get_rank(group), self.root_device)
-        self._kept = Kept([parameter for part in self._parts.values() for parameter in part.parameters()])
+        parameters = [parameter for part in self._parts.values() for parameter in part.parameters()]
+        self._kept = Kept(parameters, sharded=self.shards_stages)
         alone = self.shards_stages or self.replica_group.size() == 1
         reduced = to_torch(plan.policy.reduce_dtype)
         self._averaged = None if alone else Replicas(self._kept.parameters, self.replica_group, reduced)
@@ -359,10 +361,14 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert module is not None
         assert self._batches is not None
         assert self._pipeline is not None
+        assert self._kept is not None
         inputs, target = self._taken(module, batch, training=False)
-        with self._batches.nothing_logged():
+        with self._batches.nothing_logged(), self._kept.aside():
             loss = self._pipeline.evaluate(inputs, target)
             self._batches.check(training=False)
+        for part in self._parts.values():
+            if isinstance(part, FSDPModule):  # what stays gathered hides the shards from a second fit's optimizer
+                part.reshard()
         module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
         return loss
 

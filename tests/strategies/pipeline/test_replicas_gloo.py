@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 #: of sums over replicas, in another order than on one process
 WITHIN = 1e-6
 SHARD = (("shard", True),)
+#: after the third batch, of windows of two
+INSIDE = (("val_check_interval", 3),)
 BAD = ((1, "blocks.0.up.weight"), (2, "head.bias"))
 PINS = ("pins", {"*norm*": "fp32", "lm_head": "fp32"})
 
@@ -29,6 +31,8 @@ FITS = {
     "sharded, accumulated, one stage overflows alone": Fit(
         "16-mixed", "gpipe", replicas=2, options=SHARD, scale=64.0, bad=BAD, accumulate=2, steps=8
     ),
+    "sharded, validated inside a window": Fit(replicas=2, options=SHARD, accumulate=2, steps=6, arguments=INSIDE),
+    "sharded, fitted twice": Fit(replicas=2, options=SHARD, accumulate=2, steps=4, fits=2),
     "sharded, Llama with pins and checkpointing": Fit(
         "bf16-mixed", "1f1b", "llama", replicas=2, options=SHARD, plan=(PINS, ("checkpointing", "*.layers.*"))
     ),
