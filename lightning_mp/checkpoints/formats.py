@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from fsspec.core import split_protocol
 
 from lightning_mp.errors import Fault
 
@@ -33,13 +35,30 @@ class CheckpointFormatError(ValueError):
         return type(self), (self.fault.given, self.fault.allowed, self.fault.fix)
 
 
+def without_file_protocol(path: Any) -> Any:
+    """``path``, where it is ``file://...`` the path behind that."""
+    protocol, plain = split_protocol(path)
+    return plain if protocol in ("file", "local") else path
+
+
+def is_remote(path: Any) -> bool:
+    """Whether fsspec alone reaches ``path`` (``s3://``, ``memory://``): no folder of the operating system's."""
+    return split_protocol(without_file_protocol(path))[0] is not None
+
+
 def kind_of(path: str | os.PathLike[str]) -> Kind:
     """Which of the formats lies at ``path``, told by the names of the files alone.
 
     Raises:
         CheckpointFormatError: none of them, or a part of one; it says what is there and what is missing.
     """
-    place = Path(path)
+    if is_remote(path):
+        raise CheckpointFormatError(
+            f"{str(path)!r}, which is not on this machine",
+            "a local path",
+            "copy the checkpoint to a local folder first",
+        )
+    place = Path(without_file_protocol(path))
     if place.is_file():
         _check_no_part(place)
         return "file"

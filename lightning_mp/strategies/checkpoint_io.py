@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import Kind, kind_of
+from lightning_mp.checkpoints.formats import CheckpointFormatError, Kind, is_remote, kind_of, without_file_protocol
 from lightning_mp.checkpoints.load import read_full
+from lightning_mp.checkpoints.names import plain_names
 from lightning_mp.checkpoints.sharded import entries
-from lightning_mp.compat.lightning import Strategy, rank_zero_info
+from lightning_mp.compat.lightning import Strategy, TorchCheckpointIO, TrainerFn, rank_zero_info, trainer_of
 from lightning_mp.compat.torch import last_rates
 from lightning_mp.engines.optimizer_facts import of_another_optimizer
-from lightning_mp.errors import PlanError
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.half_copies import stored_dtype
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.numerics.grads import parameters_of
@@ -37,14 +39,38 @@ class PortableCheckpoints(_Base):
     #: the formats that the host strategy reads itself
     own_formats: frozenset[Kind] = frozenset({"file"})
 
+    @property
+    def saves_folders(self) -> bool:
+        """Whether every rank writes files of its own, which takes a local disk, instead of one by the CheckpointIO."""
+        return False
+
+    def check_remote_folders(self, faults: Faults) -> None:
+        """Note a remote folder that a ModelCheckpoint of the fit would save folders of shards to."""
+        trainer = trainer_of(self.lightning_module)
+        if not self.saves_folders or trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        folders: set[Any] = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
+        faults.extend([_remote(folder) for folder in sorted(filter(None, folders)) if is_remote(folder)])
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save as the host does, with the dtypes that parameters and buffers are stored in."""
+        """Save as the host does, with the dtypes that parameters and buffers are stored in.
+
+        Raises:
+            CheckpointFormatError: a remote path for a folder of shards.
+        """
         checkpoint[NOTES] = {
             "dtypes": self.stored_dtypes(),
             "strategy": type(self).__name__,
             "world_size": getattr(self, "world_size", 1),
         }
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        path = without_file_protocol(self.broadcast(filepath))
+        if self.saves_folders and is_remote(path):
+            fault = _remote(path)
+            raise CheckpointFormatError(fault.given, fault.allowed, fault.fix)
+        if self.saves_folders or not (is_remote(path) or self._users_io):
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+        elif self.is_global_zero:  # Lightning's strategies of shards would take the path for that of a local file
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def stored_dtypes(self) -> dict[str, str]:
         """The short dtype name of every floating parameter and buffer."""
@@ -59,15 +85,44 @@ class PortableCheckpoints(_Base):
         Raises:
             CheckpointFormatError: nothing at the path is a checkpoint.
         """
-        path = self.broadcast(checkpoint_path)
-        if self.reads(path):
-            return super().load_checkpoint(path, weights_only=weights_only)
-        checkpoint = read_full(path, weights_only=weights_only)
-        left_out = checkpoint.pop("optimizer_left_out", None)
-        if left_out:
-            rank_zero_info(f"{left_out} The learning rate is the scheduler's.")
-        self.load_full(checkpoint)
+        path = without_file_protocol(self.broadcast(checkpoint_path))
+        with self._optimizers_while_fitting():
+            if self.reads(path):
+                return super().load_checkpoint(path, weights_only=weights_only)
+            if self._needs_io(path):
+                checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+                checkpoint["state_dict"] = plain_names(checkpoint["state_dict"])
+            else:
+                checkpoint = read_full(path, weights_only=weights_only)
+            left_out = checkpoint.pop("optimizer_left_out", None)
+            if left_out:
+                rank_zero_info(f"{left_out} The learning rate is the scheduler's.")
+            self.load_full(checkpoint)
         return checkpoint
+
+    @contextmanager
+    def _optimizers_while_fitting(self) -> Generator[None, None, None]:
+        """Weights alone are loaded to evaluate: the optimizers that are left from a fit may be another module's."""
+        trainer, kept = trainer_of(self.lightning_module), self.optimizers
+        if trainer is not None and trainer.state.fn != TrainerFn.FITTING:
+            self.optimizers = []
+        try:
+            yield
+        finally:
+            self.optimizers = kept
+
+    @property
+    def _users_io(self) -> bool:
+        return type(self.checkpoint_io) is not TorchCheckpointIO
+
+    def _needs_io(self, path: Any) -> bool:
+        """Whether only the Trainer's CheckpointIO reads ``path``: it is remote, or a plugin of the user's wrote it."""
+        if is_remote(path) or not self._users_io:
+            return is_remote(path)
+        try:
+            return kind_of(path) == "file"
+        except CheckpointFormatError:
+            return True
 
     def reads(self, path: Any) -> bool:
         """Whether the host strategy can be left to read what lies at ``path``.
@@ -75,7 +130,7 @@ class PortableCheckpoints(_Base):
         Raises:
             CheckpointFormatError: nothing at the path is a checkpoint.
         """
-        return kind_of(path) in self.own_formats
+        return ("file" if self._needs_io(path) else kind_of(path)) in self.own_formats
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Load a full checkpoint where Lightning leaves that to the strategy."""
@@ -136,6 +191,15 @@ class PortableDTensorCheckpoints(PortableCheckpoints):
         shards = {name: sharded_like(here.get(name), value) for name, value in full.items()}
         module.load_state_dict(shards, strict=module.strict_loading)
         load_states(self.optimizers, checkpoint, _sharded)
+
+
+def _remote(path: Any) -> Fault:
+    return Fault(
+        f"{str(path)!r} for checkpoints that are folders, a file or more a rank",
+        "a local or shared file system",
+        "give ModelCheckpoint(dirpath=...) a local folder, or write one file: save_distributed_checkpoint=False with "
+        "'fsdp2', state_dict_type='full' with 'fsdp1', strategy='mp_fsdp2' instead of ZeRO",
+    )
 
 
 def _sharded(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:

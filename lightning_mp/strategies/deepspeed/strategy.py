@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_mp.checkpoints.formats import is_remote, without_file_protocol
 from lightning_mp.checkpoints.zero import loads_alike, resumable
 from lightning_mp.compat.deepspeed import accumulate_apart, casts_left_out, halve_masters, refresh_masters
 from lightning_mp.compat.lightning import (
@@ -155,6 +156,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         """The JSON for the run at hand; notes what ZeRO cannot do, and changes nothing."""
         lightning_module = cast("LightningModule", module)
         trainer = lightning_module.trainer
+        self.check_remote_folders(faults)
         by_norm = trainer.gradient_clip_algorithm != "value"
         if not by_norm and trainer.gradient_clip_val:
             faults.add(
@@ -330,6 +332,10 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
 
     # ------------------------------------------------------------------ checkpoints
 
+    @property
+    def saves_folders(self) -> bool:
+        return True
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save through DeepSpeed; schedulers as if no param group had been split.
 
@@ -355,15 +361,20 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         Raises:
             CheckpointFormatError: no checkpoint; a ZeRO run that another number of processes is to resume.
         """
-        path = self.broadcast(checkpoint_path)
-        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        path = without_file_protocol(self.broadcast(checkpoint_path))
+        if (
+            not is_remote(path)
+            and self.lightning_module is not None
+            and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        ):
             check_world_size(Path(path), self.world_size)
-        checkpoint = super().load_checkpoint(path, weights_only=weights_only)
-        cast("ZeroEngine", plan_of(self).engine).override_zero_settings()
-        for state in checkpoint.get("lr_schedulers", ()) if len(self._came_from) != self._groups_before else ():
-            regroup(state, self._groups_before, self._came_from)
-        if not self.reads(path):
-            set_learning_rates(self.optimizers, checkpoint)
+        with self._optimizers_while_fitting():
+            checkpoint = super().load_checkpoint(path, weights_only=weights_only)
+            cast("ZeroEngine", plan_of(self).engine).override_zero_settings()
+            for state in checkpoint.get("lr_schedulers", ()) if len(self._came_from) != self._groups_before else ():
+                regroup(state, self._groups_before, self._came_from)
+            if not self.reads(path):
+                set_learning_rates(self.optimizers, checkpoint)
         return checkpoint
 
     def reads(self, path: Any) -> bool:

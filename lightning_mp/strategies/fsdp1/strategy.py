@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import SHARDED_EXTRA, Kind
+from lightning_mp.checkpoints.formats import SHARDED_EXTRA, Kind, is_remote, without_file_protocol
 from lightning_mp.checkpoints.names import plain_names
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
@@ -149,6 +149,7 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Units | None:
         """Cut the model into units, ``None`` where a run before did; notes what cannot be, and changes nothing."""
         self._check_manual(faults)
+        self.check_remote_folders(faults)
         unfit_callbacks.refuse(module, faults, (*unfit_callbacks.AVERAGES, *unfit_callbacks.PRUNING), "sharded weights")
         stored = engine.stored_dtypes()
         root = flat.root_of(module)
@@ -241,9 +242,17 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
 
     # ------------------------------------------------------------------ checkpoints
 
+    @property
+    def saves_folders(self) -> bool:
+        return self._state_dict_type == "sharded"
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save as Lightning does; rank 0 first removes a checkpoint of the other format from the path."""
-        path = Path(self.broadcast(filepath))
+        path = without_file_protocol(self.broadcast(filepath))
+        if is_remote(path):
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        path = Path(path)
         if self.is_global_zero and self._state_dict_type == "sharded" and path.is_file():
             path.unlink()
         elif self.is_global_zero and self._state_dict_type == "full" and (path / SHARDED_EXTRA).is_file():

@@ -198,6 +198,7 @@ class PlanFSDP2Strategy(
         """Decide how to shard; ``None`` where the model is sharded already. Notes what cannot be, changes nothing."""
         unfit_callbacks.refuse_with_shards(module, faults)
         unfit_callbacks.refuse_weights(module, self.sharding.options.get("ignored_params", ()), faults)
+        self.check_remote_folders(faults)
         if is_sharded(module):  # by the user's configure_model, or by a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
@@ -337,6 +338,10 @@ class PlanFSDP2Strategy(
         self._share_buffers()
 
     # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def saves_folders(self) -> bool:
+        return self._save_distributed_checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collect the weights, and the first rank's buffers."""

@@ -1,0 +1,174 @@
+"""Checkpoints that are no local path: by fsspec, by ``file://``, in a format of a CheckpointIO's, of another module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
+
+from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
+from lightning_mp.checkpoints import CheckpointFormatError, kind_of
+from lightning_mp.strategies.pipeline.strategy import PlanPipelineStrategy
+from support.models import same_weights
+from support.pipeline import ROWS, Staged, data
+from support.ranks import Ranks
+from support.running import trainer
+from support.saved import full_state, gathered
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+#: what writes one file, through the CheckpointIO
+ONE_FILE = {
+    "ddp": {},
+    "fsdp1": {"wrap": "Linear"},
+    "fsdp2": {"save_distributed_checkpoint": False},
+    "pipeline": {"microbatches": 2},
+}
+FOLDERS = {"fsdp1": {"wrap": "Linear", "state_dict_type": "sharded"}, "fsdp2": {}, "deepspeed_zero1": {}}
+
+
+class Shelf(LocalFileSystem):
+    """A remote file system, as far as anyone can tell from its paths."""
+
+    protocol = "shelf"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(path.removeprefix("shelf://") if isinstance(path, str) else path)
+
+
+fsspec.register_implementation("shelf", Shelf, clobber=True)
+
+
+class InFolders(TorchCheckpointIO):
+    """A checkpoint is a folder with two files."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint.pop("state_dict"), f"{path}/weights")
+        super().save_checkpoint(checkpoint, f"{path}/rest")
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> Any:
+        load = super().load_checkpoint
+        return {"state_dict": load(f"{path}/weights", **options), **load(f"{path}/rest", **options)}
+
+
+def _runner(strategy: str, options: dict[str, Any], plugins: Any = (), **arguments: Any) -> Any:
+    plan = MixedPrecisionPlan("32-true")
+    host = make_strategy(strategy, plan, process_group_backend="gloo", **options)
+    plugins, devices = [plan, *plugins], {"devices": 2, "strategy": host, "use_distributed_sampler": False}
+    arguments |= {"enable_checkpointing": "callbacks" in arguments}
+    return trainer(**{"plugins": plugins, "num_sanity_val_steps": 0, **devices, **arguments})
+
+
+class Watched(Staged):
+    """Notes the weights that a fit or a test begins with."""
+
+    on_after_backward = on_before_optimizer_step = on_before_zero_grad = lambda self, *_: (
+        None
+    )  # no gradient is looked at
+
+    def on_train_start(self) -> None:
+        self.began = self.weights()
+
+    on_test_start = on_train_start
+
+    def weights(self) -> dict[str, Any]:
+        if isinstance(self.trainer.strategy, PlanPipelineStrategy):
+            return {name: one.clone() for name, one in self.trainer.strategy.lightning_module_state_dict().items()}
+        with gathered(self.trainer):
+            return full_state(self)
+
+    def on_train_end(self) -> None:
+        self.ended = self.weights()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+
+@dataclass(frozen=True)
+class GoesOn:
+    """A fit that is saved at ``path``, and one that goes on from there."""
+
+    strategy: str
+    path: str
+    folders: bool = False
+
+    def run(self) -> dict[str, Any]:
+        modules, steps = [], []
+        for number in range(2):
+            plugins = [InFolders()] if self.folders else []
+            runner, module = _runner(self.strategy, ONE_FILE[self.strategy], plugins, max_epochs=1 + number), Watched()
+            runner.fit(module, data(2, ROWS), ckpt_path=self.path if number else None)
+            runner.save_checkpoint(self.path)
+            modules, steps = [*modules, module], [*steps, runner.global_step]
+        return {"before": modules[0].ended, "after": modules[1].began, "steps": steps}
+
+
+@pytest.mark.parametrize("strategy", ONE_FILE)
+@pytest.mark.parametrize(("protocol", "folders"), [("shelf://", False), ("file://", False), ("", True)])
+def test_a_run_goes_on(ranks: Ranks, tmp_path: Path, strategy: str, protocol: str, folders: bool) -> None:
+    first = ranks.run(GoesOn(strategy, f"{protocol}{tmp_path}/saved.ckpt", folders))[0]
+    assert same_weights(first["after"], first["before"])
+    assert first["steps"] == [2, 4]
+    assert (tmp_path / "saved.ckpt").is_dir() == folders
+    assert not Path(protocol.partition("/")[0] or "none").exists()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What a fit says of a remote folder for shards, and what saving there by hand does."""
+
+    strategy: str
+
+    def run(self) -> list[str]:
+        saves = _runner(self.strategy, FOLDERS[self.strategy], callbacks=[ModelCheckpoint("shelf:///tmp/shards")])
+        with pytest.raises(PlanError) as before:
+            saves.fit(Watched(), data(1, ROWS))
+        runner = _runner(self.strategy, FOLDERS[self.strategy])
+        runner.fit(Watched(), data(1, ROWS))
+        with pytest.raises(CheckpointFormatError) as after:
+            runner.save_checkpoint("shelf:///tmp/shards/saved.ckpt")
+        return [str(before.value), str(after.value)]
+
+
+@pytest.mark.parametrize("strategy", FOLDERS)
+def test_shards_are_not_written_to_a_remote_folder(ranks: Ranks, strategy: str) -> None:
+    for said in (said for one in ranks.run(Refused(strategy)) for said in one):
+        assert "shelf:///tmp/shards" in said
+        assert "save_distributed_checkpoint=False" in said
+    assert not Path("shelf:").exists()
+
+
+@dataclass(frozen=True)
+class AnotherModule:
+    """One Trainer fits a module and tests another with a folder that it saved before."""
+
+    strategy: str
+    path: str
+
+    def run(self) -> dict[str, Any]:
+        runner, fitted, tested = _runner(self.strategy, FOLDERS[self.strategy]), Watched(), Watched()
+        runner.fit(fitted, data(2, ROWS))
+        runner.save_checkpoint(self.path)
+        runner.test(tested, data(1, ROWS), ckpt_path=self.path, verbose=False)
+        return {"fitted": fitted.ended, "tested": tested.began}
+
+
+@pytest.mark.parametrize("strategy", FOLDERS)
+def test_another_module_is_tested_with_a_folder(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    for result in ranks.run(AnotherModule(strategy, str(tmp_path / "saved.ckpt"))):
+        assert same_weights(result["tested"], result["fitted"])
+
+
+def test_a_remote_path_is_told_from_one_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFormatError, match=r"not on this machine.*Copy the checkpoint to a local folder"):
+        kind_of("memory://run/last.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "a.ckpt")
+    assert kind_of(f"file://{tmp_path}/a.ckpt") == "file"
