@@ -97,8 +97,11 @@ class StepEngine(ABC):
 
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
         """What tells the dtype in which each parameter of the checked module will be stored."""
-        pinned, other = self._pin_map.dtypes(), self.policy.storage_dtype
-        return lambda parameter: to_torch(pinned.get(id(parameter), other))
+        assert self._module is not None
+        other = to_torch(self.policy.storage_dtype)
+        own = storage.kept_dtypes(self._module, other)
+        pinned = {key: to_torch(dtype) for key, dtype in self._pin_map.dtypes().items()}
+        return lambda parameter: pinned.get(id(parameter)) or own.get(id(parameter), other)
 
     def prepare(self, module: nn.Module) -> None:
         """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""

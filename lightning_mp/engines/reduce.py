@@ -29,16 +29,16 @@ class _ReduceIn:
 def _average_in(state: _ReduceIn, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket in ``state.dtype`` and hand it back in its own."""
     buffer = bucket.buffer()
-    # A complex bucket keeps its dtype; ``to`` makes no copy where none is needed.
-    wire = buffer if buffer.is_complex() else buffer.to(state.dtype)
+    # A complex or float64 bucket keeps its dtype; ``to`` makes no copy where none is needed.
+    wire = buffer if buffer.is_complex() or buffer.dtype == torch.float64 else buffer.to(state.dtype)
     work: Any = dist.all_reduce(wire.div_(dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
 
 
 def needs_hook(module: nn.Module, reduce_dtype: str) -> bool:
     """Whether DDP, which sums each gradient in its own dtype, would sum some in another than ``reduce_dtype``."""
-    wanted = to_torch(reduce_dtype)
-    return any(p.requires_grad and p.is_floating_point() and p.dtype != wanted for p in module.parameters())
+    as_they_are = (to_torch(reduce_dtype), torch.float64)
+    return any(p.requires_grad and p.is_floating_point() and p.dtype not in as_they_are for p in module.parameters())
 
 
 def reduce_in(model: DistributedDataParallel, reduce_dtype: str) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.errors import Faults
 from lightning_mp.modules.pins import PinMap
-from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, to_torch
 from lightning_mp.policy import PrecisionPolicy
 
 _INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after the plan is applied"
@@ -63,7 +63,8 @@ def _check_storage(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, 
     for name, parameter in module.named_parameters():
         wanted = pinned.get(id(parameter), policy.storage_dtype)
         sharded = hasattr(parameter.data, "to_local")
-        if sharded and parameter.is_floating_point() and parameter.dtype != to_torch(wanted):
+        cast = parameter.dtype in TORCH_DTYPES.values() or (parameter.dtype == torch.float64 and wanted != "fp32")
+        if sharded and cast and parameter.dtype != to_torch(wanted):
             wrong.append((name, parameter.dtype, wanted))
     if wrong:
         name, dtype, wanted = wrong[0]

@@ -13,7 +13,14 @@ from lightning_mp.compat.torch import apply_to_tensors
 from lightning_mp.errors import Faults
 from lightning_mp.modules import class_swap
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
-from lightning_mp.numerics.dtypes import cast_floating, cast_module_, floating_dtype, to_torch
+from lightning_mp.numerics.dtypes import (
+    cast_floating,
+    cast_module_,
+    default_dtype,
+    floating_dtype,
+    left_alone,
+    to_torch,
+)
 from lightning_mp.policy import Pin
 
 
@@ -42,7 +49,9 @@ class PinMap:
         return {
             id(parameter): member.pin.dtype
             for member in self.members
+            for left in [left_alone(member.module)]
             for parameter in member.module.parameters(recurse=False)
+            if id(parameter) not in left
         }
 
 
@@ -174,8 +183,13 @@ class PinnedForward(class_swap.Swapped):
             return cast("Any", super()).forward(*args, **kwargs)
         came_in = (floating_dtype(args) or floating_dtype(kwargs)) if pin.to_input_dtype else None
         args, kwargs = cast_floating(args, pin.dtype), cast_floating(kwargs, pin.dtype)
+        run: Any = cast("Any", super()).forward
         with torch.autocast(pin.device_type, enabled=False):
-            output = cast("Any", super()).forward(*args, **kwargs)
+            if torch.compiler.is_compiling() or torch.get_default_dtype() == pin.dtype:  # set, it would break the graph
+                output = run(*args, **kwargs)
+            else:
+                with default_dtype(pin.dtype):  # what the module makes (positions, masks) is of its dtype too
+                    output = run(*args, **kwargs)
         wanted = came_in or pin.output
         return output if wanted is None else cast_floating(output, wanted)
 
@@ -183,17 +197,18 @@ class PinnedForward(class_swap.Swapped):
         pin = self.__dict__.get("_lmp_pin")
         if pin is None:
             return cast("Any", super())._apply(fn, recurse)
-        dtype = pin.dtype
+        dtype, module = pin.dtype, cast("nn.Module", self)
+        quantized = left_alone(module)
 
         def keeping_the_pin(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if not moved.is_floating_point() or moved.dtype == dtype:
+            if id(tensor) in quantized or not moved.is_floating_point() or moved.dtype == dtype:
                 return moved
             # From the original, not from ``moved``: a trip through a narrower dtype would lose bits.
             return tensor.to(device=moved.device, dtype=dtype)
 
         if recurse:
-            for child in cast("nn.Module", self).children():
+            for child in module.children():
                 apply_to_tensors(child, fn)
         return cast("Any", super())._apply(keeping_the_pin, recurse=False)
 

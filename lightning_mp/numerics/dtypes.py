@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_mp.compat.torch_fake import is_fake
 from lightning_mp.numerics.nested import floating_in, map_tensors
 
 HALF = (torch.float16, torch.bfloat16)
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ORDINARY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: dtypes in which buffers hold quantized weights (GPTQ, AWQ, EETQ, FBGEMM)
+_PACKED = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)
 
 
 def to_torch(name: str) -> torch.dtype:
@@ -33,11 +37,43 @@ def floating_dtype(data: Any) -> torch.dtype | None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is a real floating tensor of torch's own class; a quantised weight chooses its own storage.
+    """Whether it is a tensor, parameter or buffer of torch's own class in one of the four ordinary floating dtypes.
 
-    A tensor without memory (``FakeTensorMode``) stands for one of torch's own.
+    Anything else is packed or quantized: a subclass (bitsandbytes' ``Params4bit``, torchao's), float8, integers.
+    ``parameter.data`` of such a subclass may be a plain tensor, so the class that counts is the parameter's own. A
+    tensor without memory (``FakeTensorMode``) stands for one of torch's own.
     """
-    return (type(tensor.data) is Tensor or is_fake(tensor.data)) and tensor.is_floating_point()
+    return (type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor.data)) and tensor.dtype in _ORDINARY
+
+
+def castable(module: nn.Module, *, parameters: bool = True, buffers: bool = True) -> list[Tensor]:
+    """The module's own plain parameters and buffers (not its children's), less what belongs to a quantized weight.
+
+    Beside one only a bias and what is trained are ordinary: scales and lookup tables stay as its kernel reads them.
+    """
+    weights, others = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
+    scaled = any("scale" in key for key in (*weights, *others))
+    packed = [scaled and tensor.dtype in _PACKED and tensor.ndim > 1 for tensor in others.values()]
+    if any(map(_is_quantized, weights.values())) or any(packed):
+        ordinary = {key: one for key, one in weights.items() if one.requires_grad and "scale" not in key}
+        weights, others = {key: one for key, one in weights.items() if key in ordinary or "bias" in key}, {}
+    chosen = [*(weights.values() if parameters else ()), *(others.values() if buffers else ())]
+    return [tensor for tensor in chosen if is_plain(tensor)]
+
+
+def _is_quantized(parameter: Tensor) -> bool:
+    return not (is_plain(parameter) or parameter.is_complex() or is_lazy(parameter) or _is_sharded(parameter))
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    return hasattr(parameter, "to_local")
+
+
+def left_alone(module: nn.Module) -> set[int]:
+    """``id`` of the module's own tensors that are not ``castable``; one that is sharded has been cast before."""
+    cast = set(map(id, castable(module)))
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return {id(tensor) for tensor in own if id(tensor) not in cast and not _is_sharded(tensor)}
 
 
 def cast_module_(
@@ -48,16 +84,14 @@ def cast_module_(
     buffers: bool = True,
     only: Collection[torch.dtype] | None = None,
 ) -> int:
-    """Cast a module's own floating parameters and buffers in place (not its children's); how many changed.
+    """Cast a module's own ``castable`` parameters and buffers in place; how many changed.
 
-    The ``Parameter`` objects stay the same, so that optimizers and ties built on them hold. Tensor subclasses are left
-    alone, and where ``only`` is given tensors of other dtypes than those in it.
+    The ``Parameter`` objects stay the same, so that optimizers and ties built on them hold. Where ``only`` is given,
+    tensors of other dtypes than those in it are left alone.
     """
     changed = 0
-    chosen: list[Tensor] = list(module.parameters(recurse=False)) if parameters else []
-    chosen += module.buffers(recurse=False) if buffers else []
-    for tensor in chosen:
-        if not is_plain(tensor) or tensor.dtype == dtype or (only is not None and tensor.dtype not in only):
+    for tensor in castable(module, parameters=parameters, buffers=buffers):
+        if tensor.dtype == dtype or (only is not None and tensor.dtype not in only):
             continue
         tensor.data = tensor.data.to(dtype)
         tensor.grad = None  # a gradient of the old dtype could not be added to

@@ -49,7 +49,8 @@ def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
 
 def _broadcast_(tensor: Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     there = tensor.detach().to(device).contiguous()
-    dist.broadcast(there, group=group, group_src=0)
+    # bytes travel as such: gloo knows no float8
+    dist.broadcast(there.view(torch.uint8) if there.itemsize == 1 else there, group=group, group_src=0)
     tensor.data.copy_(there)
 
 

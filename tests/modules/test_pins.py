@@ -155,6 +155,24 @@ def test_code_between_modules_of_a_pinned_block_sees_the_blocks_dtype(inner: str
     assert root["block"].met == BF16
 
 
+class Positions(nn.Module):
+    """Makes a table of positions anew in every forward, in the default dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.arange(len(x)) * 1.0
+
+
+def test_what_a_pinned_module_makes_is_in_the_pins_dtype() -> None:
+    """600 positions in bfloat16 are off by as much as 2."""
+    root = nn.Sequential(Positions())
+    plan = lightning_mp.MixedPrecisionPlan("bf16-true", pins=[Pin("0", "fp32", output="pin")])
+    plan.convert_module(root)
+    with plan.forward_context():
+        out = root(torch.zeros(600, dtype=BF16))
+        assert torch.get_default_dtype() == BF16
+    assert torch.equal(out, torch.arange(600.0))
+
+
 def test_keyword_and_nested_inputs_are_cast_and_others_are_not() -> None:
     class Takes(nn.Module):
         def forward(self, x: Tensor, *, pair: Any, mask: Tensor, flag: object) -> Any:

@@ -90,6 +90,8 @@ def _fix(cause: _Cause, name: str, found: str, declaration: Declaration) -> str:
 
 
 def _differences(name: str, seen: Observed, declaration: Declaration) -> Iterator[_Found]:
+    if "fp64" in seen.param and declaration.stored(name) == "fp32" and name not in declaration.pins:
+        return  # float64 stays float64 where fp32 is stored
     stored = _wrong_storage(name, seen, declaration)
     if stored is not None:
         yield stored
@@ -130,7 +132,7 @@ def _wrong_companions(name: str, seen: Observed, declaration: Declaration) -> It
 
 def _wrong_computation(name: str, seen: Observed, declaration: Declaration) -> _Found | None:
     wanted = declaration.declared(name)
-    if wanted is None:
+    if wanted is None or seen.special:  # a quantized weight's kernel chooses what it computes in
         return None
     wrong = [ran for ran in seen.ran if not _as_declared(ran, name, seen, declaration, wanted)]
     if not wrong:

@@ -18,6 +18,7 @@ from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.modules.half_copies import HalfCopy, stored_dtype
 from lightning_mp.monitor.audit.operators import Ran, dtypes, is_product, read
 from lightning_mp.monitor.dtype_names import dtype_name
+from lightning_mp.numerics.dtypes import left_alone
 
 #: the group's own collectives; those of ``_c10d_functional`` move activations of tensor parallelism
 _COLLECTIVES = "c10d"
@@ -221,10 +222,12 @@ class Watch(TorchDispatchMode):
 def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module], states: States) -> None:
     """Look at what is stored: the modules' own parameters, and their optimizer state."""
     for name, module in modules.items():
-        one = seen[name]
+        one, quantized = seen[name], left_alone(module)
         for parameter in module.parameters(recurse=False):
-            data, sharded = parameter.data, hasattr(parameter.data, "to_local")
-            if not data.is_floating_point() or not (sharded or type(data) is Tensor):
+            sharded = hasattr(parameter, "to_local")
+            # bitsandbytes casts the frozen bias beside a quantized weight itself
+            own = id(parameter) in quantized or (quantized and not parameter.requires_grad)
+            if (own and not isinstance(parameter, HalfCopy)) or not parameter.is_floating_point():
                 kind = one.special
             else:
                 kind = one.trained if parameter.requires_grad else one.frozen

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.engines import device_rules
 from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
-from lightning_mp.modules import pins
+from lightning_mp.modules import pins, storage
 from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.numerics import device
+from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.policy import FP8, PrecisionPolicy, hardware
 from lightning_mp.policy.loss_scaling import LossScaling
 from lightning_mp.policy.words import DTYPES_OF, STOCK_PRECISIONS, precision_word
@@ -92,9 +93,15 @@ class ModelUnderTest:
         members = self._resolved[0].members
         return {id(member.module): member.pin.dtype for member in members} | self._resolved[0].dtypes()
 
+    @cached_property
+    def _kept(self) -> dict[int, torch.dtype]:
+        """Quantized weights, their scales and float64 parameters, which a plan does not cast."""
+        return {} if self.policy is None else storage.kept_dtypes(self.model, to_torch(self.policy.storage_dtype))
+
     def stored(self, parameter: Tensor) -> str:
         """What ``parameter`` will be stored in while it is trained: ``"fp32"``, ``"bf16"``, …."""
-        return self.pinned.get(id(parameter)) or self.storage or dtype_name(parameter.dtype)
+        storage = None if id(parameter) in self._kept else self.storage
+        return self.pinned.get(id(parameter)) or storage or dtype_name(parameter.dtype)
 
     def argument(self, name: str, default: Any = None) -> Any:
         """A Trainer argument, ``default`` where it is not given or ``None``."""

@@ -1,0 +1,205 @@
+"""Quantized weights, as transformers, bitsandbytes and torchao hold them, stay bit for bit; so does float64."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F  # noqa: N812
+
+import lightning_mp
+from lightning_mp import MixedPrecisionPlan
+from support.models import Regression
+from support.oracles import plan_for, stock_for
+from support.running import fit
+
+# peft's and torchao's, about merging adapters
+pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated:UserWarning")
+
+WIDTH = 64
+
+
+def _fp8_linear(dtype: torch.dtype) -> nn.Module:
+    """transformers' own layer; its kernel needs a GPU, so that the product is written out here."""
+    base = importlib.import_module("transformers.integrations.finegrained_fp8").FP8Linear
+
+    class FP8Linear(base):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight.float() if self.weight.element_size() > 1 else self.weight.float() * self.scale()
+            return F.linear(x, weight.to(x.dtype)) + self.bias
+
+        def scale(self) -> Tensor:
+            return self.weight_scale_inv.repeat_interleave(16, 0).repeat_interleave(16, 1)
+
+    layer = FP8Linear(WIDTH, WIDTH, block_size=(16, 16), has_bias=True)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(WIDTH, WIDTH).mul(448 / 4).clamp(-448, 448))
+        layer.weight_scale_inv.fill_(4 / 448 / WIDTH**0.5)
+        layer.bias.copy_(torch.randn(WIDTH))
+        layer.bias.data = layer.bias.data.to(dtype)
+    return layer
+
+
+def _four_bits(dtype: torch.dtype) -> nn.Module:
+    bnb = importlib.import_module("bitsandbytes")
+    storage = torch.bfloat16  # FSDP-QLoRA's: packed weights that look like bfloat16 ones
+    layer = bnb.nn.Linear4bit(WIDTH, WIDTH, compute_dtype=torch.bfloat16, quant_type="nf4", quant_storage=storage)
+    layer.bias.data = layer.bias.data.to(dtype)
+    return layer.to("cpu")
+
+
+def _eight_bits(dtype: torch.dtype) -> nn.Module:
+    layer = importlib.import_module("bitsandbytes").nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False)
+    layer.bias.data = layer.bias.data.to(dtype)
+    return layer.to("cpu")
+
+
+def _torchao(dtype: torch.dtype) -> nn.Module:
+    ao = importlib.import_module("torchao.quantization")
+    layer = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+    ao.quantize_(layer, ao.Int8WeightOnlyConfig())
+    return layer
+
+
+def _nf4(dtype: torch.dtype) -> nn.Module:
+    module = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+
+    class NF4Linear(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return module.linear_nf4(x, self.weight.to(x.dtype)) + self.bias
+
+    layer = NF4Linear(WIDTH, WIDTH, dtype=dtype)
+    layer.weight = nn.Parameter(module.to_nf4(layer.weight.detach(), 64, 1), requires_grad=False)
+    return layer
+
+
+LAYERS: dict[str, Callable[[torch.dtype], nn.Module]] = {
+    "FP8Linear": _fp8_linear,
+    "Linear4bit": _four_bits,
+    "Linear8bitLt": _eight_bits,
+    "int8 weight only": _torchao,
+    "NF4": _nf4,
+}
+
+
+class Adapted(Regression):
+    """Two frozen quantized layers with LoRA on them, and an ordinary head."""
+
+    def __init__(self, make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layers = make(dtype), make(dtype)
+        net = nn.Sequential(nn.Linear(16, WIDTH), layers[0], nn.LayerNorm(WIDTH), layers[1], nn.Linear(WIDTH, 1))
+        net.requires_grad_(False)
+        config = LoraConfig(r=4, target_modules=["1", "3"], init_lora_weights=False)
+        self.net = inject_adapter_in_model(config, net)
+        self.net[4].requires_grad_(True)
+        for name, parameter in self.net.named_parameters():
+            if "lora_" in name:  # peft makes them in the dtype of the packed weight, and get_peft_model casts them
+                parameter.data = torch.randn_like(parameter, dtype=torch.float32) / 8
+
+    def quantized(self) -> dict[str, tuple[torch.dtype, bytes]]:
+        found = {}
+        for name, tensor in self.net.named_parameters():
+            if "base_layer" in name and "bias" not in name:
+                raw = tensor.data.to_local() if isinstance(tensor, DTensor) else tensor.data
+                while hasattr(raw, "__tensor_flatten__"):
+                    raw = getattr(raw, raw.__tensor_flatten__()[0][0])
+                raw = raw.contiguous().view(-1)  # a scale may be a single number
+                found[name] = tensor.dtype, raw.view(torch.uint8).numpy().tobytes()
+        return found
+
+
+def same(layer: str, mode: str, stock: bool, **arguments: Any) -> list[float]:
+    """The losses of a fit in which nothing quantized changed."""
+    model = Adapted(LAYERS[layer])
+    before = model.quantized()
+    assert before
+    fit(model, **(stock_for(mode) if stock else arguments))
+    assert model.quantized() == before
+    assert model.losses[-1] < model.losses[0]
+    return model.losses
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_it_trains_as_stock(layer: str, mode: str) -> None:
+    assert same(layer, mode, False, plugins=[plan_for(mode)]) == same(layer, mode, True)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_true_modes_leave_it(layer: str) -> None:
+    """Lightning's own cast it too."""
+    same(layer, "bf16-true", False, plugins=[plan_for("bf16-true")])
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_pin_leaves_it(layer: str) -> None:
+    plan = MixedPrecisionPlan("bf16-mixed", pins={"net.1": "fp32", "*.base_layer": "bf16"})
+    same(layer, "bf16-mixed", False, plugins=[plan])
+    model = Adapted(LAYERS[layer])
+    before = model.quantized()
+    plan.convert_module(model)
+    model.to("cpu")
+    assert model.quantized() == before
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_audit_and_doctor_take_it_as_it_is(layer: str) -> None:
+    model, plan = Adapted(LAYERS[layer]), MixedPrecisionPlan("bf16-mixed")
+    findings = lightning_mp.doctor(model, plan, "ddp", {"devices": 2})
+    assert not [finding for finding in findings if "base_layer" in str(finding.where)]
+    plan.convert_module(model.net)
+    report = lightning_mp.audit(model.net, plan=plan, batch=torch.randn(8, 16))
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("strategy", ["mp_ddp", "mp_fsdp2"])
+@pytest.mark.parametrize("layer", ["Linear4bit", "FP8Linear"])
+def test_under_other_strategies(layer: str, strategy: str) -> None:
+    here = {"plugins": [MixedPrecisionPlan("bf16-mixed")], "strategy": strategy, "use_distributed_sampler": False}
+    try:
+        assert same(layer, "bf16-mixed", False, **here) == same(layer, "bf16-mixed", True)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_packed_buffers_and_their_scales_stay() -> None:
+    """As GPTQ, AWQ and EETQ keep them."""
+    layer = nn.Linear(4, 4, dtype=torch.float16)
+    layer.register_buffer("qweight", torch.zeros(4, 2, dtype=torch.int32))
+    layer.register_buffer("scales", torch.ones(4, dtype=torch.float16))
+    plan_for("bf16-mixed").convert_module(nn.Sequential(layer))
+    assert (layer.weight.dtype, layer.scales.dtype) == (torch.float32, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("mode", "stored"), [("16-mixed", torch.float64), ("32-true", torch.float64), ("bf16-true", torch.bfloat16)]
+)
+def test_float64_is_stored_as_by_stock(mode: str, stored: torch.dtype) -> None:
+    def double() -> Regression:
+        model = Regression(lambda p: torch.optim.SGD(p, lr=1e-2))
+        model.net[3].double()
+        model.net.insert(3, Double() if stored == torch.float64 else nn.Identity())
+        model.net[4].weight.data.mul_(1 + 1e-12)
+        return model
+
+    ours, theirs = double(), double()
+    fit(ours, plugins=[plan_for(mode)])
+    fit(theirs, **stock_for(mode))
+    assert ours.net[4].weight.dtype == theirs.net[4].weight.dtype == stored
+    assert torch.equal(ours.net[4].weight, theirs.net[4].weight)
+    assert ours.losses == theirs.losses
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
