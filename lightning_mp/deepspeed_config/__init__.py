@@ -62,15 +62,13 @@ class DeepSpeedJson:
         """
         from lightning_mp.deepspeed_config.write import write_policy
 
-        config = write_policy(
-            self.policy,
-            stage=stage,
-            offload_optimizer=offload_optimizer,
-            offload_parameters=offload_parameters,
-            micro_batch=train_micro_batch_size_per_gpu,
-            accumulate=gradient_accumulation_steps,
-            clip_norm=gradient_clipping,
-        )
+        trainer = {
+            "train_micro_batch_size_per_gpu": train_micro_batch_size_per_gpu,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "gradient_clipping": gradient_clipping,
+        }
+        offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
+        config = write_policy(self.policy, trainer, stage=stage, **offload)
         if path is not None:
             Path(path).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         return config

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from lightning_mp.deepspeed_config import schema
 from lightning_mp.deepspeed_config.schema import SUBJECT, dtype_of, is_off, is_unset
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.policy import NonFinite, PrecisionPolicy
 from lightning_mp.policy.load import plain_mapping
 from lightning_mp.policy.loss_scaling import FP32_MAX, LossScaling
@@ -23,7 +23,7 @@ _MODES = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 _BLOCKS = ("fp16", "bf16", "bfloat16", "torch_autocast", "data_types")
 _SENT = "communication_data_type"
 #: a top-level key that belongs into one of those blocks decides a format, too
-_MISPLACED = {*schema.FP16, *schema.BF16, *schema.TORCH_AUTOCAST, *schema.DATA_TYPES} - {"enabled", "dtype"}
+_MISPLACED = {key for block in _BLOCKS for key in schema.BLOCKS[block]} - {"enabled", "dtype"}
 #: top-level keys that something else than the engine says under Lightning
 _ELSEWHERE: Mapping[str, str] = {
     "optimizer": "configure_optimizers() makes it",
@@ -60,48 +60,41 @@ def load_json(source: JsonLike) -> dict[str, Any]:
     Raises:
         PlanError: no such file, broken JSON (with its line and column), a key written twice, no object.
     """
-    if not isinstance(source, (str, PathLike)):
-        if not isinstance(source, Mapping):
-            raise _no_object(repr(source))
-        try:
-            return plain_mapping(source)
-        except PlanError as error:
-            raise PlanError(error.faults, SUBJECT) from error
-    loaded = _parsed(Path(source))
-    if not isinstance(loaded, dict):
-        raise _no_object(f"{str(source)!r} with a {type(loaded).__name__} in it")
-    return cast("dict[str, Any]", loaded)
+    with Faults(SUBJECT) as faults:
+        given, loaded = repr(source), cast("Any", source)
+        if isinstance(source, (str, PathLike)):
+            given = repr(str(source))
+            loaded = _parsed(Path(source), faults)
+        if not faults.found and not isinstance(loaded, Mapping):
+            what = given if loaded is source else f"{given} with a {type(loaded).__name__} in it"
+            faults.add(what, "an object, {...}, or the path of a JSON file with one", "write {'fp16': {...}}")
+    try:
+        return plain_mapping(loaded)
+    except PlanError as error:
+        raise PlanError(error.faults, SUBJECT) from error
 
 
-def _no_object(given: str) -> PlanError:
-    allowed, fix = "an object, {...}, or the path of a JSON file with one", "write {'fp16': {...}}"
-    return PlanError([Fault(given, allowed, fix)], SUBJECT)
-
-
-def _parsed(path: Path) -> Any:
-    twice: list[str] = []
+def _parsed(path: Path, faults: Faults) -> Any:
+    name, twice = repr(str(path)), dict[str, None]()
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
-        twice.extend(dict.fromkeys(key for key in keys if keys.count(key) > 1))
+        twice.update(dict.fromkeys(key for key in keys if keys.count(key) > 1))
         return dict(pairs)
 
-    name = repr(str(path))
-    with Faults(SUBJECT) as faults:
-        if not path.is_file():
-            faults.add(f"{name}, which is no file", "the path of a JSON file", "check the path")
-            return None
-        loaded = None
-        try:
-            loaded = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique)
-        except json.JSONDecodeError as error:
-            comment = error.doc.startswith(("//", "/*", "#"), error.pos)
-            fix = "remove the comment there, JSON has none" if comment else "correct it (no comments, no last comma)"
-            faults.add(f"{name}: {error.msg} at line {error.lineno}, column {error.colno}", "JSON", fix)
-        except (OSError, ValueError) as error:
-            faults.add(f"{name}: {error}", "JSON in UTF-8", "correct the file")
-        for key in twice:
-            faults.add(f"{key!r} twice in {name}", "each key once in its object", "keep one of them")
+    if not path.is_file():
+        faults.add(f"{name}, which is no file", "the path of a JSON file", "check the path")
+        return None
+    loaded = None
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        where = f"{name}: {error.msg} at line {error.lineno}, column {error.colno}"
+        faults.add(where, "JSON, which has no comments and no last comma", "correct it")
+    except (OSError, ValueError) as error:
+        faults.add(f"{name}: {error}", "JSON in UTF-8", "correct the file")
+    for key in twice:
+        faults.add(f"{key!r} twice in {name}", "each key once in its object", "keep one of them")
     return loaded
 
 
@@ -121,10 +114,8 @@ class _Reader:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.faults = Faults(SUBJECT)
-        self.taken: dict[str, str] = {}
-        self.left: dict[str, str] = {}
-        self.refused: dict[str, str] = {}
-        self.notes = DeepSpeedNotes(self.taken, self.left, self.refused)
+        self.notes = DeepSpeedNotes({}, {}, {})
+        self.taken, self.left, self.refused = self.notes.taken, self.notes.left, self.notes.refused
         self.config = config
         self.bf16 = "bfloat16" if is_unset(config.get("bf16")) and "bfloat16" in config else "bf16"
         self.good = self._checked()
@@ -345,7 +336,7 @@ def _decides_formats(key: str) -> bool:
     """Whether a top-level key decides a format or the loss scale, or was meant to."""
     known = (*_BLOCKS, _SENT)
     meant = key in _MISPLACED or difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.7)
-    return key in known or (key not in schema.TOP and bool(meant))
+    return key in known or (key not in schema.BLOCKS[""] and bool(meant))
 
 
 def _where_it_is_set(key: str, value: Any) -> str:

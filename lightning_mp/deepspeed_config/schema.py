@@ -7,17 +7,16 @@ DeepSpeed 0.19.8, ``deepspeed/runtime/{config,constants,precision_config}.py``; 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import cache
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, cast, get_args
+from typing import Any, cast
 
 from lightning_mp.errors import Fault, is_number, nearest
-from lightning_mp.policy import DTYPES, STORAGE_DTYPES
+from lightning_mp.policy import DTYPES, STORAGE_DTYPES, PrecisionPolicy
 
 SUBJECT = "DeepSpeed config"
 
@@ -58,48 +57,55 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     # get_communication_data_type knows the short names only.
     "sent dtype": ("fp32, bf16, fp16", lambda value: isinstance(value, str) and value.lower() in STORAGE_DTYPES),
 }
-_NEVER_QUOTED = ("bool", "integer", "count", "positive", "number", "stage")
 
 
 def _keys(**names: str) -> dict[str, str]:
     return {name: kind.replace("_", " ") for kind, listed in names.items() for name in listed.split()}
 
 
-TOP = _keys(
-    object="""
-        activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger compile csv_monitor
-        data_efficiency data_types expert_parallel flops_profiler fp16 hybrid_engine optimizer pipeline scheduler
-        tensor_parallel tensorboard timers torch_autocast wandb weight_quantization zero_optimization""",
-    bool="""
-        dataloader_drop_last disable_allgather disable_python_gc dump_state managed_gradient_accumulation
-        memory_breakdown prescale_gradients use_data_before_expert_parallelism wall_clock_breakdown
-        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer""",
-    positive="""
-        train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps sequence_parallel_size
-        data_parallel_size""",
-    count="steps_per_print vocabulary_size allgather_size",
-    number="gradient_clipping gradient_predivide_factor",
-    text="gradient_allreduce_op",
-    sent_dtype="communication_data_type seq_parallel_communication_data_type",
-    any="comms_config datastates_ckpt log_level",  # the first is no key of DeepSpeed's, and common
-)
+#: every key whose value is checked here, by the block it stands in (``""`` is the file)
+BLOCKS: Mapping[str, Mapping[str, str]] = {
+    "": _keys(
+        object="""
+            activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger compile csv_monitor
+            data_efficiency data_types expert_parallel flops_profiler fp16 hybrid_engine optimizer pipeline scheduler
+            tensor_parallel tensorboard timers torch_autocast wandb weight_quantization zero_optimization""",
+        bool="""
+            dataloader_drop_last disable_allgather disable_python_gc dump_state managed_gradient_accumulation
+            memory_breakdown prescale_gradients use_data_before_expert_parallelism wall_clock_breakdown
+            zero_allow_untested_optimizer zero_force_ds_cpu_optimizer""",
+        positive="""
+            train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps sequence_parallel_size
+            data_parallel_size""",
+        count="steps_per_print vocabulary_size allgather_size",
+        number="gradient_clipping gradient_predivide_factor",
+        text="gradient_allreduce_op",
+        sent_dtype="communication_data_type seq_parallel_communication_data_type",
+        any="comms_config datastates_ckpt log_level",  # the first is no key of DeepSpeed's, and common
+    ),
+    "fp16": _keys(
+        bool="enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads",
+        number="loss_scale min_loss_scale",
+        integer="initial_scale_power",
+        positive="loss_scale_window hysteresis",
+    ),
+    **dict.fromkeys(
+        ("bf16", "bfloat16"),
+        _keys(
+            bool="enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
+        ),
+    ),
+    "torch_autocast": _keys(bool="enabled", dtype="dtype", list="lower_precision_safe_modules"),
+    "data_types": _keys(dtype="grad_accum_dtype param_dtype buffer_dtype", list="keep_in_fp32_modules"),
+}
+#: of ZeRO's block, what a strategy decides; the rest is its model's affair
+_ZERO = _keys(stage="stage", bool="cpu_offload cpu_offload_param", object="offload_optimizer offload_param")
+_MODELS = {
+    "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
+    "compile": ("deepspeed.compile.config", "CompileConfig"),
+}
 
-FP16 = _keys(
-    bool="enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads",
-    number="loss_scale min_loss_scale",
-    integer="initial_scale_power",
-    positive="loss_scale_window hysteresis",
-)
-
-BF16 = _keys(
-    bool="enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states",
-)
-
-TORCH_AUTOCAST = _keys(bool="enabled", dtype="dtype", list="lower_precision_safe_modules")
-
-DATA_TYPES = _keys(dtype="grad_accum_dtype param_dtype buffer_dtype", list="keep_in_fp32_modules")
-
-#: keys of the fp16 block, the field of LossScaling that each says, and DeepSpeed's default
+#: the loss scale's keys of the fp16 block, the field of LossScaling that each says, and DeepSpeed's default
 RULE: Mapping[str, tuple[str, Any]] = {
     "initial_scale_power": ("init_scale", 16),
     "loss_scale_window": ("growth_interval", 1000),
@@ -108,82 +114,100 @@ RULE: Mapping[str, tuple[str, Any]] = {
     "min_loss_scale": ("min_scale", 1),
 }
 
-#: the keys of ZeRO's block that a strategy decides; the others are DeepSpeed's
-_ZERO = _keys(stage="stage", bool="cpu_offload cpu_offload_param", object="offload_optimizer offload_param")
-_MODELS = {
-    "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
-    "compile": ("deepspeed.compile.config", "CompileConfig"),
+
+@dataclass(frozen=True, slots=True)
+class Says:
+    """What a key says of a plan."""
+
+    #: the value that says what a policy does; ``None`` where it says nothing of it
+    value: Callable[[PrecisionPolicy], Any]
+    #: how a message shows that of the plan
+    words: Callable[[PrecisionPolicy], str]
+    #: what in a plan says the same as a value of the key
+    same: Callable[[Any], str]
+
+
+def json_value(key: str, value: Any) -> Any:
+    """A field of ``LossScaling`` as its key says it; ``None`` where the scale is no power of 2."""
+    if key != "initial_scale_power":
+        return value
+    mantissa, exponent = math.frexp(value)
+    return exponent - 1 if mantissa == 0.5 else None
+
+
+def _of_rule(key: str, field: str) -> Says:
+    def value(policy: PrecisionPolicy) -> Any:
+        rule = policy.loss_scaling
+        return None if rule is None or not rule.dynamic else json_value(key, getattr(rule, field))
+
+    power = "2**" if key == "initial_scale_power" else ""
+    return Says(
+        value,
+        lambda policy: f"loss_scaling.{field}={getattr(policy.loss_scaling, field)!r}",
+        lambda given: f"LossScaling({field}={power}{given!r})",
+    )
+
+
+def _loss_scale(policy: PrecisionPolicy) -> Any:
+    rule = policy.loss_scaling
+    return None if rule is None else 0 if rule.dynamic else rule.init_scale
+
+
+def _precision(policy: PrecisionPolicy) -> str:
+    return f"precision={policy.precision!r}"
+
+
+def _field(name: str) -> Says:
+    return Says(
+        lambda policy: getattr(policy, name),
+        lambda policy: f"{name}={getattr(policy, name)!r}",
+        lambda given: f"{name}={dtype_of(given)!r}",
+    )
+
+
+#: the keys that say what a plan says: they are read into a policy, compared with one, and written from one
+SAYS: Mapping[str, Says] = {
+    "fp16.enabled": Says(
+        lambda policy: policy.compute_dtype == "fp16",
+        _precision,
+        lambda on: f"precision={'16-mixed' if on else '32-true'!r}",
+    ),
+    "bf16.enabled": Says(
+        lambda policy: policy.precision.startswith("bf16"), _precision, lambda _: "precision='bf16-mixed'"
+    ),
+    "fp16.loss_scale": Says(
+        _loss_scale,
+        lambda policy: f"loss_scaling={policy.loss_scaling!r}, fp16.loss_scale={_loss_scale(policy)!r},",
+        lambda scale: f"loss_scaling=LossScaling{f'.static({scale!r})' if scale else '()'}",
+    ),
+    **{f"fp16.{key}": _of_rule(key, field) for key, (field, _) in RULE.items()},
+    "communication_data_type": _field("reduce_dtype"),
+    "data_types.grad_accum_dtype": Says(
+        lambda _: "fp32", lambda _: "gradients accumulated in 'fp32'", lambda _: "nothing: it is no choice of a plan's"
+    ),
+    "data_types.param_dtype": Says(
+        lambda policy: policy.storage_dtype,
+        lambda policy: f"{_precision(policy)}, stored as {policy.storage_dtype!r},",
+        lambda _: "another precision",
+    ),
+    "data_types.buffer_dtype": _field("buffer_dtype"),
 }
 
 
-#: the blocks whose keys are listed here, by where they stand (``""`` is the file)
-_LISTED: Mapping[str, Mapping[str, Any]] = {
-    "": TOP,
-    "fp16": FP16,
-    "bf16": BF16,
-    "bfloat16": BF16,
-    "torch_autocast": TORCH_AUTOCAST,
-    "data_types": DATA_TYPES,
-}
-
-
-def blocks() -> dict[str, Mapping[str, Any]]:
-    """Every block whose keys are known, by where it stands; with what each key may hold."""
-    return {**_LISTED, **_engine_blocks()}
-
-
-def _keys_of(where: str) -> Mapping[str, Any] | None:
-    return (_engine_blocks() if where.partition(".")[0] in _MODELS else _LISTED).get(where)
-
-
-@cache
-def _engine_blocks() -> dict[str, Mapping[str, Any]]:
-    """The blocks that DeepSpeed's models know; none where it is not installed."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # on import DeepSpeed logs which device it found
-    try:
-        models = {name: getattr(import_module(module), model) for name, (module, model) in _MODELS.items()}
-    except Exception:  # not installed, or not importable, as without a CUDA toolkit
-        return {}
-    finally:
-        logging.disable(before)
-    found: dict[str, Mapping[str, Any]] = {}
-    for name, model in models.items():
-        found |= _fields_of(name, model)
-    return found | {"zero_optimization": {**found["zero_optimization"], "stage": "stage"}}
-
-
-def _fields_of(where: str, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The keys of one of DeepSpeed's pydantic models, and those of the models below it."""
-    table: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        table |= {name: field, field.alias or name: field}
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if hasattr(kind, "model_fields"):
-                yield from _fields_of(f"{where}.{name}", kind)
-    yield where, table
-
-
-_GONE = "DeepSpeed 0.19 removed it and refuses the key"
-#: top-level keys that change numbers behind the plan or that DeepSpeed removed (``_REMOVED_TOP_LEVEL_CONFIG_KEYS``)
-REFUSED: Mapping[str, str] = {
+_ROUNDS = "it would round the weights, and precision comes from the plan"
+#: top-level keys that choose formats instead of the plan
+FORMATS: Mapping[str, str] = {
     "amp": "Apex amp would choose formats too, and precision comes from the plan",
     "fp8": "DeepSpeed has no such block, and precision comes from the plan",
-    "quantize_training": "it would round the weights, and precision comes from the plan",
-    "compression_training": "it would round the weights, and precision comes from the plan",
-    "nebula": _GONE,
-    "sparse_gradients": _GONE,
-    "eigenvalue": _GONE,
-    "sparse_attention": _GONE,
-    "elasticity": _GONE,
-    "graph_harvesting": _GONE,
-    "curriculum_learning": f"{_GONE}; data_efficiency.data_sampling.curriculum_learning took its place",
-    "progressive_layer_drop": _GONE,
+    "quantize_training": _ROUNDS,
+    "compression_training": _ROUNDS,
 }
-#: those of them that choose formats
-FORMATS = ("amp", "fp8", "quantize_training", "compression_training")
-#: ``_REMOVED_ZERO_CONFIG_KEYS``
-REMOVED_ZERO = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
+#: top-level keys that DeepSpeed 0.19 removed and refuses (``_REMOVED_TOP_LEVEL_CONFIG_KEYS``)
+REMOVED = (
+    *("nebula", "sparse_gradients", "eigenvalue", "sparse_attention", "elasticity", "graph_harvesting"),
+    *("curriculum_learning", "progressive_layer_drop"),
+)
+REFUSED: Mapping[str, str] = {**FORMATS, **dict.fromkeys(REMOVED, "DeepSpeed 0.19 removed it and refuses the key")}
 
 
 def check(where: str, given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Fault]]:
@@ -191,67 +215,84 @@ def check(where: str, given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[st
 
     Comments (``_...``) are neither; an unset value is well formed.
     """
-    known = _keys_of(where)
-    table = (_ZERO if where == "zero_optimization" else {}) if known is None else known
+    table = BLOCKS.get(where, _ZERO if where == "zero_optimization" else {})
+    wrong = _by_model(where, given) if where in _MODELS else {}
     good: dict[str, Any] = {}
-    wrong: dict[str, Fault] = {}
     for key, value in given.items():
         path = f"{where}.{key}" if where else str(key)
         if str(key).startswith("_"):
             continue
-        if known is not None and key not in known:
-            wrong[path] = _unknown(where, str(key), table)
+        if where in BLOCKS and key not in table:
+            wrong[path] = _unknown(where, str(key))
         elif is_unset(value):
             good[key] = value
-        elif isinstance(value, Mapping) and (path in _MODELS or _keys_of(path) is not None):
+        elif isinstance(value, Mapping) and path in (*BLOCKS, *_MODELS):
             good[key], below = check(path, cast("Mapping[Any, Any]", value))
             wrong |= below
-        elif fault := _misfit(path, "object" if _keys_of(path) else table.get(key, "any"), value):
+        elif fault := _misfit(path, "object" if path in BLOCKS else table.get(key, "any"), value):
             wrong[path] = fault
-        else:
+        elif not any(other == path or other.startswith(f"{path}.") for other in wrong):
             good[key] = value
     return good, wrong
 
 
-def _misfit(path: str, kind: Any, value: Any) -> Fault | None:
-    """What is wrong with a value, if anything; ``kind`` is one of ``_KINDS`` or a field of DeepSpeed's model."""
-    if isinstance(kind, str):
-        allowed, fits = _KINDS[kind]
-        quoted = kind in _NEVER_QUOTED
-        if fits(value):
-            return None
-    else:
-        from pydantic import TypeAdapter, ValidationError
-
-        expected: Any = kind.annotation
-        for constraint in kind.metadata:
-            expected = Annotated[expected, constraint]
-        adapter = TypeAdapter[Any](expected)
-        try:
-            if isinstance(value, (str, bool)):  # else pydantic would take "true" and "1" for true and 1
-                adapter.validate_json(json.dumps(value), strict=True)
-            else:
-                adapter.validate_python(value)
-        except ValidationError as error:
-            first = error.errors()[0]
-            allowed, quoted = first["msg"].removeprefix("Input should be "), first["type"] != "enum"
-        else:
-            return None
-    return Fault(
-        f"{path}={value!r}", allowed, "write it without quotes" if quoted and isinstance(value, str) else "correct it"
-    )
+def _misfit(path: str, kind: str, value: Any) -> Fault | None:
+    """What is wrong with a value, if anything."""
+    allowed, fits = _KINDS[kind]
+    if fits(value):
+        return None
+    quoted = isinstance(value, str) and kind in ("bool", "integer", "count", "positive", "number", "stage")
+    return Fault(f"{path}={value!r}", allowed, "write it without quotes" if quoted else "correct it")
 
 
-def _unknown(where: str, key: str, table: Mapping[str, Any]) -> Fault:
+def _unknown(where: str, key: str) -> Fault:
     given = f"unknown key {where}.{key}" if where else f"unknown key {key}"
-    allowed = ", ".join(table) if where else "DeepSpeed's own, https://www.deepspeed.ai/docs/config-json/"
-    if key in REMOVED_ZERO:
-        return Fault(given, allowed, f"remove it: {_GONE}")
-    near = nearest(key, table, count=1 if where else 3)
-    homes = [name for name, block in blocks().items() if key in block and name not in ("", where, "bfloat16")]
+    allowed = ", ".join(BLOCKS[where]) if where else "DeepSpeed's own, https://www.deepspeed.ai/docs/config-json/"
+    near = nearest(key, BLOCKS[where], count=1 if where else 3)
+    blocks = {**BLOCKS, "zero_optimization": _ZERO}
+    homes = [name for name, block in blocks.items() if key in block and name not in ("", where, "bfloat16")]
     hints = [f"did you mean {near}?"] if near else []
     hints += [f"move it into {' or '.join(homes)}"] if homes and key != "enabled" else []
     return Fault(given, allowed, " or ".join(hints if where and hints else [*hints, "remove it"]))
+
+
+def _by_model(where: str, given: Mapping[Any, Any]) -> dict[str, Fault]:
+    """What DeepSpeed's own model says of a block; nothing where DeepSpeed is not installed."""
+    module, name = _MODELS[where]
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # on import DeepSpeed logs which device it found, then what is deprecated
+    try:
+        model: Any = getattr(import_module(module), name)
+    except Exception:  # not installed, or not importable, as without a CUDA toolkit
+        return {}
+    else:
+        try:
+            # the deprecated flags become blocks, next to which the model would not take them
+            entries = {str(key): value for key, value in without_unset(given, False).items()}
+            model(**{key: value for key, value in entries.items() if "cpu_offload" not in key})
+        except ValueError as error:  # pydantic's own is one
+            errors: Any = getattr(error, "errors", list)()
+            return dict(_fault_of_model(where, model, each) for each in errors)
+    finally:
+        logging.disable(before)
+    return {}
+
+
+def _fault_of_model(where: str, model: Any, error: Mapping[str, Any]) -> tuple[str, Fault]:
+    """One of pydantic's errors, by the path of the entry."""
+    *above, key = (str(part) for part in error["loc"])
+    path, value = ".".join((where, *above, key)), error["input"]
+    if error["type"] == "extra_forbidden":
+        near = nearest(key, () if above else model.model_fields, count=1)
+        return path, Fault(
+            f"unknown key {path}", "DeepSpeed's own of that block", f"did you mean {near}?" if near else "remove it"
+        )
+    quoted = isinstance(value, str) and error["type"] not in ("enum", "model_type")
+    return path, Fault(
+        f"{path}={value!r}",
+        error["msg"].removeprefix("Input should be "),
+        "write it without quotes" if quoted else "correct it",
+    )
 
 
 def without_unset(value: Any, top: bool = True) -> Any:

@@ -265,7 +265,7 @@ REPORTED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"zero_optimization.offload_param.divice": "cpu"},
         "zero_optimization.offload_param.divice",
-        "did you mean 'device'?",
+        "unknown key",
     ),
     ({"bf16.enabled": True, "bfloat16.enabled": True}, "bfloat16", "where both stand"),
 ]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from lightning_mp.deepspeed_config.merge import Composed, add_trainer, compose
-from lightning_mp.deepspeed_config.schema import REFUSED, blocks
+from lightning_mp.deepspeed_config.schema import BLOCKS, REFUSED
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
 from lightning_mp.policy.loss_scaling import LossScaling
@@ -84,7 +84,7 @@ def with_trainer(config: Mapping[str, Any], **words: Any) -> dict[str, Any]:
 
 def anything() -> st.SearchStrategy[dict[str, Any]]:
     """Any JSON object at all, of keys that DeepSpeed knows and of some it does not."""
-    tables = blocks().values()
+    tables = BLOCKS.values()
     names = st.sampled_from([*REFUSED, *{key for table in tables for key in table}, "", "_x", "fp61"])
     words = st.sampled_from(["auto", "fp16", "bf16", "cpu", "1", ""])
     scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), words, st.just(10**400))
