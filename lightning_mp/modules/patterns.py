@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
@@ -11,9 +12,28 @@ from lightning_mp.compat.torch import WRAPPERS
 from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.modules.class_swap import original_class
 
+#: the word for every normalization; also a pattern like any other
+NORMS = "norms"
+#: in the name of a class: not those that normalize weights, as weight_norm does, or inputs, as transforms do
+_NORM = re.compile(r"(?<!Weight)(?<!Spectral)Norm(?!aliz)")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the module is a LayerNorm, BatchNorm, GroupNorm or RMSNorm of any class: one that only normalizes."""
+    named = any(_NORM.search(cls.__name__) for cls in original_class(module).__mro__)
+    own = sum(1 for _ in module.parameters(recurse=False)) + sum(1 for _ in module.buffers(recurse=False))
+    if not named or not (own or original_class(module).__module__.startswith("torch.nn.")):
+        return False
+    return all(is_norm(child) or next(child.parameters(), None) is None for child in module.children())
+
 
 def matches(pattern: str, name: str, module: nn.Module) -> bool:
-    """Whether ``pattern`` (case-sensitive ``fnmatch``) is the module's name, a dotted suffix of it, or its class."""
+    """Whether ``pattern`` means the module: by its name, a dotted suffix of it, or its class (case-sensitive fnmatch).
+
+    The word ``norms`` means every normalization too.
+    """
+    if pattern == NORMS and is_norm(module):
+        return True
     parts = name.split(".")
     suffixes = (".".join(parts[start:]) for start in range(len(parts)))
     return any(fnmatchcase(suffix, pattern) for suffix in suffixes) or fnmatchcase(

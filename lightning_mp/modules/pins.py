@@ -169,6 +169,9 @@ class PinState:
     output: torch.dtype | None
     to_input_dtype: bool
     device_type: str
+    #: it owns weights, to whose dtype models cast what goes in (Mamba's norms, ViT's projection): that dtype is the
+    #: pin's, and ``output`` is what follows expects
+    weighted: bool = False
 
 
 class PinnedForward(class_swap.Swapped):
@@ -190,7 +193,7 @@ class PinnedForward(class_swap.Swapped):
             else:
                 with default_dtype(pin.dtype):  # what the module makes (positions, masks) is of its dtype too
                     output = run(*args, **kwargs)
-        wanted = came_in or pin.output
+        wanted = pin.output if pin.weighted and came_in == pin.dtype else came_in or pin.output
         return output if wanted is None else cast_floating(output, wanted)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -237,7 +240,8 @@ def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device
     # Inside another pinned region autocast is off, so nothing there would cast what comes out.
     returns = output == "input" or not mixed or member.inside is not None
     fallback = to_torch(member.inside) if member.inside else compute_dtype
-    return PinState(dtype, fallback if returns else None, to_input_dtype=returns, device_type=device_type)
+    weighted = output is None and next(member.module.parameters(), None) is not None
+    return PinState(dtype, fallback if returns else None, returns, device_type, weighted)
 
 
 def unpin(module: nn.Module) -> None:

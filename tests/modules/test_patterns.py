@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
+from transformers import Wav2Vec2Config
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2LayerNormConvLayer
 
 from lightning_mp.errors import Faults
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
@@ -34,6 +37,16 @@ LINEAR, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
         ("*Norm*", "input_layernorm", LINEAR, False),
         ("Layer", "ln_f", NORM, False),
         ("*", "anything", LINEAR, True),
+        ("norms", "ln_f", NORM, True),
+        ("norms", "1", nn.BatchNorm2d(2), True),
+        ("norms", "1", nn.GroupNorm(1, 2, affine=False), True),
+        ("norms", "q", LlamaRMSNorm(2), True),
+        ("norms", "q", type("OwnNorm", (nn.Module,), {})(), False),
+        ("norms", "q", type("Ours", (nn.LayerNorm,), {})(2), True),
+        ("norms", "conv_layers.0", Wav2Vec2LayerNormConvLayer(Wav2Vec2Config()), False),
+        ("norms", "input_norm", LINEAR, False),
+        ("norms", "head", nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), False),
+        ("norms", "encoder.norms", nn.ModuleList(), True),
     ],
 )
 def test_a_pattern_is_a_name_a_dotted_suffix_or_a_class_in_its_own_case(
