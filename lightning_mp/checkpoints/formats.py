@@ -41,7 +41,7 @@ def without_file_protocol(path: Any) -> Any:
     return plain if protocol in ("file", "local") else path
 
 
-def is_remote(path: Any) -> bool:
+def is_remote_path(path: Any) -> bool:
     """Whether fsspec alone reaches ``path`` (``s3://``, ``memory://``): no folder of the operating system's."""
     return split_protocol(without_file_protocol(path))[0] is not None
 
@@ -52,7 +52,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     Raises:
         CheckpointFormatError: none of them, or a part of one; it says what is there and what is missing.
     """
-    if is_remote(path):
+    if is_remote_path(path):
         raise CheckpointFormatError(
             f"{str(path)!r}, which is not on this machine",
             "a local path",

@@ -15,7 +15,7 @@ from lightning_mp.compat.lightning import LightningModule, MisconfigurationExcep
 from lightning_mp.compat.torch import copied
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
-from lightning_mp.modules.elsewhere import is_elsewhere
+from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics import grads
 from lightning_mp.policy import PrecisionPolicy
 
@@ -115,7 +115,7 @@ class Before:
     """Weights and state of an optimizer, and of those inside of it, as they were before a step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._parameters = [p for p in grads.parameters_of(optimizer) if not is_elsewhere(p)]
+        self._parameters = [p for p in grads.parameters_of(optimizer) if not is_remote(p)]
         self._values = [parameter.detach().clone() for parameter in self._parameters]
         known: dict[int, Any] = {id(parameter): parameter for parameter in self._parameters}
         inner = list(parts(optimizer))

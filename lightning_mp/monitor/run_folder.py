@@ -25,7 +25,7 @@ AUDIT, AUDIT_TABLE = "audit.json", "audit.md"
 FINDINGS = "findings.json"
 REPORT = "report.html"
 #: a pipeline's schedule as it ran, and its picture
-PIPELINE, PIPELINE_PICTURE = "pipeline.json", "pipeline.svg"
+PIPELINE = "pipeline.json"
 #: the folder of saved batches, and their names in it
 BATCHES, BATCH_FILES = "nonfinite", "step_*_rank*.pt"
 #: what a run writes; it replaces another run's only where that one's run.json says that it was written by this package
@@ -135,7 +135,7 @@ class RunFolder:
         if is_ours(self.path):
             for path in (self.path / BATCHES).glob(BATCH_FILES):
                 path.unlink()
-            for name in (PIPELINE, PIPELINE_PICTURE, *_FILES):
+            for name in (PIPELINE, *_FILES):
                 (self.path / name).unlink(missing_ok=True)
 
     def _join(self, writer: str) -> RunFolder:

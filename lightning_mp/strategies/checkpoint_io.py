@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import CheckpointFormatError, Kind, is_remote, kind_of, without_file_protocol
+from lightning_mp.checkpoints.formats import CheckpointFormatError, Kind, is_remote_path, kind_of, without_file_protocol
 from lightning_mp.checkpoints.load import read_full
 from lightning_mp.checkpoints.names import plain_names
 from lightning_mp.checkpoints.sharded import entries
@@ -50,7 +50,7 @@ class PortableCheckpoints(_Base):
         if not self.saves_folders or trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         folders: set[Any] = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
-        faults.extend([_remote(folder) for folder in sorted(filter(None, folders)) if is_remote(folder)])
+        faults.extend([_remote(folder) for folder in sorted(filter(None, folders)) if is_remote_path(folder)])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save as the host does, with the dtypes that parameters and buffers are stored in.
@@ -64,10 +64,10 @@ class PortableCheckpoints(_Base):
             "world_size": getattr(self, "world_size", 1),
         }
         path = without_file_protocol(self.broadcast(filepath))
-        if self.saves_folders and is_remote(path):
+        if self.saves_folders and is_remote_path(path):
             fault = _remote(path)
             raise CheckpointFormatError(fault.given, fault.allowed, fault.fix)
-        if self.saves_folders or not (is_remote(path) or self._users_io):
+        if self.saves_folders or not (is_remote_path(path) or self._users_io):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         elif self.is_global_zero:  # Lightning's strategies of shards would take the path for that of a local file
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -117,8 +117,8 @@ class PortableCheckpoints(_Base):
 
     def _needs_io(self, path: Any) -> bool:
         """Whether only the Trainer's CheckpointIO reads ``path``: it is remote, or a plugin of the user's wrote it."""
-        if is_remote(path) or not self._users_io:
-            return is_remote(path)
+        if is_remote_path(path) or not self._users_io:
+            return is_remote_path(path)
         try:
             return kind_of(path) == "file"
         except CheckpointFormatError:

@@ -14,8 +14,8 @@ from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import Faults
 from lightning_mp.planner.prediction import MemoryPrediction
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies.pipeline.parts import cut, leaves
 from lightning_mp.strategies.pipeline.schedules import Layout, split
+from lightning_mp.strategies.pipeline.stages import cut, leaves
 from lightning_mp.tracing.run import traced
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.deepspeed import full_master
-from lightning_mp.modules.elsewhere import is_elsewhere
 from lightning_mp.modules.half_copies import HalfCopy, stored_dtype
+from lightning_mp.modules.remote import is_remote
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
@@ -43,7 +43,7 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _here(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((plain_name(name), one) for name, one in module.named_parameters() if not is_elsewhere(one))
+    return ((plain_name(name), one) for name, one in module.named_parameters() if not is_remote(one))
 
 
 def stored(module: nn.Module) -> dict[str, str]:

@@ -244,7 +244,7 @@ class Fit:
         arguments = {"gradient_clip_val": self.clip, "accumulate_grad_batches": accumulate, **dict(self.arguments)}
         runner = trainer(**{"plugins": [plan], "num_sanity_val_steps": 0, **arguments, **extra})
         for number in range(self.fits):
-            runner.fit_loop.max_epochs = number + 1
+            runner.fit_loop.max_epochs += min(number, 1)
             runner.fit(module, loader, held_out, ckpt_path=self.load)
         if self.save:
             runner.save_checkpoint(self.save)

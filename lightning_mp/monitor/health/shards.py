@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp.compat import deepspeed as compat
-from lightning_mp.modules.elsewhere import is_elsewhere
 from lightning_mp.modules.half_copies import HalfCopy
+from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.grad_norm import Groups, shard_groups
 from lightning_mp.numerics.grads import gradients, local
 
@@ -45,7 +45,7 @@ class Layout:
             return Shard(compat.local_part(parameter), _everyone())
         if isinstance(parameter, HalfCopy):
             return Shard(compat.master_part(parameter), _everyone())
-        if is_elsewhere(parameter):
+        if is_remote(parameter):
             return Shard(parameter.new_empty(0), self._groups(parameter))
         shard = local(parameter)
         return Shard(torch.view_as_real(shard) if shard.is_complex() else shard, self._groups(parameter))

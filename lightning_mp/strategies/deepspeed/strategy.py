@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import is_remote, without_file_protocol
+from lightning_mp.checkpoints.formats import is_remote_path, without_file_protocol
 from lightning_mp.checkpoints.zero import loads_alike, resumable
 from lightning_mp.compat.deepspeed import accumulate_apart, casts_left_out, halve_masters, refresh_masters
 from lightning_mp.compat.lightning import (
@@ -363,7 +363,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         """
         path = without_file_protocol(self.broadcast(checkpoint_path))
         if (
-            not is_remote(path)
+            not is_remote_path(path)
             and self.lightning_module is not None
             and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         ):

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import SHARDED_EXTRA, Kind, is_remote, without_file_protocol
+from lightning_mp.checkpoints.formats import SHARDED_EXTRA, Kind, is_remote_path, without_file_protocol
 from lightning_mp.checkpoints.names import plain_names
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
@@ -249,7 +249,7 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save as Lightning does; rank 0 first removes a checkpoint of the other format from the path."""
         path = without_file_protocol(self.broadcast(filepath))
-        if is_remote(path):
+        if is_remote_path(path):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         path = Path(path)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import Fault, PlanError
-from lightning_mp.strategies.pipeline.parts import leaves
+from lightning_mp.strategies.pipeline.stages import leaves
 
 LOGS = Fault(
     "self.log in pipeline_loss, which is called on the last stage alone",
@@ -92,7 +92,7 @@ class Batches:
             )
 
     def _check_alike(self, tensors: list[Tensor], epoch: int) -> None:
-        """Compare batch 0, 1, 2, 4, 8, … of an epoch, with a host read, so that all ranks of a replica refuse together.
+        """Compare batch 0, 1, 2, 4, 8, … of an epoch, with a device sync; all ranks of a replica refuse together.
 
         The first may be alike and the second not: a hook may draw on one stage alone from the generator that a data set
         draws from as it goes.

@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import Kind
 from lightning_mp.compat.lightning import LightningOptimizer
-from lightning_mp.modules.elsewhere import is_elsewhere
+from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, load_states, sharded_like
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from lightning_mp.strategies.pipeline.parts import Cut
+    from lightning_mp.strategies.pipeline.stages import Cut
 
 
 class PipelineCheckpoints(PortableCheckpoints):
@@ -61,7 +61,7 @@ class PipelineCheckpoints(PortableCheckpoints):
         mine = {
             number: {key: _on_cpu(value) for key, value in content["state"][number].items()}
             for number, parameter in _numbered(content, plain).items()
-            if number in content["state"] and not is_elsewhere(parameter)
+            if number in content["state"] and not is_remote(parameter)
         }
         return {**content, "state": self._gathered(mine)}
 
@@ -101,7 +101,7 @@ class PipelineCheckpoints(PortableCheckpoints):
                 f"Error(s) in loading state_dict for {type(module).__name__}: missing keys {missing}, unexpected keys "
                 f"{unexpected}"
             )
-        gone = {name for name, one in module.named_parameters(remove_duplicate=False) if is_elsewhere(one)}
+        gone = {name for name, one in module.named_parameters(remove_duplicate=False) if is_remote(one)}
         kept = {name: sharded_like(here.get(name), value) for name, value in full.items() if name not in gone}
         module.load_state_dict(kept, strict=False)
         load_states(self.optimizers, checkpoint, _own)
@@ -121,7 +121,7 @@ def _own(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     mine = {
         number: {key: sharded_like(numbered.get(number), value) for key, value in values.items()}
         for number, values in state["state"].items()
-        if number not in numbered or not is_elsewhere(numbered[number])
+        if number not in numbered or not is_remote(numbered[number])
     }
     return {**state, "state": mine}
 

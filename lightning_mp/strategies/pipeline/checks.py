@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dis
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from torch import nn
 
 from lightning_mp.compat.lightning import (
     LightningModule,
@@ -11,24 +12,17 @@ from lightning_mp.compat.lightning import (
     TrainerFn,
     is_compiled,
     is_overridden,
-    layer_sync_of,
     trainer_of,
     validates,
 )
 from lightning_mp.compat.torch import is_compiled as is_compiled_module
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, Faults
-from lightning_mp.modules.elsewhere import is_elsewhere
+from lightning_mp.modules.remote import is_remote
 from lightning_mp.strategies import unfit_callbacks
-from lightning_mp.strategies.pipeline.batches import LOGS, rows_that_do_not_divide
-from lightning_mp.strategies.pipeline.parts import Cut, cut
-from lightning_mp.strategies.pipeline.schedules import SCHEDULES
-from lightning_mp.strategies.pipeline.sharded_parts import units_of
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from lightning_mp.strategies.pipeline.strategy import PlanPipelineStrategy
+from lightning_mp.strategies.pipeline.batches import rows_that_do_not_divide
+from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout
+from lightning_mp.strategies.pipeline.stages import Cut, cut, units_of
 
 PREDICTS = Fault(
     "trainer.predict under pipeline parallelism",
@@ -54,8 +48,17 @@ def arguments(
         faults.whole("virtual_stages", virtual_stages, 2, "use 2, or schedule='1f1b'")
 
 
-def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningModule, faults: Faults) -> Cut | None:
-    """Note why ``model`` cannot be run in stages; else how it is cut."""
+def module(
+    model: LightningModule,
+    engine: StepEngine,
+    layout: Layout,
+    faults: Faults,
+    *,
+    known: Cut | None,
+    shards: bool,
+    syncs_batch_norm: bool,
+) -> Cut | None:
+    """Note why ``model`` cannot be run in stages; else how it is cut, which is ``known`` where a run before did."""
     unfit_callbacks.refuse_with_stages(model, faults)
     policy = engine.policy
     if policy.precision not in _MODES:
@@ -72,16 +75,15 @@ def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningM
             "the backward passes of the schedule, one for each micro-batch",
             "move it to on_before_backward / on_after_backward, or use strategy='mp_ddp'",
         )
-    if layer_sync_of(strategy) is not None:
+    if syncs_batch_norm:
         faults.add(
             "sync_batchnorm=True under pipeline parallelism",
             "batch norms whose statistics are those of a micro-batch",
             "leave it out, or use strategy='mp_ddp'",
         )
-    _check_compiled(model, strategy.layout.schedule, faults)
+    _check_compiled(model, layout.schedule, faults)
     _check_methods(model, faults)
-    known = strategy.cut_of(model)
-    if known is None and any(map(is_elsewhere, model.parameters())):
+    if known is None and any(map(is_remote, model.parameters())):
         faults.add(
             f"{type(model).__name__}, whose other stages are on the ranks of an earlier run",
             "a module with all its weights, or the Trainer that cut it",
@@ -89,8 +91,8 @@ def module(strategy: PlanPipelineStrategy, engine: StepEngine, model: LightningM
         )
     if faults.found or known is not None:
         return known
-    found = cut(model, strategy.layout.count, faults)
-    if found is not None and not faults.found and strategy.shards_stages:
+    found = cut(model, layout.count, faults)
+    if found is not None and not faults.found and shards:
         for index in range(found.count):
             units_of(found.make(index, found.count), engine, faults)
     return found
@@ -123,22 +125,6 @@ def _check_methods(model: LightningModule, faults: Faults) -> None:
                 "a module that says what goes into the first stage and what the last one's output costs",
                 f"define {what}",
             )
-    loss: Any = getattr(model, "pipeline_loss", None)
-    if loss is not None and _logs(getattr(loss, "__func__", loss)):
-        faults.extend([LOGS])
-
-
-def _logs(function: Any) -> bool:
-    """Whether the function's own code calls ``self.log`` or ``self.log_dict``."""
-    code = getattr(function, "__code__", None)
-    if code is None or not code.co_varnames:
-        return False
-    own, before = code.co_varnames[0], None
-    for step in dis.get_instructions(code):
-        if before == own and step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval in ("log", "log_dict"):
-            return True
-        before = step.argval if step.opname.startswith("LOAD_FAST") else None
-    return False
 
 
 def loader(trainer: Trainer, microbatches: int) -> None:
@@ -163,14 +149,11 @@ def loader(trainer: Trainer, microbatches: int) -> None:
             )
 
 
-# ------------------------------------------------------------------ the steps that are not called
-
-
 def _never(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError("the schedule takes this step's place")
+    raise RuntimeError("the schedule runs instead of this step")
 
 
-def stand_in(model: LightningModule) -> None:
+def install_steps(model: LightningModule) -> None:
     """Lightning asks for the steps that are not called here; a module without them gets some for the run."""
     trainer = trainer_of(model)
     if trainer is None or not callable(getattr(model, "pipeline_loss", None)):
@@ -186,8 +169,8 @@ def stand_in(model: LightningModule) -> None:
             model.__dict__[name] = _never
 
 
-def stand_down(model: LightningModule | None) -> None:
-    """Take them away again."""
-    kept = {} if model is None else model.__dict__
-    for name in [name for name, value in kept.items() if value is _never]:
-        del kept[name]
+def remove_steps(model: LightningModule | None) -> None:
+    """Remove what :func:`install_steps` installed."""
+    own = {} if model is None else model.__dict__
+    for name in [name for name, value in own.items() if value is _never]:
+        del own[name]

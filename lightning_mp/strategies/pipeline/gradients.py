@@ -1,4 +1,4 @@
-"""Gradients of a schedule: kept aside until Lightning runs backward, then handed out; averaged over replicas before."""
+"""Gradients of a schedule: averaged over replicas, and stashed until Lightning runs backward."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_mp.errors import Fault, PlanError
 
 
-class Kept:
-    """The gradients that a schedule left, while Lightning's loop sets all to zero between step and backward.
+class StashedGradients:
+    """Holds the gradients that a schedule left, while Lightning's loop sets all to zero between step and backward.
 
     Args:
         parameters: those of the stages on this rank.
@@ -41,15 +41,15 @@ class Kept:
             for parameter in self._parameters:
                 parameter.grad = None
 
-    def take(self, *, afresh: bool) -> None:
-        """After the schedule: gradients are as before it, or gone where they are part of what was taken."""
+    def stash(self, *, afresh: bool) -> None:
+        """After the schedule: gradients are as before it, or None where they are part of what was stashed."""
         self._gradients = [parameter.grad for parameter in self._parameters]
         for parameter, before in zip(self._parameters, self._before, strict=True):
             parameter.grad = before if afresh or self._sharded else None
         self._before = []
 
     @contextmanager
-    def aside(self) -> Generator[None, None, None]:
+    def untouched(self) -> Generator[None, None, None]:
         """Around an evaluation inside an accumulation window: a new schedule of torch's drops the shards' gradients."""
         before = [parameter.grad for parameter in self._parameters]
         yield
@@ -57,46 +57,41 @@ class Kept:
             parameter.grad = gradient
 
     def loss(self, value: Tensor) -> Tensor:
-        """``value``, with a backward pass that hands the gradients out."""
+        """``value``, with a backward pass that restores the stashed gradients."""
         handle = torch.zeros((), device=value.device, requires_grad=True)
-        result: Any = _HandOut.apply(handle, value, self)
+        result: Any = _Restore.apply(handle, value, self)
         return result
 
-    def hand_out(self) -> None:
-        """Give every parameter its gradient."""
+    def restore(self) -> None:
+        """Add to every parameter's gradient what was stashed of it."""
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._gradients = []
 
 
-class _HandOut(torch.autograd.Function):
+class _Restore(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, value: Tensor, kept: Kept) -> Tensor:
-        ctx.kept = kept
+    def forward(ctx: Any, handle: Tensor, value: Tensor, stashed: StashedGradients) -> Tensor:
+        ctx.stashed = stashed
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.kept.hand_out()
+        ctx.stashed.restore()
         return torch.zeros_like(gradients[0]), None, None
 
 
-class Strays:
-    """Looks for gradients of parameters that are ``elsewhere``, by name: of numbers that are not here."""
-
-    def __init__(self, elsewhere: Mapping[str, Tensor]) -> None:
-        self._elsewhere = elsewhere
-
-    def fault(self) -> Fault | None:
-        """After a schedule: a loss or a stage used a parameter of another stage."""
-        for name, parameter in self._elsewhere.items():
-            if parameter.grad is not None:
-                given = f"a pipeline_loss or a stage that computes with {name!r}, which another stage holds"
-                allowed = "a loss of the last stage's output, and stages that use parameters of their own"
-                fix = "put what a loss adds for weights into the optimizer (weight_decay), or use strategy='mp_ddp'"
-                return Fault(given, allowed, fix)
+def remote_gradient_fault(remote: Mapping[str, Tensor]) -> Fault | None:
+    """After a schedule: a loss or a stage used a ``remote`` stage's parameter, by name, whose numbers are not here."""
+    name = next((name for name, parameter in remote.items() if parameter.grad is not None), None)
+    if name is None:
         return None
+    return Fault(
+        f"a pipeline_loss or a stage that computes with {name!r}, which another stage holds",
+        "a loss of the last stage's output, and stages that use parameters of their own",
+        "put what a loss adds for weights into the optimizer (weight_decay), or use strategy='mp_ddp'",
+    )
 
 
 class Replicas:
@@ -109,7 +104,7 @@ class Replicas:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average every gradient that some replica has; which those are is found out once, with a host read.
+        """Average every gradient that some replica has; which those are is found out once, with a device sync.
 
         It is found out again where other parameters are trained than before.
 

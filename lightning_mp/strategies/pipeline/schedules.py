@@ -14,7 +14,7 @@ from torch.distributed import pipelining
 from lightning_mp.compat.torch_pipelining import WatchedStage
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.strategies.pipeline.batches import any_loss
-from lightning_mp.strategies.pipeline.parts import Part
+from lightning_mp.strategies.pipeline.stages import Part
 from lightning_mp.strategies.pipeline.trace import Trace
 
 

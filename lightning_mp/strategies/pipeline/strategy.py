@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from lightning_mp.compat.lightning import (
     default_pg_timeout,
     is_overridden,
     keep_sampler,
+    layer_sync_of,
     optimizers_to_device,
     rank_zero_info,
     set_mesh,
@@ -36,7 +38,7 @@ from lightning_mp.compat.torch_pipelining import PIPELINING
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.pipelined import PipelineEngine
 from lightning_mp.errors import Fault, Faults, PlanError
-from lightning_mp.modules import elsewhere
+from lightning_mp.modules.remote import free_remote, is_remote
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.numerics.rng import Stream
@@ -48,15 +50,27 @@ from lightning_mp.strategies.meta_device import materialize
 from lightning_mp.strategies.pipeline import checks
 from lightning_mp.strategies.pipeline.batches import Batches
 from lightning_mp.strategies.pipeline.checkpoints import PipelineCheckpoints
-from lightning_mp.strategies.pipeline.gradients import Kept, Replicas, Strays
-from lightning_mp.strategies.pipeline.parts import Cut, Part
+from lightning_mp.strategies.pipeline.gradients import Replicas, StashedGradients, remote_gradient_fault
 from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout, Pipeline
-from lightning_mp.strategies.pipeline.sharded_parts import shard_part
+from lightning_mp.strategies.pipeline.stages import Cut, Part, shard_part
 from lightning_mp.strategies.pipeline.trace import STEP, write
 from lightning_mp.strategies.sharding import broadcast_from_first, share_buffers
 
 #: the hook that sees gradients of the last step after the schedule has run
 _LOOKS = "on_before_zero_grad"
+
+
+@dataclass(slots=True)
+class _Run:
+    """What one run of a Trainer uses."""
+
+    pipeline: Pipeline
+    batches: Batches
+    gradients: StashedGradients
+    averaged: Replicas | None
+    #: parameters of the other stages, by name
+    remote: dict[str, Tensor]
+    stream: Stream
 
 
 class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineCheckpoints, ModelParallelStrategy):
@@ -73,7 +87,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         data_parallel_size: pipelines with data of their own; by default what ``stages`` leaves of the processes.
         shard: shard each stage over its replicas with FSDP2, instead of keeping whole ones.
         virtual_stages: stages on a rank, under the interleaved schedules.
-        trace: a folder for ``pipeline.json`` and ``pipeline.svg``, the schedule of the second step as it ran.
+        trace: a folder for ``pipeline.json``, the schedule of the second step as it ran.
         process_group_backend: as in Lightning.
         timeout: as in Lightning.
 
@@ -109,12 +123,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         #: the module that was cut, and its stages on this rank by index
         self._cut_from: weakref.ref[nn.Module] | None = None
         self._parts: dict[int, Part] = {}
-        self._pipeline: Pipeline | None = None
-        self._kept: Kept | None = None
-        self._averaged: Replicas | None = None
-        self._strays: Strays | None = None
-        self._stream: Stream | None = None
-        self._batches: Batches | None = None
+        self._run: _Run | None = None
 
     # ------------------------------------------------------------------ processes
 
@@ -171,9 +180,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
 
     def degrees(self, world: int) -> tuple[int, int, int]:
         """Of ``world`` processes the replicas, the shards of each, and the stages."""
-        replicas = 1 if self._replicas == "auto" else int(self._replicas)
-        stages = self._stages or world // replicas
-        replicas = max(world // max(stages, 1), 1)
+        stages, replicas = self._sizes(world, check=False)
         return (1, replicas, stages) if self.shard else (replicas, 1, stages)
 
     def layout_on(self, world: int) -> Layout:
@@ -188,11 +195,13 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         per_rank = self._virtual if SCHEDULES[self._schedule].several else 1
         return Layout(self._schedule, stages, self._microbatches or 4 * stages, per_rank)
 
-    def _sizes(self, world: int) -> tuple[int, int]:
+    def _sizes(self, world: int, *, check: bool = True) -> tuple[int, int]:
         replicas = 1 if self._replicas == "auto" else int(self._replicas)
         stages = self._stages or world // replicas
-        if self._replicas == "auto":
-            replicas = max(world // stages, 1)
+        if self._replicas == "auto" or not check:
+            replicas = max(world // max(stages, 1), 1)
+        if not check:
+            return stages, replicas
         if stages * replicas != world or stages < 2:
             fault = Fault(
                 f"stages={stages} and data_parallel_size={replicas} with {world} processes",
@@ -207,11 +216,19 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
     def connect(self, model: LightningModule) -> None:
         """As the host does; a module without ``training_step`` is trained all the same."""
         super().connect(model)
-        checks.stand_in(model)
+        checks.install_steps(model)
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Cut | None:
         """Decide which parameter goes where; notes what cannot be, changes nothing."""
-        return checks.module(self, engine, cast("LightningModule", module), faults)
+        return checks.module(
+            cast("LightningModule", module),
+            engine,
+            self.layout,
+            faults,
+            known=self.cut_of(module),
+            shards=self.shards_stages,
+            syncs_batch_norm=layer_sync_of(self) is not None,
+        )
 
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, keep this rank's stages, then make the optimizers."""
@@ -247,50 +264,58 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
     def _keep_stages(self, model: LightningModule, cut: Cut, plan: MixedPrecisionPlan) -> None:
         if self.cut_of(model) is None:
             self._cut, self._cut_from = cut, weakref.ref(model)
-            self._give_away(model, cut)
+            self._keep_local(model, cut)
             made = {index: cut.make(index, cut.count) for index in self._mine}
             no_views = SCHEDULES[self._schedule].in_two_parts
             self._parts = {index: Part(stage, plan.forward_context, no_views=no_views) for index, stage in made.items()}
             for part in self._parts.values() if self.shards_stages else ():
                 assert plan.engine is not None
                 shard_part(part, plan.engine, self.device_mesh["data_parallel"], plan.policy)
-        layout, group = self.layout, self.stage_group
-        homes = [(one, cut.parameters.get(name, -1)) for name, one in model.named_parameters()]
-        self._strays = Strays({name: one for name, one in model.named_parameters() if elsewhere.is_elsewhere(one)})
-        self._batches = Batches(model, layout.microbatches, group, plan.forward_context)
-        self._pipeline = Pipeline(layout, self._parts, group, self.root_device, self._batches.loss, homes)
-        # one seed serves all processes: without streams of their own the stages would draw the same dropout masks
-        self._stream = Stream(dist.get_rank(group), self.root_device)
-        parameters = [parameter for part in self._parts.values() for parameter in part.parameters()]
-        self._kept = Kept(parameters, sharded=self.shards_stages)
-        alone = self.shards_stages or self.replica_group.size() == 1
-        reduced = to_torch(plan.policy.reduce_dtype)
-        self._averaged = None if alone else Replicas(self._kept.parameters, self.replica_group, reduced)
+        layout, group, named = self.layout, self.stage_group, dict(model.named_parameters())
+        homes = [(one, cut.parameters.get(name, -1)) for name, one in named.items()]
+        batches = Batches(model, layout.microbatches, group, plan.forward_context)
+        own = [parameter for part in self._parts.values() for parameter in part.parameters()]
+        whole = not self.shards_stages and self.replica_group.size() > 1
+        self._run = _Run(
+            Pipeline(layout, self._parts, group, self.root_device, batches.loss, homes),
+            batches,
+            StashedGradients(own, sharded=self.shards_stages),
+            Replicas(own, self.replica_group, to_torch(plan.policy.reduce_dtype)) if whole else None,
+            {name: one for name, one in named.items() if is_remote(one)},
+            # one seed serves all processes: without streams of their own the stages would draw the same dropout masks
+            Stream(dist.get_rank(group), self.root_device),
+        )
+
+    @property
+    def _running(self) -> tuple[LightningModule, _Run]:
+        assert self.lightning_module is not None
+        assert self._run is not None
+        return self.lightning_module, self._run
 
     def _free_gradients(self, model: LightningModule) -> None:
         """Where no hook looks between the schedule and ``zero_grad``, the last step's gradients go before it."""
-        assert self._kept is not None
         looked_at = any(is_overridden(name, model, LightningModule) for name in ("optimizer_zero_grad", _LOOKS))
         watching: list[Callback] = cast("Any", model.trainer).callbacks
         if not looked_at and not any(is_overridden(_LOOKS, callback, Callback) for callback in watching):
-            self._kept.seen_last = {id(one) for optimizer in self.optimizers for one in parameters_of(optimizer)}
+            seen_last = {id(one) for optimizer in self.optimizers for one in parameters_of(optimizer)}
+            self._running[1].gradients.seen_last = seen_last
 
     @property
     def _mine(self) -> range:
         """The stages on this rank."""
         return range(dist.get_rank(self.stage_group), self.layout.count, self.layout.stages)
 
-    def _give_away(self, model: LightningModule, cut: Cut) -> None:
+    def _keep_local(self, model: LightningModule, cut: Cut) -> None:
         """Keep what this rank's stages have; what is on the meta device every rank makes module by module."""
         broadcast_from_first(model, self.root_device)
         device, mine = self.root_device, (-1, *self._mine)
         for name, module in model.named_modules():
             materialize(module, model, device, device, recurse=False)
             own = dict(module.named_parameters(recurse=False))
-            kept = {key: one for key, one in own.items() if cut.parameters[f"{name}.{key}" if name else key] in mine}
-            for tensor in (*kept.values(), *module.buffers(recurse=False)):
+            local = {key: one for key, one in own.items() if cut.parameters[f"{name}.{key}" if name else key] in mine}
+            for tensor in (*local.values(), *module.buffers(recurse=False)):
                 tensor.data = tensor.data.to(device)
-            elsewhere.give_away(name, module, kept, device)
+            free_remote(name, module, local, device)
 
     def model_to_device(self) -> None:
         """It is there; what other stages hold must not be made here."""
@@ -303,35 +328,29 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         checks.loader(self.lightning_module.trainer, self.layout.microbatches)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the schedule on a batch; the loss that is returned hands the gradients out when it is run backward."""
-        plan, module = plan_of(self), self.lightning_module
-        assert module is not None
-        assert plan.engine is not None
-        assert self._batches is not None
-        assert self._pipeline is not None
-        assert self._kept is not None
-        assert self._strays is not None
-        assert self._stream is not None
-        trainer, scaler = module.trainer, plan.engine.scaler
-        inputs, target = self._taken(module, args[0], training=True)
+        """Run the schedule on a batch; the backward pass of the loss that is returned restores its gradients."""
+        module, run = self._running
+        trainer, engine = module.trainer, plan_of(self).engine
+        assert engine is not None
+        inputs, target = self._taken(args[0], training=True)
         afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         pieces = self.layout.microbatches * trainer.accumulate_grad_batches
-        with plan.engine.training_step(), self._batches.nothing_logged():
-            self._kept.begin(afresh=afresh)
-            with self._watched(trainer.global_step, self._pipeline), self._stream.drawn():
-                loss = self._pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
-            self._batches.check(self._strays.fault(), training=True)
-            if self._averaged is not None and not accumulates(trainer):
-                self._averaged.average()
-            self._kept.take(afresh=afresh)
+        with engine.training_step(), run.batches.nothing_logged():
+            run.gradients.begin(afresh=afresh)
+            with self._watched(trainer.global_step, run.pipeline), run.stream.drawn():
+                loss = run.pipeline.train(inputs, target, lambda one: engine.scaler.scale(one / pieces))
+            run.batches.check(remote_gradient_fault(run.remote), training=True)
+            if run.averaged is not None and not accumulates(trainer):
+                run.averaged.average()
+            run.gradients.stash(afresh=afresh)
         module.log("train_loss", loss, batch_size=len(inputs[0]))
-        return self._kept.loss(loss)
+        return run.gradients.loss(loss)
 
-    def _taken(self, module: LightningModule, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
-        assert self._batches is not None
+    def _taken(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
+        module, run = self._running
         for part in self._parts.values():
             part.follow_mode(module)
-        return self._batches.of(batch, training=training)
+        return run.batches.of(batch, training=training)
 
     def _watched(self, step: int, pipeline: Pipeline) -> AbstractContextManager[None]:
         """Around the step whose schedule is written down, where that is asked for."""
@@ -357,15 +376,11 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         raise PlanError([checks.PREDICTS], "strategy")
 
     def _evaluate(self, batch: Any, name: str) -> Tensor:
-        module = self.lightning_module
-        assert module is not None
-        assert self._batches is not None
-        assert self._pipeline is not None
-        assert self._kept is not None
-        inputs, target = self._taken(module, batch, training=False)
-        with self._batches.nothing_logged(), self._kept.aside():
-            loss = self._pipeline.evaluate(inputs, target)
-            self._batches.check(training=False)
+        module, run = self._running
+        inputs, target = self._taken(batch, training=False)
+        with run.batches.nothing_logged(), run.gradients.untouched():
+            loss = run.pipeline.evaluate(inputs, target)
+            run.batches.check(training=False)
         for part in self._parts.values():
             if isinstance(part, FSDPModule):  # what stays gathered hides the shards from a second fit's optimizer
                 part.reshard()
@@ -389,13 +404,12 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
     def on_train_end(self) -> None:
         self._share_buffers()
         if self._trace is not None and self._traced:
-            assert self._pipeline is not None
-            works = self._pipeline.trace.gathered()
+            works = self._running[1].pipeline.trace.gathered()
             if self.global_rank == 0:
                 write(works, self._trace)
 
     def teardown(self) -> None:
         """As the host does; the stages stay where they are."""
         super().teardown()
-        checks.stand_down(self.lightning_module)
-        self._pipeline = self._batches = self._averaged = None
+        checks.remove_steps(self.lightning_module)
+        self._run = None

@@ -1,4 +1,4 @@
-"""Parameters that another process holds: shape and dtype stay, the numbers go, and whoever computes with them is told.
+"""Parameters of remote pipeline stages: shape and dtype stay, the storage is freed, and computing with them raises.
 
 An optimizer is given them all the same, so that its groups and the numbers in its state are those of the whole model.
 """
@@ -12,23 +12,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-_MARK = "_lightning_mp_elsewhere"
+_MARK = "_lightning_mp_remote"
 
 
-def is_elsewhere(parameter: Tensor) -> bool:
+def is_remote(parameter: Tensor) -> bool:
     """Whether another process holds the numbers of ``parameter``."""
     return hasattr(parameter, _MARK)
 
 
-def give_away(name: str, module: nn.Module, kept: Container[str], device: torch.device) -> None:
-    """Free every parameter of ``module``'s own but the ``kept``, by key; if it lacks one, it raises when called."""
-    gone = [one for key, one in module.named_parameters(recurse=False) if key not in kept and not is_elsewhere(one)]
-    for parameter in gone:
+def free_remote(name: str, module: nn.Module, local: Container[str], device: torch.device) -> None:
+    """Free each of ``module``'s own parameters whose key is not in ``local``; lacking one, it raises when called."""
+    remote = [one for key, one in module.named_parameters(recurse=False) if key not in local and not is_remote(one)]
+    for parameter in remote:
         # one number in memory, seen everywhere
         parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
         parameter.grad = None
         setattr(parameter, _MARK, True)
-    if gone:
+    if remote:
         module.register_forward_pre_hook(cast("Any", partial(_refuse, name)))
 
 

@@ -1,21 +1,26 @@
-"""Which stage each parameter belongs to, and why a module cannot be cut."""
+"""The stages of a module: which parameter belongs to which, why a module cannot be cut, and how a stage is run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mp.compat import transformers_stages
 from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Faults
+from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.meta_device import cannot_initialise
+from lightning_mp.strategies.pipeline import transformers_stages
+from lightning_mp.strategies.shard_units import Units, units
+from lightning_mp.strategies.sharding import Sharding, shard
 
 #: makes stage ``index`` of ``count`` out of the module's own submodules
 MakeStage = Callable[[int, int], nn.Module]
@@ -73,11 +78,15 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
             )
     if faults.found:
         return None
-    held = [{id(one) for one in (*stage.parameters(), *stage.buffers())} for stage in stages]
     _check_own(module, stages, count, faults)
+    held = [{id(one) for one in (*stage.parameters(), *stage.buffers())} for stage in stages]
+
+    def homes(tensor: torch.Tensor) -> list[int]:
+        return [index for index, own in enumerate(held) if id(tensor) in own]
+
     parameters: dict[str, int] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        where = [index for index, own in enumerate(held) if id(parameter) in own]
+        where = homes(parameter)
         if len(where) > 1:
             stated = " and ".join(map(str, where))
             faults.add(
@@ -92,11 +101,8 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
                 "put its module into the stage that uses it, or freeze it",
             )
         parameters[name] = where[0] if where else -1
-    named = {
-        name: [index for index, own in enumerate(held) if id(one) in own]
-        for name, one in module.named_buffers(remove_duplicate=False)
-    }
-    return Cut(make, count, parameters, {name: where[0] if where else -1 for name, where in named.items()})
+    buffers = {name: (*homes(one), -1)[0] for name, one in module.named_buffers(remove_duplicate=False)}
+    return Cut(make, count, parameters, buffers)
 
 
 def _check_plain(module: nn.Module, faults: Faults) -> None:
@@ -160,6 +166,21 @@ class Part(nn.Module):
             self._modes = [(one, one.training) for one in self.modules() if id(one) not in own]
         for one, trained in self._modes:
             one.training = trained and module.training
+
+
+def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> Units:
+    """How a stage is cut into shard units; notes what cannot be."""
+    inside = set(map(id, stage.modules()))
+    members = tuple(member for member in engine.pin_map.members if id(member.module) in inside)
+    pins = replace(engine.pin_map, members=members)
+    return units(stage, None, pins, engine.stored_dtypes(), faults, together=engine.policy.storage_dtype)
+
+
+def shard_part(part: Part, engine: StepEngine, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
+    """Shard a stage over ``mesh``, block by block."""
+    with Faults("strategy") as faults:
+        cut = units_of(part, engine, faults)
+    shard(part, cut, mesh, policy, Sharding())
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
