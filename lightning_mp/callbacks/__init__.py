@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning_mp.callbacks.precision_audit import PrecisionAudit
     from lightning_mp.callbacks.training_health import TrainingHealth
     from lightning_mp.monitor.actions import ReduceLR
-    from lightning_mp.monitor.nonfinite.saved_batch import replay_saved
+    from lightning_mp.monitor.nonfinite.bad_steps import replay_saved
 
 _HOMES = {
     "ActivationCheckpointing": "callbacks.activation_checkpointing",
@@ -26,7 +26,7 @@ _HOMES = {
     "PrecisionAudit": "callbacks.precision_audit",
     "ReduceLR": "monitor.actions",
     "TrainingHealth": "callbacks.training_health",
-    "replay_saved": "monitor.nonfinite.saved_batch",
+    "replay_saved": "monitor.nonfinite.bad_steps",
 }
 
 __all__ = [

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Literal, get_args
 
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks.acting import ActingCallback
-from lightning_mp.compat.lightning import LightningModule, Trainer, TrainerFn
-from lightning_mp.engines import closures
+from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer, TrainerFn
+from lightning_mp.compat.torch import waits_for_unscale
+from lightning_mp.engines import diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.actions import ReduceLR, describe
 from lightning_mp.monitor.callback_utils import StepTracker
 from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.nonfinite import messages, rewind
-from lightning_mp.monitor.nonfinite.bad_steps import BadSteps
-from lightning_mp.monitor.nonfinite.guarded_step import FLOOR, GuardedStep, guarded_step
+from lightning_mp.monitor.nonfinite.bad_steps import BadSteps, check_rewind
+from lightning_mp.monitor.nonfinite.events import is_ordinary
 from lightning_mp.monitor.run_log import RunDir, WritesRun
+from lightning_mp.numerics import grads, nonfinite
+from lightning_mp.numerics.nonfinite import Origin
 
 OnTrip = Literal["skip", "reduce_lr", "raise", "rewind"]
 _WORDS = ", ".join(map(repr, get_args(OnTrip)))
 _NAME = "NonFiniteGuard"
+#: at or below this scale an overflow is no search for the right one any more
+_FLOOR = 1.0
 
 
 class NonFiniteGuard(ActingCallback, WritesRun):
@@ -35,7 +43,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
     event names the rank whose own loss or gradients were bad, the first bad module in forward order, the parameter and
     the batch; ``events`` holds what ``events.jsonl`` holds. The batch, and the state of the random number generators
     before its forward, are saved in the same folder, for at most 10 steps a run; see :func:`replay_saved`. A normal
-    step costs one pass over the gradients and one host read.
+    step costs one pass over the gradients and one device sync.
 
     Under stock ``16-mixed`` an overflow with a finite loss is the scaler's search for a scale, down to a scale of 1: it
     gives an ``info`` event, saves nothing and does not count against ``max_consecutive``.
@@ -49,7 +57,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
 
     Raises:
         PlanError: a bad argument, a MixedPrecisionPlan beside it (use its ``nonfinite=``), ``"rewind"`` without a
-            ``ModelCheckpoint``, or an optimizer that evaluates its closure again (LBFGS).
+            ``ModelCheckpoint``, DeepSpeed, or an optimizer that evaluates its closure again (LBFGS).
     """
 
     plan_field = "nonfinite"
@@ -78,30 +86,19 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         """Begin to count; there is nothing to guard while evaluating."""
         if trainer.state.fn != TrainerFn.FITTING:
             return None
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            faults.add(
+                "NonFiniteGuard cannot skip a step of DeepSpeed's, which alone has the gradients",
+                "",
+                "use MixedPrecisionPlan(nonfinite='skip') with strategy='mp_deepspeed_zero1', 2 or 3",
+            )
         if self.on_trip == "rewind":
-            rewind.check(trainer, "on_trip='rewind'", "on_trip='skip'", faults)
+            check_rewind(trainer, "on_trip='rewind'", "on_trip='skip'", faults)
         faults.raise_if_any()
         if self._before is None or self._before() is not trainer:  # a new run, not the next stage of this one
             self._before, self.events, self.step_skipped = weakref.ref(trainer), [], False
             self.skipped_steps = self.applied_steps = self._in_a_row = 0
         return self._end
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Undo, and note how the run ended."""
-        self._end(exception)
-        super().on_exception(trainer, pl_module, exception)
-
-    def _end(self, error: BaseException | None = None) -> None:
-        if self._run is not None:
-            self._run.end(error)
-            self._run = None
-        if self._reduce is not None:
-            self._reduce.release()
-
-    def _count(self, skipped: bool) -> None:
-        self.step_skipped = skipped
-        self.skipped_steps += skipped
-        self.applied_steps += not skipped
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the optimizers, which exist only now, and open the run's folder.
@@ -109,10 +106,28 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         Raises:
             PlanError: an optimizer whose step cannot be skipped from outside, or a folder that another run writes to.
         """
-        guard = guarded_step(trainer, Faults(_NAME))
-        run = self._run = _Run(trainer, self.run_dir, self._count, rewinds=self.on_trip == "rewind")
-        run.guard = guard
-        run.hooks.install(trainer, pl_module, run.is_skipped)
+        with Faults(_NAME) as faults:
+            for optimizer in filter(optimizer_facts.calls_closure_again, trainer.optimizers):
+                faults.add(
+                    f"{type(optimizer).__name__} moves weights between two evaluations of its closure, so that its "
+                    "step cannot be skipped",
+                    "",
+                    "use AdamW or SGD",
+                )
+        bad_steps = BadSteps(trainer, self.run_dir, _NAME, rewinds=self.on_trip == "rewind")
+        self._run = _Run(trainer, pl_module, bad_steps, self._check)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Undo, and note how the run ended."""
+        self._end(exception)
+        super().on_exception(trainer, pl_module, exception)
+
+    def _end(self, error: BaseException | None = None) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.end(error)
+        if self._reduce is not None:
+            self._reduce.release()
 
     # ------------------------------------------------------------------ the step
 
@@ -125,29 +140,24 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         """Note the loss."""
         assert self._run is not None
         self._run.steps.backward()
-        self._run.backwards += 1
-        self._run.guarded.add_loss(loss)
+        self._run.losses.append(loss.detach().sum())
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Check loss and gradients, and drop the step if one is not finite.
-
-        Raises:
-            NonFiniteError: an optimizer that evaluates its closure again met the value after it had moved the weights.
-        """
-        run = self._run
-        assert run is not None
-        if not run.steps.begins(trainer) or (pl_module.automatic_optimization and run.backwards == 0):
+    def _check(self, run: _Run, optimizer: Optimizer) -> None:
+        """Check loss and gradients once every other hook has seen them; drop the step if one is not finite."""
+        trainer = run.trainer
+        if not run.steps.begins(trainer):
             return
-        again = pl_module.automatic_optimization and run.tried + run.dropped > 0
-        bad_loss, bad_gradient = run.guarded.look(optimizer, drop=again and run.dropped > 0)
-        bad = bad_loss or bad_gradient
-        run.bad_loss |= bad_loss
-        if bad and again and run.tried:
-            raise closures.moved_already(optimizer, trainer.global_step)
-        if bad:
-            run.scale = run.guarded.scale()
-        if not again and not run.guarded.steps_by_itself:
-            run.count(skipped=bad)
+        bad_loss, bad_gradient = run.check_finite(optimizer)
+        self.step_skipped = bad_loss or bad_gradient
+        if self.step_skipped:
+            run.bad_loss |= bad_loss
+            run.scale = None if run.scaler is None else float(run.scaler.get_scale())
+            run.at_hand = run.at_hand or nonfinite.from_gradients(trainer.lightning_module)
+            run.drop(optimizer)
+        run.dropped += self.step_skipped
+        run.tried += not self.step_skipped
+        self.skipped_steps += self.step_skipped
+        self.applied_steps += not self.step_skipped
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -159,48 +169,49 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         """
         run = self._run
         assert run is not None
-        run.settle()
         if self._reduce is not None:
             self._reduce.after_batch(trainer)
         if run.dropped:
             self._explain(run, trainer, pl_module)
         elif run.tried:
             self._in_a_row = 0
-        run.close()
+        run.finish_batch()
 
     def _explain(self, run: _Run, trainer: Trainer, pl_module: LightningModule) -> None:
-        diagnosis = run.log.locate(pl_module)
-        if run.scale is not None and run.scale > FLOOR and not run.bad_loss:
-            self._write(run, messages.overflow_event(diagnosis, step=run.steps.step, scale=run.scale))
+        found, step = run.bad_steps.locate(pl_module, None if run.bad_loss else run.at_hand), run.steps.step
+        if run.scale is not None and is_ordinary(run.scale, run.bad_loss, run.scale <= _FLOOR):
+            self.events.append(run.bad_steps.overflow(found, step=step, scale=run.scale))
             return
         self._in_a_row += 1
         allowed = 0 if self.on_trip == "raise" else self.max_consecutive
-        event = messages.bad_step_event(
-            diagnosis,
-            step=run.steps.step,
+        over = self._in_a_row > allowed
+        event = run.bad_steps.bad_step(
+            found,
+            step=step,
             bad_loss=run.bad_loss,
-            action="raise" if self._in_a_row > allowed else _word(self.on_trip),
+            action="raise" if over else describe(self._reduce) if self._reduce is not None else str(self.on_trip),
             in_a_row=self._in_a_row,
             allowed=allowed,
             scale=run.scale,
-            saved=run.log.name(diagnosis, run.steps.step),
             under_plan=False,  # beside which it is refused
         )
-        run.log.save(diagnosis, event)
-        self._write(run, event)
-        self._act(run, event, trainer)
-
-    def _act(self, run: _Run, event: Event, trainer: Trainer) -> None:
-        if event.action == "raise":
-            raise messages.nonfinite_error(event)
+        self.events.append(event)
+        if over:
+            what = f"{self._in_a_row} in a row with a non-finite {'loss' if run.bad_loss else 'gradient'}"
+            raise diagnosis.named(
+                found.rank,
+                found.origin,
+                run.bad_loss,
+                what=f"{what}, {allowed} allowed",
+                step=step,
+                scale=run.scale,
+                at_min=False,
+                budget="NonFiniteGuard(on_trip=..., max_consecutive=...)",
+            )
         if self._reduce is not None:
             self._reduce.start(trainer)
         elif self.on_trip == "rewind":
-            run.log.rewind(event)
-
-    def _write(self, run: _Run, event: Event) -> None:
-        self.events.append(event)
-        run.log.write(event)
+            run.bad_steps.rewind(event)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -221,67 +232,98 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         return {**super().__getstate__(), "_run": None, "_before": None}
 
 
-def _word(on_trip: ReduceLR | str) -> str:
-    return describe(on_trip) if isinstance(on_trip, ReduceLR) else on_trip
-
-
 class _Run:
-    """The state of one guarded run, and of the current batch."""
+    """The state of one guarded run, and of the current batch; every rank makes the same calls."""
 
-    def __init__(self, trainer: Trainer, run_dir: RunDir, on_step: Callable[[bool], None], *, rewinds: bool) -> None:
-        self.log = BadSteps(trainer, run_dir, _NAME, rewinds=rewinds)
-        self.hooks, self.steps = SkipAwareHooks(), StepTracker()
-        self.guard: GuardedStep | None = None
-        self._on_step = on_step
-        self._empty()
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        bad_steps: BadSteps,
+        check: Callable[[_Run, Optimizer], None],
+    ) -> None:
+        self.trainer, self.bad_steps, self.steps, self.hooks = trainer, bad_steps, StepTracker(), SkipAwareHooks()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.scaler: Any = scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
+        #: of the open accumulation window
+        self.losses: list[Tensor] = []
+        self._one = torch.ones((), dtype=torch.float32, device=trainer.strategy.root_device)
+        self._last_hook = _LastHook(module, lambda optimizer: check(self, optimizer))
+        self.hooks.install(trainer, module, lambda: self.dropped > 0)
+        self._start_batch()
 
-    def _empty(self) -> None:
-        #: in the current batch: backward passes, steps that were let through, steps that were dropped
-        self.backwards = self.tried = self.dropped = 0
+    def _start_batch(self) -> None:
+        #: in the current batch: steps that were let through, steps that were dropped
+        self.tried = self.dropped = 0
         self.bad_loss = False
         self.scale: float | None = None
-
-    @property
-    def guarded(self) -> GuardedStep:
-        assert self.guard is not None, "on_train_start comes first"
-        return self.guard
+        #: what the gradients say, before they are dropped
+        self.at_hand: Origin | None = None
 
     def begin(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """A batch begins."""
-        self._empty()
+        self._start_batch()
         if not trainer.lightning_module.automatic_optimization:
-            self.guarded.forget_losses()
+            self.losses.clear()
         self.steps.batch_starts(trainer)
-        self.log.remember(batch, batch_idx)
+        self.bad_steps.remember(batch, batch_idx)
 
-    def settle(self) -> None:
-        """Ask an engine that steps by itself whether it skipped."""
-        skipped = self.guarded.outcome()
-        if skipped is not None:
-            self.scale = self.guarded.scale()
-            self.count(skipped)
+    def check_finite(self, optimizer: Optimizer) -> tuple[bool, bool]:
+        """Whether a loss and whether a gradient is not finite on any rank: the one device sync of a step."""
+        flags = torch.zeros(2, dtype=torch.float32, device=self._one.device)
+        if self.losses:
+            flags[0] = (~torch.isfinite(torch.stack(self.losses))).any()
+        grads.unscale_and_check_(grads.gradients(grads.parameters_of(optimizer)), self._one, flags[1])
+        if self.trainer.world_size > 1:
+            reduce.max_over_ranks_(flags)
+        bad_loss, bad_gradient = flags.tolist()
+        return bool(bad_loss), bool(bad_gradient)
 
-    def count(self, skipped: bool) -> None:
-        """A step was let through, or dropped."""
-        self.dropped += skipped
-        self.tried += not skipped
-        self._on_step(skipped)
+    def drop(self, optimizer: Optimizer) -> None:
+        """Leave the optimizer without gradients, so that its step changes nothing."""
+        if self.scaler is not None and waits_for_unscale(self.scaler, optimizer):
+            self.scaler.unscale_(optimizer)  # a fused optimizer leaves that to its step, which would find no gradients
+        grads.drop(optimizer)
 
-    def is_skipped(self) -> bool:
-        """Whether schedulers and averages must not advance."""
-        self.settle()
-        return self.dropped > 0
-
-    def close(self) -> None:
+    def finish_batch(self) -> None:
         """The batch is over, and its accumulation window if a step was made."""
         self.steps.batch_ends()
         if self.tried or self.dropped:
-            self.guarded.forget_losses()
-            self.log.forget()
+            self.losses.clear()
+            self.bad_steps.forget()
 
     def end(self, error: BaseException | None) -> None:
         """Undo everything."""
+        self._last_hook.remove()
         self.hooks.remove()
-        if self.guard is not None:
-            self.guard.release()
-        self.log.close(error)
+        self.losses.clear()
+        self.bad_steps.close(error)
+
+
+class _LastHook:
+    """Calls ``check`` after ``on_before_optimizer_step`` of callbacks and module, which may change gradients."""
+
+    def __init__(self, module: LightningModule, check: Callable[[Optimizer], None]) -> None:
+        self._module, self._check = module, check
+        self._own: Any = module.on_before_optimizer_step
+        self._before = vars(module).get("on_before_optimizer_step")
+        vars(module)["on_before_optimizer_step"] = self
+
+    def __call__(self, optimizer: Optimizer) -> None:
+        self._own(optimizer)
+        self._check(optimizer)
+
+    def remove(self) -> None:
+        """Restore the module's own hook."""
+        if self._before is None:
+            vars(self._module).pop("on_before_optimizer_step", None)
+        else:
+            vars(self._module)["on_before_optimizer_step"] = self._before
+
+    # a copy of the module (a weight average) has its own hook
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        return self if copied is None else MethodType(type(copied).on_before_optimizer_step, copied)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, "on_before_optimizer_step")

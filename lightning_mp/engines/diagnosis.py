@@ -48,9 +48,17 @@ def error(
 
 
 def named(
-    rank: int | None, origin: Origin | None, bad_loss: bool, *, what: str, step: int, scale: float | None, at_min: bool
+    rank: int | None,
+    origin: Origin | None,
+    bad_loss: bool,
+    *,
+    what: str,
+    step: int,
+    scale: float | None,
+    at_min: bool,
+    budget: str = "nonfinite=NonFinite(max_consecutive=...)",
 ) -> NonFiniteError:
-    """The error, of what is known already."""
+    """The error, of what is known already; ``budget`` is how the number of skips that are allowed is written."""
     if origin is None:
         place = "no module could be named: the batch is gone or did not reproduce it"
     else:
@@ -60,7 +68,7 @@ def named(
     where = "" if rank is None else f" on rank {rank}"
     message = (
         f"Non-finite values in step {step}{where}: {what}; {place}; {state}{scaled}. "
-        "Allowed: finite losses and gradients, or skips within the budget of nonfinite=NonFinite(max_consecutive=...). "
+        f"Allowed: finite losses and gradients, or skips within the budget of {budget}. "
         f"{_advice(origin, bad_loss, scale)}."
     )
     kind = LossScaleError if at_min else NonFiniteError

@@ -17,8 +17,8 @@ from lightning_mp import NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard
 from lightning_mp.monitor.actions import ReduceLR
 from support.manual import Pair, in_turn
-from support.models import Regression, batches, same_weights, weights
-from support.nonfinite import BAD, STOCK, Breaks, without
+from support.models import Regression, batches
+from support.nonfinite import BAD, STOCK, Breaks
 from support.oracles import MODES, plan_for, stock_for
 from support.running import fit, trainer
 from support.saving import ResumableBatches, SaveAt
@@ -49,49 +49,38 @@ def test_of_several_optimizers_the_bad_one_skips(guard: Any, which: str, mode: s
 
 def test_an_optimizer_that_needs_its_closure_is_refused(guard: Any) -> None:
     module = Regression(torch.optim.LBFGS)
-    with pytest.raises(PlanError, match="LBFGS, which moves weights between two evaluations"):
+    with pytest.raises(PlanError, match="LBFGS moves weights between two evaluations"):
         fit(module, callbacks=[guard()])
     assert module.losses == []
 
 
-class Twice(SGD):
-    """Moves, evaluates again, and moves back (SAM and its kind)."""
+@pytest.mark.parametrize("where", ["on_after_backward", "on_before_optimizer_step"])
+def test_a_gradient_that_a_hook_of_the_module_spoils_is_skipped_and_named(guard: Any, where: str) -> None:
+    class Spoils(Regression):
+        def _spoil(self, *_: Any) -> None:
+            if self.trainer.global_step == BAD:
+                self.net[0].weight.grad[0, 0] = float("nan")  # type: ignore[index,union-attr]
 
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        self.first = [p.detach().clone() for group in self.param_groups for p in group["params"]]
-        super().step()
-        with torch.enable_grad():
-            closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter, value in zip(group["params"], self.first, strict=True):
-                    parameter.copy_(value)
-        super().step()
-        return loss
-
-
-def test_a_second_evaluation_of_a_bad_batch_is_dropped_too(guard: Any) -> None:
-    watched, broken, clean = guard(), *(Breaks("batch", bad, partial(Twice, lr=1e-3)) for bad in ((BAD,), ()))
-    fit(broken, callbacks=[watched])
-    fit(clean, data=without(BAD))
-    assert same_weights(weights(broken), weights(clean))
+    module, watched = type("Hooked", (Spoils,), {where: Spoils._spoil})(), guard()
+    fit(module, callbacks=[watched])
+    (event,) = watched.events
+    assert (event.step, event.module, event.parameter) == (BAD, "net.0", "net.0.weight")
+    assert "changed after the backward pass" in event.cause
     assert (watched.skipped_steps, watched.applied_steps) == (1, 7)
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+    assert "on_before_optimizer_step" not in vars(module)
 
 
-def test_a_second_evaluation_that_alone_is_bad_stops_the_run(guard: Any) -> None:
-    """Weights have moved by then; only the optimizer knows how to bring them back."""
-
-    class Later(Breaks):
-        seen = 0
-
+@every_mode
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_without_a_loss_after_a_bad_step_are_not_counted(guard: Any, mode: str, accumulate: int) -> None:
+    class Without(Breaks):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.seen += 1
-            self.bad = (batch_idx,) if self.seen == 6 else ()
-            return super().training_step(batch, batch_idx)
+            return None if batch_idx > 2 * accumulate else super().training_step(batch, batch_idx)
 
-    with pytest.raises(NonFiniteError, match="a non-finite value at step 2 when Twice evaluated its closure again"):
-        fit(Later("batch", (), partial(Twice, lr=1e-3)), callbacks=[guard()])
+    watched = guard(max_consecutive=1)
+    fit(Without("loss", (2 * accumulate,)), callbacks=[watched], accumulate_grad_batches=accumulate, **stock_for(mode))
+    assert (watched.skipped_steps, watched.applied_steps, len(watched.events)) == (1, 2, 1)
 
 
 # ---------------------------------------------------------------------- a lower learning rate

@@ -24,7 +24,6 @@ from support.nonfinite import BAD, Breaks, Remembers, without
 from support.oracles import plan_for, stock_for
 from support.running import fit
 from support.sharded import ddp, on, refused, whole
-from support.zero import fp16_supported
 
 GUILTY = 1
 
@@ -62,17 +61,10 @@ class Statistics(Remembers):
 
 
 HOSTS = ("ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
-#: what DeepSpeed is told beside the mode
-_SETTINGS: dict[str, Any] = {
-    "16-mixed": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
-    "bf16-mixed": {"bf16": {"enabled": True, "check_grad_overflow": False}},
-}
 
 
-def _host(name: str, mode: str = "32-true") -> dict[str, Any]:
+def _host(name: str) -> dict[str, Any]:
     """Trainer arguments: a strategy of Lightning's own."""
-    if name.startswith("zero"):
-        return on(sharded_hosts.deepspeed(int(name[-1]), **_SETTINGS.get(mode, {})))
     return ddp() if name == "ddp" else on(getattr(sharded_hosts, name)())
 
 
@@ -99,9 +91,7 @@ class Guarded:
         return self.folder / f"{self.host}_{self.mode}_{self.how}_{self.bad}"
 
     def _fit(self, module: Ranked, **options: Any) -> None:
-        precision = {"precision": self.mode} if self.host.startswith("zero") else stock_for(self.mode)
-        with fp16_supported():
-            fit(module, **options, **self.options, **_host(self.host, self.mode), **precision)
+        fit(module, **options, **self.options, **_host(self.host), **stock_for(self.mode))
 
     def run(self) -> dict[str, Any]:
         guard, error = NonFiniteGuard(run_dir=self.run_dir, **self.guard), None
@@ -125,16 +115,24 @@ class Guarded:
 
 
 @dataclass(frozen=True)
-class AtStage0:
-    """DeepSpeed without ZeRO: in fp32 a guarded run, else what was said instead of running."""
+class UnderDeepSpeed:
+    """What is said of a guard beside Lightning's own DeepSpeedStrategy."""
 
-    mode: str
     folder: Path
 
-    def run(self) -> tuple[str, list[Any]]:
-        guard, host = NonFiniteGuard(run_dir=self.folder), on(sharded_hosts.deepspeed(0))
-        said = refused(lambda: fit(Ranked("gradient"), callbacks=[guard], precision=self.mode, **host))
-        return said, [(event.step, event.rank, event.module) for event in guard.events]
+    def run(self) -> str:
+        guard, host = NonFiniteGuard(run_dir=self.folder), on(sharded_hosts.deepspeed(2))
+        return refused(lambda: fit(Ranked("gradient"), callbacks=[guard], **host))
+
+
+@dataclass(frozen=True)
+class NoFolder:
+    """What is said where the first rank cannot make the run's folder."""
+
+    folder: Path
+
+    def run(self) -> str:
+        return refused(lambda: fit(Ranked("gradient"), callbacks=[NonFiniteGuard(run_dir=self.folder)], **ddp()))
 
 
 class Asks(Callback):

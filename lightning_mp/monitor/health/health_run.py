@@ -23,7 +23,7 @@ from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.health.measurement import StepMeasurement, Values, unscales_in_step
 from lightning_mp.monitor.health.scale_sources import Number, Scale, ScaleSource, SkipCount
 from lightning_mp.monitor.health.throughput import Throughput
-from lightning_mp.monitor.nonfinite.classify import NonFiniteClassifier, NonFiniteStep
+from lightning_mp.monitor.nonfinite.events import NonFiniteClassifier, NonFiniteStep
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 
 #: what LossScaleMonitor logs too
@@ -227,7 +227,7 @@ class HealthRun:
         """The event of a non-finite step; a NonFiniteGuard writes its own."""
         step: NonFiniteStep | None = None
         if self._guard is None:
-            step = self._nonfinite.look(reading, changed=changed)
+            step = self._nonfinite.judge(reading, changed=changed)
         if step is None:
             return []
         diagnosis = self._replayer.locate(trainer, self._module) if step.alert else Diagnosis()

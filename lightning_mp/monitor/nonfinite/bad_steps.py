@@ -1,32 +1,61 @@
-"""What is done about a bad step once it was skipped, by a callback or by a plan: told, saved, rewound."""
+"""What is done about a bad step, by NonFiniteGuard and by a plan: explained, saved, written down, rewound."""
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
-from lightning_mp.compat.lightning import LightningModule, Trainer, rank_zero_info
+import torch
+from torch import Tensor
+
+from lightning_mp.compat.lightning import (
+    LightningModule,
+    ModelCheckpoint,
+    Trainer,
+    checkpoint_connector,
+    last_saved,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_mp.engines import reduce
+from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.nonfinite import messages, rewind
-from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
-from lightning_mp.monitor.nonfinite.saved_batch import SavedBatches
+from lightning_mp.monitor.nonfinite import events
+from lightning_mp.monitor.nonfinite.replay import Diagnosis, KeptBatch, Replayer
+from lightning_mp.monitor.run_folder import BATCH_FILES, BATCHES
 from lightning_mp.monitor.run_log import RunDir, end_run, open_folder
+from lightning_mp.monitor.side_run import loss_of, step_output
+from lightning_mp.numerics import nonfinite
+from lightning_mp.numerics.nested import map_tensors
+from lightning_mp.numerics.nonfinite import Origin
+from lightning_mp.numerics.rng import set_rng_state
+
+#: steps of a run whose batches are saved: the first ones say most
+MAX_STEPS = 10
 
 
 class BadSteps:
     """The events, saved batches and checkpoints of one run; every rank makes the same calls.
 
-    ``writer`` is who writes, for people; ``rewinds`` whether a checkpoint may have to be loaded.
+    ``writer`` is who writes, for people; ``saves`` whether bad batches are saved, in
+    ``<run folder>/nonfinite/step_000017_rank1.pt``, of at most ``MAX_STEPS`` steps a run; ``rewinds`` whether a
+    checkpoint may have to be loaded.
 
     Raises:
         PlanError: another run, or a second ``writer`` of this one, is writing to the folder.
     """
 
-    def __init__(self, trainer: Trainer, run_dir: RunDir, writer: str, *, rewinds: bool) -> None:
+    def __init__(self, trainer: Trainer, run_dir: RunDir, writer: str, *, saves: bool = True, rewinds: bool) -> None:
         self._trainer, self._writer, self._rewinds = trainer, writer, rewinds
-        self._folder = open_folder(trainer, run_dir, writer)
-        path = None if self._folder is None else self._folder.path
-        self._saved = SavedBatches(trainer, path)
-        self._replayer, self._checkpoints = Replayer(), rewind.Checkpoints()
+        self._folder = folder = open_folder(trainer, run_dir, writer)
+        before = [] if folder is None else list((folder.path / BATCHES).glob(BATCH_FILES))
+        left = MAX_STEPS - len({path.name.rpartition("_")[0] for path in before}) if saves else 0
+        # The first rank knows the folder; all have to agree on what will be written.
+        path, self._left = trainer.strategy.broadcast(("" if folder is None else str(folder.path), left))
+        self._saved_in = Path(path, BATCHES)
+        self._replayer, self._checkpoints = Replayer(), Checkpoints()
 
     def remember(self, batch: Any, batch_idx: int) -> None:
         """A batch begins: keep a reference to it, and note what checkpoints there are."""
@@ -38,23 +67,19 @@ class BadSteps:
         """The step of the batches that are kept is over."""
         self._replayer.forget()
 
-    def locate(self, module: LightningModule) -> Diagnosis:
-        """Run the batches of the step again, to see what broke it."""
-        return self._replayer.locate(self._trainer, module)
+    def locate(self, module: LightningModule, at_hand: Origin | None = None) -> Diagnosis:
+        """Run the batches of the step again, to see what broke it; see :meth:`Replayer.locate`."""
+        return self._replayer.locate(self._trainer, module, at_hand)
 
-    def name(self, diagnosis: Diagnosis, step: int) -> str | None:
-        """The file in which the batch will be saved, for its event."""
-        return self._saved.next_name(diagnosis, step)
+    def overflow(self, diagnosis: Diagnosis, *, step: int, scale: float) -> Event:
+        """Write the event of an ordinary overflow, and print it."""
+        return self._write(events.overflow(diagnosis, step=step, scale=scale))
 
-    def save(self, diagnosis: Diagnosis, event: Event) -> None:
-        """Save the batch."""
-        self._saved.save(self._replayer.kept(diagnosis.batch_idx), event)
-
-    def write(self, event: Event) -> None:
-        """Write an event, and print it."""
-        if self._folder is not None:
-            self._folder.event(event)
-        rank_zero_info(f"{self._writer}: {event}")
+    def bad_step(self, diagnosis: Diagnosis, *, step: int, **known: Any) -> Event:
+        """Save the batch, write the event (of :func:`events.bad_step`) and print it."""
+        event = events.bad_step(diagnosis, step=step, saved=self._next_name(diagnosis, step), **known)
+        self._save(self._replayer.kept(diagnosis.batch_idx), event)
+        return self._write(event)
 
     def rewind(self, event: Event) -> None:
         """Load the newest checkpoint with finite weights.
@@ -64,7 +89,14 @@ class BadSteps:
         """
         path = self._checkpoints.rewind(self._trainer)
         if path is None:
-            raise messages.nothing_to_rewind_to(event)
+            raise NonFiniteError(
+                f"Step {event.step} was to be rewound, and no checkpoint with finite weights was written before it"
+                f"{events.place(event)}: {event.cause}. Save earlier with ModelCheckpoint(every_n_train_steps=...)",
+                rank=event.rank,
+                step=event.step,
+                module=event.module,
+                parameter=event.parameter,
+            )
         rank_zero_info(f"{self._writer}: loaded {path}, and continues after the batch of step {event.step}")
 
     def close(self, error: BaseException | None = None) -> None:
@@ -73,3 +105,137 @@ class BadSteps:
         folder, self._folder = self._folder, None
         if folder is not None:
             end_run(folder, self._trainer, self._writer, error)
+
+    def _write(self, event: Event) -> Event:
+        if self._folder is not None:
+            self._folder.event(event)
+        rank_zero_info(f"{self._writer}: {event}")
+        return event
+
+    def _next_name(self, diagnosis: Diagnosis, step: int) -> str | None:
+        """What will be written, seen from the run folder, the same on every rank; ``None`` if nothing will."""
+        rank = "*" if diagnosis.rank is None else diagnosis.rank
+        return f"{BATCHES}/{_file_name(step, rank)}" if self._left > 0 else None
+
+    def _save(self, kept: KeptBatch | None, event: Event) -> None:
+        """Write a batch on the rank that had it, on every rank if that is not known: a dict.
+
+        ``batch`` (inputs and targets as ``training_step`` got them, on the CPU), ``batch_idx``, ``step``, ``rank``,
+        ``rng`` (the generators before the forward), ``loss_scale``, ``event``. ``torch.load(weights_only=True)`` reads
+        it where the batch is of tensors in plain containers.
+        """
+        rank = self._trainer.global_rank
+        self._left -= 1
+        if self._left < 0 or kept is None or event.rank not in (None, rank):
+            return
+        values = {
+            "batch": map_tensors(kept.batch, _on_cpu),
+            "batch_idx": kept.batch_idx,
+            "step": event.step,
+            "rank": rank,
+            "rng": kept.rng,
+            "loss_scale": None if kept.scale is None else float(kept.scale),
+            "event": event.to_dict(),
+        }
+        path = self._saved_in / _file_name(event.step, rank)
+        try:
+            self._saved_in.mkdir(parents=True, exist_ok=True)
+            torch.save(values, path)
+        except Exception as error:  # of a batch that cannot be pickled, or a full disk: the run is to go on
+            rank_zero_warn(f"the bad batch of step {event.step} could not be saved: {type(error).__name__}: {error}")
+            path.unlink(missing_ok=True)
+
+
+def _file_name(step: int, rank: int | str) -> str:
+    return f"step_{step:06d}_rank{rank}.pt"
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()  # a view would bring all it is a view of
+
+
+def replay_saved(
+    path: str | os.PathLike[str],
+    module: LightningModule,
+    context: AbstractContextManager[Any],
+    *,
+    weights_only: bool = True,
+) -> tuple[Tensor | None, Origin | None]:
+    """Run a saved batch through ``module`` again: its loss, and where a non-finite value first appeared.
+
+    ``module`` holds the weights to run with (the file has none), on the device to run on; ``context`` is what the run's
+    precision computed in: ``torch.autocast("cuda", torch.bfloat16)`` for ``bf16-mixed``, ``nullcontext()`` for
+    ``32-true``. Gradients stay in the parameters, and the generators advance as in the step.
+    """
+    saved = torch.load(path, map_location="cpu", weights_only=weights_only)
+    device = next(module.parameters()).device
+    batch = map_tensors(saved["batch"], lambda tensor: tensor.to(device))
+    set_rng_state(saved["rng"], device)
+    losses: list[Tensor] = []
+
+    def run() -> Tensor | None:
+        with context:
+            loss: Tensor | None = loss_of(step_output(module, batch, saved["batch_idx"]))
+        if loss is not None:
+            losses.append(loss.detach())
+            (loss.float() * (saved["loss_scale"] or 1.0)).backward()
+        return loss
+
+    origin = nonfinite.locate(module, run)
+    return (losses[0] if losses else None), origin
+
+
+# ---------------------------------------------------------------------- rewinding
+
+
+def check_rewind(trainer: Trainer, given: str, instead: str, faults: Faults) -> None:
+    """Add a fault if the Trainer writes no checkpoint to go back to, as ``given`` asks for."""
+    if not _writers(trainer):
+        faults.add(
+            f"{given} without a ModelCheckpoint that saves optimizer states",
+            "a checkpoint to go back to",
+            f"add ModelCheckpoint(every_n_train_steps=...) to the callbacks, or use {instead}",
+        )
+
+
+class Checkpoints:
+    """The checkpoints that the Trainer's ``ModelCheckpoint`` callbacks wrote, as far as they are still there."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, trainer: Trainer) -> None:
+        """Note what was written since the last call: a callback without ``monitor`` knows its last one only."""
+        for callback in _writers(trainer):
+            last = last_saved(callback)
+            self._seen |= {last, callback.best_model_path, callback.last_model_path, *callback.best_k_models}
+
+    def rewind(self, trainer: Trainer) -> str | None:
+        """Load the newest one with finite weights: weights, optimizers, schedulers and the precision's state.
+
+        ``trainer.global_step``, loops, data and callbacks continue from where they are. Every rank has to call it. The
+        path, or ``None`` where there is no such checkpoint; weights then are those of the oldest.
+        """
+        self.note(trainer)
+        found = {path: Path(path).stat().st_mtime_ns for path in self._seen if path and Path(path).exists()}
+        newest_first = sorted(found, key=lambda path: found[path], reverse=True)
+        for path in trainer.strategy.broadcast(newest_first):  # as the first rank sees it
+            with checkpoint_connector(trainer) as connector:
+                connector.resume_start(path, weights_only=False)  # this run has written it
+                connector.restore_model()
+                connector.restore_precision_plugin_state()
+                connector.restore_optimizers_and_schedulers()
+                connector.resume_end()
+            bad = nonfinite.from_parameters(trainer.lightning_module) is not None
+            flag = torch.full((), float(bad), dtype=torch.float32, device=trainer.strategy.root_device)
+            if trainer.world_size > 1:
+                reduce.max_over_ranks_(flag)
+            if not flag.item():
+                return path
+        return None
+
+
+def _writers(trainer: Trainer) -> list[ModelCheckpoint]:
+    """The callbacks whose checkpoints hold more than weights."""
+    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return [callback for callback in found if not callback.save_weights_only]

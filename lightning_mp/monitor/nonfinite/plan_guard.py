@@ -12,9 +12,8 @@ from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.callback_utils import StepTracker, callbacks_of
 from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.nonfinite import messages, rewind
-from lightning_mp.monitor.nonfinite.bad_steps import BadSteps
-from lightning_mp.monitor.nonfinite.replay import Diagnosis
+from lightning_mp.monitor.nonfinite.bad_steps import BadSteps, check_rewind
+from lightning_mp.monitor.nonfinite.events import is_ordinary
 from lightning_mp.monitor.run_log import WritesRun
 
 _WRITER = "MixedPrecisionPlan"
@@ -24,7 +23,8 @@ class PlanGuard(WritesRun):
     """Added by a plan to the callbacks of a fit, before all others, and taken out with :meth:`remove`.
 
     The engine decides and skips. Where it would raise it leaves its verdict here, and the batch, which is still at hand
-    at its end, is run again, saved and told; then the run is rewound, or ended with the error the engine would raise.
+    at its end, is run again, saved and written down; then the run is rewound, or ended with the error that the engine
+    would raise.
     """
 
     def __init__(self, plan: PlanBase, trainer: Trainer) -> None:
@@ -43,7 +43,7 @@ class PlanGuard(WritesRun):
     def check(self, faults: Faults) -> None:
         """Note what of it cannot be done in this run."""
         if self.rewinds:
-            rewind.check(self._trainer, "nonfinite=NonFinite(on_budget='rewind')", "on_budget='raise'", faults)
+            check_rewind(self._trainer, "nonfinite=NonFinite(on_budget='rewind')", "on_budget='raise'", faults)
 
     def install(self) -> None:
         """Follow the run from now on."""
@@ -80,7 +80,7 @@ class PlanGuard(WritesRun):
         Raises:
             PlanError: another run is writing to the folder.
         """
-        self._bad = BadSteps(trainer, self.rule.run_dir, _WRITER, rewinds=self.rewinds)
+        self._bad = BadSteps(trainer, self.rule.run_dir, _WRITER, saves=self.rule.save_batch, rewinds=self.rewinds)
         self._engine.budget.deferred = []
         self._skips = self._plan.skipped_steps if self.rule.save_batch else 0
 
@@ -119,40 +119,33 @@ class PlanGuard(WritesRun):
 
     def _explain(self, trainer: Trainer, module: LightningModule, verdict: Verdict | None) -> None:
         found, scale = self._log.locate(module), self._engine.loss_scale
-        streak = self._plan.step_counter.streak
-        if verdict is None and streak == 0 and not found.bad_loss and scale is not None:
-            self._log.write(messages.overflow_event(found, step=self._steps.step, scale=scale))
+        streak, step = self._plan.step_counter.streak, self._steps.step
+        if verdict is None and scale is not None and is_ordinary(scale, found.bad_loss, at_floor=streak > 0):
+            self._log.overflow(found, step=step, scale=scale)
             return
         ends = verdict is not None and (verdict.at_min or not self.rewinds)
-        event = messages.bad_step_event(
+        event = self._log.bad_step(
             found,
-            step=self._steps.step,
+            step=step,
             bad_loss=found.bad_loss,
             action="raise" if ends else "rewind" if verdict is not None else "skip",
             in_a_row=max(streak, 1),
             allowed=0 if self.rule.action == "raise" else self.rule.max_consecutive,
             scale=scale,
-            saved=self._log.name(found, self._steps.step) if self.rule.save_batch else None,
             under_plan=True,
         )
-        if self.rule.save_batch:
-            self._log.save(found, event)
-        self._log.write(event)
         if verdict is not None and ends:
-            raise self._error(verdict, found, event)
+            raise diagnosis.named(
+                found.rank,
+                found.origin,
+                found.bad_loss,
+                what=verdict.what,
+                step=step,
+                scale=scale,
+                at_min=verdict.at_min,
+            )
         if verdict is not None:
             self._rewind(event)
-
-    def _error(self, verdict: Verdict, found: Diagnosis, event: Event) -> Exception:
-        return diagnosis.named(
-            found.rank,
-            found.origin,
-            found.bad_loss,
-            what=verdict.what,
-            step=event.step,
-            scale=self._engine.loss_scale,
-            at_min=verdict.at_min,
-        )
 
     def _rewind(self, event: Event) -> None:
         """The loss scale goes back with the weights; the counts of the run go on."""

@@ -120,14 +120,14 @@ class Replayer:
         found = [kept for kept in self._window if batch_idx in (None, kept.batch_idx)]
         return found[-1] if found else None
 
-    def locate(self, trainer: Trainer, pl_module: LightningModule, *, loss: Tensor | None = None) -> Diagnosis:
+    def locate(self, trainer: Trainer, pl_module: LightningModule, at_hand: Origin | None = None) -> Diagnosis:
         """Run the batches of the window again, one after the other, until one is bad; every rank has to call it.
 
         Call it between the backward pass and the next batch; under manual optimization outside of ``training_step``.
         Nothing is left behind: generators, buffers, gradients and attributes of modules are as before, and nothing is
-        logged. ``loss`` is the step's own, for the case that there is nothing to replay. Under ZeRO-3 only the forward
-        is replayed, since backward belongs to DeepSpeed's engine. Where weights are non-finite already because the bad
-        step was applied, the first module with such a weight is named.
+        logged. ``at_hand`` is what gradients said before they were dropped. Under ZeRO-3 only the forward is replayed,
+        since backward belongs to DeepSpeed's engine. Where weights are non-finite already because the bad step was
+        applied, the first module with such a weight is named.
         """
         distributed = trainer.world_size > 1
         notes = ["under ZeRO-3 only the forward is run again"] if _forward_only(trainer.strategy) else []
@@ -136,7 +136,7 @@ class Replayer:
             rank, (origin, bad_loss) = first_bad_rank(mine, distributed=distributed)
             if origin is not None or bad_loss:
                 return Diagnosis(rank, origin, bad_loss, kept.batch_idx)
-        return _without_replay(pl_module, loss, self._window, notes, distributed=distributed)
+        return _without_replay(pl_module, at_hand, self._window, notes, distributed=distributed)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_window": []}
@@ -313,23 +313,21 @@ def _plainly_named(origin: Origin) -> Origin:
 
 
 def _without_replay(
-    module: nn.Module, loss: Tensor | None, window: list[KeptBatch], notes: list[str], *, distributed: bool
+    module: nn.Module, at_hand: Origin | None, window: list[KeptBatch], notes: list[str], *, distributed: bool
 ) -> Diagnosis:
-    """What weights and gradients say; those may have come from any rank, so that only a bad loss names one.
+    """What weights and gradients say, which may have come from any rank.
 
     Where every rank ran the window again and met nothing, a gradient that is not finite was changed on its own rank.
     """
-    bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
+    batch_idx = window[0].batch_idx if len(window) == 1 else None
     origin = nonfinite.from_parameters(module)
     if origin is None:
-        origin = nonfinite.from_gradients(module)
-        if window and not notes and origin is not None and not bad_loss:
+        origin = at_hand or nonfinite.from_gradients(module)
+        if window and not notes and origin is not None:
             origin = replace(origin, phase="after backward")
     origin = fp8.with_role(module, origin)
-    origin = None if origin is None else _plainly_named(origin)
-    rank, (found, any_bad_loss) = first_bad_rank((origin, bad_loss), distributed=distributed)
+    rank, (found, _) = first_bad_rank((origin and _plainly_named(origin), False), distributed=distributed)
     if found is not None and found.phase == "after backward":
-        return Diagnosis(rank, found, any_bad_loss, window[0].batch_idx if len(window) == 1 else None)
+        return Diagnosis(rank, found, False, batch_idx)
     note = "; ".join(notes) or "run again, no batch of the window was non-finite by itself"
-    known = window[0].batch_idx if len(window) == 1 else None
-    return Diagnosis(rank if any_bad_loss or not distributed else None, found, any_bad_loss, known, note)
+    return Diagnosis(None if distributed else rank, found, False, batch_idx, note)

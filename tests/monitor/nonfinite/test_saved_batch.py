@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_mp.callbacks import NonFiniteGuard
-from lightning_mp.monitor.nonfinite.saved_batch import MAX_STEPS, replay_saved
+from lightning_mp.monitor.nonfinite.bad_steps import MAX_STEPS, replay_saved
 from support.models import batches
 from support.nonfinite import BAD, FAULTS, STOCK, Breaks
 from support.oracles import stock_for

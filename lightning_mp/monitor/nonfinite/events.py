@@ -1,17 +1,24 @@
-"""What is written about a non-finite step: the event, the error, a likely cause and what to do."""
+"""The events of non-finite steps: which overflow is ordinary, what is likely to be the cause, and what to do."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_mp.errors import Fault, NonFiniteError
 from lightning_mp.monitor.advice import pinning
+from lightning_mp.monitor.alerts import Reading
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite.replay import Diagnosis
 from lightning_mp.numerics.nonfinite import Origin
 
 
-def bad_step_event(
+def is_ordinary(scale: float | None, bad_loss: bool, at_floor: bool) -> bool:
+    """Whether a non-finite gradient is the scaler's search for a loss scale: of a finite loss, above the floor."""
+    return scale is not None and not bad_loss and not at_floor
+
+
+def bad_step(
     diagnosis: Diagnosis,
     *,
     step: int,
@@ -46,7 +53,7 @@ def bad_step_event(
     )
 
 
-def overflow_event(diagnosis: Diagnosis, *, step: int, scale: float) -> Event:
+def overflow(diagnosis: Diagnosis, *, step: int, scale: float) -> Event:
     """The event of an ordinary overflow under loss scaling: the scaler skips the step and lowers the scale."""
     return Event(
         step=step,
@@ -61,38 +68,10 @@ def overflow_event(diagnosis: Diagnosis, *, step: int, scale: float) -> Event:
     )
 
 
-def nonfinite_error(event: Event) -> NonFiniteError:
-    """What the run ends with once ``event`` has used up the budget of skips."""
-    what = "a non-finite loss" if event.kind == "nonfinite_loss" else "a non-finite gradient, from a finite loss,"
-    rank = "" if event.rank is None else f" on rank {event.rank}"
-    many, allowed = event.evidence["skips_in_a_row"], event.evidence["allowed"]
-    fault = Fault(
-        f"{what} at step {event.step}{rank}, {many} in a row{_place(event)}: {event.cause}",
-        f"{allowed} in a row, as NonFiniteGuard(on_trip=..., max_consecutive=...) says",
-        event.advice,
-    )
-    return _error(str(fault), event)
-
-
-def nothing_to_rewind_to(event: Event) -> NonFiniteError:
-    """A rewind before there is a checkpoint."""
-    fault = Fault(
-        f"a non-finite step {event.step} that is to be rewound before any checkpoint with finite weights was written"
-        f"{_place(event)}: {event.cause}",
-        "a checkpoint of the Trainer's ModelCheckpoint to go back to",
-        "save earlier with ModelCheckpoint(every_n_train_steps=...)",
-    )
-    return _error(str(fault), event)
-
-
-def _place(event: Event) -> str:
+def place(event: Event) -> str:
     """Where the value first appeared, as the middle of a sentence."""
     parameter = "" if event.parameter is None else f", parameter {event.parameter!r}"
     return "" if event.module is None else f", first in module {event.module!r}{parameter}"
-
-
-def _error(message: str, event: Event) -> NonFiniteError:
-    return NonFiniteError(message, rank=event.rank, step=event.step, module=event.module, parameter=event.parameter)
 
 
 def _cause(diagnosis: Diagnosis) -> str:
@@ -136,3 +115,78 @@ def _advice_on_input(origin: Origin, under_plan: bool) -> str:
     if not around:  # the root, which no pin covers
         return f"{first} cast to fp32 there"
     return f"{first} run {around!r} in fp32: {pinning([around], under_plan=under_plan)}"
+
+
+# ---------------------------------------------------------------------- by readings, without a guard
+
+#: A scale that is being searched for overflows this many times in a row at most, from torch's 65,536 on (measured on
+#: small GPT-2 and MLP runs), and is found above the scale which that leads to.
+SEARCH_SKIPS, SEARCH_SCALE = 5, 2.0**10
+#: Once so many steps were applied the scale is known; so many overflows in a row are then no search any more.
+FOUND_AFTER, FOUND_SKIPS = 10, 3
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteStep:
+    """A non-finite step that gets an event; an ``alert`` also gets rank, module and parameter."""
+
+    step: int
+    bad_loss: bool
+    alert: bool
+    in_a_row: int
+    scale: float | None
+    applied: bool
+
+    def event(self, diagnosis: Diagnosis, *, batch_idx: int, under_plan: bool) -> Event:
+        """The event, with the diagnosis, and advice for a run with or without a plan."""
+        if not self.alert:
+            assert self.scale is not None, "only a loss scale makes an overflow ordinary"
+            return overflow(diagnosis, step=self.step, scale=self.scale)
+        event = bad_step(
+            diagnosis,
+            step=self.step,
+            bad_loss=self.bad_loss,
+            action="log",
+            in_a_row=self.in_a_row,
+            allowed=0,
+            scale=self.scale,
+            saved=None,
+            under_plan=under_plan,
+        )
+        evidence = {"batch_idx": batch_idx, **event.evidence, "bad_steps_in_a_row": self.in_a_row}
+        for name in ("allowed", "skips_in_a_row"):  # the guard's budget
+            evidence.pop(name, None)
+        return replace(event, severity="error" if self.applied else "warning", evidence=evidence)
+
+
+class NonFiniteClassifier:
+    """Tells ordinary overflows from problems.
+
+    An overflow is no longer ordinary once more come in a row than the search for a scale needs. A problem that lasts is
+    reported once.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row = self._applied = 0
+        self._reported = False
+
+    def judge(self, reading: Reading, *, changed: bool = False) -> NonFiniteStep | None:
+        """The step, if it is non-finite and not reported yet; ``changed``: its gradients became so once measured."""
+        bad_loss = reading.loss is not None and not math.isfinite(reading.loss)
+        bad_gradient = reading.grad_norm is not None and not math.isfinite(reading.grad_norm)
+        if not (bad_loss or bad_gradient or changed):
+            self._applied += not reading.skipped
+            self._in_a_row, self._reported = 0, False
+            return None
+        self._in_a_row = max(self._in_a_row + 1, reading.skips_in_a_row)
+        scale = reading.loss_scale
+        alert = changed or not is_ordinary(scale, bad_loss, reading.scale_at_floor) or self._too_many(scale or 0.0)
+        if alert and self._reported:
+            return None
+        self._reported = alert
+        return NonFiniteStep(reading.step, bad_loss, alert, self._in_a_row, reading.loss_scale, not reading.skipped)
+
+    def _too_many(self, scale: float) -> bool:
+        if self._applied >= FOUND_AFTER:
+            return self._in_a_row >= FOUND_SKIPS
+        return self._in_a_row > SEARCH_SKIPS and scale <= SEARCH_SCALE
