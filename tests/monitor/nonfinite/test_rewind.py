@@ -149,7 +149,7 @@ def test_without_a_model_checkpoint_it_is_refused_at_the_start(rewinds: Rewinds,
 
 
 def test_before_the_first_checkpoint_it_raises_and_says_so(rewinds: Rewinds, tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="before any checkpoint with finite weights was written") as caught:
+    with pytest.raises(NonFiniteError, match="no checkpoint with finite weights was written before it") as caught:
         rewinds.fit(Breaks("loss"), _every(tmp_path / "saved", 4))
     assert (caught.value.step, caught.value.module) == (3, "net.4")
 
