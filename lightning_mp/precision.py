@@ -24,7 +24,16 @@ from lightning_mp.compat.lightning import (
     trainer_of,
 )
 from lightning_mp.deepspeed_config import DeepSpeedJson
-from lightning_mp.engines import announce, closures, device_rules, for_strategy, misplaced, optimizer_facts, users_hooks
+from lightning_mp.engines import (
+    announce,
+    device_rules,
+    diagnosis,
+    for_strategy,
+    misplaced,
+    optimizer_facts,
+    users_hooks,
+)
+from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults, PlanError, near_keywords
@@ -327,31 +336,29 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if not self._hooks.active:
             self._hooks.install(model.trainer, model, lambda: self._stepped and self.step_skipped)
         self._stepped = False
-        replay = partial(closures.run_again, optimizer, model, closure) if model.automatic_optimization else None
-        if engine.steps_with_closure(optimizer):
-            wrapped = partial(self._wrap_closure, model, optimizer, closure)
-            result = engine.step_with_closure(optimizer, wrapped, **kwargs)
-        else:
-            result = closure()
-            if model.automatic_optimization and not engine.pending:
-                return result  # training_step returned None: neither applied nor skipped
-            engine.unscale(optimizer)
-            with engine.user_hooks():
-                self._after_closure(model, optimizer)
-            if users_hooks.may_change_gradients(model):
-                engine.look_again(optimizer)
-            evaluated = None
-            if engine.may_call_closure(optimizer):
-                again = partial(self._wrap_closure, model, optimizer, closure)
-                evaluated = closures.Evaluated(optimizer, result, again)
-            with optimizer_facts.foreign_state_explained(optimizer):
-                returned = engine.step(optimizer, closure=evaluated, **kwargs)
-            if evaluated is not None and model.automatic_optimization and not self.step_counter.found_inf.last_read:
-                evaluated.require_called()
-            result = result if returned is None else returned
+        replay = partial(diagnosis.run_again, optimizer, model, closure) if model.automatic_optimization else None
+        result = closure()
+        if model.automatic_optimization and not engine.pending:
+            return result  # training_step returned None: neither applied nor skipped
+        engine.unscale(optimizer)
+        with engine.user_hooks():
+            self._after_closure(model, optimizer)
+        if users_hooks.may_change_gradients(model):
+            engine.look_again(optimizer)
+        if engine.may_call_closure(optimizer):
+            again = partial(self._evaluate_again, engine, model, optimizer, closure)
+            kwargs["closure"] = optimizer_facts.Evaluated(optimizer, result, again)
+        with optimizer_facts.foreign_state_explained(optimizer):
+            returned = engine.step(optimizer, **kwargs)
+        result = result if returned is None else returned
         self._stepped = True
         engine.settle(replay)
         return result
+
+    def _evaluate_again(self, engine: StepEngine, model: LightningModule, optimizer: Any, closure: Any) -> Any:
+        """The closure once more, of which the optimizer (LBFGS, SAM) makes what it makes under Lightning's plugins."""
+        engine.evaluates_again(optimizer)
+        return self._wrap_closure(model, optimizer, closure)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the global norm, taken in fp32."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat.checks import PrivateNames
 
@@ -41,8 +39,7 @@ STEP = PrivateNames(
         "torch.nn.modules.loss": ("_Loss",),
         "torch.nn.parallel:DistributedDataParallel()": ("_comm_hooks",),
         "torch.optim:AdamW()": ("_step_supports_amp_scaling",),
-        "torch.optim.optimizer": ("_global_optimizer_pre_hooks",),
-        "torch.optim:Optimizer()": ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
+        "torch.optim:Optimizer()": ("_optimizer_step_pre_hooks",),
         "torch.optim.lr_scheduler:LRScheduler()": ("_last_lr",),
         "torch.optim.lr_scheduler:SequentialLR()": ("_schedulers",),
         "torch.utils._python_dispatch": ("TorchDispatchMode",),
@@ -132,35 +129,9 @@ def makes_optimizer_state() -> bool:
     return False
 
 
-def without_step_hooks(optimizer: Any) -> Any:
-    """A shallow copy of an optimizer, which no hook on a step knows of."""
-    alike = object.__new__(type(optimizer))
-    vars(alike).update(vars(optimizer))  # copy() keeps what torch's own class has in it, and no more
-    alike._optimizer_step_pre_hooks, alike._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    return alike
-
-
-def copied(value: Any) -> Any:
-    """A tensor with a storage of its own; of a subclass that is made of other tensors, with copies of those."""
-    if not isinstance(value, Tensor):
-        return value  # a DTensor is made of a mesh too
-    if not hasattr(value, "__tensor_flatten__"):
-        return value.detach().clone()
-    names, context = cast("Any", value).__tensor_flatten__()
-    inside = {name: copied(getattr(value, name)) for name in names}
-    return cast("Any", type(value)).__tensor_unflatten__(inside, context, value.size(), value.stride())
-
-
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether the optimizer takes hooks on its step; a wrapper that leaves ``Optimizer.__init__`` out takes none."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
-
-
-def follows_step_hooks(optimizer: Any, own: RemovableHandle) -> bool:
-    """Whether hooks of others run before the optimizer's steps; ``own`` comes after all there are from now on."""
-    optimizer._optimizer_step_pre_hooks.move_to_end(own.id)
-    everywhere: Any = import_module("torch.optim.optimizer")._global_optimizer_pre_hooks
-    return bool(everywhere) or len(optimizer._optimizer_step_pre_hooks) > 1
 
 
 #: where the state dict of a ``GradScaler`` has its count of clean steps

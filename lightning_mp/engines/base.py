@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mp.compat.lightning import rank_zero_info
 from lightning_mp.compat.torch import has_step_hooks, makes_optimizer_state
-from lightning_mp.engines import closures, diagnosis, optimizer_facts, reduce, users_hooks
+from lightning_mp.engines import diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.budget import BAD_LOSS, SkipBudget, Verdict
-from lightning_mp.errors import Faults, NonFiniteError, PlanError
+from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
 from lightning_mp.modules import checkpointing, fp8, outside_reads, pins, storage, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
@@ -60,8 +60,6 @@ class StepEngine(ABC):
         #: what runs in FP8, and what does not
         self.fp8: fp8.Conversion | None = None
         self._watched = False
-        #: a backward pass that Lightning runs is under way
-        self._announced = False
         self._module: nn.Module | None = None
         self._pin_map = pins.PinMap((), ())
         #: the modules that recompute their activations; known after ``check``
@@ -69,10 +67,8 @@ class StepEngine(ABC):
         self._applied: checkpointing.Applied | None = None
         self._loss: Tensor | None = None
         self._before: list[tuple[Tensor, Tensor]] = []
-        #: by ``id``, of the optimizers that may evaluate a closure again: whether they do
-        self._evaluates_again: dict[int, bool | None] = {}
-        self._step_hooks: list[tuple[Optimizer, RemovableHandle]] = []
-        self._hooked = False
+        self._said_again = False
+        self._step_hooks: list[RemovableHandle] = []
         #: of each parameter, whether it is trained
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
@@ -155,16 +151,13 @@ class StepEngine(ABC):
         if faults.found:
             self.revert()
         faults.raise_if_any()
-        self.optimizers, self._before, self._evaluates_again = list(optimizers), [], {}
+        self.optimizers, self._before = list(optimizers), []
         self._close_hooks()
-        self._step_hooks = [
-            (optimizer, optimizer.register_step_pre_hook(self._on_step))
-            for optimizer in self.optimizers
-            if has_step_hooks(optimizer)
-        ]
         self.scaler.forget()
         if isinstance(self.scaler, LossScaler):
             self.scaler.within_run = True
+            with_hooks = filter(has_step_hooks, self.optimizers)
+            self._step_hooks = [one.register_step_pre_hook(self._refuse_untracked) for one in with_hooks]
         self.scaler.flags.sync_with(reduce.max_over_ranks_ if self.distributed else None)
         self.budget.restart()
         self._parameters = [] if self._module is None else list(self._module.parameters())
@@ -192,7 +185,7 @@ class StepEngine(ABC):
 
     def _close_hooks(self) -> None:
         while self._step_hooks:
-            self._step_hooks.pop()[1].remove()
+            self._step_hooks.pop().remove()
 
     # ------------------------------------------------------------------ the step
 
@@ -201,9 +194,6 @@ class StepEngine(ABC):
         if self._watched or self._module is None:
             return nullcontext()
         self._watched = True
-        self._hooked = self.scaler.checks and users_hooks.precede_a_step(
-            self._step_hooks, self.device, self.distributed
-        )
         compute = to_torch(self.policy.compute_dtype)
         return self._watch_shards(outside_reads.refused(self._module, self._pin_map, compute, mixed=self.policy.mixed))
 
@@ -218,24 +208,15 @@ class StepEngine(ABC):
         if trained != self._trained:
             self._trained = trained
             self.train_others()
-        self._announced = False
-        with self._watch_reads(), self._bare_passes():
+        with self._watch_reads():
             yield
-
-    def _bare_passes(self) -> AbstractContextManager[None]:
-        """Within it, backward passes that are run past Lightning are made right or refused, where they need it."""
-        return nullcontext()
-
-    def _unannounced(self) -> set[int]:
-        """By ``id``, the parameters of which a backward pass now would be a bare one."""
-        return set() if self._announced else {id(parameter) for parameter in self._parameters}
 
     def train_others(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
         """Other parameters are trained from now on than before."""
 
     def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
         """The loss to run backward on: times the scale where there is one."""
-        self.pending, self._loss, self._announced = True, loss.detach(), True
+        self.pending, self._loss = True, loss.detach()
         if manual:
             self.scaler.multiply_back_(self.optimizers)
         return self.scaler.scale(loss)
@@ -246,7 +227,6 @@ class StepEngine(ABC):
 
     def after_backward(self, *, manual: bool) -> None:
         """Under manual optimization gradients are in true units at once: users clip them before they step."""
-        self._announced = False
         if manual:
             self.scaler.divide_(self.optimizers)
 
@@ -254,12 +234,8 @@ class StepEngine(ABC):
         """Around hooks in which users may look at gradients."""
         return nullcontext()
 
-    def steps_with_closure(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer cannot step without evaluating the closure itself (LBFGS)."""
-        return optimizer_facts.calls_closure_again(optimizer)
-
     def may_call_closure(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer may evaluate a closure of its own accord (SAM and its kind); torch's own do not."""
+        """Whether the optimizer may evaluate a closure in its step (LBFGS, SAM and its kind)."""
         return optimizer_facts.takes_closure(optimizer)
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -283,80 +259,56 @@ class StepEngine(ABC):
         if held:  # a pipeline's stage may be frozen, of which torch's function makes an error
             torch.nn.utils.clip_grad_value_(held, value)
 
-    def step(self, optimizer: Optimizer, *, closure: closures.Evaluated | None = None, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step the optimizer, or leave everything as it was if a gradient was not finite on some rank.
 
         Returns what the optimizer returned, ``None`` where the host knows of a skip.
+        """
+        result = self.scaler.step_checked(optimizer, **kwargs)
+        self.pending = False
+        self.count()
+        return result
+
+    def evaluates_again(self, optimizer: Optimizer) -> None:
+        """The optimizer asks for another evaluation in its step: its gradients are not checked.
 
         Raises:
-            PlanError: under loss scaling the optimizer evaluates ``closure`` again; weights and state are as before.
-            NonFiniteError: it does so for the first time after steps in which it did not, and meets a bad gradient.
+            PlanError: under loss scaling.
         """
-        self.pending = False
-        if closure is None:
-            result = self.scaler.step_checked(optimizer, **kwargs)
-        else:
-            result = self._step_evaluated(optimizer, closure, **kwargs)
-        self.count()
-        return result
-
-    def _step_evaluated(self, optimizer: Optimizer, closure: closures.Evaluated, **kwargs: Any) -> Any:
-        """A step of an optimizer that may evaluate again, undone where a gradient of that evaluation is not finite."""
-        again = self._evaluates_again.get(id(optimizer))
-        before = None if again is False else closures.Before(optimizer)  # not known before its first step
-        found = torch.zeros((), dtype=torch.float32, device=self.device)
-        scaler, parameters = self.scaler, grads.parameters_of(optimizer)
-        if isinstance(scaler, LossScaler):
-            closure.again = partial(closures.refuse, optimizer, self.policy)
-        else:
-            closure.look = lambda: scaler.check_(parameters, found)
-        try:
-            result = scaler.step_checked(optimizer, closure=closure, **kwargs)
-        except PlanError:
-            if before is not None:
-                before.restore()
-            raise
-        if closure.called:
-            self._evaluates_again[id(optimizer)] = again or closure.evaluated_again
-        if closure.evaluated_again and self.policy.nonfinite.action != "ignore":
-            scaler.flags.reduce_(found)
-            if scaler.flags.read(found):
-                if before is None:
-                    raise closures.moved_already(optimizer, self._global_step())
-                before.restore()
-                scaler.flags.begin_step(found)
-        return result
-
-    def step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """The whole step of an optimizer that evaluates the closure itself; what it returns."""
-        raise NotImplementedError(f"{type(self).__name__} refuses such optimizers in check_optimizers()")
-
-    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Before any step: one that is made past the plan is checked and counted too, or refused."""
-        if self.scaler.flags.under_way:
-            if self._hooked and not self.steps_with_closure(optimizer):
-                users_hooks.look_after_them(optimizer, self.scaler.flags)
-            return None
-        if makes_optimizer_state():
-            return args[:1], closures.without_gradients(optimizer)
         if isinstance(self.scaler, LossScaler):
-            closures.refuse_past_the_plan(optimizer, self.policy)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        evaluated = None
-        if closure is not None and not self.steps_with_closure(optimizer):
-            with torch.enable_grad():
-                evaluated = closures.Evaluated(optimizer, closure(), closure)
-            args, kwargs = args[:1], {**kwargs, "closure": evaluated}
-        self.pending = False
-        flag = self.scaler.found_inf(optimizer)
-        self.scaler.flags.begin_step(flag)
-        if self.scaler.flags.read(flag):
-            grads.drop(optimizer)
-            if evaluated is not None:
-                kwargs["closure"] = lambda: evaluated.result
-        self.count()
-        self.look(None)
-        return args, kwargs
+            raise PlanError([self._again_under_scaling(optimizer)])
+        if not self._said_again:
+            self._said_again = True
+            rank_zero_info(
+                f"{type(optimizer).__name__} evaluates its closure again within a step: only gradients of the first "
+                "evaluation are checked for non-finite values, further ones are applied as they are"
+            )
+
+    def _again_under_scaling(self, optimizer: Optimizer) -> Fault:
+        where = f"with precision={self.policy.precision!r}, whose loss scale may change in between"
+        return optimizer_facts.evaluates_again(optimizer, where, "'bf16-mixed' or '32-true'")
+
+    def _require_tracked(self, reduces: str) -> None:
+        """Refuse steps of a run that never called ``manual_backward``, in which alone ``reduces`` reduces gradients."""
+        if self._loss is None:
+            fault = Fault(
+                f"loss.backward() with {reduces}, which reduces gradients in self.manual_backward(loss) alone",
+                "self.manual_backward(loss)",
+                "write self.manual_backward(loss)",
+            )
+            raise PlanError([fault])
+
+    def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Before any step under loss scaling: one that the plan does not make would apply scaled gradients."""
+        if self.scaler.flags.under_way or makes_optimizer_state():
+            return
+        fault = Fault(
+            f"{type(optimizer).__name__}.step() called on the optimizer inside of Lightning's, with "
+            f"precision={self.policy.precision!r}, whose gradients have to be unscaled and checked first",
+            "steps of the optimizer that Lightning gives to optimizer_step, or that self.optimizers() returns",
+            "call super().optimizer_step(...), or optimizer.step() on that one",
+        )
+        raise PlanError([fault])
 
     def count(self) -> None:
         """Count the step that was just made, here or by a user's own ``scaler.step``."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_mp.compat.lightning import LightningModule, ParallelStrategy
 from lightning_mp.errors import LossScaleError, NonFiniteError
 from lightning_mp.modules import fp8
 from lightning_mp.numerics import nonfinite
@@ -107,3 +111,11 @@ def _advice(origin: Origin | None, bad_loss: bool, scale: float | None) -> str:
     lower = f"Pin that module (pins={{{named!r}: 'fp32'}}, before any other pin), lower" if named else "Lower"
     instead = "clip gradients" if scale is None else "use 'bf16-mixed', without loss_scaling"
     return f"{lower} the learning rate, or {instead}"
+
+
+def run_again(optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Tensor | None:
+    """The last batch again, forward and backward, this rank's gradients alone."""
+    optimizer.zero_grad()
+    strategy = model.trainer.strategy
+    with strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext():
+        return closure()

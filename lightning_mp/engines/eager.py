@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_mp.compat.lightning import Strategy, trainer_of
-from lightning_mp.engines import bare_backward, closures, reduce
+from lightning_mp.engines import reduce
 from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.optimizer_facts import is_known_to_evaluate_again
 from lightning_mp.errors import Faults
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.no_op_scaler import NoOpScaler
 from lightning_mp.numerics.scaler import LossScaler
 
 
@@ -34,7 +32,7 @@ class EagerEngine(StepEngine):
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse optimizers that evaluate the closure themselves under loss scaling."""
         if isinstance(self.scaler, LossScaler):
-            closures.refuse_under_scaling(filter(self.steps_with_closure, optimizers), self.policy, faults)
+            faults.extend(self._again_under_scaling(one) for one in optimizers if is_known_to_evaluate_again(one))
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, and set in which dtype DDP sums gradients."""
@@ -48,21 +46,24 @@ class EagerEngine(StepEngine):
         if self._ddp is not None:
             reduce.sum_anew(self._ddp, self.policy.reduce_dtype)
 
-    def _bare_passes(self) -> AbstractContextManager[None]:
-        """Under manual optimization DDP sums what it is prepared for: ``manual_backward`` does so, and this."""
-        trainer = trainer_of(self._module)
-        if self._ddp is None or trainer is None or trainer.lightning_module.automatic_optimization:
-            return super()._bare_passes()
-        return bare_backward.found(self._unannounced, partial(_summed, trainer.strategy))
+    def unscale(self, optimizer: Optimizer) -> None:
+        """As the base does.
+
+        Raises:
+            PlanError: DDP was never asked to reduce gradients, as a bare ``loss.backward()`` does not ask it.
+        """
+        if self._ddp is not None:
+            self._require_tracked("DDP")
+        super().unscale(optimizer)
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the global 2-norm, in fp32."""
         self.last_norm = grads.clip_grad_norm_(grads.parameters_of(optimizer), max_norm)
 
-    def step(self, optimizer: Optimizer, *, closure: closures.Evaluated | None = None, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """As the base does; what rounds stochastically rounds alike on every rank, else their weights would part."""
         with self._drawing_alike(optimizer):
-            return super().step(optimizer, closure=closure, **kwargs)
+            return super().step(optimizer, **kwargs)
 
     @contextmanager
     def _drawing_alike(self, optimizer: Optimizer) -> Generator[None, None, None]:
@@ -72,33 +73,3 @@ class EagerEngine(StepEngine):
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.step_counter.attempts)
             yield
-
-    def step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """A step of an optimizer that evaluates the closure itself (LBFGS), undone if a gradient was not finite."""
-        scaler = self.scaler
-        assert isinstance(scaler, NoOpScaler), "refused under loss scaling"
-        parameters, before = grads.parameters_of(optimizer), closures.Before(optimizer)
-        found = torch.zeros((), dtype=torch.float32, device=self.device)
-
-        def watched() -> Any:
-            result = closure()
-            scaler.check_(parameters, found)
-            return result
-
-        with scaler.flags.stepping():
-            result = optimizer.step(watched, **kwargs)
-        scaler.flags.reduce_(found)
-        if self.policy.nonfinite.action == "ignore":
-            found.zero_()
-        scaler.note_step(optimizer, found)
-        if self.policy.nonfinite.action != "ignore" and self.step_counter.step_skipped:
-            before.restore()
-        self.count()
-        return result
-
-
-@contextmanager
-def _summed(strategy: Strategy, tensors: Any) -> Generator[None, None, None]:
-    strategy.pre_backward(tensors)
-    yield
-    strategy.post_backward(tensors)

@@ -1,18 +1,26 @@
-"""What has to be known of an optimizer before it steps: its closure, and what goes wrong with half precision."""
+"""What a plan has to know of an optimizer: its closure, whether it can step on shards, what half precision costs."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mp.errors import Fault, PlanError, is_number
+from lightning_mp.compat.lightning import rank_zero_warn
+from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError, is_number
+from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import HALF
+
+# ------------------------------------------------------------------ closures
+
+
+_SAM = frozenset(("ASAM", "ESAM", "GSAM", "LookSAM", "SAM", "Sam", "WSAM"))
 
 
 @cache
@@ -26,9 +34,137 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def is_known_to_evaluate_again(optimizer: Optimizer) -> bool:
+    """Whether it is LBFGS, an optimizer of its kind, or by its name one of SAM's."""
+    return calls_closure_again(optimizer) or not _SAM.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__)
+
+
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may evaluate a closure of its own accord (SAM and its kind); of torch's only LBFGS does."""
-    return not type(optimizer).__module__.startswith("torch.optim.") and _closure_parameter(type(optimizer)) is not None
+    """Whether the optimizer may evaluate a closure in its step; of torch's only LBFGS is given one."""
+    plain = type(optimizer).__module__.startswith("torch.optim.") and not calls_closure_again(optimizer)
+    return not plain and _closure_parameter(type(optimizer)) is not None
+
+
+class Evaluated:
+    """A closure that was evaluated before the optimizer's step: its first call returns that, later ones call ``again``.
+
+    So does the first where the optimizer has used the gradients and taken them away by then.
+    """
+
+    def __init__(self, optimizer: Optimizer, result: Any, again: Callable[[], Any]) -> None:
+        self._optimizer, self._result, self._again, self._called = optimizer, result, again, False
+
+    def __call__(self) -> Any:
+        first, self._called = not self._called, True
+        if first and any(parameter.grad is not None for parameter in grads.parameters_of(self._optimizer)):
+            return self._result
+        return self._again()
+
+
+def evaluates_again(optimizer: Optimizer, where: str, instead: str = "strategy='mp_ddp'") -> Fault:
+    """What to say of an optimizer that evaluates its closure again, ``where`` that cannot be done."""
+    return Fault(
+        f"{type(optimizer).__name__}, which evaluates its closure again, {where}",
+        "optimizers that step once a batch, with the gradients at hand",
+        f"use AdamW or SGD, or {instead}",
+    )
+
+
+def moved_already(optimizer: Optimizer, step: int) -> NonFiniteError:
+    """An optimizer that evaluates its closure again found the value after it had moved the weights."""
+    fault = Fault(
+        f"a non-finite value at step {step} when {type(optimizer).__name__} evaluated its closure again",
+        "non-finite values in the first evaluation, before weights are moved",
+        "use an optimizer that evaluates once, such as AdamW, or lower its step size",
+    )
+    return NonFiniteError(str(fault), step=step)
+
+
+# ------------------------------------------------------------------ shards
+
+#: what an optimizer is given to step: FSDP2's DTensors, pieces of flattened tensors, the parameters of one stage
+Shards = Literal["DTensors", "flat pieces", "a stage"]
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+#: by class name, optimizers that update each number by itself: of torch, DeepSpeed and apex, and of others
+_ELEMENTWISE = _names(
+    "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD SparseAdam FusedAdam FusedSGD FusedAdagrad "
+    "DeepSpeedCPUAdam DeepSpeedCPUAdagrad DeepSpeedCPULion FusedLion "
+    "Lion AdaBelief AdaBound Adan Adopt AdEMAMix MADGRAD NAdamW NAdamLegacy AdamWLegacy RMSpropTF SGDW Sophia SophiaG "
+    "Yogi AdamWScheduleFree RAdamScheduleFree SGDScheduleFree StableAdamW"
+)
+#: those that look at a parameter as a whole: its norm, its rows and columns
+_WHOLE = _names(
+    "Adafactor AdafactorBigVision AdamP SGDP CAME FusedLAMB FusedLamb FusedNovoGrad LAMB Lamb LARS Lars Muon NovoGrad "
+    "NvNovoGrad SOAP Shampoo DistributedShampoo GaLoreAdamW GaLoreAdafactor Adam_mini"
+)
+#: those that look at all parameters together
+_TOGETHER = _SAM | _names("DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD FusedLAMB LAMB Lamb Prodigy")
+#: packages whose kernels are given the address of a tensor's numbers, which a DTensor does not have
+_NATIVE = ("deepspeed.", "bitsandbytes.", "apex.")
+#: that keep their state in tensors of their own, quantized in blocks
+_LOW_BIT = ("torchao.",)
+
+_WHOLE_TENSOR = "whose step depends on the parameter as a whole"
+_REST = "whose step of one parameter depends on the others"
+
+
+def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Faults) -> None:
+    """Note why the optimizer cannot step on ``shards``; warn where its class is not a known one."""
+    if shards == "DTensors" and not any(isinstance(parameter, DTensor) for parameter in grads.parameters_of(optimizer)):
+        return
+    why, name = _fault_on(optimizer, shards), type(optimizer).__name__
+    if why is not None:
+        faults.add(
+            f"{name} {where}, {why}",
+            "an optimizer that updates each number by itself (AdamW, SGD, Lion)",
+            "use one of these, or strategy='mp_ddp'",
+        )
+    elif not _is_known(optimizer):
+        rank_zero_warn(
+            f"{name} {where}: it is not known whether its step treats each number by itself, as AdamW's, SGD's and "
+            "Lion's do. If it uses norms or matrices of whole parameters, results differ from those on one device"
+        )
+
+
+def _fault_on(optimizer: Optimizer, shards: Shards) -> str | None:
+    kinds = [kind for part in parts(optimizer) for kind in type(part).__mro__]
+    names, modules = {kind.__name__ for kind in kinds}, [kind.__module__ for kind in kinds]
+    if shards == "DTensors":
+        if any(module.startswith(_NATIVE) for module in modules):
+            return "whose kernel is given addresses of plain tensors, and these are DTensors"
+        if "Adafactor" in names:
+            return "which mixes them with plain tensors"
+        return _REST if any(name.startswith(("DAdapt", "Prodigy")) for name in names) else None
+    if shards == "a stage":
+        return _REST if names & _TOGETHER else None
+    if names & (_WHOLE | _TOGETHER):
+        return _WHOLE_TENSOR
+    low_bit = [kind.__name__ for kind in kinds if kind.__module__.startswith(_LOW_BIT)]
+    return "whose state is quantized in blocks, which can be neither cut nor joined" if low_bit else None
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether the class that defines the step, or those of the optimizers that a wrapper holds, are known ones."""
+    every = list(parts(optimizer))
+    owners = [next(kind for kind in type(part).__mro__ if "step" in vars(kind)) for part in every[1:] or every]
+    names = _ELEMENTWISE | _WHOLE | _TOGETHER
+    return all(one.__name__ in names or one.__module__.startswith((*_NATIVE, *_LOW_BIT)) for one in owners)
+
+
+def parts(optimizer: Any) -> Iterator[Any]:
+    """The optimizer, and those that it holds."""
+    yield optimizer
+    for inner in vars(optimizer).values():
+        if isinstance(inner, Optimizer):
+            yield from parts(inner)
+
+
+# ------------------------------------------------------------------ half precision, and checkpoints
 
 
 def warnings(optimizer: Optimizer) -> Iterator[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import trainer_of
-from lightning_mp.engines import closures, elementwise
+from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.shard_norms import WholeNorms, sum_total_norms
 from lightning_mp.errors import Fault, Faults, PlanError
@@ -31,13 +30,10 @@ class PipelineEngine(StepEngine):
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse those that evaluate a closure, which would run the schedule again, and those that need all weights."""
         for optimizer in optimizers:
-            name = type(optimizer).__name__
-            if self.steps_with_closure(optimizer):
-                faults.extend([_evaluates(optimizer)])
-            elif (why := elementwise.fault_on_a_part(optimizer)) is not None:
-                faults.add(f"{name} on a stage's parameters alone, {why}", *elementwise.INSTEAD)
-            elif (why := elementwise.fault_on_dtensors(optimizer)) is not None:
-                faults.add(f"{name} on sharded parameters, {why}", *elementwise.INSTEAD)
+            if optimizer_facts.calls_closure_again(optimizer):
+                faults.extend([_again(optimizer)])
+            optimizer_facts.check_shards(optimizer, "a stage", "on a stage's parameters alone", faults)
+            optimizer_facts.check_shards(optimizer, "DTensors", "on sharded parameters", faults)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers; from then on ``clip_grad_norm_`` on a stage's gradients is by the norm of all."""
@@ -56,15 +52,9 @@ class PipelineEngine(StepEngine):
         """Lightning's ``grad_norm``, which would be of one stage alone, is refused."""
         return WholeNorms(pieces="under pipeline parallelism, whose ranks hold the gradients of one stage")
 
-    def step(self, optimizer: Optimizer, *, closure: closures.Evaluated | None = None, **kwargs: Any) -> Any:
-        """As the base does.
-
-        Raises:
-            PlanError: the optimizer evaluates ``closure`` again (SAM), as it would for a norm of its own stage alone.
-        """
-        if closure is not None:
-            closure.again = partial(_refuse, optimizer)
-        return super().step(optimizer, closure=closure, **kwargs)
+    def evaluates_again(self, optimizer: Optimizer) -> None:
+        """Refused: another evaluation would run the schedule again."""
+        raise PlanError([_again(optimizer)])
 
     @property
     def _stages(self) -> grad_norm.Groups:
@@ -80,13 +70,5 @@ class PipelineEngine(StepEngine):
         grad_norm.clip_to_(parameters, max_norm, self.last_norm)
 
 
-def _evaluates(optimizer: Optimizer) -> Fault:
-    return Fault(
-        f"{type(optimizer).__name__} under pipeline parallelism, which evaluates its closure again",
-        "an optimizer that steps once a batch, with the gradients at hand",
-        "use AdamW or SGD, or strategy='mp_ddp'",
-    )
-
-
-def _refuse(optimizer: Optimizer) -> Any:
-    raise PlanError([_evaluates(optimizer)])
+def _again(optimizer: Optimizer) -> Fault:
+    return optimizer_facts.evaluates_again(optimizer, "under pipeline parallelism")

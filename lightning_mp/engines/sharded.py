@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import finetune_by_identity
 from lightning_mp.compat.torch import FSDP1_WRAPPER, is_compiled
-from lightning_mp.engines import closures, elementwise
+from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import Replay, StepEngine
 from lightning_mp.engines.budget import Verdict
 from lightning_mp.engines.flat_views import FlatViews
@@ -28,7 +28,6 @@ from lightning_mp.engines.shard_reads import ShardReads
 from lightning_mp.engines.unused import UnusedParameters
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.numerics import grad_norm, grads
-from lightning_mp.numerics.scaler import LossScaler
 
 
 class ShardedEngine(StepEngine):
@@ -55,22 +54,12 @@ class ShardedEngine(StepEngine):
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse optimizers that cannot update shards, and those that evaluate the closure: LBFGS needs one vector."""
-        optimizers = list(optimizers)
-        refused = list(filter(self.steps_with_closure, optimizers))
-        if isinstance(self.scaler, LossScaler):
-            closures.refuse_under_scaling(refused, self.policy, faults)
-        for optimizer in refused:
-            faults.add(
-                f"{type(optimizer).__name__} on sharded parameters",
-                "an optimizer that updates each parameter by itself",
-                "use AdamW or SGD, or strategy='mp_ddp'",
-            )
-        for optimizer in optimizers if self.distributed else ():
-            why = elementwise.fault_on_dtensors(optimizer)
-            if why is None and self._flat_groups:
-                why = elementwise.fault_on_flat_pieces(optimizer)
-            if why is not None and optimizer not in refused:
-                faults.add(f"{type(optimizer).__name__} on sharded parameters, {why}", *elementwise.INSTEAD)
+        for optimizer in optimizers:
+            if optimizer_facts.calls_closure_again(optimizer):
+                faults.extend([optimizer_facts.evaluates_again(optimizer, "on sharded parameters")])
+            else:
+                shards = "flat pieces" if self._flat_groups else "DTensors"
+                optimizer_facts.check_shards(optimizer, shards, "on sharded parameters", faults)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, watch FSDP2's units, and find out how FSDP1 split its flat parameters."""

@@ -26,13 +26,12 @@ from lightning_mp.compat.deepspeed import (
 )
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import is_compiled
-from lightning_mp.engines import bare_backward, closures, elementwise, optimizer_facts
+from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.closures import Evaluated
 from lightning_mp.engines.same_order import FirstForward
 from lightning_mp.engines.shard_reads import ShardReads
 from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights, keeps_moments
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Fault, Faults
 from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.numerics.autocast_weight import CastAlone
 from lightning_mp.numerics.dtypes import to_torch
@@ -88,19 +87,16 @@ class ZeroEngine(StepEngine):
         for optimizer in optimizers:
             groups: list[dict[str, Any]] = optimizer.param_groups
             self._decayed |= {id(p): bool(group.get("weight_decay")) for group in groups for p in group["params"]}
-            name = type(optimizer).__name__
-            alone = not optimizer_facts.takes_closure(optimizer) or elementwise.steps_alone(optimizer)
-            if optimizer_facts.calls_closure_again(optimizer) or not alone:
+            if optimizer_facts.calls_closure_again(optimizer):
+                faults.extend([optimizer_facts.evaluates_again(optimizer, "with ZeRO")])
+            elif len(list(optimizer_facts.parts(optimizer))) > 1:
                 faults.add(
-                    f"{name} with ZeRO, whose step takes no closure",
+                    f"{type(optimizer).__name__} with ZeRO, an optimizer that holds another",
                     "an optimizer that steps its parameters itself, without a closure",
                     "use AdamW or SGD, or strategy='mp_ddp'",
                 )
-            elif reason := elementwise.fault_on_flat_pieces(optimizer, closure=False):
-                faults.add(
-                    f"{name} on ZeRO's pieces of flat tensors, {reason}",
-                    *elementwise.INSTEAD,
-                )
+            else:
+                optimizer_facts.check_shards(optimizer, "flat pieces", "on ZeRO's pieces of flat tensors", faults)
 
     def hand_over(self) -> None:
         """DeepSpeed takes the module now: it cannot be brought back any more."""
@@ -173,7 +169,6 @@ class ZeroEngine(StepEngine):
 
     def after_backward(self, *, manual: bool) -> None:
         """Under manual optimization, whoever looks for gradients, which are in partitions, is told until the step."""
-        self._announced = False
         if manual and not self._watching:
             self._watching = True
             self._reads.__enter__()
@@ -203,18 +198,10 @@ class ZeroEngine(StepEngine):
         with reads, ShardReads(module.named_parameters(), lambda one: not one.numel(), silent=True):
             yield
 
-    def _bare_passes(self) -> AbstractContextManager[None]:
-        """Refused: DeepSpeed has to be told of a backward pass before it begins."""
-        return bare_backward.found(self._unannounced, _refuse_bare)
-
     def _tell_no_more(self) -> None:
         if self._watching:
             self._reads.__exit__(None, None, None)
             self._watching = False
-
-    def steps_with_closure(self, optimizer: Optimizer) -> bool:
-        """A ZeRO optimizer takes no closure."""
-        return False
 
     def may_call_closure(self, optimizer: Optimizer) -> bool:
         """A ZeRO optimizer takes no closure."""
@@ -222,6 +209,7 @@ class ZeroEngine(StepEngine):
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Left to the step, which divides by the plan's scale and asks every rank."""
+        self._require_tracked("ZeRO")
         self._tell_no_more()
         if self.scaler.stepped(optimizer):
             self.scaler.update()
@@ -242,7 +230,7 @@ class ZeroEngine(StepEngine):
         fault = Fault("clip_gradients(gradient_clip_algorithm='value') with ZeRO", "'norm'", "clip by norm")
         raise RuntimeError(str(fault))
 
-    def step(self, optimizer: Optimizer, *, closure: Evaluated | None = None, **kwargs: Any) -> None:
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Let DeepSpeed step or skip, and count what it did.
 
         Raises:
@@ -310,21 +298,13 @@ class ZeroEngine(StepEngine):
             self._weights.refuse_lost()
 
     def _take_raw_steps(self) -> None:
-        """Make a step of the ZeRO optimizer that is called past DeepSpeed's engine one of the plan's, or refuse it."""
+        """Refuse a step of the ZeRO optimizer that is called past DeepSpeed's engine, which reduces and counts."""
         own = self._zero.step
 
         def step(closure: Any = None) -> None:
-            if self._in_step:
-                own(closure)
-                return
-            if isinstance(self.scaler, LossScaler):
-                closures.refuse_past_the_plan(self._zero, self.policy)
-            if closure is not None:
-                with torch.enable_grad():
-                    closure()
-            self.unscale(self._zero)
-            self.step(self._zero)
-            self.look(None)
+            if not self._in_step:
+                self._refuse_untracked(self._zero, (), {})
+            own(closure)
 
         self._zero.step = step
 
@@ -341,12 +321,3 @@ class ZeroEngine(StepEngine):
             self._weights.release()
             vars(self._zero).pop("step", None)
         self._deepspeed = self._zero = self._scale = self._weights = self._first = None
-
-
-def _refuse_bare(_tensors: Any) -> AbstractContextManager[None]:
-    fault = Fault(
-        "loss.backward() with ZeRO, whose gradients DeepSpeed takes in a backward pass of its own",
-        "self.manual_backward(loss), once a step",
-        "write self.manual_backward(loss), or use strategy='mp_ddp' or 'mp_fsdp2'",
-    )
-    raise PlanError([fault])

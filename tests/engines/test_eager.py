@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_mp import LossScaleError, LossScaling, NonFiniteError, PlanError, PrecisionPolicy
 from lightning_mp.engines.eager import EagerEngine
-from lightning_mp.engines.optimizer_facts import calls_closure_again, eps_is_zero, loses_updates
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
@@ -135,55 +134,10 @@ def test_faults_are_noted_not_raised() -> None:
     assert [fault.given.split(",")[0] for fault in faults.found] == ["pin 'a'", "pin 'b'", "checkpointing pattern 'c'"]
 
 
-class _Whole(torch.optim.SGD):
-    def step(self, closure: Any) -> Any:
-        return super().step(closure)
-
-
-@pytest.mark.parametrize(
-    ("build", "again"),
-    [
-        (partial(torch.optim.LBFGS, lr=0.1), True),
-        (partial(_Whole, lr=0.1), True),
-        (partial(torch.optim.SGD, lr=0.1), False),
-        (partial(torch.optim.AdamW, lr=0.1), False),
-        (partial(torch.optim.Adagrad, lr=0.1), False),
-        (partial(torch.optim.Rprop, lr=0.1), False),
-    ],
-)
-def test_which_optimizers_call_the_closure_again(build: Any, again: bool) -> None:
-    optimizer = build(_net().parameters())
-    assert calls_closure_again(optimizer) is again
-    torch.optim.lr_scheduler.ConstantLR(optimizer)  # it wraps ``step`` on the instance
-    assert calls_closure_again(optimizer) is again
-
-
 def test_connecting_lbfgs_under_scaling_is_refused() -> None:
-    with pytest.raises(PlanError, match="LBFGS with precision='16-mixed'"):
+    with pytest.raises(PlanError, match="LBFGS, which evaluates its closure again, with precision='16-mixed'"):
         _engine(_net(), build=partial(torch.optim.LBFGS, lr=0.1))
     _engine(_net(), "bf16-mixed", partial(torch.optim.LBFGS, lr=0.1))
-
-
-@pytest.mark.parametrize("bad", [(), (1,), (0, 3)])
-def test_lbfgs_steps_by_its_closure_and_is_put_back_on_a_bad_one(bad: tuple[int, ...]) -> None:
-    build = partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
-    ours, oracle_net = _net(), _net()
-    engine, optimizer = _engine(ours, "32-true", build)
-    oracle = build(oracle_net.parameters())
-
-    def closure(net: nn.Module, opt: Any, number: int, bad: tuple[int, ...]) -> Tensor:
-        opt.zero_grad()
-        loss = _loss(net, number, bad)
-        loss.backward()
-        return loss
-
-    for number in range(5):
-        engine.step_with_closure(optimizer, partial(closure, ours, optimizer, number, bad))
-        engine.settle(None)
-        if number not in bad:
-            oracle.step(partial(closure, oracle_net, oracle, number, ()))
-        assert same_weights(weights(ours), weights(oracle_net))
-    assert engine.step_counter.skipped_steps == len(bad)
 
 
 @pytest.mark.parametrize("budget", [0, 2])
@@ -217,44 +171,3 @@ def test_pending_says_whether_gradients_came_in() -> None:
     engine.unscale(optimizer)
     engine.step(optimizer)
     assert not engine.pending
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "dtype", "warned"),
-    [
-        (partial(torch.optim.SGD, fused=True), torch.bfloat16, True),
-        (partial(torch.optim.SGD, fused=True), torch.float16, True),
-        (partial(torch.optim.SGD, fused=True), torch.float32, False),
-        (torch.optim.SGD, torch.bfloat16, False),
-        (partial(torch.optim.AdamW, fused=True), torch.bfloat16, False),
-    ],
-)
-def test_the_warning_about_fused_sgd_is_about_what_torch_really_does(optimizer: Any, dtype: Any, warned: bool) -> None:
-    """The day torch's kernel is mended this fails, and the warning can go."""
-    parameter = nn.Parameter(torch.ones(32, dtype=dtype))
-    build = optimizer([parameter], lr=0.5)
-    assert loses_updates(build) is warned
-    parameter.grad = torch.ones_like(parameter)
-    build.step()
-    assert bool((parameter == 1).any()) is warned
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "dtype", "eps", "warned"),
-    [
-        (torch.optim.AdamW, torch.float16, 1e-8, True),
-        (torch.optim.Adagrad, torch.float16, 1e-10, True),
-        (torch.optim.AdamW, torch.float16, 1e-4, False),
-        (partial(torch.optim.AdamW, fused=True), torch.float16, 1e-8, False),
-        (torch.optim.AdamW, torch.bfloat16, 1e-8, False),
-        (torch.optim.AdamW, torch.float32, 1e-8, False),
-    ],
-)
-def test_an_eps_that_fp16_state_rounds_to_zero(optimizer: Any, dtype: Any, eps: float, warned: bool) -> None:
-    """What the warning says is what the step does: NaN wherever the gradient's square underflows."""
-    parameter = nn.Parameter(torch.ones(8, dtype=dtype))
-    built = optimizer([parameter], lr=1e-2, eps=eps)
-    assert eps_is_zero(built) is warned
-    parameter.grad = torch.zeros_like(parameter)
-    built.step()
-    assert bool(parameter.isnan().any()) is warned

@@ -18,7 +18,7 @@ from support.manual import Manual
 from support.models import Regression, same_weights
 from support.oracles import MODES, SCALED, plan_for
 from support.running import fit
-from support.traces import Trace
+from support.traces import Trace, lightning_says
 
 BAD = 3
 OPTIMIZERS: dict[str, Any] = {
@@ -61,24 +61,6 @@ class InTheClip(Regression):
         spoil(self, float("nan"))
 
 
-class OnTheStep(Regression):
-    """By a hook on the optimizer's step, the last to have the gradients; ``late``: put there as a run begins."""
-
-    def __init__(self, make: Any, late: bool = False) -> None:
-        super().__init__(make)
-        self.late = late
-
-    def configure_optimizers(self) -> Any:
-        optimizer: Any = super().configure_optimizers()
-        if not self.late:
-            optimizer.register_step_pre_hook(lambda *_: spoil(self))
-        return optimizer
-
-    def on_train_start(self) -> None:
-        if self.late:
-            self.trainer.optimizers[0].register_step_pre_hook(lambda *_: spoil(self))
-
-
 class Spoils(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         spoil(pl_module)
@@ -88,8 +70,6 @@ AUTOMATIC: dict[str, Any] = {
     "on_after_backward": lambda make: (AfterBackward(make), []),
     "on_before_optimizer_step": lambda make: (BeforeStep(make), []),
     "configure_gradient_clipping": lambda make: (InTheClip(make), []),
-    "a hook on the step": lambda make: (OnTheStep(make), []),
-    "a late hook on the step": lambda make: (OnTheStep(make, late=True), []),
     "a callback": lambda make: (Regression(make), [Spoils()]),
     "a LambdaCallback": lambda make: (
         Regression(make),
@@ -183,7 +163,7 @@ class SAM(torch.optim.Optimizer):
     def __init__(self, parameters: Any, fresh: bool = False) -> None:
         super().__init__(parameters, {"rho": 0.05})
         self.inner = AdamW(self.param_groups, lr=1e-3, eps=1e-4)
-        self.fresh, self.evaluations = fresh, 0
+        self.fresh = fresh
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -196,7 +176,6 @@ class SAM(torch.optim.Optimizer):
         self.zero_grad()
         with torch.enable_grad():
             closure()
-        self.evaluations += 1
         with torch.no_grad():
             for p, value in zip(parameters, before, strict=True):
                 p.copy_(value)
@@ -204,47 +183,19 @@ class SAM(torch.optim.Optimizer):
         return loss
 
 
-class Twice(Regression):
-    """The gradients of the chosen evaluations, counted from 0, are not finite."""
-
-    def __init__(self, make: Any, bad: tuple[int, ...] = ()) -> None:
-        super().__init__(make)
-        self.bad_evaluations, self.evaluation = bad, -1
-
-    def on_after_backward(self) -> None:
-        self.evaluation += 1
-        if self.evaluation in self.bad_evaluations:
-            self.net[0].weight.grad[0, 0] = float("nan")
-
-
-UNSCALED_MODES = [mode for mode in MODES if mode not in SCALED]
-
-
-@pytest.mark.parametrize("mode", UNSCALED_MODES)
-@pytest.mark.parametrize("bad", [1, 2 * BAD + 1], ids=["in the first step", "later"])
-def test_a_second_evaluation_that_is_not_finite_undoes_the_step(bad: int, mode: str) -> None:
-    module, trace, plan = Twice(SAM, (bad,)), Trace(), plan_for(mode)
-    fit(module, plugins=[plan], callbacks=[trace])
-    step = bad // 2
-    assert trace.skipped == [number == step for number in range(8)]
-    assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
-    assert same_weights(trace.weights[step - 1] if step else trace.start, trace.weights[step])
-    inner: Any = module.trainer.optimizers[0].inner  # type: ignore[attr-defined]
-    assert {int(state["step"]) for state in inner.state.values()} == {7}
-    assert all(bool(torch.isfinite(weight).all()) for weight in trace.weights[-1].values())
-
-
 @pytest.mark.parametrize("mode", ["32-true", "bf16-mixed"])
 def test_sam_is_what_it_is_in_stock_lightning(mode: str) -> None:
-    ours, stock = Twice(SAM), Twice(SAM)
-    fit(ours, plugins=[plan_for(mode)])
+    ours, stock = Regression(SAM), Regression(SAM)
+    with lightning_says() as lines:
+        fit(ours, plugins=[plan_for(mode)])
     fit(stock, precision=mode)
+    assert sum("SAM evaluates its closure again" in line for line in lines) == 1
     assert same_weights(dict(ours.named_parameters()), dict(stock.named_parameters()))
     assert ours.losses == stock.losses
 
 
 def test_sam_that_uses_the_gradients_at_hand_evaluates_where_it_moved_to() -> None:
-    ours, stock = Twice(partial(SAM, fresh=True)), Twice(SAM)
+    ours, stock = Regression(partial(SAM, fresh=True)), Regression(SAM)
     fit(ours, plugins=[plan_for("32-true")])
     fit(stock, precision="32-true")
     assert same_weights(dict(ours.named_parameters()), dict(stock.named_parameters()))
@@ -252,11 +203,10 @@ def test_sam_that_uses_the_gradients_at_hand_evaluates_where_it_moved_to() -> No
 
 @pytest.mark.parametrize("mode", SCALED)
 def test_sam_under_a_loss_scale_is_refused_by_name_before_it_changed_anything(mode: str) -> None:
-    module, trace = Twice(SAM), Trace()
-    with pytest.raises(PlanError, match="SAM, which evaluates its closure again, with precision='") as caught:
-        fit(module, plugins=[plan_for(mode)], callbacks=[trace])
-    assert mode in str(caught.value)
-    assert same_weights(dict(module.named_parameters()), trace.start)
+    module = Regression(SAM)
+    with pytest.raises(PlanError, match=f"SAM, which evaluates its closure again, with precision='{mode}'"):
+        fit(module, plugins=[plan_for(mode)])
+    assert same_weights(dict(module.named_parameters()), dict(Regression(SAM).named_parameters()))
 
 
 class TestWhatIsNamed:

@@ -14,8 +14,6 @@ pytestmark = pytest.mark.gloo
 
 CASES = [
     *(Changed(host, mode) for host in ("ddp", "fsdp1", "fsdp2") for mode in ("bf16-mixed", "16-mixed")),
-    Changed("ddp", "16-mixed", "step"),
-    Changed("fsdp2", "bf16-mixed", "step-plain"),
     *(Changed(host, mode, "hand") for host in ("ddp", "fsdp2") for mode in ("bf16-mixed", "16-mixed")),
 ]
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.torch import copied
 from support.models import FEATURES, Regression, same_weights, weights
 from support.oracles import plan_for, stock_for
 from support.running import fit
@@ -82,11 +81,3 @@ def test_what_stock_lightning_saved_goes_on(tmp_path: Path) -> None:
     path = tmp_path / f"{AT}.ckpt"
     fit(resumed, plugins=[plan_for("16-mixed")], data=ResumableBatches(), max_epochs=2, ckpt_path=path)
     assert resumed.losses == stock.losses[AT:]
-
-
-def test_a_copy_of_its_state_shares_nothing_with_it() -> None:
-    state = optim.AdamW8bit._subclass_zeros(torch.zeros(4096), True, 256)
-    again = copied(state)
-    again.codes.fill_(3)
-    assert type(again) is type(state)
-    assert not state.codes.any()

@@ -72,7 +72,7 @@ ZERO = {
 }
 #: strategy → feature → what the refusal says; what is not named here is the same
 REFUSED: dict[str, dict[str, str]] = {
-    "ddp": {**ONE_PROCESS, **ANOTHER},
+    "ddp": {**ONE_PROCESS, **ANOTHER, "manual_bare_backward": "loss.backward() with DDP"},
     "fsdp2": {
         **ONE_PROCESS,
         **ANOTHER,

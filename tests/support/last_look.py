@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -31,14 +30,6 @@ class _ByHook(Ranked):
         _spoil(self)
 
 
-class _OnTheStep(Ranked):
-    """One rank alone has such a hook."""
-
-    def on_train_start(self) -> None:
-        if self.global_rank == BAD_RANK:
-            self.trainer.optimizers[0].register_step_pre_hook(lambda *_: _spoil(self))
-
-
 def _between(m: Any, batch: Any, batch_idx: int) -> None:
     opt = m.optimizers()
     opt.zero_grad()
@@ -49,7 +40,7 @@ def _between(m: Any, batch: Any, batch_idx: int) -> None:
 
 @dataclass(frozen=True)
 class Changed:
-    """``by`` a hook, one on the optimizer's step, or between ``manual_backward`` and ``step``.
+    """``by`` a hook, or between ``manual_backward`` and ``step``.
 
     With ``allowed=0`` the run ends with an error.
     """
@@ -62,8 +53,7 @@ class Changed:
     def run(self) -> dict[str, Any]:
         rule = LossScaling.static(64.0)
         plan, trace = plan_for(self.mode, rule, nonfinite=NonFinite(max_consecutive=self.allowed)), Trace()
-        modules = {"hook": _ByHook, "step": _OnTheStep, "step-plain": partial(_OnTheStep, optimizer="adamw")}
-        module = modules[self.by]() if self.by in modules else Manual(_between)
+        module = _ByHook() if self.by == "hook" else Manual(_between)
         named = None
         try:
             fit(module, plugins=[plan], callbacks=[trace], **HOSTS[self.host]())

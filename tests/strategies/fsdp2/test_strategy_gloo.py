@@ -138,7 +138,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "tensor": ("tensor_parallel=3", "2 processes"),
     "tied pin": ("of the whole model", "embed_tokens.weight in bfloat16", "norm.weight in float32", "untie"),
     "several": ("3 faults", "pin 'Lineal'", "checkpointing pattern 'nothing'", "wrap= 'Blok'"),
-    "lbfgs": ("LBFGS on sharded parameters", "AdamW"),
+    "lbfgs": ("LBFGS, which evaluates its closure again, on sharded parameters", "AdamW"),
     "compile": ("compile=True beside checkpointing", "'net.0.norm'"),
     "weights": ("2 faults", "'logit_scale'", "value.view(1)", "'table' with max_norm=0.5"),
     "second storage": ("6 parameters sharded already", "bf16"),

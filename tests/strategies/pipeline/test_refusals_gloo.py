@@ -42,8 +42,8 @@ class Closure(Staged):
         return torch.optim.LBFGS(self.parameters())
 
 
-class Normed(torch.optim.Optimizer):
-    """Steps of one length over all parameters together."""
+class Prodigy(torch.optim.Optimizer):
+    """As the real one, by its name: its step is of one length over all parameters together."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-2})
@@ -58,7 +58,7 @@ class Normed(torch.optim.Optimizer):
 
 class Coupled(Staged):
     def configure_optimizers(self) -> Any:
-        return Normed(self.parameters())
+        return Prodigy(self.parameters())
 
 
 class NoLoss(Staged):
@@ -227,7 +227,7 @@ PARTS: dict[str, tuple[type[Staged], str]] = {
     "tied": (Tied, "as tied embeddings are"),
     "manual": (Manual, "manual optimization under pipeline parallelism"),
     "closure": (Closure, "LBFGS under pipeline parallelism, which evaluates its closure again"),
-    "coupled": (Coupled, "Normed on a stage's parameters alone, whose step of one parameter depends on the others"),
+    "coupled": (Coupled, "Prodigy on a stage's parameters alone, whose step of one parameter depends on the others"),
     "no loss": (NoLoss, "NoLoss without pipeline_loss"),
     "no stages": (NoStage, "NoStage without pipeline_stage(index, count)"),
     "logs": (Logs, "self.log in pipeline_loss"),
