@@ -120,13 +120,13 @@ def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Fault
     why, name = _fault_on(optimizer, shards), type(optimizer).__name__
     if why is not None:
         faults.add(
-            f"{name} {where}, {why}",
+            f"{name} on {where}, {why}",
             "an optimizer that updates each number by itself (AdamW, SGD, Lion)",
             "use one of these, or strategy='mp_ddp'",
         )
     elif not _is_known(optimizer):
         rank_zero_warn(
-            f"{name} {where}: it is not known whether its step treats each number by itself, as AdamW's, SGD's and "
+            f"{name} on {where}: it is not known whether its step treats each number by itself, as AdamW's, SGD's and "
             "Lion's do. If it uses norms or matrices of whole parameters, results differ from those on one device"
         )
 

@@ -32,8 +32,8 @@ class PipelineEngine(StepEngine):
         for optimizer in optimizers:
             if optimizer_facts.calls_closure_again(optimizer):
                 faults.extend([_again(optimizer)])
-            optimizer_facts.check_shards(optimizer, "a stage", "on a stage's parameters alone", faults)
-            optimizer_facts.check_shards(optimizer, "DTensors", "on sharded parameters", faults)
+            optimizer_facts.check_shards(optimizer, "a stage", "a stage's parameters alone", faults)
+            optimizer_facts.check_shards(optimizer, "DTensors", "sharded parameters", faults)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers; from then on ``clip_grad_norm_`` on a stage's gradients is by the norm of all."""

@@ -59,7 +59,7 @@ class ShardedEngine(StepEngine):
                 faults.extend([optimizer_facts.evaluates_again(optimizer, "on sharded parameters")])
             else:
                 shards = "flat pieces" if self._flat_groups else "DTensors"
-                optimizer_facts.check_shards(optimizer, shards, "on sharded parameters", faults)
+                optimizer_facts.check_shards(optimizer, shards, "sharded parameters", faults)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, watch FSDP2's units, and find out how FSDP1 split its flat parameters."""

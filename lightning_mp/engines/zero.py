@@ -96,7 +96,7 @@ class ZeroEngine(StepEngine):
                     "use AdamW or SGD, or strategy='mp_ddp'",
                 )
             else:
-                optimizer_facts.check_shards(optimizer, "flat pieces", "on ZeRO's pieces of flat tensors", faults)
+                optimizer_facts.check_shards(optimizer, "flat pieces", "ZeRO's pieces of flat tensors", faults)
 
     def hand_over(self) -> None:
         """DeepSpeed takes the module now: it cannot be brought back any more."""

@@ -226,7 +226,7 @@ def _apart() -> Any:
 PARTS: dict[str, tuple[type[Staged], str]] = {
     "tied": (Tied, "as tied embeddings are"),
     "manual": (Manual, "manual optimization under pipeline parallelism"),
-    "closure": (Closure, "LBFGS under pipeline parallelism, which evaluates its closure again"),
+    "closure": (Closure, "LBFGS, which evaluates its closure again, under pipeline parallelism"),
     "coupled": (Coupled, "Prodigy on a stage's parameters alone, whose step of one parameter depends on the others"),
     "no loss": (NoLoss, "NoLoss without pipeline_loss"),
     "no stages": (NoStage, "NoStage without pipeline_stage(index, count)"),
@@ -240,7 +240,7 @@ PARTS: dict[str, tuple[type[Staged], str]] = {
     "DDP inside": (Wrapped, "'beside', which is sharded or wrapped already"),
     "FSDP1 inside": (WrappedByFSDP1, "'beside', which is sharded or wrapped already"),
     "backward": (Backward, "LightningModule.backward overridden under pipeline parallelism"),
-    "evaluates again": (Sharp, "Sharpness under pipeline parallelism, which evaluates its closure again"),
+    "evaluates again": (Sharp, "Sharpness, which evaluates its closure again, under pipeline parallelism"),
     "others' weights": (Penalty, "a stage that computes with 'blocks.0.norm.weight', which another stage holds"),
     "unmade": (Unmade, "module 'head' on the meta device, which has no reset_parameters()"),
     "not a pair": (NotAPair, "pipeline_batch, which returned Tensor"),
