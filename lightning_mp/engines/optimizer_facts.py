@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import rank_zero_warn
-from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError, is_number
+from lightning_mp.errors import Fault, Faults, PlanError, is_number
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import HALF
 
@@ -68,16 +68,6 @@ def evaluates_again(optimizer: Optimizer, where: str, instead: str = "strategy='
         "optimizers that step once a batch, with the gradients at hand",
         f"use AdamW or SGD, or {instead}",
     )
-
-
-def moved_already(optimizer: Optimizer, step: int) -> NonFiniteError:
-    """An optimizer that evaluates its closure again found the value after it had moved the weights."""
-    fault = Fault(
-        f"a non-finite value at step {step} when {type(optimizer).__name__} evaluated its closure again",
-        "non-finite values in the first evaluation, before weights are moved",
-        "use an optimizer that evaluates once, such as AdamW, or lower its step size",
-    )
-    return NonFiniteError(str(fault), step=step)
 
 
 # ------------------------------------------------------------------ shards
