@@ -27,12 +27,8 @@ from lightning_mp.tracing.run import ALONE, STEPS, Again
 HELD = ("parameters", "gradients", "optimizer_state")
 #: gloo's threads let go of what they sent at no fixed moment, which only adds: the least of so many runs is taken
 _RUNS = 3
-#: so many with tensor parallelism, which sends activations, and where the garbage collector has a part in it
+#: so many with tensor parallelism, which sends activations
 _MORE_RUNS = 6
-#: DeepSpeed's second copies of the weights
-_COPIES = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
-_SMALL_BUCKETS = {"reduce_bucket_size": 100_000}
-_PARTITIONED = {"stage3_param_persistence_threshold": 1000}
 #: the strategy's name for ``make_strategy``, and what it is told
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "`ddp`": ("ddp", {}),
@@ -43,13 +39,6 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "`hsdp`, 2 x 1": ("hsdp", {"device_mesh": (2, 1)}),
     "`fsdp1`": ("fsdp1", {}),
     "`fsdp1_offload`": ("fsdp1_offload", {}),
-    "`deepspeed_zero1`": ("deepspeed_zero1", _SMALL_BUCKETS),
-    "`deepspeed_zero2`": ("deepspeed_zero2", _SMALL_BUCKETS),
-    "`deepspeed_zero3`": ("deepspeed_zero3", _SMALL_BUCKETS),
-    "`deepspeed_zero3`, all partitioned": (
-        "deepspeed_zero3",
-        {**_SMALL_BUCKETS, "config": {"zero_optimization": _PARTITIONED}},
-    ),
 }
 #: rows enough that activations are most of it
 CELLS = (
@@ -70,10 +59,8 @@ class OfRank:
     def run(self) -> tuple[int, dict[str, int]]:
         """Run it; the least peak of some."""
         peaks: list[int] = []
-        holds, often, kept = _Holds(), gc.get_threshold(), cycles(self.name, self.cell)
-        if kept:
-            gc.set_threshold(20, 1, 1)
-        for _ in range(_MORE_RUNS if kept or "tensor_parallel" in self.name else _RUNS):
+        holds = _Holds()
+        for _ in range(_MORE_RUNS if "tensor_parallel" in self.name else _RUNS):
             gc.collect()
             with quiet(), PeakMemory() as peak:
                 plan = self.cell.plan()
@@ -82,13 +69,7 @@ class OfRank:
                 trainer.fit(self.cell.module(), Again(self.cell.batch()))
                 del trainer
             peaks.append(peak.bytes)
-        gc.set_threshold(*often)
         return min(peaks), holds.bytes
-
-
-def cycles(name: str, cell: Cell) -> bool:
-    """Whether DeepSpeed's hooks keep what was recomputed until the garbage collector runs, so that it has to often."""
-    return "zero3" in name and cell.checkpointing != "none"
 
 
 class _Holds(Callback):
@@ -101,18 +82,12 @@ class _Holds(Callback):
             return
         parameters, seen = list(pl_module.parameters()), set[int]()
         (optimizer,) = trainer.optimizers
-        zero: Any = optimizer
-        weights = [*parameters, *(getattr(parameter, "ds_tensor", None) for parameter in parameters)]
-        gradients = [*(parameter.grad for parameter in parameters), getattr(zero, "grad_partitions_flat_buffer", None)]
+        gradients = [parameter.grad for parameter in parameters]
         states = (value for state in optimizer.state.values() for value in state.values())
-        copies = [
-            *getattr(zero, "single_partition_of_fp32_groups", ()),
-            *getattr(zero, "fp32_partitioned_groups_flat", ()),
-        ]
         self.bytes = {
-            "parameters": _bytes(weights, seen),
+            "parameters": _bytes(parameters, seen),
             "gradients": _bytes(gradients, seen),
-            "optimizer_state": _bytes((*states, *copies), seen),
+            "optimizer_state": _bytes(states, seen),
         }
 
 
@@ -141,11 +116,6 @@ def predicted(cell: Cell, name: str) -> MemoryPrediction:
     return predict_memory(cell.module(), cell.batch(), plan, **given)
 
 
-def cells_of(name: str) -> list[Cell]:
-    """ZeRO-3 refuses weights that are stored in half precision."""
-    return [cell for cell in CELLS if not ("zero3" in name and cell.precision == "bf16-true")]
-
-
 def rows() -> Iterator[list[object]]:
     """Lines of the table."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -153,13 +123,13 @@ def rows() -> Iterator[list[object]]:
 
     with Ranks() as ranks:
         for name in STRATEGIES:
-            for cell in cells_of(name):
+            for cell in CELLS:
                 print(name, cell, flush=True)
                 said, answers = predicted(cell, name), ranks.run(OfRank(cell, name))
                 true, held = min(answers, key=lambda answer: answer[0])
                 holds, hold = sum(said.held[part] for part in HELD), sum(held.values())
                 yield [
-                    name + " *" * cycles(name, cell), f"`{cell.precision}`", cell.checkpointing, cell.optimizer,
+                    name, f"`{cell.precision}`", cell.checkpointing, cell.optimizer,
                     said.method,
                     f"{true / 2**20:.2f}", f"{said.peak_bytes / 2**20:.2f}", f"{said.peak_bytes / true - 1:+.1%}",
                     f"{hold / 2**20:.3f}", f"{holds / 2**20:.3f}", f"{holds / hold - 1:+.2%}",

@@ -54,7 +54,6 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
         typer.Option(help="What the first choice was measured at: tokens/s a GPU, or the folder of its run."),
     ] = None,
     out: Annotated[File, typer.Option(help="Write the first choice as YAML for lightning-mp train.")] = None,
-    html: Annotated[File, typer.Option(help="Write one page with pictures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     check: Annotated[bool, typer.Option("--check", help="With a CONFIG: run two steps here, measure.")] = False,
     config_dir: ConfigDirs = None,
@@ -100,8 +99,6 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
             _ = found.best  # refuses where nothing fits
         else:
             _show(found, price)
-        if html is not None:
-            html.write_text(found.html(), encoding="utf-8")
         if out is not None:
             out.write_text(found.yaml(), encoding="utf-8")
             typer.echo(f"written: {out}; run it: lightning-mp train {out}", err=as_json)

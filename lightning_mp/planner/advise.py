@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_mp.errors import Faults, is_number
-from lightning_mp.planner import page, yaml_file
+from lightning_mp.planner import yaml_file
 from lightning_mp.planner.estimate import Estimate, of_layout
 from lightning_mp.planner.layout import CHECKPOINTING, Layout, checked
 from lightning_mp.planner.memory import STRATEGIES
@@ -106,19 +106,6 @@ class Advice:
             with Faults("advise") as faults:
                 faults.add(_label(choice.estimate.layout), "what this release runs", choice.blocked)
         return yaml_file.write(self.shape, self.module, choice.estimate, choice.reason, self.tokens)
-
-    def html(self) -> str:
-        """One page: memory by part for each choice, time against the count of GPUs.
-
-        Raises:
-            PlanError: nothing fits.
-        """
-        title = f"{self.shape.params / 1e9:.3g}B parameters on {self.best.estimate.layout.gpus} x {self.gpu.word}"
-        estimates = [choice.estimate for choice in self.choices]
-        each = ("; ".join(filter(None, (choice.reason, choice.blocked))) for choice in self.choices)
-        reasons = (reason.removeprefix(f"{self.precision_reason}; ") for reason in each)
-        tokens = self.tokens or self.shape.tokens
-        return page.write(title, self.precision_reason, estimates, reasons, self.lost, tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

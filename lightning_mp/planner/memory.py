@@ -7,10 +7,23 @@ the scores that fused attention never stores; this package's modes (docs/modes.m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_mp.planner.layout import Layout
 from lightning_mp.planner.shape import ModelShape
 
+#: what the classes of strategies are called
+_NAMES = {
+    "PlanDDPStrategy": "ddp",
+    "DDPStrategy": "ddp",
+    "SingleDeviceStrategy": "ddp",
+    "PlanFSDP2Strategy": "fsdp2",
+    "ModelParallelStrategy": "fsdp2",
+    "PlanHSDPStrategy": "hsdp",
+    "PlanFSDP1Strategy": "fsdp1",
+    "FSDPStrategy": "fsdp1",
+    "PlanPipelineStrategy": "pipeline",
+}
 #: What may be used of a device; what is kept free with tensor parallelism, where the formula came out a third too low.
 USABLE, _TENSOR_HEADROOM = 0.95, 0.25
 #: By mode: bytes a parameter of the weights, of their gradients, and of AdamW's two moments.
@@ -66,6 +79,63 @@ STRATEGIES = {
 }
 
 
+# ---------------------------------------------------------------------- what is predicted, and for which strategy
+
+#: what a peak is made of
+PARTS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state", "activations", "buffers", "other")
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPrediction:
+    """The most memory that one rank is given at once, in bytes, and what is alive at that moment.
+
+    ``parts`` has a number for each of ``PARTS``, which add up to ``peak_bytes``: gathered weights, half copies of
+    weights, buckets and what the backward pass works with are "other". ``held`` is what stays from step to step.
+    ``method`` is ``"traced"`` or ``"formula"``; ``notes`` say why it is not the first.
+    """
+
+    peak_bytes: int
+    parts: dict[str, int]
+    held: dict[str, int]
+    method: str
+    notes: tuple[str, ...] = ()
+
+    def to_markdown(self) -> str:
+        """A table: a line a part, and the peak."""
+        lines = ["| part | MiB | share |", "| --- | --- | --- |"]
+        for name, size in (*self.parts.items(), ("peak", self.peak_bytes)):
+            lines.append(f"| {name} | {size / _MIB:,.1f} | {size / max(self.peak_bytes, 1):.1%} |")
+        said = "".join(f"\n{note}." for note in (f"By: {self.method}", *self.notes))
+        return "\n".join(lines) + f"\n{said}\n"
+
+
+def name_of(strategy: Any) -> str:
+    """The name that ``make_strategy`` knows a strategy, or a name, by; of a class that it does not, the class's."""
+    if isinstance(strategy, str):
+        return strategy.lower().removeprefix("mp_")
+    kind = type(strategy).__name__
+    if "DeepSpeed" in kind:
+        zero = strategy.config["zero_optimization"]
+        kind = f"deepspeed_zero{zero['stage']}"
+        offloads = any("offload" in key and value for key, value in zero.items())
+    else:
+        offloads = getattr(getattr(strategy, "sharding", strategy), "cpu_offload", None)
+        offloads = bool(getattr(offloads, "offload_params", offloads))
+    return _NAMES.get(kind, kind) + ("_offload" if offloads else "")
+
+
+def degrees(strategy: Any, ranks: int) -> tuple[int, int]:
+    """Of so many ranks those that shard the weights between them, and those that split layers, or share them out."""
+    if hasattr(strategy, "degrees"):
+        _, shards, tensor = strategy.degrees(ranks)
+        return shards, tensor
+    return ranks, 1
+
+
+# ---------------------------------------------------------------------- the formula
+
+
 def usable(layout: Layout) -> float:
     """Bytes of the GPU that a run may be predicted to take."""
     return layout.gpu.memory * (1 - _TENSOR_HEADROOM if layout.tensor > 1 else USABLE)
@@ -78,13 +148,15 @@ def compute_bytes(precision: str) -> int:
 
 def bytes_per_parameter(precision: str, strategy: str, ranks: int) -> float:
     """Bytes held for each parameter on each of ``ranks`` data-parallel ranks at a step, AdamW's state included."""
-    return sum(_held(precision, STRATEGIES[strategy], ranks))
+    return sum(held(precision, strategy, ranks))
 
 
-def _held(precision: str, sharded: Sharded, ranks: int) -> tuple[float, float, float]:
+def held(precision: str, strategy: str, ranks: int) -> tuple[float, float, float]:
+    """The same for weights, gradients, optimizer state; a mode or strategy not known counts as fp32, as one device."""
+    sharded = STRATEGIES.get(strategy, STRATEGIES["auto"])
     if sharded.offload:
         return 0.0, 0.0, 0.0
-    weights, gradients, moments = HELD[precision]
+    weights, gradients, moments = HELD.get(precision, HELD["32-true"])
     moments += weights if sharded.copies else 0
     if sharded.halves:
         weights = compute_bytes(precision)
@@ -110,7 +182,7 @@ def memory(shape: ModelShape, layout: Layout) -> dict[str, float]:
     ranks = layout.data * layout.context
     if sharded.within_node:
         ranks = max(1, min(ranks, layout.gpus_per_node // layout.tensor))
-    weights, gradients, moments = (own * each for each in _held(layout.precision, sharded, ranks))
+    weights, gradients, moments = (own * each for each in held(layout.precision, layout.strategy, ranks))
     if sharded.halves:  # all but the embedding, which is stored in the mode's own dtype
         stored = HELD[layout.precision][0]
         weights += (stored - compute_bytes(layout.precision)) * shape.vocab * shape.hidden / split

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lightning_mp.compat.lightning import Strategy
 from lightning_mp.compat.torch_fake import leaves, mapped
 from lightning_mp.compat.transformers import block_classes
-from lightning_mp.planner.named import name_of
-from lightning_mp.planner.prediction import MemoryPrediction
+from lightning_mp.planner.memory import MemoryPrediction, name_of
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.tracing.predict import predict_memory

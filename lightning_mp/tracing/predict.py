@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import LightningModule, Strategy
@@ -13,15 +16,15 @@ from lightning_mp.compat.torch_fake import FAKES, leaves
 from lightning_mp.errors import Faults, PlanError, one_line
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.planner import ModelShape, estimate
-from lightning_mp.planner.memory import HELD, STRATEGIES
-from lightning_mp.planner.named import degrees, name_of
-from lightning_mp.planner.prediction import PARTS, MemoryPrediction
+from lightning_mp.planner.memory import PARTS, MemoryPrediction, degrees, held, name_of
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy
-from lightning_mp.tracing import zero
+from lightning_mp.strategies.pipeline.schedules import Layout
+from lightning_mp.strategies.pipeline.schedules import split as split_batch
+from lightning_mp.strategies.pipeline.stages import cut
+from lightning_mp.strategies.pipeline.stages import leaves as outputs_in
 from lightning_mp.tracing.run import Traced, traced
-from lightning_mp.tracing.stages import first_stage
 
 if TYPE_CHECKING:
     from lightning_mp.strategies.pipeline.strategy import PlanPipelineStrategy
@@ -58,29 +61,26 @@ def predict_memory(
         PlanError: what the Trainer would refuse too.
     """
     _check(module, plan, devices)
-    common, built = dict(trainer_args or {}), cast("Any", strategy)
+    common, built, ranks = dict(trainer_args or {}), cast("Any", strategy), int(devices)
     try:
         if isinstance(strategy, str) and name_of(strategy) not in _REPLICATED:
             built = make_strategy(strategy, plan)
         name = name_of(built)
-        if name == "pipeline":
-            pipeline = cast("PlanPipelineStrategy", built)
-            layout = pipeline.layout_on(int(devices))
-            if layout.per_rank > 1 or (pipeline.shard and layout.stages < devices):
-                return by_formula(module, batch, plan, built, int(devices), "several stages on a rank, or sharded ones")
-            return first_stage(cast("LightningModule", module), batch, plan, layout, common)
-        if name not in _REPLICATED and not name.startswith("deepspeed"):
-            return _as_traced(traced(module, batch, plan, {**common, "strategy": built, "devices": int(devices)}))
-        if name not in _REPLICATED:
-            zero.check(module, plan, built)
-        alone = traced(module, batch, plan, {**common, "devices": 1})
         if name in _REPLICATED:
-            return _replicated(alone, module, plan.policy, int(devices))
-        return zero.partitioned(alone, module, plan, built, int(devices))
+            return _replicated(traced(module, batch, plan, {**common, "devices": 1}), module, plan.policy, ranks)
+        if name.startswith("deepspeed"):
+            return by_formula(module, batch, plan, built, ranks, "DeepSpeed copies and partitions weights itself")
+        if name != "pipeline":
+            return _as_traced(traced(module, batch, plan, {**common, "strategy": built, "devices": ranks}))
+        pipeline = cast("PlanPipelineStrategy", built)
+        layout = pipeline.layout_on(ranks)
+        if layout.per_rank > 1 or (pipeline.shard and layout.stages < ranks):
+            return by_formula(module, batch, plan, built, ranks, "several stages on a rank, or sharded ones")
+        return first_stage(cast("LightningModule", module), batch, plan, layout, common)
     except PlanError:
         raise
     except Exception as error:  # of torch, of Lightning, of the user's own code
-        return by_formula(module, batch, plan, built, int(devices), why(error))
+        return by_formula(module, batch, plan, built, ranks, why(error))
 
 
 def _check(module: object, plan: object, devices: object) -> None:
@@ -108,15 +108,67 @@ def _as_traced(found: Traced) -> MemoryPrediction:
 
 
 def _replicated(found: Traced, module: nn.Module, policy: PrecisionPolicy, ranks: int) -> MemoryPrediction:
-    """DDP keeps buckets of the gradients' size beside them, and until the next backward what it summed instead."""
+    """DDP keeps buckets of the gradients' size next to them, and until the next backward what it summed instead."""
     other = 0
     if ranks > 1:
         kept, size = found.held["gradients"], to_torch(policy.reduce_dtype).itemsize
-        elsewhere = 6 - size  # of 2 and 4 bytes a number the other
-        summed = (kept - size * sum(zero.trained(module))) // (elsewhere - size)
+        another = 6 - size  # of 2 and 4 bytes a number the other
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        summed = (kept - size * trained) // (another - size)
         other = kept + size * max(summed, 0)
     parts = {**found.parts, "other": found.parts["other"] + other}
     return MemoryPrediction(found.peak_bytes + other, parts, found.held, "traced", found.notes)
+
+
+def first_stage(
+    module: LightningModule, batch: Any, plan: MixedPrecisionPlan, layout: Layout, trainer_args: Mapping[str, Any]
+) -> MemoryPrediction:
+    """What the first rank holds, whose stage has most micro-batches in flight; ``batch`` is a whole one.
+
+    Raises:
+        PlanError: the module cannot be cut.
+        Exception: what a trace raises.
+    """
+    with Faults("predict_memory") as faults:
+        found = cut(module, layout.count, faults)
+    assert found is not None
+    total = sum(parameter.numel() for parameter in module.parameters())
+    own = sum(one.numel() for name, one in module.named_parameters() if found.parameters[name] <= 0)
+    # once the first micro-batch has gone backward, its gradients lie next to the next ones' activations
+    steps = {"accumulate_grad_batches": 1 if layout.in_flight == layout.microbatches else 2}
+    with _steps(module, layout):
+        seen = traced(module, batch, plan, {**trainer_args, **steps, "devices": 1})
+    remote = round(seen.held["parameters"] * (1 - own / total))
+    stays, parts = ({**each, "parameters": each["parameters"] - remote} for each in (seen.held, seen.parts))
+    return MemoryPrediction(seen.peak_bytes - remote, parts, stays, "traced", ("the first stage",))
+
+
+@contextmanager
+def _steps(module: LightningModule, layout: Layout) -> Generator[None, None, None]:
+    """Within it the module's step is what its first stage does; a copy of the module has it too."""
+
+    def step(self: Any, batch: Any, batch_idx: int = 0) -> Tensor:
+        stage = cut(self, layout.count, Faults())
+        assert stage is not None
+        inputs = self.pipeline_batch(batch)[0]
+        pieces = split_batch(inputs if isinstance(inputs, tuple) else (inputs,), layout.microbatches)
+        first, cached = stage.make(0, layout.count), torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # every micro-batch casts the weights for itself
+        try:
+            outputs = [first(*piece) for piece in pieces[: layout.in_flight]]
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+        floating = [leaf for leaf in outputs_in(outputs) if leaf.is_floating_point()]
+        return torch.stack([leaf.float().sum() for leaf in floating]).sum()
+
+    before = vars(module).get("training_step")
+    vars(module)["training_step"] = MethodType(step, module)
+    try:
+        yield
+    finally:
+        del vars(module)["training_step"]
+        if before is not None:
+            vars(module)["training_step"] = before
 
 
 # ---------------------------------------------------------------------- without one
@@ -129,31 +181,29 @@ def by_formula(
     policy, notes = plan.policy, [f"not traced: {reason}"]
     params = sum(parameter.numel() for parameter in module.parameters())
     config = next((inner.config for inner in module.modules() if hasattr(inner, "config")), None)
+    name, (shards, split) = name_of(strategy), degrees(strategy, ranks)
+    kind = "fsdp2" if name == "pipeline" and shards > 1 else name
+    found: dict[str, float] = dict(
+        zip(_HELD, (params / split * size for size in held(policy.precision, kind, shards)), strict=True)
+    )
     tokens = next((leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)), None)
-    name, (shards, parts_of) = name_of(strategy), degrees(strategy, ranks)
-    kind = STRATEGIES["fsdp2" if name == "pipeline" and shards > 1 else name if name in STRATEGIES else "auto"]
-    whole = dict(zip(_HELD, (params * size for size in HELD.get(policy.precision, HELD["32-true"])), strict=True))
-    split = dict(zip(_HELD, (kind.weights, kind.gradients, kind.optimizer), strict=True))
-    held = {part: size // parts_of // (shards if split[part] else 1) for part, size in whole.items()}
-    if zero.known(strategy):
-        held = zero.held(whole, module, plan, strategy, ranks)
-    held["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
-    parts = dict.fromkeys(PARTS, 0) | held
+    rows, length = (1, None) if tokens is None else (tokens.shape[0], tokens.shape[1] if tokens.dim() > 1 else None)
     try:
-        rows, length = (1, None) if tokens is None else (tokens.shape[0], tokens.shape[1] if tokens.dim() > 1 else None)
-        said = estimate(
+        found |= estimate(
             ModelShape.from_config(config, params=params, seq_len=length),
             gpu="h100-80",
             gpus=ranks,
-            strategy=name,
-            tensor=1 if name == "pipeline" else parts_of,
-            pipeline=parts_of if name == "pipeline" else 1,
+            strategy=kind,
+            tensor=1 if name == "pipeline" else split,
+            pipeline=split if name == "pipeline" else 1,
             precision=policy.precision,
             micro_batch=rows,
             checkpointing="none" if policy.checkpointing is None else policy.checkpointing.mode,
         ).parts
-        parts |= {part: round(size) for part, size in said.items() if part not in held}
         notes.append("by the formula of a decoder with AdamW")
     except (PlanError, TypeError):
         notes.append("no transformers config: activations are not counted, and the optimizer is taken for AdamW")
-    return MemoryPrediction(sum(parts.values()), parts, held, "formula", tuple(notes))
+    found["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+    parts = {part: round(found.get(part, 0)) for part in PARTS}
+    stays = {part: parts[part] for part in (*_HELD, "buffers")}
+    return MemoryPrediction(sum(parts.values()), parts, stays, "formula", tuple(notes))

@@ -29,9 +29,8 @@ from lightning_mp.monitor.side_run import BARE
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import trainer_kwargs
-from lightning_mp.tracing import values
-from lightning_mp.tracing.fake import FakeCopies, fake_batch, fake_module
-from lightning_mp.tracing.storages import Held, Storages, alive, peak, strided
+from lightning_mp.tracing.fakes import FakeCopies, fake_batch, fake_module, known
+from lightning_mp.tracing.storages import Storages, alive, peak, strided
 
 STEPS = 2
 ALONE: Mapping[str, Any] = {**BARE, "max_steps": STEPS}
@@ -41,23 +40,12 @@ LEFT_OUT = frozenset(("max_time", "plugins", "callbacks", "logger", "profiler", 
 
 @dataclass(frozen=True)
 class Traced:
-    """The peak of the two steps by part, and what is held when they end; the second begins at ``events[begin]``."""
+    """The peak of the two steps by part, and what is held when they end."""
 
     peak_bytes: int
     parts: dict[str, int]
     held: dict[str, int]
-    events: list[tuple[Held, int]]
-    begin: int
     notes: tuple[str, ...] = ()
-
-    def without_gradients(self, share: float) -> dict[str, int]:
-        """By part the peak if steps began without gradients, and but a ``share`` of new ones was kept."""
-        old = {id(held) for held, _ in self.events[: self.begin] if held.part == "gradients"}
-        kept = [
-            (held, size if held.part != "gradients" else 0 if id(held) in old else int(size * share))
-            for held, size in self.events
-        ]
-        return peak(kept, self.begin, len(kept))[1]
 
 
 class _Follow(Callback):
@@ -66,15 +54,13 @@ class _Follow(Callback):
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
         self.first: int | None = None
-        self.begin = self.end = 0
+        self.end = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step < STEPS:
             self._name(trainer, pl_module)
         if self.first is None:
             self.first = len(self._storages.events)
-        if trainer.global_step == STEPS - 1 and not self.begin:
-            self.begin = len(self._storages.events)
         self._storages.in_forward = True
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
@@ -170,7 +156,7 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
         stack.enter_context(resizes_told(storages.resized))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if ranks > 1 or arguments.get("strategy", "auto") not in ("auto", "ddp"):
-            stack.enter_context(fake_ranks(ranks, values.known))
+            stack.enter_context(fake_ranks(ranks, known))
             arguments["plugins"] = [_OneOfMany(ranks)]
         mine = MixedPrecisionPlan.from_policy(plan.policy)
         trainer = Trainer(**trainer_kwargs(mine, logger=DummyLogger(), **arguments))
@@ -180,8 +166,8 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
         # what a user's hooks may write or fetch
         copied.configure_callbacks, copied.prepare_data = list, lambda: None
         trainer.fit(copied, train_dataloaders=Again(fake_batch(batch, device)))
-    events, begin, end = storages.events, follow.begin, follow.end or len(storages.events)
+    events, end = storages.events, follow.end or len(storages.events)
     # the second step's, as a rule: before an optimizer's first one its weights may be kept, as Adafactor's are
     again = [type(one).__name__ for one in trainer.optimizers if calls_closure_again(one)]
     notes = tuple(f"{name} goes on for as long as numbers say that are not known: it needs more" for name in again)
-    return Traced(*peak(events, follow.first or 0, end), alive(events, end), events[:end], begin, notes)
+    return Traced(*peak(events, follow.first or 0, end), alive(events, end), notes)

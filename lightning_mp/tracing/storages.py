@@ -23,9 +23,8 @@ from lightning_mp.compat.torch_fake import (
     wraps,
 )
 from lightning_mp.numerics.grads import local
-from lightning_mp.planner.prediction import PARTS
-from lightning_mp.tracing import values
-from lightning_mp.tracing.fake import fake
+from lightning_mp.planner.memory import PARTS
+from lightning_mp.tracing import fakes
 
 #: CUDA's allocator gives out whole blocks of so many bytes
 _CUDA_BLOCK = 512
@@ -68,14 +67,14 @@ class Storages(TorchDispatchMode):
             return self._read(args[0])
         if func is INDEX:
             args = args[0], [index for mask in args[1] for index in self._indices(mask)]
-        value = values.computed(func, args, kwargs)
+        value = fakes.computed(func, args, kwargs)
         if value is not None and torch.Tag.dynamic_output_shape in func.tags:
-            out = mapped(lambda leaf: fake(leaf, args[0].device), value)
+            out = mapped(lambda leaf: fakes.fake(leaf, args[0].device), value)
         else:
             out = func(*args, **kwargs)
         for tensor, number in zip(leaves(out), leaves(value), strict=False) if value is not None else ():
             if isinstance(tensor, Tensor):
-                values.keep(tensor, number)
+                fakes.keep(tensor, number)
         made = [tensor for tensor in leaves(out) if isinstance(tensor, Tensor)]
         if made:
             part = self._part(func, args)
@@ -144,16 +143,16 @@ class Storages(TorchDispatchMode):
     @staticmethod
     def _indices(mask: Any) -> list[Any]:
         """A mask as the indices that it stands for, where its numbers are known; their count is that of the result."""
-        value = None if mask is None or mask.dtype is not torch.bool else values.known(mask)
+        value = None if mask is None or mask.dtype is not torch.bool else fakes.known(mask)
         if value is None:
             return [mask]
         with without_modes():
             found = value.nonzero(as_tuple=True)
-        return [fake(index, cast("Tensor", mask).device) for index in found]
+        return [fakes.fake(index, cast("Tensor", mask).device) for index in found]
 
     def _read(self, tensor: Any) -> Any:
         """The value where it is known; else 0 of a flag or boolean, 1 of any other: finite gradients, a first count."""
-        value = values.known(tensor)
+        value = fakes.known(tensor)
         if value is not None:
             with without_modes():
                 return value.item()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from lightning_mp.planner.memory import HELD, STRATEGIES, bytes_per_parameter
 from lightning_mp.policy import hardware
 from lightning_mp.policy.gpus import GPUS
 from lightning_mp.strategies.registry import STRATEGIES as REGISTERED
-from monitor.report.browser import chromium
 
 SEVEN = ModelShape.of_size(7e9, seq_len=4096)
 
@@ -103,7 +101,9 @@ def test_tensor_parallelism_follows_the_links() -> None:
 
 
 def test_a_global_batch_is_kept_exactly() -> None:
-    for each in advise(SEVEN, gpu="h100-80", gpus=16, global_batch=96).choices:
+    choices = advise(SEVEN, gpu="h100-80", gpus=16, global_batch=96).choices
+    assert len({each.data for each in choices}) > 1
+    for each in choices:
         assert each.data * each.micro_batch * each.accumulate == 96
 
 
@@ -295,51 +295,6 @@ def test_a_module_that_a_file_cannot_make_is_refused(why: str) -> None:
 def test_a_module_without_a_config_is_refused() -> None:
     with pytest.raises(PlanError, match="transformers config"):
         advise(torch.nn.Linear(4, 4), gpu="a100-80", gpus=1)
-
-
-def _widths(page: str) -> list[list[float]]:
-    rows = page.split('<div class="row">')[1:]
-    return [[float(width) for width in re.findall(r"width:([\d.]+)%", each)] for each in rows]
-
-
-def test_the_page_is_one_file_with_a_bar_for_each_choice() -> None:
-    found = advise(SEVEN, gpu="h100-80", gpus=8)
-    page = found.html()
-    rows = _widths(page)
-    bars, days = rows[: len(found.choices)], rows[len(found.choices) :]
-    assert [len(parts) for parts in bars] == [5] * len(found.choices)
-    (line,) = {float(left) for left in re.findall(r'class="limit" style="left:([\d.]+)%"', page)}
-    shares = [each.memory_bytes / found.gpu.memory for each in found.choices]
-    assert [sum(parts) / line for parts in bars] == pytest.approx(shares, abs=0.001)
-    assert len(days) == 5
-    assert "http" not in page
-    assert "<script" not in page
-    assert all(choice.blocked in page for choice in found.choices)
-
-
-def test_the_page_of_a_calibrated_advice_draws_what_was_measured() -> None:
-    found = advise(SEVEN, gpu="h100-80", gpus=8, calibration=0.5)
-    low, mid, high = found.best.estimate.days()
-    assert f"{mid:,.3g} ({low:,.3g} to {high:,.3g})" in found.html()
-
-
-@pytest.mark.slow
-def test_the_page_is_as_wide_as_the_window(tmp_path: Path) -> None:
-    """Nothing is cut off on a phone, and what is dark follows the system."""
-    (tmp_path / "advice.html").write_text(advise(SEVEN, gpu="h100-80", gpus=8).html(), encoding="utf-8")
-    with chromium() as browser:
-        backs: list[str] = []
-        for width, scheme in ((1280, "light"), (375, "light"), (375, "dark")):
-            context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-            tab = context.new_page()
-            tab.goto((tmp_path / "advice.html").as_uri())
-            assert tab.evaluate("document.documentElement.scrollWidth") == width
-            inside = """() => [...document.querySelectorAll(".row b, .row u, .row span")]
-              .every((one) => one.getBoundingClientRect().right <= innerWidth)"""
-            assert tab.evaluate(inside)
-            backs.append(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
-            context.close()
-    assert backs[0] == backs[1] != backs[2]
 
 
 def test_a_choice_that_this_release_cannot_run_is_refused_as_a_file() -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +18,9 @@ from lightning_mp.comparison.run import quiet
 from lightning_mp.compat.lightning import Trainer
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import predict_memory
-from lightning_mp.planner.prediction import PARTS
+from lightning_mp.planner.memory import PARTS
 from lightning_mp.tracing.run import ALONE, Again
+from support import hf
 from support.launching import environment
 from support.models import Regression
 from support.pipeline import Llama
@@ -133,14 +134,38 @@ def test_what_cannot_be_traced_is_named() -> None:
     assert found.parts["parameters"] == 4 * sum(p.numel() for p in Regression().parameters())
 
 
-def test_several_stages_of_a_pipeline_are_by_formula_a_rank_s_share() -> None:
-    module, batch = Llama(), (torch.ones(8, 8), torch.ones(8, 1), torch.zeros(8, 6, dtype=torch.int64))
-    plan, given = MixedPrecisionPlan("bf16-mixed"), {"devices": 2, "trainer_args": {"accelerator": "cpu"}}
-    interleaved = make_strategy("pipeline", plan, schedule="interleaved_1f1b", virtual_stages=2)
-    found = predict_memory(module, batch, plan, strategy=interleaved, **cast("Any", given))
+def _by_formula(name: str, plan: MixedPrecisionPlan, devices: int) -> Any:
+    module: Any = Trained(hf.llama(), "AdamW")
+    batch: Any = torch.zeros(8, 6, dtype=torch.int64)
+    strategy: Any = name
+    if name == "pipeline":
+        module, batch = Llama(), (torch.ones(8, 8), torch.ones(8, 1), batch)
+        strategy = make_strategy("pipeline", plan, schedule="interleaved_1f1b", virtual_stages=2)
+    return module, predict_memory(
+        module, batch, plan, strategy=strategy, devices=devices, trainer_args={"accelerator": "cpu"}
+    )
+
+
+@pytest.mark.parametrize("name", ["deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "pipeline"])
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_under_zero_and_interleaved_stages_the_formula_answers_and_its_parts_add_up(
+    name: str, devices: int, precision: str
+) -> None:
+    if name != "pipeline":
+        pytest.importorskip("deepspeed")
+    elif devices > 2:
+        devices = 4
+    module, found = _by_formula(name, MixedPrecisionPlan(precision), devices)
+    reason = "several stages on a rank" if name == "pipeline" else "DeepSpeed"
     assert found.method == "formula"
-    assert "several stages on a rank" in found.notes[0]
-    assert found.held["parameters"] == 4 * sum(p.numel() for p in module.parameters()) // 2
+    assert reason in found.notes[0]
+    assert tuple(found.parts) == PARTS
+    assert min(found.parts.values()) >= 0
+    assert sum(found.parts.values()) == found.peak_bytes
+    if name == "pipeline":
+        whole = 4 * sum(parameter.numel() for parameter in module.parameters())
+        assert found.held["parameters"] == pytest.approx(whole / devices, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,17 @@ import pytest
 from torch import Tensor
 
 from benchmarks.memory import Cell, Trained
-from benchmarks.sharded_memory import CELLS, HELD, STRATEGIES, OfRank, cells_of, predicted, strategy
-from lightning_mp import PlanError
+from benchmarks.sharded_memory import CELLS, HELD, STRATEGIES, OfRank, predicted, strategy
 from lightning_mp.planner import predict_memory
 from support.ranks import Ranks
 
 #: of the peak, and of what is held
 WITHIN, EXACT = 0.1, 0.02
 MIXED = next(cell for cell in CELLS if cell.precision == "bf16-mixed")
-FAST = ("`fsdp2`", MIXED)
 SLOW = pytest.mark.slow
 
 
 def _measured(ranks: Ranks, name: str, cell: Cell) -> tuple[int, dict[str, int]]:
-    if "zero" in name:
-        pytest.importorskip("deepspeed")
     return min(ranks.run(OfRank(cell, name)), key=lambda answer: answer[0])
 
 
@@ -33,23 +29,15 @@ def _measured(ranks: Ranks, name: str, cell: Cell) -> tuple[int, dict[str, int]]
             name, cell, marks=() if (name, cell) == ("`fsdp2`", MIXED) else SLOW, id=f"{name} {cell.precision}"
         )
         for name in STRATEGIES
-        for cell in cells_of(name)
+        for cell in CELLS
     ],
 )
 def test_a_rank_takes_and_holds_what_was_predicted(ranks: Ranks, name: str, cell: Cell) -> None:
     peak, held = _measured(ranks, name, cell)
     found = predicted(cell, name)
     assert found.peak_bytes == sum(found.parts.values()) == pytest.approx(peak, rel=WITHIN)
-    assert found.method == ("traced, and a formula" if "zero" in name else "traced")
-    assert ("DeepSpeed cannot be traced" in "".join(found.notes)) == ("zero" in name)
+    assert found.method == "traced"
     assert {part: found.held[part] for part in HELD} == pytest.approx(held, rel=EXACT)
-
-
-def test_what_the_strategy_refuses_is_not_predicted() -> None:
-    pytest.importorskip("deepspeed")
-    cell = next(cell for cell in CELLS if cell.precision == "bf16-true")
-    with pytest.raises(PlanError, match="precision='bf16-true' with ZeRO-3"):
-        predicted(cell, "`deepspeed_zero3`")
 
 
 class _Untraceable(Trained):

@@ -30,8 +30,7 @@ from lightning_mp.monitor.health.norms import some
 from lightning_mp.monitor.side_run import loss_of, output_in, untouched
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.step_counter import StepCounter
-from lightning_mp.planner.memory import HELD, STRATEGIES, USABLE
-from lightning_mp.planner.named import degrees, name_of
+from lightning_mp.planner.memory import USABLE, degrees, held, name_of
 from lightning_mp.planner.speed import bubble
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.loss_scaling import FP32_MAX, TORCH_INIT_SCALE, LossScaling
@@ -419,20 +418,18 @@ def will_not_fit(case: ModelUnderTest) -> Iterator[Finding]:
     fix = "shard with strategy='mp_fsdp2' on more devices; lightning-mp advise says how many"
     batch = case.rows if case.batch is None else case.batch
     if batch is None or not isinstance(case.model, LightningModule):
-        kind, (shards, tensor) = STRATEGIES.get(name_of(strategy), STRATEGIES["auto"]), degrees(strategy, ranks)
-        sizes = HELD.get(policy.precision, HELD["32-true"])[:2]
-        parts = zip(("parameters", "gradients"), sizes, (kind.weights, kind.gradients), strict=True)
-        count = sum(parameter.numel() for _, _, parameter in case.trained)
-        own = {part: count * size // tensor // (shards if split else 1) for part, size, split in parts}
-        held = dict.fromkeys(own, 0) if kind.offload else own
-        peak, how = sum(held.values()), "by the dtypes of the plan, without optimizer state and activations"
+        shards, tensor = degrees(strategy, ranks)
+        count = sum(parameter.numel() for _, _, parameter in case.trained) // tensor
+        sizes = held(policy.precision, name_of(strategy), shards)[:2]
+        parts = {part: round(count * size) for part, size in zip(("parameters", "gradients"), sizes, strict=True)}
+        peak, how = sum(parts.values()), "by the dtypes of the plan, without optimizer state and activations"
     else:
         args = {key: value for key, value in case.trainer.items() if key not in ("strategy", "devices", "precision")}
         run = {"strategy": strategy, "devices": ranks, "trainer_args": args | {"accelerator": "auto"}}
         found, fix = planner.prediction_and_change(case.model, batch, policy, memory * USABLE, **run)
-        held, peak, how = found.parts, found.peak_bytes, f"{found.method}, at the peak of two steps"
+        parts, peak, how = found.parts, found.peak_bytes, f"{found.method}, at the peak of two steps"
     if peak > memory * USABLE:
-        listed = ", ".join(f"{part} {_size(size)}" for part, size in held.items() if size)
+        listed = ", ".join(f"{part} {_size(size)}" for part, size in parts.items() if size)
         what = f"{_size(peak)} on {case.device.name}, which has {_size(memory)}"
         yield fact("will_not_fit", what, parts=listed, how=how, change=fix)
 

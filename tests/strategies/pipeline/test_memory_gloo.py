@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_mp import MixedPrecisionPlan, make_strategy
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import predict_memory
-from lightning_mp.planner.prediction import PARTS
+from lightning_mp.planner.memory import PARTS
 from support.ranks import Ranks
 from support.running import trainer
 
