@@ -58,7 +58,7 @@ class LossScaleMonitor(Callback):
         if source is not None and source.scale() is not None:
             self._source, self._skips = source, SkipCount(source)
             bar: Any = trainer.progress_bar_callback
-            self._bar = _OnBar(bar) if bar is not None and bar.is_enabled else None
+            self._bar = _OnBar(bar) if getattr(bar, "is_enabled", bar is not None) else None
         elif not self._said_none:
             self._said_none = True
             rank_zero_info(f"LossScaleMonitor: precision {trainer.precision} has no loss scale, nothing is logged")
@@ -119,7 +119,7 @@ class _OnBar:
 
     def show(self, *, scale: float, skipped: float) -> None:
         """What the bar says from its next refresh on."""
-        exponent = math.log2(scale)
+        exponent = math.log2(scale) if scale > 0 else math.nan
         text = f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
         self._texts = {"scale": text, "skipped": f"{skipped:.0f}"}
 

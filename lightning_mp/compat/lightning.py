@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpoint
     from lightning.pytorch.callbacks import WeightAveraging as WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer as LightningOptimizer
-    from lightning.pytorch.loggers.csv_logs import CSVLogger as CSVLogger
     from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
     from lightning.pytorch.plugins import Precision as Precision
     from lightning.pytorch.plugins import TorchSyncBatchNorm as TorchSyncBatchNorm
@@ -71,7 +70,6 @@ _PLACES = {
     "ModelCheckpoint": "callbacks",
     "WeightAveraging": "callbacks",
     "LightningOptimizer": "core.optimizer",
-    "CSVLogger": "loggers.csv_logs",
     "DummyLogger": "loggers.logger",
     "EvaluationLoop": "loops",
     "FitLoop": "loops",

@@ -8,14 +8,12 @@ from typing import Any, cast
 from lightning_mp.compat.lightning import (
     MONITORS,
     Callback,
-    CSVLogger,
     DeepSpeedStrategy,
     Trainer,
     accumulates,
     logged_step,
 )
 from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.monitor import csv_rows
 from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, PlanSource, ScaleSource, StockSource
 
 
@@ -76,7 +74,4 @@ def log(trainer: Trainer, values: Mapping[str, float]) -> None:
     """Send ``values`` to every logger now, under the step at which Lightning logs this batch's own metrics."""
     if values and trainer.is_global_zero:
         for logger in trainer.loggers:
-            if isinstance(logger, CSVLogger):
-                csv_rows.log(logger, values, logged_step(trainer))
-            else:
-                logger.log_metrics(dict(values), step=logged_step(trainer))
+            logger.log_metrics(dict(values), step=logged_step(trainer))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -21,7 +21,7 @@ from lightning_mp.monitor.alerts import Reading
 from lightning_mp.monitor.callback_utils import StepTracker, scale_source
 from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.health.measurement import StepMeasurement, Values, unscales_in_step
-from lightning_mp.monitor.health.scale_sources import Number, Scale, ScaleSource, SkipCount
+from lightning_mp.monitor.health.scale_sources import GuardedSource, Number, Scale, ScaleSource, SkipCount
 from lightning_mp.monitor.health.throughput import Throughput
 from lightning_mp.monitor.nonfinite.events import NonFiniteClassifier, NonFiniteStep
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
@@ -49,15 +49,6 @@ _AFTER_GROUPS = (
 Judge = Callable[[Reading], list[Event]]
 
 
-class CountsSkips(Protocol):
-    """Counts skipped steps, and writes the events of non-finite ones (NonFiniteGuard, a plan that saves batches)."""
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many optimizer steps were skipped."""
-        ...
-
-
 class HealthRun:
     """Follows the hooks of one run, in the order of its methods.
 
@@ -76,7 +67,7 @@ class HealthRun:
         *,
         skips: Collection[Kind],
         throughput: Throughput,
-        guard: CountsSkips | None,
+        guard: Any | None,
         scale_logged: bool,
     ) -> None:
         with Faults("TrainingHealth") as faults:
@@ -86,7 +77,7 @@ class HealthRun:
         self._module, self._skips, self.throughput = module, skips, throughput
         self._guard, self._scale_logged = guard, scale_logged
         self._source = scale_source(trainer)
-        counted = self._source if guard is None else _Guarded(self._source, guard)
+        counted = self._source if guard is None else GuardedSource(self._source, guard)
         self._count = None if counted is None else SkipCount(counted)
         self._automatic = module.automatic_optimization
         self._early = bool(skips) or (self._automatic and not (guard or _skips_bad_steps(trainer, self._source)))
@@ -305,22 +296,3 @@ def _check_skips(trainer: Trainer, module: LightningModule, faults: Faults) -> N
             "an optimizer that evaluates once a step",
             "use AdamW or SGD",
         )
-
-
-class _Guarded:
-    """The run's loss scale, and the skips that a NonFiniteGuard counts."""
-
-    def __init__(self, source: ScaleSource | None, guard: CountsSkips) -> None:
-        self._source, self._guard = source, guard
-
-    def scale(self) -> Scale | None:
-        return None if self._source is None else self._source.scale()
-
-    def before_step(self) -> None:
-        """The guard counts by itself."""
-
-    def after_step(self) -> None:
-        """The guard counts by itself."""
-
-    def skipped(self) -> Number:
-        return self._guard.skipped_steps

@@ -1,4 +1,4 @@
-"""The loss scale and the skipped steps of a run, from a plan, torch's scaler or DeepSpeed, without a host read.
+"""The loss scale and the skipped steps of a run, from a plan, torch's scaler or DeepSpeed, without a device sync.
 
 Every number is a Python one where the host knows it, else a device scalar, so that all can be read together.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,27 +30,25 @@ class Scale:
     floor: float
 
 
-class ScaleSource(Protocol):
-    """The object that has the loss scale, or skips steps without one."""
+class ScaleSource:
+    """What has the loss scale, or skips steps without one; by itself neither."""
 
     def scale(self) -> Scale | None:
         """The scale now; ``None`` without one."""
-        ...
+        return None
 
     def before_step(self) -> None:
-        """An optimizer is about to step."""
-        ...
+        """An optimizer is about to step; for a source that does not count by itself."""
 
     def after_step(self) -> None:
         """Every step that began is over."""
-        ...
 
     def skipped(self) -> Number:
         """How many steps were skipped up to the last :meth:`after_step`."""
-        ...
+        raise NotImplementedError
 
 
-class PlanSource:
+class PlanSource(ScaleSource):
     """The scaler and the counts of a MixedPrecisionPlan; ``scaler`` is ``None`` in a mode without scaling."""
 
     def __init__(self, scaler: LossScaler | None, step_counter: StepCounter) -> None:
@@ -63,17 +61,11 @@ class PlanSource:
         hysteresis = state.hysteresis_left if rule.hysteresis > 1 else None
         return Scale(state.scale, state.growth_tracker, hysteresis, rule.floor)
 
-    def before_step(self) -> None:
-        """The plan counts by itself."""
-
-    def after_step(self) -> None:
-        """The plan counts by itself."""
-
     def skipped(self) -> Number:
         return self._step_counter.skipped
 
 
-class StockSource:
+class StockSource(ScaleSource):
     """torch's ``GradScaler``, which counts nothing: its scale falls if and only if it skipped the step."""
 
     def __init__(self, scaler: GradScaler, device: torch.device) -> None:
@@ -107,7 +99,7 @@ class StockSource:
         return self._scaler.scale(self._one)
 
 
-class DeepSpeedSource:
+class DeepSpeedSource(ScaleSource):
     """A stock ``DeepSpeedEngine``, whose scale and counts are Python numbers."""
 
     def __init__(self, engine: Any) -> None:
@@ -127,14 +119,21 @@ class DeepSpeedSource:
         hysteresis = getattr(rule, "cur_hysteresis", None)
         return Scale(float(scale), clean, hysteresis if getattr(rule, "delayed_shift", 1) > 1 else None, float(floor))
 
-    def before_step(self) -> None:
-        """DeepSpeed counts by itself."""
-
-    def after_step(self) -> None:
-        """DeepSpeed counts by itself."""
-
     def skipped(self) -> Number:
         return self._engine.skipped_steps
+
+
+class GuardedSource(ScaleSource):
+    """The run's loss scale, and the skips that ``guard``, a NonFiniteGuard or a plan that saves batches, counts."""
+
+    def __init__(self, source: ScaleSource | None, guard: Any) -> None:
+        self._source, self._guard = source, guard
+
+    def scale(self) -> Scale | None:
+        return None if self._source is None else self._source.scale()
+
+    def skipped(self) -> Number:
+        return self._guard.skipped_steps
 
 
 class SkipCount:
@@ -192,7 +191,7 @@ def _kept(value: Number) -> Number:
 def read_together(
     values: Mapping[str, Number | None], device: torch.device, *tables: Tensor
 ) -> tuple[dict[str, float | None], list[list[list[float]]]]:
-    """Every value as a Python number, and the rows of each table, with one host read for all that are on a device."""
+    """Every value as a Python number, and the rows of each table, with one device sync for all that are on a device."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     columns = [value.detach().reshape(1).to(device, torch.float32) for value in tensors.values()]
     columns += [table.reshape(-1) for table in tables]

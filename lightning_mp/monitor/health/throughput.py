@@ -156,11 +156,6 @@ def _compute_dtype(trainer: Trainer) -> str | None:
     else:
         _, dtype = DTYPES_OF.get(precision, (None, None))
         dtype = None if dtype == "fp64" else dtype  # of which no peak is known
-    if dtype == "fp32" and has_tf32(trainer.strategy.root_device) and _tf32_is_on():
-        return "tf32"
-    return dtype
-
-
-def _tf32_is_on() -> bool:
     matmul: Any = torch.backends.cuda.matmul
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    tf32 = dtype == "fp32" and has_tf32(trainer.strategy.root_device) and matmul.fp32_precision == "tf32"
+    return "tf32" if tf32 else dtype
