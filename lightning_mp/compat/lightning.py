@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
@@ -312,25 +312,6 @@ def mesh_of(strategy: ModelParallelStrategy) -> Any:
 def set_mesh(module: LightningModule, mesh: Any) -> None:
     """Make ``mesh`` the module's ``device_mesh``."""
     cast("Any", module)._device_mesh = mesh
-
-
-def finetune_by_identity() -> Callable[[], None]:
-    """Have ``BaseFinetuning`` tell by identity which parameters an optimizer has; what is returned ends that.
-
-    It compares numbers, by which all parameters of which a rank holds nothing are one.
-    """
-    finetuning: Any = of_copy(host(), "callbacks").BaseFinetuning
-    own = finetuning.filter_on_optimizer
-
-    def unknown(optimizer: Any, params: Iterable[Any]) -> list[Any]:
-        known = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        return [one for one in params if id(one) not in known]
-
-    def undo() -> None:
-        finetuning.filter_on_optimizer = staticmethod(own)
-
-    finetuning.filter_on_optimizer = staticmethod(unknown)
-    return undo
 
 
 def called_by_grad_norm() -> bool:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_mp.compat.checks import PrivateNames
@@ -20,12 +20,7 @@ FSDP2 = PrivateNames(
     "torch",
     {
         "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
-        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": (
-            "_lazy_init",
-            "_post_forward",
-            "_pre_backward",
-            "_pre_forward",
-        ),
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_lazy_init", "_pre_backward"),
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()": ("_fsdp_param_group", "_is_root", "_mp_policy"),
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ("init_dtype_attrs", "init_unsharded_param"),
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam()": (
@@ -54,14 +49,9 @@ FSDP1 = PrivateNames(
     "torch",
     {
         "torch.distributed.fsdp:FullyShardedDataParallel": ("_flat_param",),
-        "torch.distributed.fsdp._common_utils:_FSDPState()": ("_handle",),
         "torch.nn.utils.clip_grad": ("_get_total_norm",),
         "torch.distributed.fsdp:MixedPrecision": ("_module_classes_to_ignore",),
-        "torch.distributed.fsdp._flat_param:FlatParameter()": ("_params", "_shapes", "_tensors"),
-        "torch.distributed.fsdp._flat_param:FlatParamHandle": ("_use_unsharded_views",),
-        "torch.distributed.fsdp._flat_param:FlatParamHandle()": ("_training_state",),
-        "torch:Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks"),
-        "torch.distributed.fsdp.wrap:ModuleWrapPolicy": ("_run_policy",),
+        "torch.distributed.fsdp._flat_param:FlatParameter()": ("_params", "_shapes"),
     },
 )
 
@@ -85,7 +75,7 @@ def fsdp2_policy(unit: Any) -> Any:
 
 
 def fsdp2_groups(unit: Any) -> list[Any]:
-    """The unit's groups of parameters, ``fsdp_params``, each of which is gathered and reduced as one."""
+    """The unit's groups of parameters, each of which is gathered and reduced as one."""
     state = _fsdp2_state(unit)
     several = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one, under the other name
     return [group for group in several or [state._fsdp_param_group] if group is not None]
@@ -97,9 +87,19 @@ def groups_below(model: nn.Module) -> list[Any]:
 
 
 def fsdp2_parameters(unit: Any) -> Iterator[Any]:
-    """The unit's parameters as torch records them, with ``sharded_param`` and ``unsharded_accumulated_grad``."""
+    """The unit's parameters as torch records them."""
     for group in fsdp2_groups(unit):
         yield from group.fsdp_params
+
+
+def members_of(group: Any) -> list[Any]:
+    """The same of one group."""
+    return group.fsdp_params
+
+
+def shard_of(parameter: Any) -> Any:
+    """This rank's parameter, which optimizers step, of one that torch records."""
+    return parameter.sharded_param
 
 
 class GatherWays:
@@ -190,6 +190,11 @@ def has_unsharded_gradient(parameter: Any) -> bool:
     unsharded = getattr(parameter, "_unsharded_param", None)  # none before it was gathered for the first time
     there = unsharded is not None and unsharded.grad is not None
     return there or parameter.unsharded_accumulated_grad is not None
+
+
+def zero_unsharded_gradient(parameter: Any) -> None:
+    """Have zeros reduced for a parameter that has no gradient on this rank."""
+    parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
 
 
 def in_backward_pass(group: Any) -> bool:
@@ -298,16 +303,6 @@ def make_root(unit: Any) -> None:
     _fsdp2_state(unit)._lazy_init()
 
 
-def enter_unit(unit: Any, tensor: Tensor) -> Tensor:
-    """What FSDP2 does before the unit's forward: gather; the tensor that its backward pass ends with."""
-    return _fsdp2_state(unit)._pre_forward(unit, (tensor,), {})[0][0]
-
-
-def leave_unit(unit: Any, tensor: Tensor) -> Tensor:
-    """What FSDP2 does after the unit's forward: reshard; the tensor that its backward pass starts from."""
-    return _fsdp2_state(unit)._post_forward(unit, (tensor,), tensor)
-
-
 def before_backward_from(loss: Tensor, unit: Any) -> None:
     """Have the unit gathered when a backward pass comes to ``loss``."""
     loss.register_hook(_fsdp2_state(unit)._pre_backward)
@@ -327,56 +322,9 @@ def flat_members(unit: Any) -> Iterator[tuple[Tensor, torch.Size]]:
         yield from zip(flat._params, flat._shapes, strict=True)
 
 
-def flat_handles(model: nn.Module) -> list[Any]:
-    """What makes the views of each flat parameter of ``model``."""
-    units = (unit for unit in model.modules() if isinstance(unit, FullyShardedDataParallel))
-    return [handle for unit in units if (handle := cast("Any", unit)._handle) is not None]
-
-
-def flat_originals(handle: Any) -> list[nn.Parameter]:
-    """The parameters that were flattened."""
-    return list(handle.flat_param._params)
-
-
-def after_views(handle: Any, call: Callable[[nn.Parameter, Tensor], None]) -> Callable[[], None]:
-    """Call ``call(parameter, view)`` for each view that a forward computes with; what is returned ends that."""
-    use = handle._use_unsharded_views
-
-    def use_unsharded_views(as_params: bool) -> None:
-        use(as_params)
-        if not as_params and handle._training_state.name == "FORWARD":
-            for parameter, view in zip(handle.flat_param._params, handle.flat_param._tensors, strict=True):
-                if view is not None:
-                    call(parameter, view)
-
-    handle._use_unsharded_views = use_unsharded_views
-    return lambda: vars(handle).pop("_use_unsharded_views", None)
-
-
-def through_hooks(parameter: Any, gradient: Tensor) -> Tensor:
-    """What the hooks that a user registered on ``parameter`` make of its gradient."""
-    for hook in list((parameter._backward_hooks or {}).values()):
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient
-
-
-def has_accumulation_hooks(parameter: Any) -> bool:
-    """Whether there are hooks that autograd calls when it has accumulated a gradient in ``parameter``."""
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    # the package's own look for what became non-finite, while a batch is run again
-    return any(not getattr(getattr(hook, "func", hook), "__module__", "").startswith("lightning_mp.") for hook in hooks)
-
-
 def leave_all_modules() -> dict[str, Any]:
     """The keyword of FSDP1's ``MixedPrecision`` by which it wraps no module (batch norms, else) apart."""
     return {"_module_classes_to_ignore": ()}
-
-
-def run_wrap_policy(policy: Any, root: nn.Module) -> dict[nn.Module, dict[str, Any]] | None:
-    """The modules a policy of ``torch.distributed.fsdp.wrap`` chooses, and their keywords; ``None`` for a function."""
-    run: Any = getattr(policy, "_run_policy", None)
-    return None if run is None else run(root, ignored_modules=set(), root_kwargs={})
 
 
 def take_total_norms_by(norm: Callable[..., Tensor]) -> Callable[[], None]:

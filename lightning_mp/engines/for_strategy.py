@@ -110,7 +110,7 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     if isinstance(strategy, DeepSpeedStrategy):
         _refuse_stock(strategy, _zero_name(strategy), "its engine casts, scales and skips by rules of its own", faults)
     elif isinstance(strategy, FSDPStrategy):
-        _refuse_stock(strategy, "mp_fsdp1", "it would put pinned and unpinned weights into one flat parameter", faults)
+        _refuse_stock(strategy, "mp_fsdp1", "it gathers and reduces in dtypes of its own", faults)
     elif isinstance(strategy, ModelParallelStrategy):
         mesh = mesh_of(strategy)
         replicas = 1 if mesh is None else mesh["data_parallel"].size()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.shard_norms import WholeNorms, sum_total_norms
+from lightning_mp.engines.shard_reads import WholeNorms, sum_total_norms
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.numerics import grad_norm, grads
 

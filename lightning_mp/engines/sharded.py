@@ -11,20 +11,17 @@ from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat import torch_sharding as sharding_compat
-from lightning_mp.compat.lightning import finetune_by_identity
 from lightning_mp.compat.torch import FSDP1_WRAPPER, is_compiled
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import Replay, StepEngine
 from lightning_mp.engines.budget import Verdict
-from lightning_mp.engines.flat_views import FlatViews
 from lightning_mp.engines.same_order import FirstForward
-from lightning_mp.engines.shard_norms import WholeNorms, sum_total_norms
-from lightning_mp.engines.shard_reads import ShardReads
+from lightning_mp.engines.shard_reads import ShardReads, WholeNorms, sum_total_norms
 from lightning_mp.engines.unused import UnusedParameters
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.numerics import grad_norm, grads
@@ -37,16 +34,13 @@ class ShardedEngine(StepEngine):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._undo_alike: list[Callable[[], None]] = []
-        #: what was put in the place of torch's and Lightning's functions, under FSDP1
-        self._undo_shadows: list[Callable[[], None]] = []
-
-    #: the groups that plain gradients are split over
-    _flat_groups: grad_norm.Groups = ()
-    _unused: UnusedParameters | None = None
-    _views: FlatViews | None = None
-    _first: FirstForward | None = None
-    _reads: ShardReads | None = None
+        #: what ends what was put in the place of torch's functions
+        self._undo: list[Callable[[], None]] = []
+        #: the groups that plain gradients are split over
+        self._flat_groups: grad_norm.Groups = ()
+        self._unused: UnusedParameters | None = None
+        self._first: FirstForward | None = None
+        self._reads: ShardReads | None = None
 
     def may_be_reverted(self) -> bool:
         """No: what is sharded by then cannot be brought back, and keeping the originals would keep it whole."""
@@ -62,33 +56,26 @@ class ShardedEngine(StepEngine):
                 optimizer_facts.check_shards(optimizer, shards, "sharded parameters", faults)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers, watch FSDP2's units, and find out how FSDP1 split its flat parameters."""
+        """Take the optimizers, and watch the units of FSDP1 or FSDP2."""
         self._flat_groups = flat_groups(model)
         super().connect(model, optimizers)
-        if self._flat_groups and not self._undo_shadows:
-            self._undo_shadows = [sum_total_norms(self, lambda: self._flat_groups), finetune_by_identity()]
-        if optimizers and self._flat_groups:
-            self._views = FlatViews(model, self.device)
-        if self._flat_groups:
-            units = {f".{name}".replace(FSDP1_WRAPPER, "")[1:]: unit for name, unit in _flat_units(model)}
-            self._first = FirstForward(model, units, self.device)
+        self._release_units()
         if optimizers:
-            self._undo_alike = [sharding_compat.keep_alike(group) for group in sharding_compat.groups_below(model)]
-        if optimizers and self.distributed:
-            self._unused = UnusedParameters(model, self.device)
-
-    @contextmanager
-    def training_step(self) -> Generator[None, None, None]:
-        """Before it, see whether FSDP1 was given hooks that it never calls."""
-        if self._views is not None:
-            self._views.refuse_hooks()
-        with super().training_step():
-            yield
+            self._undo = [sharding_compat.keep_alike(group) for group in sharding_compat.groups_below(model)]
+            if self._flat_groups:
+                self._undo.append(sum_total_norms(self, lambda: self._flat_groups))
+        if self.distributed:
+            units: dict[str, Any] = {
+                f".{name}".replace(FSDP1_WRAPPER, "")[1:]: unit
+                for name, unit in model.named_modules()
+                if unit is not model and isinstance(unit, (FSDPModule, FullyShardedDataParallel))
+            }
+            compiled = any(map(is_compiled, model.modules()))
+            self._first = FirstForward(model, units, self.device, compiled=compiled)
+            self._unused = UnusedParameters(model, self.device) if optimizers else None
 
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the local shards; the flag is reduced over every rank of every mesh dimension."""
-        if self._views is not None:
-            self._views.settle()
         grad_norm.sum_partial_(grads.parameters_of(optimizer))
         super().unscale(optimizer)
 
@@ -100,8 +87,8 @@ class ShardedEngine(StepEngine):
                 yield
             return
         named = ((name.replace(f"{FSDP1_WRAPPER[1:]}.", ""), one) for name, one in module.named_parameters())
-        handles = sharding_compat.flat_handles(module)
-        flat = {id(one) for handle in handles for one in sharding_compat.flat_originals(handle)}
+        units = (unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel))
+        flat = {id(one) for unit in units for one, _ in sharding_compat.flat_members(unit)}
         self._reads = ShardReads(
             named, lambda one: isinstance(one, DTensor) or id(one) in flat, silent=bool(self._flat_groups)
         )
@@ -118,15 +105,20 @@ class ShardedEngine(StepEngine):
             self._reads.explain(error)
 
     def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
-        """The loss, times the scale where there is one; under FSDP1 the ranks compare their first losses."""
+        """The loss, times the scale where there is one; the ranks compare their first losses."""
         if self._first is not None:
             self._first.before_backward(loss)
         return super().before_backward(loss, manual=manual)
 
+    def before_reduction(self) -> None:
+        """Before a collective of the user's, which in a first step other ranks have to be at too."""
+        if self._first is not None:
+            self._first.before_reduction()
+
     def after_backward(self, *, manual: bool) -> None:
-        """Reduce partial gradients, and bring them into true units, before users look at them."""
+        """Reduce partial gradients, and unscale them, before users look at them."""
         if self._unused is not None:
-            self._unused.settle()
+            self._unused.finish_backward()
         if manual:
             for optimizer in self.optimizers:
                 grad_norm.sum_partial_(grads.parameters_of(optimizer))
@@ -142,13 +134,16 @@ class ShardedEngine(StepEngine):
         if self._module is not None:
             sharding_compat.reset_units(self._module)
         super().release()
-        for undone in (self._undo_alike, self._undo_shadows):
-            while undone:
-                undone.pop()()
-        for watching in (self._unused, self._views, self._first):
+        self._release_units()
+        self._reads = None
+
+    def _release_units(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        for watching in (self._unused, self._first):
             if watching is not None:
                 watching.release()
-        self._unused = self._views = self._first = self._reads = None
+        self._unused = self._first = None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all shards, in fp32."""
@@ -171,11 +166,6 @@ def _alone(module: nn.Module, replay: Callable[[], Tensor | None]) -> Tensor | N
     """Replay without summing gradients over ranks, so that each rank sees its own."""
     with sharding_compat.unsummed_gradients(module):
         return replay()
-
-
-def _flat_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    every = model.named_modules()
-    return [(name, unit) for name, unit in every if unit is not model and isinstance(unit, FullyShardedDataParallel)]
 
 
 def flat_groups(model: nn.Module | None) -> grad_norm.Groups:

@@ -11,27 +11,31 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.engines import reduce
+from lightning_mp.engines.same_order import ranks_apart
+from lightning_mp.errors import PlanError
 
 
 class UnusedParameters:
     """Watches the units of ``model``, until ``release``.
 
-    A backward pass costs one all-reduce of a flag a parameter. The host reads it only where a gradient was missing on
-    this rank, as DDP does.
+    A backward pass costs one all-reduce of a flag a parameter. Reading it is a device sync, made only where a gradient
+    was missing on this rank, as DDP does.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         groups = sharding_compat.groups_below(model)
         self._undo = [sharding_compat.before_reduction(group, partial(self._complete, group)) for group in groups]
-        self._members: list[Any] = [member for group in groups for member in group.fsdp_params]
-        #: by ``id``, what had a gradient on this rank, and what had none since the step before either
-        self._used: set[int] = set()
-        self._missed: set[int] = set()
+        self._members = [member for group in groups for member in sharding_compat.members_of(group)]
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = [names.get(id(sharding_compat.shard_of(member)), "") for member in self._members]
+        #: by ``id``, what had a gradient on this rank, what had none since the step before either, and what is in a
+        #: unit that did not run
+        self._used, self._missed, self._skipped = set[int](), set[int](), set[int]()
         self._reduced = False
 
     def release(self) -> None:
@@ -43,29 +47,38 @@ class UnusedParameters:
     def _complete(self, group: Any) -> None:
         """Before a unit's gradients are reduced: zeros where this rank has none."""
         self._reduced = True
-        members = [member for member in group.fsdp_params if member.sharded_param.requires_grad]
+        members = [member for member in sharding_compat.members_of(group) if self._trained(member)]
         missing = [member for member in members if not sharding_compat.has_unsharded_gradient(member)]
         self._used |= {id(member) for member in members} - {id(member) for member in missing}
         if len(missing) == len(members) and not sharding_compat.in_backward_pass(group):
-            return  # it took no part in this pass
+            self._skipped |= set(map(id, members))
+            return
         for member in missing:
-            if member.sharded_param.grad is None:
+            if sharding_compat.shard_of(member).grad is None:
                 self._missed.add(id(member))
-            member.unsharded_param.grad = torch.zeros_like(member.unsharded_param)
+            sharding_compat.zero_unsharded_gradient(member)
 
-    def settle(self) -> None:
-        """After a backward pass: take the gradient away from parameters that no rank used."""
+    @staticmethod
+    def _trained(member: Any) -> bool:
+        return sharding_compat.shard_of(member).requires_grad
+
+    def finish_backward(self) -> None:
+        """After a backward pass: take the gradient away from parameters that no rank used.
+
+        Raises:
+            PlanError: this rank did not run a unit that another one ran, whose weights were then mistaken for others.
+        """
         if not self._reduced:
             return
-        flags = self._flags()
-        reduce.max_over_ranks_(flags)
-        if self._missed:
-            for member, used in zip(self._members, flags.tolist(), strict=True):
-                if id(member) in self._missed and not used:
-                    member.sharded_param.grad = None
-        self._used, self._missed, self._reduced = set(), set(), False
-
-    def _flags(self) -> Tensor:
-        flags = [id(member) in self._used for member in self._members]
-        there = torch.tensor(flags, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        return there.to(self._device, non_blocking=True)  # from pinned memory: the host does not wait
+        flags = torch.tensor([id(member) in self._used for member in self._members], dtype=torch.uint8)
+        # From pinned memory, so that nothing waits for the device.
+        there = (flags.pin_memory() if self._device.type == "cuda" else flags).to(self._device, non_blocking=True)
+        reduce.max_over_ranks_(there)
+        absent = self._skipped - self._used
+        if self._missed or absent:
+            for member, name, used in zip(self._members, self._names, there.tolist(), strict=True):
+                if used and id(member) in absent:
+                    raise PlanError([ranks_apart(f"the unit of {name!r}, which ran on some ranks only")])
+                if not used and id(member) in self._missed:
+                    sharding_compat.shard_of(member).grad = None
+        self._used, self._missed, self._skipped, self._reduced = set(), set(), set(), False

@@ -80,7 +80,7 @@ def _policies(module: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
     for name, submodule in module.named_modules():
         if not isinstance(submodule, FSDPModule):
             continue
-        held = (item.sharded_param for item in sharding_compat.fsdp2_parameters(submodule))
+        held = map(sharding_compat.shard_of, sharding_compat.fsdp2_parameters(submodule))
         stored = next((parameter.dtype for parameter in held if parameter.requires_grad), None)
         if stored is not None:
             yield name, sharding_compat.fsdp2_policy(submodule), stored

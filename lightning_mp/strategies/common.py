@@ -1,19 +1,33 @@
-"""What the strategies share: the plan they need, and steps that run as the sharded module's forward."""
+"""What the strategies share: the plan they need, steps that run as the sharded module's forward, how they end."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import atexit
+import subprocess
+import time
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from lightning_mp.compat.both_copies import check_copy
-from lightning_mp.compat.lightning import DeepSpeedPrecision, FSDPPrecision, Precision, Strategy
+from lightning_mp.compat.lightning import (
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    ParallelStrategy,
+    Precision,
+    Strategy,
+    SubprocessScriptLauncher,
+    TorchSyncBatchNorm,
+)
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.precision import MixedPrecisionPlan
 
-_Base = Strategy if TYPE_CHECKING else object
+_Base, _ParallelBase = (Strategy, ParallelStrategy) if TYPE_CHECKING else (object, object)
+
+#: seconds that ranks have to end by themselves, and to say why, once the one that started them has failed
+PATIENCE = 10.0
 
 
 def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
@@ -124,3 +138,44 @@ def _children_called() -> Generator[None, None, None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+class PlanSyncsBatchNorm(_ParallelBase):
+    """Leaves ``sync_batchnorm=True`` to the plan: Lightning would replace the batch norms, pinned ones too.
+
+    Lightning is shown no more than the layer synchronization of a user's own class; the plan sees all.
+    """
+
+    given_layer_sync: Any = None
+
+    def _shown(self) -> Any:
+        return None if type(self.given_layer_sync) is TorchSyncBatchNorm else self.given_layer_sync
+
+    def _take(self, value: Any) -> None:
+        self.given_layer_sync = value
+
+    _layer_sync: Any = cast("Any", property(_shown, _take))
+
+
+class FailTogether(_Base):
+    """Ends the processes that Lightning's own launcher started when the one that started them fails.
+
+    Lightning watches in one direction only: rank 0 is ended when one of its children fails. The other way round they
+    would stay: on NCCL in a collective, until its timeout of half an hour.
+    """
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As the host does; the children are waited for at exit, when this rank's own message has been printed."""
+        launcher: Any = self.launcher
+        if isinstance(launcher, SubprocessScriptLauncher) and launcher.procs:
+            atexit.register(_end, launcher.procs)
+        super().on_exception(exception)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in processes:
+        process.kill()  # SIGTERM does not reach a process inside a collective; nothing happens to one that ended
+        process.wait()

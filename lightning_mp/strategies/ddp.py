@@ -7,9 +7,7 @@ from torch import nn
 from lightning_mp.compat.lightning import DDP, DDPStrategy, Trainer, keep_sampler
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints
-from lightning_mp.strategies.common import RunsPlan
-from lightning_mp.strategies.fail_together import FailTogether
-from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
+from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan
 
 
 class PlanDDPStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableCheckpoints, DDPStrategy):

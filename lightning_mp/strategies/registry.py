@@ -37,7 +37,7 @@ class Entry:
 _DDP = ("lightning_mp.compat.lightning:DDPStrategy", "torch.nn.parallel:DistributedDataParallel")
 _FSDP1 = ("lightning_mp.compat.lightning:FSDPStrategy", "torch.distributed.fsdp:FullyShardedDataParallel")
 _FSDP2_HOME = "lightning_mp.strategies.fsdp2.strategy:PlanFSDP2Strategy"
-_FSDP1_HOME = "lightning_mp.strategies.fsdp1.strategy:PlanFSDP1Strategy"
+_FSDP1_HOME = "lightning_mp.strategies.fsdp1:PlanFSDP1Strategy"
 _DEEPSPEED = ("lightning_mp.compat.lightning:DeepSpeedStrategy",)
 _OFFLOAD = {"cpu_offload": True}
 
@@ -57,7 +57,7 @@ STRATEGIES: dict[str, Entry] = {
         "lightning_mp.strategies.fsdp2.strategy:PlanHSDPStrategy", "FSDP2 within a node, replicas across nodes"
     ),
     "fsdp1": Entry(
-        "lightning_mp.strategies.fsdp1.strategy:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", {}, _FSDP1
+        "lightning_mp.strategies.fsdp1:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", {}, _FSDP1
     ),
     "fsdp2_offload": Entry(_FSDP2_HOME, "FSDP2 under a plan, shards on the CPU", _OFFLOAD),
     "fsdp1_offload": Entry(_FSDP1_HOME, "FullyShardedDataParallel under a plan, shards on the CPU", _OFFLOAD, _FSDP1),

@@ -19,7 +19,7 @@ BLOCKS = {"checkpointing": "LlamaDecoderLayer"}
 CASES = {
     "ddp": partial(Audited, "ddp", "bf16-true", pins=NORMS),
     "fsdp2": partial(Audited, "fsdp2", "bf16-mixed", pins={**NORMS, "lm_head": "bf16"}, **BLOCKS),
-    "fsdp1": partial(Audited, "fsdp1", "16-mixed", pins=NORMS),
+    "fsdp1": partial(Audited, "fsdp1", "16-mixed"),
     "zero1": partial(Audited, "deepspeed_zero1", "bf16-true", pins=NORMS),
     "zero2": partial(Audited, "deepspeed_zero2", "16-mixed"),
     "zero3": partial(Audited, "deepspeed_zero3", "bf16-mixed", pins=NORMS),

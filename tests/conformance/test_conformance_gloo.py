@@ -19,7 +19,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     "ddp@pytorch_lightning": {},
     "fsdp2": {},
     "hsdp": {},
-    "fsdp1": {},
+    "fsdp1": {"16-mixed+pins": REFUSED},
     "deepspeed_zero1": {},
     "deepspeed_zero2": {},
     "deepspeed_zero3": {},

@@ -22,8 +22,8 @@ from support.ranks import Ranks
 
 PINS = {"32-true": None, "bf16-mixed": {"BatchNorm1d": "fp32", "net.5": "fp32"}}
 slow = pytest.mark.slow
-HOSTS = ["ddp", "fsdp1", "fsdp2", pytest.param("hsdp", marks=slow)]
-ZERO = [pytest.param(f"zero{stage}", marks=slow) for stage in (1, 2, 3)]
+SLOW = ("hsdp", "zero1", "zero2", "zero3")
+HOSTS = ["ddp", "fsdp2", *(pytest.param(host, marks=slow) for host in SLOW)]
 
 
 @cache
@@ -32,8 +32,15 @@ def _alone(mode: str) -> dict[str, Any]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mode", ["bf16-mixed", pytest.param("32-true", marks=slow)])
-@pytest.mark.parametrize("host", HOSTS + ZERO)
+@pytest.mark.parametrize(
+    ("host", "mode"),
+    [
+        *((host, "bf16-mixed") for host in ("ddp", "fsdp2")),
+        ("fsdp1", "32-true"),
+        *(pytest.param(host, mode, marks=slow) for host in SLOW for mode in PINS),
+        *(pytest.param(host, "32-true", marks=slow) for host in ("ddp", "fsdp2")),
+    ],
+)
 def test_synchronized_batch_norms_are_those_of_the_whole_batch(ranks: Ranks, host: str, mode: str) -> None:
     found = ranks.run(Run(host, mode, options={"sync_batchnorm": True, "pins": PINS[mode]}))
     alone = _alone(mode)
@@ -105,7 +112,7 @@ def test_on_a_cpu_a_synchronized_norm_is_the_norm_of_the_whole_batch(ranks: Rank
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize("host", HOSTS + ZERO)
+@pytest.mark.parametrize("host", HOSTS)
 def test_recomputed_batch_norms_are_counted_once(ranks: Ranks, host: str, sync: bool) -> None:
     options = {"sync_batchnorm": sync, "pins": PINS["bf16-mixed"]}
     once = ranks.run(Run(host, "bf16-mixed", options=options))

@@ -30,7 +30,6 @@ FINETUNING = "Finetuning callback does not support running with the DeepSpeed st
 EMA = ["ema", "ema_validated", "ema_resumed"]
 SWA = dict.fromkeys(["swa", "swa_with_batch_norm"], "SWA does not currently support sharded models")
 WRITTEN = "written to between steps with ZeRO-3"
-MANUAL_FSDP1 = "automatic_optimization=False under FSDP1"
 ELSEWHERE = "used in the step outside of the unit that holds it"
 OTHER_UNITS = "with sharded weights, which all ranks gather"
 OTHER_GRADIENTS = "on some ranks only, or in another order, with ZeRO"
@@ -78,25 +77,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **ANOTHER,
         **dict.fromkeys([*EMA, "swa", "swa_with_batch_norm", "pruning", "lr_finder"], SHARDED),
         "all_weights_in_the_loss": ELSEWHERE,
-        "ranks_run_units_in_opposite_orders": OTHER_UNITS,
-        "a_unit_is_left_out_of_one_loss": OTHER_UNITS,
-        "a_unit_is_used_on_one_rank_that_logs": OTHER_UNITS,
-        "a_unit_is_used_on_one_rank_by_hand": OTHER_UNITS,
-        "a_unit_is_used_on_one_rank_in_a_recomputed_region": "in a region that is recomputed",
-    },
-    "fsdp1": {
-        **ONE_PROCESS,
-        **ANOTHER,
-        **SWA,
-        **dict.fromkeys([*EMA, "pruning"], SHARDED),
         **dict.fromkeys([*APART, "a_unit_is_used_on_one_rank_to_validate"], OTHER_UNITS),
-        **{name: MANUAL_FSDP1 for name in FEATURE if name.startswith("manual_") or name.endswith("_by_hand")},
-        "two_optimizers": MANUAL_FSDP1,
-        "logs_grad_norm": "grad_norm(...) under FSDP1",
-        "tensor_hooks_of_every_age": "register_post_accumulate_grad_hook(...) on a parameter under FSDP1",
-        "all_weights_in_the_loss": ELSEWHERE,
-        "a_pinned_weight_is_read_from_outside": ELSEWHERE,
-        "lamb": "whose step depends on the parameter as a whole",
     },
     "deepspeed_zero2": {
         **ZERO,
@@ -115,16 +96,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "clamps_data_after_the_step": WRITTEN,
     },
 }
-for by_hand in ("unfreezes_by_hand", "freezes_by_hand"):  # in automatic optimization
-    del REFUSED["fsdp1"][by_hand]
-
 #: (strategy, feature) → what is not so yet
 OPEN = {
     ("deepspeed_zero3", "best_checkpoint_tested"): "DeepSpeed's AttributeError where it loads its own folder to test",
-}
-#: what ends in the timeout of the processes' group, after which no other feature runs in it
-WAITS = {
-    ("fsdp1", "a_unit_is_used_on_one_rank_that_logs"): "self.log(sync_dist=True) in a step whose unit one rank skips",
 }
 
 
@@ -147,8 +121,6 @@ def test_it_is_the_same_as_on_one_device_or_refused(
     name: str, strategy: tuple[str, Ranks], one_device: Ranks, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     column, ranks = strategy
-    if (column, name) in WAITS:
-        pytest.xfail(WAITS[column, name])
     if (column, name) in OPEN:
         request.node.add_marker(pytest.mark.xfail(strict=True, reason=OPEN[column, name]))
     (alone,) = one_device.run(Ran(name, "single", MODE, str(tmp_path / "alone")))

@@ -15,6 +15,7 @@ pytest.importorskip("torchao")
 pytestmark = pytest.mark.gloo
 
 BLOCK = {"wrap": "Block"}
+REPLICAS = {"device_mesh": (2, 1), **BLOCK}
 SPLIT = {"tensor_parallel": 2, "tp_plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, **BLOCK}
 NORMS = {"*norm*": "fp32"}
 #: forward, and both of backward, of four layers in eight steps
@@ -31,9 +32,12 @@ def test_ddp_on_equal_data_is_one_device(ranks: Ranks, recipe: str) -> None:
     assert found["losses"] == run(Plain(), plan(recipe)).losses
 
 
-@pytest.mark.parametrize("pins", [{}, NORMS], ids=["", "pins"])
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("fsdp2", BLOCK), ("hsdp", {"device_mesh": (2, 1), **BLOCK}), ("fsdp1", BLOCK)]
+    ("strategy", "options", "pins"),
+    [
+        *((name, own, pins) for name, own in (("fsdp2", BLOCK), ("hsdp", REPLICAS)) for pins in ({}, NORMS)),
+        ("fsdp1", BLOCK, {}),
+    ],
 )
 def test_sharding_changes_no_bit(ranks: Ranks, strategy: str, options: Any, pins: dict[str, str]) -> None:
     """Also where the model is sharded already, in what follows the fit."""

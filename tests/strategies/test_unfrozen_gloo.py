@@ -16,7 +16,7 @@ from lightning_mp.compat.lightning import LightningModule
 from support.comparing import furthest, of_training
 from support.models import FEATURES, batches
 from support.ranks import Ranks
-from support.sharded import RATE, ddp, fsdp1, fsdp2, on, trained
+from support.sharded import RATE, ddp, fsdp2, on, trained
 
 pytestmark = pytest.mark.gloo
 
@@ -83,13 +83,13 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
-        whole = {"fsdp1_whole": lambda: fsdp1(wrap=None), "fsdp2_whole": lambda: fsdp2(wrap=None)}
-        hosts = {"ddp": ddp, "mp_ddp": lambda: on("mp_ddp"), "fsdp1": fsdp1, "fsdp2": fsdp2, **whole}
+        whole = {"fsdp2_whole": lambda: fsdp2(wrap=None)}
+        hosts = {"ddp": ddp, "mp_ddp": lambda: on("mp_ddp"), "fsdp2": fsdp2, **whole}
         given = {"max_epochs": EPOCHS, "callbacks": [Finetuning()], **self.options}
         return trained(self.mode, hosts[self.host](), Finetuned(), **given)["weights"]
 
 
-@pytest.mark.parametrize("host", ["ddp", "mp_ddp", "fsdp2", "fsdp2_whole", "fsdp1", "fsdp1_whole"])
+@pytest.mark.parametrize("host", ["ddp", "mp_ddp", "fsdp2", "fsdp2_whole"])
 def test_what_is_unfrozen_is_trained_as_in_a_plain_loop(ranks: Ranks, host: str) -> None:
     expected = plain()
     for found in ranks.run(Case(host)):

@@ -143,7 +143,6 @@ class _RoutedByHand(_Routed):
 
 _UNITS = {
     "ddp": {"find_unused_parameters": True},
-    "fsdp1": {"wrap": "Sequential"},
     "fsdp2": {"wrap": "Sequential"},
     "deepspeed_zero3": {"config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
 }

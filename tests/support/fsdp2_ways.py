@@ -156,13 +156,14 @@ class Again:
     how: str
     host: str = "fsdp2"
     even: bool = False
+    pins: tuple[tuple[str, str], ...] = tuple(PINS.items())
 
     def run(self) -> dict[str, Any]:
         return {"ddp": self._run(ddp), "sharded": self._run(HOSTS[self.host])}
 
     def _run(self, host: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         module, data = Ranked((1,), even=self.even), batches()
-        runner = trainer(plugins=[plan_for("16-mixed", pins=PINS)], **host())
+        runner = trainer(plugins=[plan_for("16-mixed", pins=dict(self.pins))], **host())
         if self.how == "validate":
             runner.validate(module, data, verbose=False)
         elif self.how == "predict":
@@ -178,7 +179,7 @@ class Again:
             runner.fit_loop.max_epochs = 2
         elif self.how in ("failed", "new plan", "new trainer"):
             mode = "bf16-mixed" if self.how == "new plan" else "16-mixed"
-            runner = trainer(plugins=[plan_for(mode, pins=PINS)], **host())
+            runner = trainer(plugins=[plan_for(mode, pins=dict(self.pins))], **host())
         runner.fit(module, data, data)
         runner.validate(module, data, verbose=False)
         runner.test(module, data, verbose=False)

@@ -75,7 +75,7 @@ def ddp(**options: Any) -> dict[str, Any]:
 
 def fsdp1(**options: Any) -> dict[str, Any]:
     """Under FSDP1; every linear layer is a unit unless told otherwise."""
-    from lightning_mp.strategies.fsdp1.strategy import PlanFSDP1Strategy
+    from lightning_mp.strategies.fsdp1 import PlanFSDP1Strategy
 
     return on(PlanFSDP1Strategy(**WAIT, **{"wrap": "Linear", **options}))
 

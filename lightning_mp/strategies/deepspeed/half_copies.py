@@ -18,7 +18,7 @@ from lightning_mp.modules import half_copies, half_weights
 from lightning_mp.modules.half_copies import HalfCopy, Run
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies.unfit_callbacks import AVERAGES
+from lightning_mp.strategies.unfit import AVERAGES
 
 _ADVICE = (
     "deepspeed.utils.safe_get_full_fp32_param(parameter), called on every rank, has the fp32 value, "

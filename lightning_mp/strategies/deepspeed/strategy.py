@@ -38,16 +38,14 @@ from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.strategies import unfit_callbacks
+from lightning_mp.strategies import unfit
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
-from lightning_mp.strategies.common import RunsPlan, plan_of
+from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
 from lightning_mp.strategies.deepspeed import patches
 from lightning_mp.strategies.deepspeed.checks import check_storage, check_world_size
 from lightning_mp.strategies.deepspeed.half_copies import HalfCopies
 from lightning_mp.strategies.deepspeed.load_weights import load_full_state
 from lightning_mp.strategies.deepspeed.param_groups import by_dtype, regroup, split_by_dtype
-from lightning_mp.strategies.fail_together import FailTogether
-from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
 
 Json = Mapping[str, Any] | str | PathLike[str]
 
@@ -169,7 +167,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
                 "move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
             )
         check_storage(engine.policy, engine.pin_map, module, self._stage, any(self._offloads), faults)
-        unfit_callbacks.refuse_with_zero(module, self._stage, faults)
+        unfit.refuse_with_zero(module, self._stage, faults)
         try:
             composed = self._composed(engine.policy)
         except PlanError as error:

@@ -32,19 +32,14 @@ from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import half_weights
-from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies import meta_device, unfit_callbacks
+from lightning_mp.strategies import meta_device, unfit
 from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
-from lightning_mp.strategies.common import RunsPlan, StepAsForward, plan_of
-from lightning_mp.strategies.fail_together import FailTogether
-from lightning_mp.strategies.fsdp2 import fp8_gather, tensor_parallel
-from lightning_mp.strategies.fsdp2.half_gathers import HalfGathers
-from lightning_mp.strategies.fsdp2.root_unit import RootUnit
-from lightning_mp.strategies.fsdp2.skipped_units import SkippedUnits
-from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
+from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, StepAsForward, plan_of
+from lightning_mp.strategies.fsdp2 import tensor_parallel
+from lightning_mp.strategies.fsdp2.gathers import FP8Gather, HalfGathers, RootUnit, check_fp8_gather
 from lightning_mp.strategies.shard_units import Units, Wrap, for_compiling, inside, units
 from lightning_mp.strategies.sharding import (
     Sharding,
@@ -138,8 +133,7 @@ class PlanFSDP2Strategy(
         self._shards, self._tp_plan = data_parallel_size, tp_plan
         self._sharded = False
         self._root: RootUnit | None = None
-        self._skipped: SkippedUnits | None = None
-        self._fp8_gather: fp8_gather.FP8Gather | None = None
+        self._fp8_gather: FP8Gather | None = None
         self._evaluates_in_fp8 = False
         self._halves: HalfGathers | None = None
 
@@ -196,8 +190,8 @@ class PlanFSDP2Strategy(
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
         """Decide how to shard; ``None`` where the model is sharded already. Notes what cannot be, changes nothing."""
-        unfit_callbacks.refuse_with_shards(module, faults)
-        unfit_callbacks.refuse_weights(module, self.sharding.options.get("ignored_params", ()), faults)
+        unfit.refuse_with_shards(module, faults)
+        unfit.refuse_weights(module, self.sharding.options.get("ignored_params", ()), faults)
         self.check_remote_folders(faults)
         if is_sharded(module):  # by the user's configure_model, or by a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
@@ -211,7 +205,7 @@ class PlanFSDP2Strategy(
         if self._tensor_parallel > 1:
             split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
         if engine.policy.fp8 is not None and engine.policy.fp8.all_gather:
-            fp8_gather.check(self.sharding, self._tensor_parallel, faults)
+            check_fp8_gather(self.sharding, self._tensor_parallel, faults)
         meta_device.cannot_initialise(module, faults)
         return Layout(cut, split)
 
@@ -230,19 +224,11 @@ class PlanFSDP2Strategy(
         self._halves = HalfGathers(self.model, weights, to_torch(plan.policy.compute_dtype))
         self._fp8_gather = self._gathers_fp8(plan)
         self._root = RootUnit(self.model)
-        self._skipped = SkippedUnits(
-            self.model,
-            compiled=self.sharding.compile,
-            device=self.root_device,
-            recomputed=plan.engine.recomputed,
-        )
         self.model_to_device()
         self.barrier()
-        fitting, parameters = trainer.state.fn == TrainerFn.FITTING, set(self.model.parameters())
+        fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
-        elif any(parameters.isdisjoint(grads.parameters_of(optimizer)) for optimizer in self.optimizers):
-            self.optimizers = []  # of another module, which was trained before
         self.setup_precision_plugin()
         if fitting and not self.sharding.cpu_offload:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -257,21 +243,19 @@ class PlanFSDP2Strategy(
         shard(model, layout.units, self._shard_mesh, policy, self.sharding)
         self._sharded = True
 
-    def _gathers_fp8(self, plan: MixedPrecisionPlan) -> fp8_gather.FP8Gather | None:
+    def _gathers_fp8(self, plan: MixedPrecisionPlan) -> FP8Gather | None:
         rule, conversion = plan.policy.fp8, plan.engine and plan.engine.fp8
         if rule is None or not rule.all_gather or not conversion or not self._sharded:
             return None
         self._evaluates_in_fp8 = rule.evaluate == "fp8"
         group = self._shard_mesh.get_group(-1)
-        return fp8_gather.FP8Gather(cast("Any", self.model), conversion.modules, group, emulate=rule.emulate)
+        return FP8Gather(cast("Any", self.model), conversion.modules, group, emulate=rule.emulate)
 
     def teardown(self) -> None:
         """As the host does; the units are left as ``fully_shard`` made them."""
         super().teardown()
         if self._halves is not None:
             self._halves.release()
-        if self._skipped is not None:
-            self._skipped.release()
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -287,21 +271,16 @@ class PlanFSDP2Strategy(
         assert self._root is not None
         assert self.lightning_module is not None
         manual = method == "training_step" and not self.lightning_module.automatic_optimization
-        assert self._skipped is not None
         if self._fp8_gather is not None:
             self._fp8_gather.before_step(in_fp8=method == "training_step" or self._evaluates_in_fp8)
-        self._skipped.start(method, manual=manual)
         with self._root.step(backward_inside=manual):
             output = super()._as_forward(method, args, kwargs)
-        self._skipped.stop()
         if method != "training_step" or manual or output is None:  # else backward follows, and shards again
             self._root.reshard()
         return output
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         assert self._root is not None
-        assert self._skipped is not None
-        self._skipped.before_backward(closure_loss)
         self._root.before_backward(closure_loss)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -315,9 +294,10 @@ class PlanFSDP2Strategy(
             raise
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """As the host does, when this rank is past the units that it skips and others run."""
-        if self._skipped is not None:
-            self._skipped.catch_up()
+        """As Lightning does; in a first step the ranks see before whether all of them are at it."""
+        engine = plan_of(self).engine
+        if isinstance(engine, ShardedEngine):
+            engine.before_reduction()
         return super().reduce(*args, **kwargs)
 
     def _share_buffers(self) -> None:

@@ -19,7 +19,7 @@ from lightning_mp.compat.torch import is_compiled as is_compiled_module
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.modules.remote import is_remote
-from lightning_mp.strategies import unfit_callbacks
+from lightning_mp.strategies import unfit
 from lightning_mp.strategies.pipeline.batches import rows_that_do_not_divide
 from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout
 from lightning_mp.strategies.pipeline.stages import Cut, cut, units_of
@@ -59,7 +59,7 @@ def module(
     syncs_batch_norm: bool,
 ) -> Cut | None:
     """Note why ``model`` cannot be run in stages; else how it is cut, which is ``known`` where a run before did."""
-    unfit_callbacks.refuse_with_stages(model, faults)
+    unfit.refuse_with_stages(model, faults)
     policy = engine.policy
     if policy.precision not in _MODES:
         faults.add(f"precision={policy.precision!r} under pipeline parallelism", ", ".join(_MODES), "use 'bf16-mixed'")

@@ -43,9 +43,7 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.numerics.rng import Stream
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies.common import RunsPlan, plan_of
-from lightning_mp.strategies.fail_together import FailTogether
-from lightning_mp.strategies.layer_sync import PlanSyncsBatchNorm
+from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
 from lightning_mp.strategies.meta_device import materialize
 from lightning_mp.strategies.pipeline import checks
 from lightning_mp.strategies.pipeline.batches import Batches

@@ -1,4 +1,4 @@
-"""Ranks that use different parameters, and different units, of a model: FSDP2 does what DDP does."""
+"""Ranks that use different parameters train as under DDP; those that run different units are refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import LightningDataModule, LightningModule
-from lightning_mp.strategies.fsdp2.skipped_units import merged
 from support.comparing import furthest, of_training, same
 from support.models import FEATURES, InfiniteGradient, batches
 from support.ranks import Ranks
-from support.sharded import RATE, ddp, fsdp2, trained
+from support.sharded import RATE, ddp, fsdp2, refused, trained
 
 pytestmark = pytest.mark.gloo
 
@@ -44,12 +43,14 @@ class Block(nn.Module):
 
 
 class Routed(LightningModule):
-    """Ranks differ in the experts they choose, in the order of two, and in a block that one of them drops."""
+    """Ranks differ in the experts they choose, and in the block that each drops in the steps ``drops``."""
 
-    def __init__(self, sizes: tuple[int, ...] = (32, 32, 32, 32), bad: int | None = None) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...] = (32, 32, 32, 32), bad: int | None = None, drops: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.bad = bad
+        self.bad, self.drops = bad, drops
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(2))
         self.embed, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, 1)
         self.validated: list[float] = []
@@ -60,7 +61,7 @@ class Routed(LightningModule):
         x, y = batch
         h = self.embed(x)
         for index, block in enumerate(self.blocks):
-            if (index, place, self.global_rank) == (1, 3, 1):
+            if place in self.drops and index == self.global_rank:
                 continue
             late = (index, place, self.global_rank) == (0, STEPS - 1, 0)
             h = block(h, 3 if late else (self.global_rank + place + index) % 2)
@@ -85,13 +86,14 @@ class Case:
     mode: str = "32-true"
     sizes: tuple[int, ...] = (32, 32, 32, 32)
     bad: int | None = None
+    drops: tuple[int, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     #: the strategy's; ``None`` is DDP
     strategy: dict[str, Any] | None = None
 
     def run(self) -> dict[str, Any]:
         host = ddp(find_unused_parameters=True) if self.strategy is None else fsdp2(**self.strategy)
-        module = Routed(self.sizes, self.bad)
+        module = Routed(self.sizes, self.bad, self.drops)
         before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
         data = LightningDataModule.from_datasets(batches().dataset, batches().dataset, batch_size=8)
         validated = {} if "val_check_interval" in self.options else {"limit_val_batches": 0}
@@ -110,22 +112,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overflow": {"mode": "16-mixed", "bad": 5, "options": {"gradient_clip_val": 0.1}},
     "validated": {"options": {"val_check_interval": 3, "num_sanity_val_steps": 1}},
     "recomputed": {"options": {"checkpointing": {"modules": "Expert"}}},
-    "pinned": {"mode": "bf16-true", "options": {"pins": {"LayerNorm": "fp32"}}},
+    "dropped": {"drops": (3, 5)},
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "one unit": {"wrap": "no module"},
+    "one unit": {"wrap": None},
     "blocks": {"wrap": "Block"},
-    "experts": {"wrap": "Expert"},
-    "both": {"wrap": ["Block", "Expert"]},
-    "replicas": {"wrap": "Expert", "device_mesh": (2, 1)},
+    "replicas": {"wrap": "Block", "device_mesh": (2, 1)},
 }
-CASES = [("plain", name) for name in STRATEGIES] + [(name, "both") for name in OPTIONS if name != "plain"]
+CASES = [("plain", name) for name in STRATEGIES]
+CASES += [(name, "one unit" if name == "dropped" else "blocks") for name in OPTIONS if name != "plain"]
 
 
 @pytest.mark.parametrize(("options", "strategy"), CASES)
 def test_ranks_that_use_different_experts_train_as_under_ddp(ranks: Ranks, options: str, strategy: str) -> None:
     given, how = OPTIONS[options], STRATEGIES[strategy]
-    how = {**how, "wrap": None} if how["wrap"] == "no module" else how
     expected, found = ranks.run(Case(**given)), ranks.run(Case(**given, strategy=how))
     mode = given.get("mode", "32-true")
     for one, other in zip(expected, found, strict=True):
@@ -137,16 +137,27 @@ def test_ranks_that_use_different_experts_train_as_under_ddp(ranks: Ranks, optio
         assert same(one["norms"], other["norms"], 1e-3 if "true" in mode else 1e-5)
 
 
+@dataclass(frozen=True)
+class Apart:
+    """What is said where ranks run different units."""
+
+    wrap: str
+    drops: tuple[int, ...] = ()
+
+    def run(self) -> str:
+        return refused(lambda: trained("32-true", fsdp2(wrap=self.wrap), Routed(drops=self.drops)))
+
+
 @pytest.mark.parametrize(
-    ("calls", "order"),
+    ("case", "said"),
     [
-        ([["a", "b"], ["a", "b"]], ["a", "b", "x.0", "x.1"]),
-        ([["b", "a"], ["b", "a"]], ["b", "a", "x.0", "x.1"]),
-        ([["b", "x.1", "a"], ["b", "x.0", "a"]], ["b", "x.0", "x.1", "a"]),
-        ([["b", "x.1"], ["b", "x.1"]], ["a", "b", "x.0", "x.1"]),
-        ([["a", "b", "a"], ["a", "b"]], ["a", "b", "x.0", "x.1"]),
-        ([["x.1", "x.0"], ["x.0", "x.1"]], ["a", "b", "x.0", "x.1"]),
+        (Apart("Expert"), "when another is at 'blocks.0.experts.1'"),
+        (Apart("Block", (0,)), "when another is at 'blocks.1'"),
+        (Apart("Block", (3,)), "the unit of 'blocks."),
     ],
+    ids=["experts are units", "in the first step", "in a later step"],
 )
-def test_the_order_is_that_of_all_ranks(calls: list[list[str]], order: list[str]) -> None:
-    assert merged(["a", "b", "x.0", "x.1"], calls) == order
+def test_ranks_that_run_different_units_are_refused(ranks: Ranks, case: Apart, said: str) -> None:
+    for message in ranks.run(case):
+        assert said in message
+        assert "mp_ddp" in message

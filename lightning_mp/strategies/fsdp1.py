@@ -1,0 +1,363 @@
+"""Lightning's ``FSDPStrategy`` under a plan, in its plain regime: FSDP1 is deprecated, and FSDP2 does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.optim import Optimizer
+
+from lightning_mp.checkpoints.formats import Kind
+from lightning_mp.checkpoints.names import plain_names
+from lightning_mp.compat import torch_sharding as sharding_compat
+from lightning_mp.compat.lightning import (
+    FSDP1,
+    FSDPStrategy,
+    LightningOptimizer,
+    Trainer,
+    TrainerFn,
+    move_torchmetrics_to_device,
+    optimizers_to_device,
+)
+from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.sharded import ShardedEngine
+from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.modules.patterns import plain_name
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.strategies import unfit
+from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
+from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
+from lightning_mp.strategies.shard_units import Wrap, units
+from lightning_mp.strategies.sharding import broadcast_from_first
+
+_INSTEAD = "use strategy='mp_fsdp2'"
+#: the attribute of a module in which the wrapper of an earlier run is kept, and how that run stored and sharded it
+_ROOT = "_lmp_fsdp1_root"
+
+
+class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableCheckpoints, FSDPStrategy):
+    """``FullyShardedDataParallel`` under a plan without pins, on CUDA and on the CPU (gloo).
+
+    Args:
+        wrap: module classes, names of classes or patterns that become FSDP units; by default transformers'
+            ``_no_split_modules``, else modules of 100M parameters.
+        auto_wrap_policy: the same decided by a set of classes or a policy of ``torch.distributed.fsdp.wrap``.
+        state_dict_type: ``"full"`` is one file that any strategy resumes from, ``"sharded"`` a folder.
+        **host: ``FSDPStrategy``'s other keywords, and ``FullyShardedDataParallel``'s.
+
+    Raises:
+        PlanError: at construction: keywords that the plan decides, replicas of shards; at start: pins, manual
+            optimization, parameters that one flat tensor cannot hold, a module that is wrapped already.
+    """
+
+    plan_engine = ShardedEngine
+    private_names = (FSDP1, sharding_compat.FSDP1)
+    own_formats: frozenset[Kind] = frozenset({"sharded"})
+
+    def __init__(
+        self,
+        *,
+        wrap: Wrap = None,
+        auto_wrap_policy: Any = None,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        **host: Any,
+    ) -> None:
+        with Faults("strategy") as faults:
+            for name in ("mixed_precision", "activation_checkpointing", "activation_checkpointing_policy"):
+                if host.pop(name, None) is not None:
+                    instead = "MixedPrecisionPlan(reduce_dtype=..., checkpointing='TheBlock') says that"
+                    faults.add(f"{name}=", "keywords that the plan does not decide", f"remove it: {instead}")
+            if not host.pop("use_orig_params", True):
+                faults.add("use_orig_params=False", "the module's own parameters in optimizers", "remove the keyword")
+            if wrap is not None and auto_wrap_policy is not None:
+                faults.add(f"wrap={wrap!r} and auto_wrap_policy={auto_wrap_policy!r}", "one of the two", "remove one")
+            if host.get("device_mesh") is not None or "HYBRID" in str(host.get("sharding_strategy")):
+                faults.add("replicas of FSDP1's shards", "one group of shards under FSDP1", "use strategy='mp_hsdp'")
+        super().__init__(auto_wrap_policy=auto_wrap_policy, state_dict_type=state_dict_type, **host)
+        self._policy, self._wrap = self.kwargs.pop("auto_wrap_policy", None), wrap
+
+    # ------------------------------------------------------------------ the model
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision:
+        """Parameters are gathered as they are stored, gradients reduced in ``reduce_dtype``, all else left alone.
+
+        Autocast decides what is computed in: ``param_dtype`` would change what norms and embeddings run in, and a step
+        would no longer be that of DDP.
+        """
+        return MixedPrecision(
+            reduce_dtype=to_torch(plan_of(self).policy.reduce_dtype),
+            cast_forward_inputs=False,
+            cast_root_forward_inputs=False,
+            **sharding_compat.leave_all_modules(),
+        )
+
+    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Any:
+        """Decide what is wrapped: a policy for FSDP; ``None`` where a run before did. Changes nothing."""
+        unfit.refuse(module, faults, (*unfit.AVERAGES, *unfit.PRUNING, *unfit.FINETUNING), "FSDP1's flat parameters")
+        if engine.policy.pins:
+            faults.add("pins with FSDP1, whose units have one dtype", "plans without pins under FSDP1", _INSTEAD)
+        self._check_manual(faults)
+        self.check_remote_folders(faults)
+        before = vars(module).get(_ROOT)
+        if before is not None:
+            if before[1] != self._stored_as(engine):
+                faults.add(
+                    "a module that an earlier run under FSDP1 stored, reduced or sharded otherwise",
+                    "the precision, reduce_dtype and sharding_strategy of that run",
+                    f"make a new module, or {_INSTEAD}",
+                )
+            return None
+        if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
+            faults.add(
+                "a module that is wrapped in FullyShardedDataParallel already",
+                "modules that are wrapped after the plan is applied",
+                "remove it from configure_model, or call torch.distributed.fsdp.wrap.wrap() there, which waits",
+            )
+            return None
+        left_out = _ignored(self.kwargs)
+        unfit.refuse_weights(module, left_out, faults)
+        _check_flat(module, set(map(id, left_out)), engine, "param_init_fn" in self.kwargs, faults)
+        cut = units(module, self._wrap, engine.pin_map, engine.stored_dtypes(), faults)
+        chosen = set(map(id, cut.inner))
+        return self._policy or CustomPolicy(lambda submodule: id(submodule) in chosen)
+
+    def _stored_as(self, engine: StepEngine) -> tuple[Any, ...]:
+        return engine.policy.storage_dtype, engine.policy.reduce_dtype, self.sharding_strategy
+
+    def _check_manual(self, faults: Faults) -> None:
+        """A backward pass inside ``training_step`` is one inside the root's forward, which FSDP1 does not survive."""
+        module = self.lightning_module
+        if module is None or module.automatic_optimization or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        faults.add(
+            "automatic_optimization=False under FSDP1",
+            "automatic optimization: FSDP1 cannot run backward before training_step has returned",
+            "use strategy='mp_fsdp2' or 'mp_ddp'",
+        )
+
+    def setup(self, trainer: Trainer) -> None:
+        """Apply the plan, wrap, then make the optimizers on what is left here."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        plan, module = plan_of(self), cast("Any", self.model)
+        fitting, before = trainer.state.fn == TrainerFn.FITTING, vars(module).get(_ROOT)
+        if fitting and self._layer_sync and before is None:
+            module = self._layer_sync.apply(module)
+        with nullcontext() if before is None else _unwrapped(module):
+            policy = plan.apply(module)
+        assert plan.engine is not None
+        if before is None:
+            before = vars(module)[_ROOT] = self._wrap_units(module, policy), self._stored_as(plan.engine)
+        self.model = before[0]
+        self.barrier()
+        if fitting:
+            with _full_shapes(self._wrapped), _unwrapped(module):
+                self.setup_optimizers(trainer)
+            _check_stateless(self.optimizers)
+        self.setup_precision_plugin()
+        if fitting and not self.cpu_offload.offload_params:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    def _wrap_units(self, model: nn.Module, policy: Any) -> FullyShardedDataParallel:
+        broadcast_from_first(model, self.root_device)
+        root = FullyShardedDataParallel(
+            model,
+            # there is nowhere to offload to from the CPU, and torch would pin memory for it
+            cpu_offload=CPUOffload(offload_params=False) if self.root_device.type == "cpu" else self.cpu_offload,
+            mixed_precision=self.mixed_precision_config,
+            sharding_strategy=self.sharding_strategy,
+            device_id=self.root_device,
+            auto_wrap_policy=policy,
+            **self.kwargs,
+        )
+        move_torchmetrics_to_device(root, self.root_device)
+        return root
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """``wrap()`` in ``configure_model`` does nothing: flat parameters could no longer be cast."""
+        yield
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def saves_folders(self) -> bool:
+        return self._state_dict_type == "sharded"
+
+    def stored_dtypes(self) -> dict[str, str]:
+        return plain_names(super().stored_dtypes())
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self._state(self._state_dict_type):
+            return self._wrapped.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Collect the state; in a single file numbered by the optimizer's own groups, as any optimizer loads it."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        with self._state(self._state_dict_type):
+            state = FullyShardedDataParallel.optim_state_dict(self._wrapped, optimizer)
+        if self._state_dict_type == "sharded" or self.global_rank != 0:
+            return state
+        names = [name for group in state["param_groups"] for name in group["params"]]
+        return _renamed(state, {name: place for place, name in enumerate(names)})
+
+    @property
+    def _wrapped(self) -> FullyShardedDataParallel:
+        assert isinstance(self.model, FullyShardedDataParallel)
+        return self.model
+
+    def _state(self, kind: str, *, loading: bool = False) -> AbstractContextManager[Any]:
+        """How state dicts come out; the memory of a CPU cannot be offloaded to the CPU: torch crashes on it."""
+        how: dict[str, Any] = {"offload_to_cpu": self.root_device.type != "cpu"}
+        configs = ShardedStateDictConfig(**how), ShardedOptimStateDictConfig(**how)
+        kinds: Any = StateDictType.SHARDED_STATE_DICT
+        if kind == "full":
+            how["rank0_only"] = not loading
+            configs, kinds = (
+                (FullStateDictConfig(**how), FullOptimStateDictConfig(**how)),
+                StateDictType.FULL_STATE_DICT,
+            )
+        return FullyShardedDataParallel.state_dict_type(self._wrapped, kinds, *configs)
+
+    def reads(self, path: Any) -> bool:
+        """Whether it is a folder of FSDP1's shards (FSDP2 calls the weights otherwise) with a state an optimizer."""
+        if not super().reads(path):
+            return False
+        names = list(FileSystemReader(Path(path)).read_metadata().state_dict_metadata)
+        wanted = ("model.", *(f"optimizer_{index}.state." for index in range(len(self.optimizers))))
+        return all(any(name.startswith(prefix) for name in names) for prefix in wanted)
+
+    def load_full(self, checkpoint: dict[str, Any]) -> None:
+        """Shard whole weights, and while fitting whole optimizer states, into what this rank holds."""
+        module = self.lightning_module
+        assert module is not None
+        with self._state("full", loading=True):
+            self._wrapped.load_state_dict(checkpoint.pop("state_dict"), strict=module.strict_loading)
+            if module.trainer.state.fn != TrainerFn.FITTING:
+                return
+            states: Sequence[Any] = checkpoint.get("optimizer_states") or ()
+            if not states:
+                set_learning_rates(self.optimizers, checkpoint)
+            for optimizer, state in zip(self.optimizers if states else (), states, strict=True):
+                named = _by_name(state, optimizer, self._wrapped)
+                to_load = FullyShardedDataParallel.optim_state_dict_to_load(self._wrapped, optimizer, named)
+                optimizer.load_state_dict(to_load)
+
+
+# ------------------------------------------------------------------ the module
+
+
+@contextmanager
+def _unwrapped(module: nn.Module) -> Generator[None, None, None]:
+    """Take the wrappers out of the tree meanwhile, so that names and classes are those that the user wrote."""
+    taken = [
+        (parent, name, child)
+        for parent in list(module.modules())
+        if not isinstance(parent, FullyShardedDataParallel)
+        for name, child in parent.named_children()
+        if isinstance(child, FullyShardedDataParallel)
+    ]
+    for parent, name, child in taken:
+        setattr(parent, name, child.module)
+    try:
+        yield
+    finally:
+        for parent, name, child in taken:
+            setattr(parent, name, child)
+
+
+@contextmanager
+def _full_shapes(root: FullyShardedDataParallel) -> Generator[None, None, None]:
+    """Give every parameter its full shape meanwhile, without memory for it, for users who group by ``dim()``."""
+    units: Any = FullyShardedDataParallel.fsdp_modules(root)
+    members = [(one, one.data, shape) for unit in units for one, shape in sharding_compat.flat_members(unit)]
+    for parameter, shard, shape in members:
+        parameter.data = shard.new_zeros(()).expand(shape)
+    try:
+        yield
+    finally:
+        for parameter, shard, _ in members:
+            parameter.data = shard
+
+
+def _ignored(options: Mapping[str, Any]) -> list[Tensor]:
+    given = [item for key, value in options.items() if key.startswith("ignored_") for item in value or ()]
+    within = [parameter for item in given if isinstance(item, nn.Module) for parameter in item.parameters()]
+    return [item for item in given if isinstance(item, Tensor)] + within
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def _check_flat(module: nn.Module, left_out: set[int], engine: StepEngine, makes: bool, faults: Faults) -> None:
+    """Note what one flat parameter of a unit cannot hold, or nobody would reduce."""
+    stored = to_torch(engine.policy.storage_dtype)
+    for name, parameter in module.named_parameters():
+        floating = parameter.is_floating_point()
+        if id(parameter) in left_out:
+            if parameter.requires_grad:
+                faults.add(f"{name!r} in ignored_states=, which is trained", "frozen parameters there", "freeze it")
+        elif not floating or engine.stored_dtypes()(parameter) != stored:
+            faults.add(
+                f"parameter {name!r} in {str(parameter.dtype).removeprefix('torch.')} with FSDP1",
+                f"parameters that are stored in {engine.policy.storage_dtype}",
+                f"pass it in ignored_states=, or {_INSTEAD}",
+            )
+        elif parameter.is_meta and not makes:
+            faults.add(
+                f"{name!r} on the meta device with FSDP1", "param_init_fn=, which initialises a module", _INSTEAD
+            )
+
+
+def _check_stateless(optimizers: Iterable[Optimizer]) -> None:
+    for optimizer in optimizers:
+        if any(optimizer.state.values()):
+            fault = Fault(
+                f"{type(optimizer).__name__} with FSDP1, which makes state of whole parameters when it is built",
+                "optimizers that make it in their first step",
+                f"use AdamW or SGD, or {_INSTEAD}",
+            )
+            raise PlanError([fault], "strategy")
+
+
+# ------------------------------------------------------------------ optimizer states
+
+
+def _by_name(state: Mapping[str, Any], optimizer: Optimizer, root: FullyShardedDataParallel) -> dict[str, Any]:
+    """A plain optimizer's state under the names of the parameters in equal places of ``optimizer``'s groups.
+
+    Lightning takes the numbers for places in the *model*, which they are not where an optimizer has several groups.
+    """
+    names = {id(parameter): plain_name(name) for name, parameter in root.named_parameters()}
+    saved, here = ([group["params"] for group in groups] for groups in (state["param_groups"], optimizer.param_groups))
+    if list(map(len, saved)) != list(map(len, here)):
+        fault = Fault(
+            f"an optimizer whose groups hold {[*map(len, here)]} parameters, for a state of {[*map(len, saved)]}",
+            "the groups of the saved run",
+            "configure the optimizer as it was, or take 'optimizer_states' out of the checkpoint",
+        )
+        raise PlanError([fault], "checkpoint")
+    numbers, parameters = ([one for group in groups for one in group] for groups in (saved, here))
+    return _renamed(state, {number: names[id(one)] for number, one in zip(numbers, parameters, strict=True)})
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[key]: values for key, values in state["state"].items()}, "param_groups": groups}

@@ -1,1 +1,0 @@
-"""FullyShardedDataParallel under a plan."""
