@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_mp.compat.deferred import fetch
-
 if TYPE_CHECKING:
     from lightning_mp.checkpoints import consolidate
     from lightning_mp.comparison.compare import Comparison, compare
@@ -101,8 +99,10 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = f"{__name__}.{_HOMES[name]}"
-    return fetch(home, name) if name in _OF_LIGHTNING else getattr(import_module(home), name)
+    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _OF_LIGHTNING:
+        import_module(f"{__name__}.strategies.registry").register()
+    return found
 
 
 def __dir__() -> list[str]:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat.both_copies import check_copy, meet_other_copy
 from lightning_mp.compat.lightning import (
     FSDPPrecision,
     LightningModule,
     RunningStage,
     Trainer,
     TrainerFn,
+    check_copy,
+    meet_other_copy,
     rank_zero_warn,
     trainer_of,
 )

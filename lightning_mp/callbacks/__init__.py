@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from lightning_mp.compat.deferred import fetch
 
 if TYPE_CHECKING:
     from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
@@ -46,7 +45,8 @@ def __getattr__(name: str) -> Any:
     """Import a callback on first use, made for the copy of Lightning that the program imports."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return fetch(f"lightning_mp.{_HOMES[name]}", name)
+    import_module("lightning_mp.strategies.registry").register()
+    return getattr(import_module(f"lightning_mp.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_mp.compat.both_copies import check_copy
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, check_copy
 from lightning_mp.errors import Faults
 from lightning_mp.precision import MixedPrecisionPlan
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_mp.compat.both_copies import check_copy
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_info
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, check_copy, rank_zero_info
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.callback_utils import StepTracker, log, scale_source

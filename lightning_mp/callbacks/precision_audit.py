@@ -6,8 +6,7 @@ import math
 from shutil import get_terminal_size
 from typing import Any, Literal
 
-from lightning_mp.compat.both_copies import check_copy
-from lightning_mp.compat.lightning import LightningModule, Trainer, rank_zero_info, rank_zero_warn
+from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, rank_zero_info, rank_zero_warn
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import AuditReport, AuditRow, declared
 from lightning_mp.monitor.audit.inspect_run import Record, from_all_ranks, modules_of, states_of

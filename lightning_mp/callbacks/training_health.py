@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
-from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.compat.deepspeed import is_partitioned
-from lightning_mp.compat.lightning import LightningModule, Trainer, rank_zero_warn
+from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, rank_zero_warn
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.monitor import actions as acts

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_mp.compat.host import COPIES
 from lightning_mp.compat.lightning import (
+    COPIES,
     Callback,
     LightningDataModule,
     LightningModule,

@@ -10,49 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.compat.checks import PrivateNames
-
-ZERO = PrivateNames(
-    "deepspeed",
-    {
-        "deepspeed.runtime.engine:DeepSpeedEngine": (
-            "_cast_module_mixed_precision",
-            "get_global_grad_norm",
-            "was_step_applied",
-        ),
-        "deepspeed.runtime.zero.partition_parameters:Init()": (
-            "ds_id",
-            "ds_numel",
-            "ds_persist",
-            "ds_process_group",
-            "ds_shape",
-            "ds_tensor",
-            "partition",
-        ),
-        "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload()": ("ds_persist",),
-        "deepspeed.runtime.torch_autocast": ("get_comm_dtype", "has_comm_dtype"),
-        "deepspeed.runtime.base_optimizer:ZeROOptimizer": ("get_param_comm_dtype",),
-        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3()": ("_z3_optimizer",),
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
-            "_link_all_hp_params",
-            "overlapping_partition_gradients_reduce_epilogue",
-        ),
-        "deepspeed.utils.mixed_precision_linkage()": ("_dp_group", "_hp_mapping", "_index_in_param_group"),
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer()": (
-            "bit16_groups",
-            "bit16_groups_flat",
-            "contiguous_gradients",
-            "cpu_offload",
-            "parallel_partitioned_bit16_groups",
-            "real_dp_process_group",
-            "reduce_bucket_size",
-            "single_partition_of_fp32_groups",
-            "use_grad_accum_attribute",
-        ),
-        "deepspeed.utils.tensor_fragment:tensor_fragment()": ("get_lp_grad_fragment", "lp_fragment_address"),
-    },
-)
-
 
 @contextmanager
 def casts_left_out() -> Generator[None, None, None]:

@@ -1,7 +1,7 @@
 """The one door to Lightning, which has two names: ``lightning.pytorch`` and ``pytorch_lightning``.
 
 They are two copies of the same classes, and a Trainer of one takes nothing that is made of the other. Everything this
-package uses of Lightning is therefore imported from here, from the copy that the program has imported.
+package uses of Lightning is therefore imported from here, from the copy that the program imported first.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import sys
 from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from lightning_mp.compat.checks import PrivateNames
-from lightning_mp.compat.host import COPIES, host
+from lightning_mp.errors import Fault, PlanError
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as default_pg_timeout
@@ -58,169 +59,93 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException as MisconfigurationException
     from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 
-#: where a name is, below the Trainer package
-_PLACES = {
-    "Callback": "",
-    "LightningDataModule": "",
-    "LightningModule": "",
-    "Trainer": "",
-    "callbacks": "",
-    "seed_everything": "",
-    "Checkpoint": "callbacks",
-    "ModelCheckpoint": "callbacks",
-    "WeightAveraging": "callbacks",
-    "LightningOptimizer": "core.optimizer",
-    "DummyLogger": "loggers.logger",
-    "EvaluationLoop": "loops",
-    "FitLoop": "loops",
-    "TrainingEpochLoop": "loops",
-    "DataLoaderIterDataFetcher": "loops.fetchers",
-    "Precision": "plugins",
-    "TorchCheckpointIO": "plugins.io",
-    "TorchSyncBatchNorm": "plugins",
-    "LightningEnvironment": "plugins.environments",
-    "DeepSpeedPrecision": "plugins.precision",
-    "DoublePrecision": "plugins.precision",
-    "FSDPPrecision": "plugins.precision",
-    "HalfPrecision": "plugins.precision",
-    "MixedPrecision": "plugins.precision",
-    "DDPStrategy": "strategies",
-    "DeepSpeedStrategy": "strategies",
-    "FSDPStrategy": "strategies",
-    "ModelParallelStrategy": "strategies",
-    "ParallelStrategy": "strategies",
-    "SingleDeviceStrategy": "strategies",
-    "Strategy": "strategies",
-    "StrategyRegistry": "strategies",
-    "remove_module_hooks": "strategies.deepspeed",
-    "SubprocessScriptLauncher": "strategies.launchers",
-    "ForwardRedirection": "strategies.strategy",
-    "AcceleratorConnector": "trainer.connectors.accelerator_connector",
-    "CheckpointConnector": "trainer.connectors.checkpoint_connector",
-    "RunningStage": "trainer.states",
-    "TrainerFn": "trainer.states",
-    "rank_zero_info": "utilities",
-    "rank_zero_only": "utilities",
-    "rank_zero_warn": "utilities",
-    "MisconfigurationException": "utilities.exceptions",
-    "is_overridden": "utilities.model_helpers",
-}
-
-#: where a name is, below the Fabric package
-_FABRIC_PLACES = {
-    "default_pg_timeout": "plugins.collectives.torch_collective",
-    "move_torchmetrics_to_device": "strategies.fsdp",
-    "move_data_to_device": "utilities.apply_func",
-    "get_filesystem": "utilities.cloud_io",
-    "optimizers_to_device": "utilities.optimizer",
-    "reset_seed": "utilities.seed",
-}
-
-
-#: names that are private there
-_PRIVATE = frozenset(
-    {
-        "AcceleratorConnector",
-        "CheckpointConnector",
-        "DataLoaderIterDataFetcher",
-        "EvaluationLoop",
-        "FitLoop",
-        "ForwardRedirection",
-        "SubprocessScriptLauncher",
-        "TrainingEpochLoop",
-        "move_torchmetrics_to_device",
-        "optimizers_to_device",
-    }
+#: the Trainer package of each copy, and its Fabric package
+COPIES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+#: where names are looked for, below the Trainer package and below the Fabric package
+_TRAINER_MODULES = (
+    *("", "callbacks", "core.optimizer", "loggers.logger", "loops.fetchers", "plugins"),
+    *("plugins.io", "plugins.environments", "plugins.precision", "strategies", "strategies.deepspeed"),
+    *("strategies.launchers", "strategies.strategy", "trainer.states", "utilities", "utilities.exceptions"),
+    "utilities.model_helpers",
+)
+_FABRIC_MODULES = (
+    *("plugins.collectives.torch_collective", "strategies.fsdp", "utilities.apply_func", "utilities.cloud_io"),
+    *("utilities.optimizer", "utilities.seed"),
 )
 
 
+def imported() -> list[str]:
+    """The copies that the program has imported, in that order."""
+    return [name for name, module in [*sys.modules.items()] if name in COPIES and module]
+
+
+@cache
+def host() -> str:
+    """The copy that was imported first when this was first asked; where none was, one that is installed."""
+    return next(iter(imported()), "lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
+
+
+def other() -> str:
+    """The copy that is not used."""
+    return next(copy for copy in COPIES if copy != host())
+
+
+@cache
 def of_copy(copy: str, name: str) -> Any:
-    """``name`` of one of the two copies."""
-    package, below = (copy, _PLACES[name]) if name in _PLACES else (COPIES[copy], _FABRIC_PLACES[name])
-    module = import_module(f"{package}.{below}" if below else package)
-    return getattr(module, f"_{name}" if name in _PRIVATE else name)
+    """``name`` of one of the two copies, also where it is private there."""
+    places = [(copy, below) for below in _TRAINER_MODULES] + [(COPIES[copy], below) for below in _FABRIC_MODULES]
+    for spelled in (name, f"_{name}"):
+        for package, below in places:
+            module = import_module(f"{package}.{below}" if below else package)
+            if hasattr(module, spelled):
+                return getattr(module, spelled)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES and name not in _FABRIC_PLACES:
+    if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return of_copy(host(), name)
 
 
+# ------------------------------------------------------------------ a program that imports both copies
+
+
+def meet_other_copy(cls: type, base: str) -> None:
+    """Give ``cls`` the class ``base`` of the other copy too, and that copy the ``mp_*`` names, where it is imported.
+
+    Of what is not its own, a Trainer says no more than "invalid type". It takes this, and what to write is said by
+    :func:`check_copy` when a run begins, or by the name.
+    """
+    if other() not in imported():
+        return
+    theirs, registry = of_copy(other(), base), of_copy(other(), "StrategyRegistry")
+    if theirs not in cls.__mro__:
+        cls.__bases__ = (*cls.__bases__, theirs)
+    for name in [known for known in of_copy(host(), "StrategyRegistry") if known.startswith("mp_")]:
+        registry.register(name, partial(_refuse, f"a Trainer with strategy={name!r}", "Trainer"), override=True)
+
+
+def check_copy(thing: object, subject: str) -> None:
+    """Refuse a Trainer or a LightningModule of the other copy.
+
+    Raises:
+        PlanError: ``thing`` is made of the copy of Lightning that this process does not use.
+    """
+    if any(cls.__module__.startswith(f"{other()}.") for cls in type(thing).__mro__):
+        _refuse(f"a {type(thing).__name__}", subject)
+
+
+def _refuse(what: str, subject: str) -> NoReturn:
+    fault = Fault(
+        f"{what} of {other()} where lightning_mp uses {host()}",
+        "one of the two in a process, the one imported first: neither takes what is made of the other",
+        f"write 'import {host()} as pl' throughout, or 'import {other()}' before every other import",
+    )
+    raise PlanError([fault], subject)
+
+
 # ------------------------------------------------------------------ private names
-# What a class of this package overrides, or calls on itself, stands here too: the host may rename either.
-
-
-class _Names(PrivateNames):
-    """Private names of the copy of Lightning that this process uses, by the classes that this module hands out."""
-
-    def _owner(self, place: str) -> Any:
-        try:
-            return getattr(sys.modules[__name__], place)
-        except (AttributeError, ImportError):
-            return None
-
-
-PLAN = _Names(
-    "lightning",
-    {
-        "DDPStrategy()": ("_ddp_comm_hook", "_ddp_comm_wrapper"),
-        "FSDPPrecision()": ("_desired_input_dtype",),
-        "LightningModule()": ("_compiler_ctx", "_trainer"),
-        "ModelParallelStrategy()": ("_device_mesh",),
-        "ParallelStrategy()": ("_layer_sync",),
-        "Precision": ("_after_closure", "_wrap_closure"),
-    },
-)
-MONITORS = _Names(
-    "lightning",
-    {
-        "CheckpointConnector()": ("_ckpt_path",),
-        "FitLoop": ("_should_accumulate",),
-        "FitLoop()": ("_data_fetcher",),
-        "ModelCheckpoint()": ("_last_checkpoint_saved",),
-        "Trainer()": ("_checkpoint_connector",),
-        "TrainingEpochLoop": ("_build_kwargs",),
-        "TrainingEpochLoop()": ("_batches_that_stepped",),
-    },
-)
-DDP = _Names(
-    "lightning",
-    {
-        "DDPStrategy": ("_configure_launcher", "_setup_model"),
-        "Trainer()": ("_accelerator_connector",),
-    },
-)
-FSDP1 = _Names(
-    "lightning",
-    {
-        "FSDPStrategy": ("_setup_model",),
-        "FSDPStrategy()": ("_state_dict_type",),
-    },
-)
-FSDP2 = _Names(
-    "lightning",
-    {
-        "LightningModule()": ("_device_mesh",),
-        "ModelParallelStrategy": ("_setup_distributed",),
-        "ModelParallelStrategy()": ("_device_mesh", "_forward_redirection", "_save_distributed_checkpoint"),
-    },
-)
-DEEPSPEED = _Names(
-    "lightning",
-    {
-        "DeepSpeedStrategy": (
-            "_init_deepspeed_distributed",
-            "_initialize_deepspeed_inference",
-            "_initialize_deepspeed_train",
-            "_load_config",
-            "_setup_model_and_optimizer",
-        ),
-        "DeepSpeedStrategy()": ("_config_initialized", "_forward_redirection"),
-        "FitLoop": ("_should_accumulate",),
-    },
-)
-PIPELINE = _Names("lightning", {"EvaluationLoop()": ("_data_source",)})
 
 
 def trainer_of(module: Any) -> Trainer | None:

@@ -5,67 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
-
-from lightning_mp.compat.checks import PrivateNames
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload as OpOverload
-    from torch._ops import OpOverloadPacket as OpOverloadPacket
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
-#: what a plan uses on any strategy, and what the monitors of any run use
-STEP = PrivateNames(
-    "torch",
-    {
-        "torch": ("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_foreach_norm"),
-        "torch._C": ("_current_autograd_node", "_current_graph_task_id", "_disabled_torch_function_impl"),
-        "torch:Tensor": ("_backward_hooks", "_make_wrapper_subclass", "_post_accumulate_grad_hooks"),
-        "torch._ops": ("OpOverload", "OpOverloadPacket"),
-        "torch.amp:GradScaler()": ("_growth_tracker", "_per_optimizer_states", "_scale"),
-        "torch.nn:Module": ("_apply", "_compiled_call_impl", "_load_from_state_dict"),
-        "torch.nn:Module()": ("_buffers", "_forward_hooks", "_forward_pre_hooks", "_non_persistent_buffers_set"),
-        "torch.nn:MultiheadAttention": ("_reset_parameters",),
-        "torch.nn:SyncBatchNorm": ("_check_non_zero_input_channels",),
-        "torch.nn.modules.batchnorm": ("_BatchNorm",),
-        "torch.distributed": ("_register_comm_hook",),
-        "torch.nn.modules.loss": ("_Loss",),
-        "torch.nn.parallel:DistributedDataParallel()": ("_comm_hooks",),
-        "torch.optim:AdamW()": ("_step_supports_amp_scaling",),
-        "torch.optim:Optimizer()": ("_optimizer_step_pre_hooks",),
-        "torch.optim.lr_scheduler:LRScheduler()": ("_last_lr",),
-        "torch.optim.lr_scheduler:SequentialLR()": ("_schedulers",),
-        "torch.utils._python_dispatch": ("TorchDispatchMode",),
-    },
-)
-#: looked for where they may be; without them nothing of the kind is found
-OPTIONAL = PrivateNames(
-    "torch",
-    {
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ("CheckpointImpl", "CheckpointWrapper"),
-        "torch._dynamo.eval_frame:_TorchDynamoContext()": ("_torchdynamo_orig_callable",),
-    },
-)
-
-
-def __getattr__(name: str) -> Any:
-    place = {"TorchDispatchMode": "torch.utils._python_dispatch", "OpOverload": "torch._ops"}.get(name)
-    place = "torch._ops" if name == "OpOverloadPacket" else place
-    if place is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    STEP.require("lightning_mp")
-    return getattr(import_module(place), name)
-
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 #: as ``__torch_function__`` of a tensor's class: functions see the tensor as one of torch's own
-NO_TORCH_FUNCTION: Any = getattr(cast("Any", torch)._C, "_disabled_torch_function_impl", None)
+NO_TORCH_FUNCTION: Any = cast("Any", torch)._C._disabled_torch_function_impl
 
 
 def as_wrapper(cls: type[Any], tensor: Tensor, dtype: torch.dtype) -> Any:

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
-
-from lightning_mp.compat.checks import PrivateNames
-
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 #: operators: a read by the host; a cast; the check of gradients for infinities; the loss scale's rule; indexing
 READ = torch.ops.aten._local_scalar_dense.default
@@ -25,26 +21,6 @@ CAST = torch.ops.aten._to_copy.default
 CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 UPDATE_SCALE = torch.ops.aten._amp_update_scale_.default
 INDEX = torch.ops.aten.index.Tensor
-
-#: what a prediction of memory uses
-FAKES = PrivateNames(
-    "torch",
-    {
-        "torch.nn:Module": ("_apply",),
-        "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
-        "torch:UntypedStorage": ("_cdata",),
-        "torch.utils._pytree": ("tree_leaves", "tree_map"),
-        "torch.utils._python_dispatch": ("_disable_current_modes",),
-    },
-)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "FakeTensorMode":
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        return FakeTensorMode
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def is_fake(tensor: object) -> bool:

@@ -9,15 +9,6 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_mp.compat.checks import PrivateNames
-
-PIPELINING = PrivateNames(
-    "torch",
-    {
-        "torch.distributed.pipelining:PipelineStage": ("_prepare_backward_infra", "_prepare_forward_infra"),
-    },
-)
-
 
 class WatchedStage(PipelineStage):
     """A stage that says when torch only wants to see shapes: it then runs module and loss on unset numbers."""

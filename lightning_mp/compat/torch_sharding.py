@@ -14,48 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_mp.compat.checks import PrivateNames
-
-FSDP2 = PrivateNames(
-    "torch",
-    {
-        "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
-        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ("_lazy_init", "_pre_backward"),
-        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()": ("_fsdp_param_group", "_is_root", "_mp_policy"),
-        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ("init_dtype_attrs", "init_unsharded_param"),
-        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam()": (
-            "_extensions_data",
-            "_init_extensions",
-            "_module_info",
-            "_sharded_local_tensor",
-            "_unsharded_dtensor_spec",
-            "_unsharded_inner_tensors",
-            "_unsharded_param",
-            "all_gather_outputs",
-            "param_dtype",
-        ),
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
-            "_to_sharded",
-            "post_backward",
-            "wait_for_unshard",
-        ),
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup()": ("_training_state",),
-        "torch.distributed.tensor:DTensor()": ("_local_tensor",),
-        "torch.distributed.tensor.parallel:ParallelStyle": ("_apply",),
-        "torch:Tensor": ("_backward_hooks", "_post_accumulate_grad_hooks"),
-    },
-)
-FSDP1 = PrivateNames(
-    "torch",
-    {
-        "torch.distributed.fsdp:FullyShardedDataParallel": ("_flat_param",),
-        "torch.nn.utils.clip_grad": ("_get_total_norm",),
-        "torch.distributed.fsdp:MixedPrecision": ("_module_classes_to_ignore",),
-        "torch.distributed.fsdp._flat_param:FlatParameter()": ("_params", "_shapes"),
-    },
-)
-
-
 # ------------------------------------------------------------------ DDP
 
 

@@ -13,20 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_mp.compat.checks import PrivateNames
+from lightning_mp.compat.checks import require_versions
 from lightning_mp.errors import MissingExtraError
 
-FLOAT8 = PrivateNames(
-    "torchao",
-    {
-        "torchao.float8._inductor_patch": ("_patch_inductor_min_max_codegen",),
-        "torchao.float8.float8_linear": ("matmul_with_hp_or_float8_args",),
-        "torchao.float8.float8_scaling_utils": ("tensor_to_scale",),
-        "torchao.float8.float8_training_tensor": ("GemmInputRole", "LinearMMConfig", "ScaledMMConfig"),
-        "torchao.float8.float8_utils": ("amax_to_scale", "to_fp8_saturated"),
-        "torchao.float8.float8_training_tensor:Float8TrainingTensor()": ("_data", "_scale"),
-    },
-)
 #: the plan's words for recipes, and torchao's where they differ
 _RECIPES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
 #: who speaks up while torchao is imported
@@ -41,13 +30,13 @@ def require() -> None:
 
     Raises:
         MissingExtraError: it is not installed.
-        PlanError: the installed release lacks what is used of it.
+        PlanError: the installed release is out of bounds.
     """
     if find_spec("torchao") is None:
         raise MissingExtraError("torchao", "fp8", "precision 'fp8-mixed'")
     with quietly():
         import_module("torchao.float8")
-    FLOAT8.require("MixedPrecisionPlan")
+    require_versions("MixedPrecisionPlan", "torchao")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import chain
 
-from lightning_mp.compat.host import COPIES
+from lightning_mp.compat.lightning import COPIES
 
 # Tips, "GPU available: False", "max_steps reached" and the like come as INFO, and a model built from a config makes
 # transformers warn of ids that this tokenizer does not have; matplotlib tells that it looks for fonts the first time.

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lightning_mp.compat.checks import check_versions
 from lightning_mp.compat.lightning import (
-    PLAN,
     DDPStrategy,
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -23,7 +23,6 @@ from lightning_mp.compat.lightning import (
     mesh_of,
     rank_zero_info,
 )
-from lightning_mp.compat.torch import STEP
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.engines.sharded import ShardedEngine
@@ -71,14 +70,14 @@ def describe(strategy: Strategy) -> str:
 
 
 def check_hosts(strategy: Strategy | None) -> None:
-    """Raise where torch, Lightning or DeepSpeed lacks what a plan, or ``strategy``, uses of it beyond its public names.
+    """Raise where torch, Lightning or, under ZeRO, DeepSpeed is a release whose private names are not known.
 
     Raises:
-        PlanError: the names that are missing, and the releases that have them.
+        PlanError: the release, and those that this package is tested with.
     """
     with Faults() as faults:
-        for names in (STEP, PLAN, *getattr(strategy, "private_names", ())):
-            names.check(faults)
+        zero = isinstance(strategy, DeepSpeedStrategy)
+        check_versions(faults, "torch", "lightning", *(["deepspeed"] if zero else []))
 
 
 def completed(strategy: Strategy | None, policy: PrecisionPolicy) -> PrecisionPolicy:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from lightning_mp.compat.checks import require_versions
 from lightning_mp.compat.lightning import (
-    MONITORS,
     Callback,
     DeepSpeedStrategy,
     Trainer,
@@ -24,7 +24,7 @@ class StepTracker:
     """
 
     def __init__(self) -> None:
-        MONITORS.require("callbacks")
+        require_versions("callbacks", "lightning")
         #: of the batch at hand
         self.step = 0
         self._pending = self._tried = False

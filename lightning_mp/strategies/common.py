@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lightning_mp.compat.both_copies import check_copy
 from lightning_mp.compat.lightning import (
     DeepSpeedPrecision,
     FSDPPrecision,
@@ -20,6 +19,7 @@ from lightning_mp.compat.lightning import (
     Strategy,
     SubprocessScriptLauncher,
     TorchSyncBatchNorm,
+    check_copy,
 )
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.precision import MixedPrecisionPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_mp.compat.lightning import DDP, DDPStrategy, Trainer, keep_sampler
+from lightning_mp.compat.lightning import DDPStrategy, Trainer, keep_sampler
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints
 from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan
@@ -18,7 +18,6 @@ class PlanDDPStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableCheckp
     """
 
     plan_engine = EagerEngine
-    private_names = (DDP,)
 
     @property
     def _alone(self) -> bool:

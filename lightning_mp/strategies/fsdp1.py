@@ -26,7 +26,6 @@ from lightning_mp.checkpoints.formats import Kind
 from lightning_mp.checkpoints.names import plain_names
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
-    FSDP1,
     FSDPStrategy,
     LightningOptimizer,
     Trainer,
@@ -66,7 +65,6 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
     """
 
     plan_engine = ShardedEngine
-    private_names = (FSDP1, sharding_compat.FSDP1)
     own_formats: frozenset[Kind] = frozenset({"sharded"})
 
     def __init__(

@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_mp.compat import lightning
-from lightning_mp.compat.both_copies import meet_other_copy
+from lightning_mp.compat.checks import check_versions
+from lightning_mp.compat.lightning import meet_other_copy
 from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
 from lightning_mp.policy import PrecisionPolicy
 
@@ -130,8 +131,7 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
                     else did_you_mean(key, allowed, "remove it")
                 )
                 faults.add(given, ", ".join(allowed), fix)
-        for names in cls.private_names:
-            names.check(faults)
+        check_versions(faults, "torch", "lightning")
     checked = {"policy": policy} if "policy" in own else {}
     meet_other_copy(cls, "Strategy")
     return cls(**entry.fixed, **checked, **overrides)

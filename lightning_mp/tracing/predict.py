@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.compat.checks import check_versions
 from lightning_mp.compat.lightning import LightningModule, Strategy
-from lightning_mp.compat.torch_fake import FAKES, leaves
+from lightning_mp.compat.torch_fake import leaves
 from lightning_mp.errors import Faults, PlanError, one_line
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.planner import ModelShape, estimate
@@ -90,7 +91,7 @@ def _check(module: object, plan: object, devices: object) -> None:
         if not isinstance(plan, MixedPrecisionPlan):
             faults.add(f"plan={plan!r}", "a MixedPrecisionPlan", "write MixedPrecisionPlan('bf16-mixed')")
         faults.whole("devices", devices, 1, "write the number of ranks")
-        FAKES.check(faults)
+        check_versions(faults, "torch", "lightning")
 
 
 def why(error: BaseException) -> str:

@@ -18,10 +18,9 @@ from support.launching import environment
 ROOT = Path(__file__).resolve().parents[2]
 LIGHTNING, PYTORCH_LIGHTNING = "lightning.pytorch", "pytorch_lightning"
 COPIES = (LIGHTNING, PYTORCH_LIGHTNING)
-FIRST = (LIGHTNING, "ours first")
 PLAN = "from lightning_mp import MixedPrecisionPlan"
 OURS = f"""{PLAN}, audit, doctor, make_strategy, trainer_kwargs; from lightning_mp.callbacks import *"""
-Program = Callable[[str, str], dict[str, Any]]
+Program = Callable[[str], dict[str, Any]]
 
 
 def printed(*command: str, cwd: Path | None = None) -> str:
@@ -41,14 +40,13 @@ def printed(*command: str, cwd: Path | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """Runs ``support.hosted`` under a name and an order of imports, each once."""
+    """Runs ``support.hosted`` under a name, each once."""
 
     @cache
-    def run(copy: str, order: str) -> dict[str, Any]:
+    def run(copy: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("program")
-        other = None if (copy, order) == FIRST else run(*FIRST)["checkpoint"]
-        theirs = f"import {copy} as pl; from {copy}.cli import LightningCLI"
-        imports = [OURS, theirs] if order == "ours first" else [theirs, OURS]
+        other = None if copy == LIGHTNING else run(LIGHTNING)["checkpoint"]
+        imports = [f"import {copy} as pl; from {copy}.cli import LightningCLI", OURS]
         call = f"from support.hosted import main; main(globals(), {str(folder)!r}, {other!r})"
         said = printed("-c", "; ".join([*imports, call]), cwd=folder)
         return {**json.loads(said.splitlines()[-1]), "checkpoint": str(folder / "step.ckpt")}
@@ -57,23 +55,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["ours first", "theirs first"])
-@pytest.mark.parametrize("copy", COPIES)
-def test_a_program_runs_alike_under_either_name_whichever_it_imports_first(
-    copy: str, order: str, program: Program
-) -> None:
-    ran, first = program(copy, order), program(*FIRST)
-    assert ran["copies"] == [copy]
+def test_a_program_runs_alike_under_either_name_and_resumes_the_others_checkpoint(program: Program) -> None:
+    ran, first = program(PYTORCH_LIGHTNING), program(LIGHTNING)
+    assert (first["copies"], ran["copies"]) == ([LIGHTNING], [PYTORCH_LIGHTNING])
     assert ran["runs"] == first["runs"]
     assert {*hosted.STRATEGIES, *hosted.CALLBACKS, "LightningCLI", "resumed"} == ran["runs"].keys()
     assert ran["runs"]["mp_ddp"] == ran["runs"]["make_strategy('ddp')"]
     assert ran["keys"] == ["MixedPrecisionPlan"]
     assert ran["others"] == first["others"]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_one_copy_is_resumed_under_the_other(program: Program) -> None:
-    ran = program(PYTORCH_LIGHTNING, "ours first")
     assert ran["of another"] == ran["runs"]["resumed"]
 
 
@@ -153,49 +142,6 @@ def test_with_both_in_one_process_the_trainer_of_the_other_copy_is_refused_with_
         assert f"of {second} where lightning_mp uses {first}" in said, way
         assert f"Write 'import {first} as pl' throughout, or 'import {second}' before every other import." in said, way
     assert len(result["losses"]) == 8  # its own Trainer is served
-
-
-# ---------------------------------------------------------------------- names before Lightning is imported
-
-DEFERRED = """
-import abc, inspect, pickle, sys
-from lightning_mp import MixedPrecisionPlan, doctor
-from lightning_mp.callbacks import TrainingHealth
-assert not any(name in sys.modules for name in ("torch", "lightning", "lightning_mp.precision", "lightning_mp.monitor"))
-early = MixedPrecisionPlan
-hints = early | None, list[early], MixedPrecisionPlan.__name__, repr(early)
-assert "torch" not in sys.modules
-class Before(MixedPrecisionPlan, abc.ABC):
-    def __init__(self):
-        super().__init__("16-mixed")
-from lightning_mp import MixedPrecisionPlan
-import lightning_mp.precision
-assert MixedPrecisionPlan is lightning_mp.precision.MixedPrecisionPlan is not early
-plan = early("bf16-mixed")
-assert type(plan) is MixedPrecisionPlan
-assert early.__name__ == MixedPrecisionPlan.__name__ and early.__qualname__ == MixedPrecisionPlan.__qualname__
-assert early.__doc__ == MixedPrecisionPlan.__doc__ and dir(early) == dir(MixedPrecisionPlan)
-assert inspect.signature(early) == inspect.signature(MixedPrecisionPlan)
-assert isinstance(plan, early) and isinstance(plan, hints[0]) and not isinstance(3, early)
-assert issubclass(MixedPrecisionPlan, early) and issubclass(early, early) and not issubclass(int, early)
-assert issubclass(Before, MixedPrecisionPlan) and isinstance(Before(), early) and Before().precision == "16-mixed"
-assert type(early.preset("fp16")) is type(early.from_config({"precision": "16-mixed"})) is MixedPrecisionPlan
-early.added = 1
-assert MixedPrecisionPlan.added == 1
-del early.added
-assert not hasattr(MixedPrecisionPlan, "added")
-assert type(pickle.loads(pickle.dumps(plan))) is pickle.loads(pickle.dumps(early)) is MixedPrecisionPlan
-from lightning_mp import doctor as real
-assert real is not doctor and inspect.isfunction(real)
-assert doctor.__name__ == real.__name__ and doctor.__doc__ == real.__doc__ and doctor.__module__ in real.__module__
-assert inspect.signature(doctor) == inspect.signature(real) and pickle.loads(pickle.dumps(doctor)) is real
-assert type(TrainingHealth()).__name__ == "TrainingHealth"
-"""
-
-
-@pytest.mark.slow
-def test_a_name_fetched_before_lightning_stands_for_the_real_one_in_every_way() -> None:
-    printed("-c", DEFERRED)
 
 
 # ---------------------------------------------------------------------- what is loaded

@@ -1,52 +1,92 @@
-"""Private names of the hosts stand in ``compat/`` alone, are there, and are missed in a readable way."""
+"""Private names of the dependencies stand in ``compat/`` alone, and are in every release that the bounds allow."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
-from importlib import import_module
+from functools import cache
 from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from torch import nn
 
 import lightning_mp
 from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
 from lightning_mp.callbacks import LossScaleMonitor
-from lightning_mp.compat import deepspeed, lightning, transformers
+from lightning_mp.compat import checks, transformers
 from lightning_mp.compat import torch as compat
-from lightning_mp.compat.checks import VERSIONS, PrivateNames
+from lightning_mp.compat.checks import VERSIONS, installed
 from support.models import Regression
 
 ROOT = Path(lightning_mp.__file__).parent
-TABLES = {
-    f"{module.__name__.rpartition('.')[2]}.{name}": table
-    for module in (compat, lightning, deepspeed)
-    for name, table in vars(module).items()
-    if isinstance(table, PrivateNames)
+#: attributes without an underscore that a release may rename all the same
+UNDOCUMENTED = {
+    "deepspeed": "bit16_groups bit16_groups_flat contiguous_gradients cpu_offload ds_id ds_numel ds_persist "
+    "ds_process_group ds_shape ds_tensor get_comm_dtype get_global_grad_norm get_lp_grad_fragment get_param_comm_dtype "
+    "has_comm_dtype lp_fragment_address overlapping_partition_gradients_reduce_epilogue reduce_bucket_size "
+    "parallel_partitioned_bit16_groups real_dp_process_group single_partition_of_fp32_groups use_grad_accum_attribute "
+    "was_step_applied",
+    "torch": "all_gather_outputs init_dtype_attrs init_unsharded_param param_dtype post_backward wait_for_unshard",
+    "torchao": "GemmInputRole LinearMMConfig ScaledMMConfig amax_to_scale matmul_with_hp_or_float8_args "
+    "tensor_to_scale to_fp8_saturated",
 }
+DISTRIBUTIONS = {"deepspeed": "deepspeed", "lightning": "lightning", "torch": "torch", "torchao": "torchao"}
+#: parts of torch that are large and have nothing that is used here
+LEFT_OUT = ("_inductor", "testing", "include", "onnx", "_dynamo", "_refs", "sparse", "ao")
 
 
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_every_name_is_in_what_is_installed(table: PrivateNames) -> None:
-    assert table.missing() == []
+# ------------------------------------------------------------------ they are there
 
 
-@pytest.mark.parametrize("host", VERSIONS)
-def test_the_versions_that_a_refusal_names_are_the_bounds_of_the_package(host: str) -> None:
-    bounds = [Requirement(line) for line in requires("lightning-mp") or ()]
-    assert {bound.specifier for bound in bounds if bound.name == host} == {SpecifierSet(VERSIONS[host])}
-    if host == "torchao" and find_spec(host) is None:
+@cache
+def _words(package: str) -> set[str]:
+    """Every name in the sources and stubs of an installed package."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return set()
+    root = Path(spec.origin).parent
+    files = [path for end in ("*.py", "*.pyi") for path in root.rglob(end)]
+    files = [path for path in files if path.relative_to(root).parts[0] not in LEFT_OUT]
+    texts = (path.read_text(encoding="utf-8", errors="ignore") for path in files)
+    return {word for text in texts for word in re.findall(r"\b[A-Za-z_]\w*", text)}
+
+
+@pytest.mark.parametrize("package", UNDOCUMENTED)
+def test_attributes_that_nobody_promises_are_in_what_is_installed(package: str) -> None:
+    words = _words(package)
+    if not words:
         pytest.skip("the oldest releases are installed without it")
-    assert version(host) in SpecifierSet(VERSIONS[host])
+    assert set(UNDOCUMENTED[package].split()) - words == set()
 
 
-def test_every_host_has_an_upper_bound() -> None:
+def test_every_private_name_is_in_what_is_installed() -> None:
+    """Those that ``compat/`` uses, and those that a class of this package overrides or uses of its base class."""
+    files = list(ROOT.rglob("*.py"))
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    defined = _defined(trees.values())
+    used = {name for tree in trees.values() for _, name in _private_attributes(tree)} - defined
+    there = set[str]().union(*(_words(package) for package in DISTRIBUTIONS), _words("transformers"))
+    assert used - there - _ALLOWED == set()
+    assert {"_amp_update_scale_", "_should_accumulate", "_get_fsdp_state", "_cast_module_mixed_precision"} <= used
+
+
+# ------------------------------------------------------------------ releases out of bounds
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_the_versions_that_a_refusal_names_are_the_bounds_of_the_package(name: str) -> None:
+    bounds = [Requirement(line) for line in requires("lightning-mp") or ()]
+    assert {bound.specifier for bound in bounds if bound.name == name} == {SpecifierSet(VERSIONS[name])}
+    if name == "torchao" and find_spec(name) is None:
+        pytest.skip("the oldest releases are installed without it")
+    assert version(name) in SpecifierSet(VERSIONS[name])
+
+
+def test_every_dependency_has_an_upper_bound() -> None:
     bounds = [Requirement(line) for line in requires("lightning-mp") or ()]
     hosts = [bound for bound in bounds if not _only_for_development(bound) and bound.name != "lightning-mp"]
     assert {bound.name for bound in hosts} > {*VERSIONS, "peft", "omegaconf", "hydra-core", "jsonargparse"}
@@ -57,114 +97,59 @@ def _only_for_development(bound: Requirement) -> bool:
     return any(f'"{extra}"' in str(bound.marker) for extra in ("test", "dev", "docs"))
 
 
-# ------------------------------------------------------------------ a release that lacks one
-
-
-def test_a_plan_that_is_attached_names_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "_amp_update_scale_")
-    monkeypatch.delattr(nn.Module, "_load_from_state_dict")
-    with pytest.raises(PlanError) as caught:
-        MixedPrecisionPlan("16-mixed").convert_module(Regression())
-    (fault,) = caught.value.faults
-    assert str(fault) == (
-        f"Got torch {version('torch')}, which has no torch._amp_update_scale_, torch.nn.Module._load_from_state_dict. "
-        f"Allowed: torch {VERSIONS['torch']}. Run pip install 'torch{VERSIONS['torch']}'."
-    )
-
-
 @pytest.mark.parametrize(
-    ("strategy", "host", "place", "name"),
-    [
-        ("ddp", "lightning", "lightning.pytorch.strategies:DDPStrategy", "_setup_model"),
-        ("fsdp2", "lightning", "lightning.pytorch.strategies:ModelParallelStrategy", "_setup_distributed"),
-        ("fsdp2", "torch", "torch.distributed.fsdp:FSDPModule", "_get_fsdp_state"),
-        ("hsdp", "torch", "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState", "_pre_backward"),
-        ("fsdp1", "torch", "torch.distributed.fsdp:FullyShardedDataParallel", "_flat_param"),
-        ("deepspeed_zero2", "lightning", "lightning.pytorch.strategies:DeepSpeedStrategy", "_load_config"),
-        ("deepspeed_zero2", "deepspeed", "deepspeed.runtime.engine:DeepSpeedEngine", "_cast_module_mixed_precision"),
-    ],
+    ("name", "release"),
+    [("torch", "2.10.1+cu128"), ("torch", "2.14.0.dev20270101"), ("lightning", "2.5.6"), ("lightning", "3.0")],
 )
-def test_a_strategy_that_is_built_names_what_its_host_lacks(
-    strategy: str, host: str, place: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, _, owner = place.partition(":")
-    for base in getattr(import_module(module), owner).__mro__:
-        if name in vars(base):
-            monkeypatch.delattr(base, name)
-    with pytest.raises(PlanError) as caught:
-        make_strategy(strategy, MixedPrecisionPlan("bf16-mixed"))
-    (fault,) = caught.value.faults
-    assert fault.given == f"{host} {version(host)}, which has no {owner}.{name}".replace(
-        f"no {owner}", f"no {owner if host == 'lightning' else place.replace(':', '.')}"
-    )
-    assert fault.allowed == f"{host} {VERSIONS[host]}"
+def test_a_release_out_of_bounds_is_refused(name: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda asked: release if asked == name else installed(asked))
+    said = f"Got {name} {release}. Allowed: {name} {VERSIONS[name]}. Run pip install '{name}{VERSIONS[name]}'."
+    starts = [
+        lambda: MixedPrecisionPlan("16-mixed").convert_module(Regression()),
+        lambda: make_strategy("ddp", MixedPrecisionPlan("bf16-mixed")),
+        *([LossScaleMonitor] if name == "lightning" else []),
+    ]
+    for start in starts:
+        with pytest.raises(PlanError) as caught:
+            start()
+        assert [str(fault) for fault in caught.value.faults] == [said]
 
 
-def test_callbacks_name_what_lightning_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(import_module("lightning.pytorch.loops").__dict__["_FitLoop"], "_should_accumulate")
-    with pytest.raises(PlanError, match=r"(?s)callbacks: 1 fault.*has no FitLoop\._should_accumulate"):
-        LossScaleMonitor()
-
-
-def test_what_only_instances_have_is_found_in_the_code_that_assigns_it() -> None:
-    class Given:
-        declared: int
-
-        def __init__(self) -> None:
-            self._assigned = 1
-
-        def read(self) -> int:
-            return self._read
-
-        @property
-        def other(self) -> int:
-            self._in_property = 1
-            return 1
-
-    import_module(__name__).Given = Given
-    table = PrivateNames("torch", {f"{__name__}:Given()": ("declared", "_assigned", "_read", "_in_property")})
-    assert table.missing() == [f"{__name__}.Given._read"]
-
-
-def test_a_module_or_class_that_is_gone_lacks_all_its_names() -> None:
-    table = PrivateNames(
-        "torch", {"torch.nowhere": ("_a",), "torch.nn:Nothing": ("_b",), "torch.nn:Nothing()": ("_c",)}
-    )
-    assert table.missing() == ["torch.nowhere._a", "torch.nn.Nothing._b", "torch.nn.Nothing._c"]
+@pytest.mark.parametrize("release", ["2.11.0a0+git1234", "2.11", "2.13.9+cpu"])
+def test_a_build_of_ones_own_counts_by_its_numbers(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda _: release)
+    checks.require_versions("a test", "torch")
 
 
 # ------------------------------------------------------------------ nowhere else
 
-#: names in the tables: a class of this package may override them, or use what it inherits
-_INHERITED = frozenset(
-    name for table in TABLES.values() for names in table.names.values() for name in names if name.startswith("_")
-)
+#: documented by Python, and Hydra's keywords
+_ALLOWED = {"_getframe", "_convert_", "_target_", "_args_", "_partial_", "_recursive_", "_fields"}
 _FOREIGN = (
-    _INHERITED
-    | set(compat.WRAPPERS)
+    set(compat.WRAPPERS)
     | {compat.GROWTH_TRACKER, compat.INNER_SCHEDULERS, transformers.IS_INITIALIZED}
     | {"_fsdp_param_groups", "_gradient_checkpointing_func", "_init_weights", "_no_split_modules"}
     | {"ds_id", "ds_numel", "ds_process_group", "ds_tensor"}
 )
-#: a documented function of the interpreter, and Hydra's keywords
-_ALLOWED = {"_getframe", "_convert_"}
 
 
 def _private(name: object) -> bool:
-    return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name.strip("_") != ""
+    return isinstance(name, str) and re.fullmatch(r"_[A-Za-z]\w*", name) is not None
 
 
-def _own_names(trees: list[ast.Module]) -> set[str]:
-    """What classes and functions of this package define under a private name."""
+def _defined(trees: Iterator[ast.Module] | object) -> set[str]:
+    """What classes and functions of this package define under a private name, and what it stores on ``self``."""
     found = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in (node for tree in trees for node in ast.walk(tree)):  # type: ignore[attr-defined]
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
             found.add(node.attr)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
-    return found - _FOREIGN
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update(alias.asname for alias in node.names if alias.asname)
+    return found
 
 
 def _is_self(node: ast.expr) -> bool:
@@ -174,13 +159,26 @@ def _is_self(node: ast.expr) -> bool:
     return ast.unparse(node) in ("self", "cls", "super()")
 
 
+def _private_attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _private(node.attr):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            yield from ((node.lineno, str(text)) for text in texts if _private(text))
+
+
 def _uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
     stores = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
     slots = {node.attr for node in stores if ast.unparse(node.value) == "self"}
+    inherited = {
+        id(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr not in _FOREIGN
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (_private(node.attr) or node.attr in _FOREIGN):
-            inherited = _is_self(node.value) and node.attr in _INHERITED
-            if node.attr not in own and not inherited:
+            if node.attr not in own and id(node) not in inherited:
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Call):
             reads = ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr")
@@ -197,10 +195,10 @@ def _uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, path) for path in foreign if any(map(_private, path.split("."))))
 
 
-def test_no_private_name_of_a_host_is_used_outside_of_compat() -> None:
+def test_no_private_name_of_a_dependency_is_used_outside_of_compat() -> None:
     files = [path for path in ROOT.rglob("*.py") if path.parent.name != "compat"]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
-    own = _own_names(trees) | _ALLOWED
+    own = (_defined(trees) - _FOREIGN) | _ALLOWED
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path, tree in zip(files, trees, strict=True)

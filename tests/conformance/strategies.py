@@ -11,7 +11,7 @@ from typing import Any
 from conformance import HOST
 from conformance.models import Subject
 from lightning_mp import make_strategy
-from lightning_mp.compat.host import host as used
+from lightning_mp.compat.lightning import host as used
 
 STRATEGIES = (
     "single",

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat.both_copies import check_copy
-from lightning_mp.compat.lightning import LightningModule, Precision, Trainer, trainer_of
+from lightning_mp.compat.lightning import LightningModule, Precision, Trainer, check_copy, trainer_of
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import declared
 from lightning_mp.monitor.audit.inspect_run import Record, modules_of, states_of

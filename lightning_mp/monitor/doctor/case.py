@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.both_copies import check_copy
+from lightning_mp.compat.lightning import check_copy
 from lightning_mp.engines import device_rules
 from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
 from lightning_mp.modules import pins, storage

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_mp.compat.deepspeed import ZERO, gather_as, reduce_as_stored
+from lightning_mp.compat.checks import require_versions
+from lightning_mp.compat.deepspeed import gather_as, reduce_as_stored
 from lightning_mp.compat.lightning import ForwardRedirection
 from lightning_mp.errors import MissingExtraError
 from lightning_mp.modules import half_weights
@@ -26,12 +27,12 @@ _former: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakK
 
 
 def require_deepspeed() -> None:
-    """Raise if DeepSpeed is missing, or a release without what the strategy uses of it."""
+    """Raise if DeepSpeed is missing, or a release that is out of bounds."""
     try:
         import_module("deepspeed")
     except ImportError as error:
         raise MissingExtraError("deepspeed", "deepspeed", "a ZeRO strategy") from error
-    ZERO.require("strategy")
+    require_versions("strategy", "deepspeed")
 
 
 def remove_old_hooks(module: nn.Module) -> None:

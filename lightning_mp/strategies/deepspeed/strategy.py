@@ -18,7 +18,6 @@ from lightning_mp.checkpoints.formats import is_remote_path, without_file_protoc
 from lightning_mp.checkpoints.zero import loads_alike, resumable
 from lightning_mp.compat.deepspeed import accumulate_apart, casts_left_out, halve_masters, refresh_masters
 from lightning_mp.compat.lightning import (
-    DEEPSPEED,
     DeepSpeedStrategy,
     LightningModule,
     Trainer,
@@ -68,7 +67,6 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
     """
 
     plan_engine = ZeroEngine
-    private_names = (DEEPSPEED,)
     own_formats = frozenset({"deepspeed"})
 
     def __init__(

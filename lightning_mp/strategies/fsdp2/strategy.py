@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
-    FSDP2,
     LightningOptimizer,
     ModelParallelStrategy,
     Trainer,
@@ -91,7 +90,6 @@ class PlanFSDP2Strategy(
 
     gathers_fp8 = True
     plan_engine = ShardedEngine
-    private_names = (FSDP2, sharding_compat.FSDP2)
 
     def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
         self,

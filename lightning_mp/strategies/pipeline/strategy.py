@@ -15,11 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import RandomSampler
 
-from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
-    DDP,
-    FSDP2,
-    PIPELINE,
     Callback,
     LightningModule,
     ModelParallelStrategy,
@@ -34,7 +30,6 @@ from lightning_mp.compat.lightning import (
     rank_zero_info,
     set_mesh,
 )
-from lightning_mp.compat.torch_pipelining import PIPELINING
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.pipelined import PipelineEngine
 from lightning_mp.errors import Fault, Faults, PlanError
@@ -94,7 +89,6 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
     """
 
     plan_engine = PipelineEngine
-    private_names = (DDP, FSDP2, PIPELINE, PIPELINING, sharding_compat.FSDP2)
 
     def __init__(
         self,
