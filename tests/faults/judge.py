@@ -70,7 +70,6 @@ class Row:
     title: str
     verdicts: tuple[Verdict, ...] = ()
     alerts: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     @property
     def found(self) -> int:
@@ -78,29 +77,29 @@ class Row:
         return sum(verdict.good for verdict in self.verdicts)
 
     @property
-    def median_steps(self) -> float | None:
-        """The median step on which those that were found were found."""
-        taken = [verdict.steps for verdict in self.verdicts if verdict.steps is not None]
-        return statistics.median(taken) if taken else None
-
-    @property
-    def named(self) -> tuple[int, int]:
-        """How many of those that have a module or rank to name had it right."""
-        asked = [verdict.named for verdict in self.verdicts if verdict.named is not None]
-        return sum(asked), len(asked)
-
-    @property
     def false(self) -> tuple[str, ...]:
         """Alerts while nothing was wrong."""
         return self.alerts + tuple(text for verdict in self.verdicts for text in verdict.false)
 
+    def cells(self) -> list[str]:
+        """Its line in the table."""
+        if not self.verdicts:
+            return [self.title, "-", "-", "-", str(len(self.false))]
+        taken = [verdict.steps for verdict in self.verdicts if verdict.steps is not None]
+        named = [verdict.named for verdict in self.verdicts if verdict.named is not None]
+        return [
+            self.title,
+            f"{self.found} of {len(self.verdicts)}",
+            f"{statistics.median(taken):g}" if taken else "-",
+            f"{sum(named)} of {len(named)}" if named else "-",
+            str(len(self.false)),
+        ]
+
 
 def missed(rows: Sequence[Row]) -> list[str]:
     """Which targets were missed, in words; nothing where all were met."""
-    faults = [row for row in rows if row.verdicts]
-    found, total = sum(row.found for row in faults), sum(len(row.verdicts) for row in faults)
+    found, total = sum(row.found for row in rows), sum(len(row.verdicts) for row in rows)
     words = []
     if found < TARGET * total:
         words.append(f"{found} of {total} faults found within {WITHIN} steps and named right, not {TARGET:.0%}")
-    words += [f"{row.title}: {text}" for row in rows for text in (*row.false, *row.notes)]
-    return words
+    return words + [f"{row.title}: {text}" for row in rows for text in row.false]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 
 from faults.judge import WITHIN, Expected, Row, Verdict, judge
-from faults.machine import Share, unexcused
 from faults.scenarios import SCENARIOS, Scenario, data, patient
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
@@ -44,14 +42,13 @@ def fault(number: int, seed: int) -> tuple[Expected, list[Event]]:
     steps = first + WITHIN + 1
     batches = data(scenario.model, steps, seed)
     injection.prepare(batches)
-    module, share = patient(scenario.model, seed), Share()
+    module = patient(scenario.model, seed)
     with tempfile.TemporaryDirectory() as folder:
         watching = watchers(scenario.by, Path(folder))
         with quietly():
-            callbacks = [injection, share, *watching]
+            callbacks = [injection, *watching]
             fit(module, data=batches, callbacks=callbacks, max_steps=steps, **_host(scenario))
-    told = [event for callback in watching for event in callback.events]
-    events = unexcused(told, share.shares, injection.at)
+    events = [event for callback in watching for event in callback.events]
     expected = Expected(scenario.kinds, injection.at, first, injection.module, injection.rank)
     return expected, sorted(events, key=lambda event: event.step)
 
@@ -98,21 +95,16 @@ class Verdicts:
 
 def healthy(title: str, precision: str, options: Mapping[str, Any], steps: int) -> Row:
     """A run in which nothing is wrong."""
-    module, plan, share = patient("language", seed=0), MixedPrecisionPlan(precision, **options), Share()
+    module, plan = patient("language", seed=0), MixedPrecisionPlan(precision, **options)
+    batches = data("language", steps, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         (health,) = watchers("plan", Path(folder))
-        started = time.perf_counter()
         with quietly():
-            fit(
-                module, data=data("language", steps, seed=0), callbacks=[health, share], plugins=[plan], max_steps=steps
-            )
-        seconds = time.perf_counter() - started
-    told = [event for event in health.events if event.is_alert]
-    alerts = tuple(str(event) for event in unexcused(told, share.shares, steps))
-    notes = ("no step overflowed: this is not the run it is meant to be",) if options and not plan.skipped_steps else ()
-    busy = len(told) - len(alerts)
-    title = f"{title}: {steps} steps, {plan.skipped_steps} skipped, {seconds:.0f} s"
-    return Row(f"{title}, {busy} times no core to run on" if busy else title, alerts=alerts, notes=notes)
+            fit(module, data=batches, callbacks=[health], plugins=[plan], max_steps=steps)
+    alerts = [str(event) for event in health.events if event.is_alert]
+    if options and not plan.skipped_steps:
+        alerts.append("no step overflowed: this is not the run it is meant to be")
+    return Row(f"{title}: {steps} steps, {plan.skipped_steps} skipped", alerts=tuple(alerts))
 
 
 @contextmanager
