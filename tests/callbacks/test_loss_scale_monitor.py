@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import logging
 import math
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,9 @@ from lightning_mp.callbacks import LossScaleMonitor
 from lightning_mp.monitor import metric_names
 from support.counting import Counts
 from support.manual import Pair
-from support.models import Regression, batches
+from support.models import Regression
 from support.oracles import UNSCALED, plan_for, stock_for
-from support.running import fit, trainer
+from support.running import fit
 from support.saving import ResumableBatches, SaveAt
 
 OVERFLOWS = (2, 3, 5)
@@ -193,17 +191,6 @@ def test_several_optimizers_by_hand_are_read_once_a_batch(keeper: str, optimizer
     assert [row[metric_names.SKIPPED_IN_A_ROW] for row in monitor.rows] == [0, 0, 2, 0, 0, 0, 0, 0]
 
 
-def test_a_second_fit_goes_on_and_a_new_run_begins_anew() -> None:
-    monitor, module, data = LossScaleMonitor(), Regression(OPTIMIZERS["fused"]), batches()
-    runner = trainer(callbacks=[monitor], **KEEPERS["stock"]())
-    runner.fit(module, data)
-    runner.fit_loop.max_epochs = 2
-    runner.fit(module, data)
-    assert [row[metric_names.STEP] for row in monitor.rows] == list(range(16))
-    fit(module, callbacks=[monitor], **KEEPERS["stock"]())
-    assert [row[metric_names.STEP] for row in monitor.rows] == list(range(8))
-
-
 def test_resuming_goes_on_with_the_plans_counts(tmp_path: Path) -> None:
     module, monitor = Regression(OPTIMIZERS["fused"], overflow_at=OVERFLOWS), LossScaleMonitor()
     fit(module, data=ResumableBatches(), callbacks=[SaveAt(tmp_path, 4)], **KEEPERS["plan"]())
@@ -215,22 +202,6 @@ def test_resuming_goes_on_with_the_plans_counts(tmp_path: Path) -> None:
         (6, 3),
         (7, 3),
     ]
-
-
-def test_evaluating_alone_is_nothing_to_it() -> None:
-    class Validates(Regression):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.loss(batch)
-
-    monitor = LossScaleMonitor()
-    trainer(callbacks=[monitor], **KEEPERS["stock"]()).validate(Validates(), batches(), verbose=False)
-    assert monitor.rows == []
-
-
-def test_it_is_copied_and_pickled_after_a_run() -> None:
-    monitor, _ = watched("plan")
-    for other in (copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
-        assert other.rows == monitor.rows
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None])

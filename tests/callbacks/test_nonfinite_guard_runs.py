@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import SGD
 
 from lightning_mp import NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard
 from lightning_mp.monitor.actions import ReduceLR
 from support.manual import Pair, in_turn
-from support.models import Regression, batches
+from support.models import Regression
 from support.nonfinite import BAD, STOCK, Breaks
-from support.oracles import MODES, plan_for, stock_for
-from support.running import fit, trainer
+from support.oracles import stock_for
+from support.running import fit
 from support.saving import ResumableBatches, SaveAt
 from support.traces import Trace
 
@@ -119,66 +116,6 @@ def test_reduce_lr_lowers_the_rate_on_top_of_the_scheduler_and_gives_it_back(gua
 def test_bad_arguments_are_refused_together(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         NonFiniteGuard(**arguments)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_beside_a_plan_it_names_the_plans_field(guard: Any, mode: str) -> None:
-    with pytest.raises(PlanError, match=r"MixedPrecisionPlan\(nonfinite=\.\.\.\)"):
-        fit(Regression(), plugins=[plan_for(mode)], callbacks=[guard()])
-
-
-def test_copies_are_of_no_run(guard: Any) -> None:
-    watched, module = guard(), Breaks("loss")
-    runner = trainer(callbacks=[watched])
-    runner.fit(module, batches())
-    for copied in (copy.deepcopy(watched), pickle.loads(pickle.dumps(watched))):
-        assert copied.skipped_steps == 1
-        fit(Breaks("loss"), callbacks=[copied])
-        assert copied.skipped_steps == 1
-        assert len(copied.events) == 1
-
-
-def test_a_second_fit_goes_on_and_another_run_begins_anew(guard: Any, tmp_path: Path) -> None:
-    watched, module = guard(), Breaks("loss", (1,))
-    runner = trainer(callbacks=[watched])
-    runner.fit(module, batches())
-    runner.fit_loop.max_epochs = 2
-    module.breaks_on = lambda batch_idx: batch_idx == 2  # type: ignore[method-assign]
-    runner.fit(module, batches())
-    assert [event.step for event in watched.events] == [1, 10]
-    assert (watched.skipped_steps, watched.applied_steps) == (2, 14)
-    fit(Breaks("loss", (5,)), callbacks=[watched])
-    assert [event.step for event in watched.events] == [5]
-    assert [path.name for path in (tmp_path / "nonfinite").iterdir()] == ["step_000005_rank0.pt"]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_everything_is_given_back(guard: Any, fails: bool, tmp_path: Path) -> None:
-    class Fails(Breaks):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if fails and batch_idx == 5:
-                raise KeyError("planned")
-            return super().training_step(batch, batch_idx)
-
-    watched, module = guard(), Fails("loss")
-    module.make_scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-    try:
-        fit(module, callbacks=[watched])
-    except KeyError:
-        assert fails
-    assert not {"lr_scheduler_step", "log", "log_dict"} & set(vars(module))
-    assert not (tmp_path / ".lightning_mp.lock").exists()
-    fit(Breaks("loss"), callbacks=[watched])
-    assert watched.skipped_steps == 1
-
-
-def test_validation_alone_writes_nothing(guard: Any, tmp_path: Path) -> None:
-    class Validates(Regression):
-        def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.loss(batch)
-
-    trainer(callbacks=[guard()]).validate(Validates(), batches(), verbose=False)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_resumed_run_takes_the_counts_up(guard: Any, tmp_path: Path) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +145,6 @@ def test_the_table_is_logged_written_and_kept(tmp_path: Path, caplog: pytest.Log
     logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("PrecisionAudit")]
     assert len(logged) == 1
     assert "tf32='high' changes nothing on CPU" in logged[0]
-
-
-def test_without_a_folder_or_a_logger_it_writes_below_the_root(tmp_path: Path) -> None:
-    fit(Regression(), callbacks=[PrecisionAudit()], max_steps=1, default_root_dir=tmp_path, **_bf16())
-    assert (tmp_path / "lightning_mp_run" / "audit.json").is_file()
-
-
-def test_two_audits_in_one_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="Two PrecisionAudit callbacks write to"):
-        fit(Regression(), callbacks=[PrecisionAudit(run_dir=tmp_path), PrecisionAudit(run_dir=tmp_path)], **_bf16())
 
 
 @pytest.mark.parametrize(
@@ -331,15 +318,6 @@ def test_manual_optimization(make: Any, how: str, tmp_path: Path) -> None:
     for row in callback.rows:
         assert (row.grad, row.optimizer_state) == ("fp32", "fp32")
         assert row.compute in ("bf16", "bf16, fp32")
-
-
-def test_a_copy_can_be_used(tmp_path: Path) -> None:
-    used = PrecisionAudit(run_dir=tmp_path)
-    # Lightning keeps the module's ``log`` on a used callback, so that the module is pickled along
-    fit(Regression(partial(torch.optim.SGD, lr=1e-3)), callbacks=[used], precision="32-true")
-    for copied in (copy.deepcopy(used), pickle.loads(pickle.dumps(used))):
-        fit(Regression(), callbacks=[copied], precision="32-true")
-        assert copied.rows
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import json
 import logging
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,53 +187,13 @@ def test_every_logger_gets_every_reading_once(beside: Any, tmp_path: Path) -> No
             assert points == [(row[metric_names.STEP], pytest.approx(row[name])) for row in mine.rows]
 
 
-def test_a_run_without_a_folder_writes_where_its_logger_does(tmp_path: Path) -> None:
-    mine, logger = TrainingHealth(report=False), CSVLogger(tmp_path)
-    fit(Regression(PLAIN), callbacks=[mine], logger=logger)
-    assert lines(Path(logger.log_dir) / "metrics.jsonl") == mine.rows
-
-
 def test_it_writes_the_report_by_itself(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     fit(Regression(PLAIN), callbacks=[TrainingHealth(tmp_path / "run")])
     assert (tmp_path / "run" / "report.html").stat().st_size > 0
 
 
-def test_a_run_that_fails_is_written_down_too(tmp_path: Path) -> None:
-    class Fails(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 3:
-                raise KeyError("planned")
-            return super().training_step(batch, batch_idx)
-
-    mine = TrainingHealth(tmp_path / "run", report=False)
-    with pytest.raises(KeyError, match="planned"):
-        fit(Fails(PLAIN), callbacks=[mine])
-    run = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert (run["status"], "planned" in run["error"], len(mine.rows)) == ("failed", True, 3)
-    fit(Regression(PLAIN), callbacks=[mine])  # the folder is free again
-    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 8
-
-
-def test_two_of_them_in_one_folder_are_refused(tmp_path: Path) -> None:
-    both = [TrainingHealth(tmp_path / "run"), TrainingHealth(tmp_path / "run")]
-    with pytest.raises(PlanError, match="Two TrainingHealth callbacks write to"):
-        fit(Regression(PLAIN), callbacks=both)
-
-
 # ---------------------------------------------------------------------- runs of every kind
-
-
-def test_a_second_fit_goes_on_and_a_new_run_begins_anew(tmp_path: Path) -> None:
-    mine, module, data = TrainingHealth(tmp_path / "run", report=False), Regression(PLAIN), batches()
-    runner = trainer(callbacks=[mine])
-    runner.fit(module, data)
-    runner.fit_loop.max_epochs = 2
-    runner.fit(module, data)
-    assert [row[metric_names.STEP] for row in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(16))
-    assert len(mine.rows) == 16
-    fit(module, callbacks=[mine])
-    assert [row[metric_names.STEP] for row in mine.rows] == list(range(8))
 
 
 @hosts
@@ -262,18 +220,6 @@ def test_a_batch_without_a_loss_is_no_reading(host: str, mode: str, tmp_path: Pa
     assert all(row[metric_names.LOSS] > 0 for row in rows)
 
 
-def test_evaluating_alone_opens_nothing(tmp_path: Path) -> None:
-    class Validates(Regression):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.loss(batch)
-
-    mine = TrainingHealth(tmp_path / "run")
-    trainer(callbacks=[mine]).validate(Validates(), batches(), verbose=False)
-    assert not (tmp_path / "run").exists()
-    fit(Regression(PLAIN), callbacks=[mine])
-    assert len(mine.rows) == 8
-
-
 def test_validation_in_between_is_not_the_loops_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SteadyClock()
     monkeypatch.setattr(throughput, "time", clock)
@@ -287,12 +233,6 @@ def test_validation_in_between_is_not_the_loops_time(tmp_path: Path, monkeypatch
     trainer(callbacks=[mine], val_check_interval=1, num_sanity_val_steps=0).fit(Slow(PLAIN), data, data)
     rates = [row[metric_names.SAMPLES_PER_S] for row in mine.rows[1:]]
     assert rates == pytest.approx([8 / clock.tick] * len(rates))
-
-
-def test_it_is_copied_and_pickled_after_a_run(tmp_path: Path) -> None:
-    mine = watched(tmp_path)
-    for other in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
-        assert other.rows == mine.rows
 
 
 def test_only_what_is_trained_is_measured(tmp_path: Path) -> None:
@@ -329,19 +269,6 @@ def test_a_reading_is_read_at_once_and_other_steps_are_not(
     extra = [ours - theirs for ours, theirs in zip(mine.counts, plain.counts, strict=True)]
     assert extra == [once * (step % every == 0) for step in range(8)]
     assert [row[metric_names.STEP] for row in health_of.rows] == list(range(0, 8, every))
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"every_n_steps": 0}, "every_n_steps"),
-        ({"actions": {"grad_norm_spik": "log"}}, "grad_norm_spike"),
-        ({"alerts": {"spike_rato": 3.0}}, "spike_ratio"),
-    ],
-)
-def test_what_is_written_wrongly_is_refused_at_once(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(PlanError, match=named):
-        TrainingHealth(**given)
 
 
 def test_a_group_that_matches_nothing_is_refused_and_nothing_is_opened(tmp_path: Path) -> None:

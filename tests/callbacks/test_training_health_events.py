@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from functools import partial
 from pathlib import Path
@@ -165,7 +164,7 @@ def test_a_guard_beside_it_tells_these_itself(tmp_path: Path) -> None:
     mine = watched(tmp_path, Faulty("batch"), callbacks=[guard])
     assert [event.kind for event in guard.events] == ["nonfinite_loss"]
     assert mine.events == []
-    assert mine.rows[4][metric_names.GRAD_NORM] is None
+    assert math.isnan(mine.rows[4][metric_names.GRAD_NORM])
     assert mine.rows[-1][metric_names.SKIPPED_STEPS] == 1
 
 
@@ -217,14 +216,6 @@ def test_a_schedule_stands_still_on_a_skipped_step_and_is_free_afterwards(host: 
     assert "lr_scheduler_step" not in module.__dict__
 
 
-def test_a_bad_batch_is_skipped_where_it_would_have_been_applied(tmp_path: Path) -> None:
-    module = Faulty("batch")
-    mine = watched(tmp_path, module, {"actions": {"nonfinite_loss": "skip"}})
-    (event,) = alerts(mine)
-    assert (event.action, event.severity) == ("skip", "warning")
-    assert all(map(math.isfinite, [row[metric_names.PARAM_NORM] for row in mine.rows]))
-
-
 def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
     for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
         optimizer.zero_grad()
@@ -241,11 +232,10 @@ def test_where_a_step_cannot_be_left_out_skip_is_refused(module: Any, named: str
         watched(tmp_path, module(), {"actions": {"grad_norm_spike": "skip"}})
 
 
-@pytest.mark.parametrize("action", [ReduceLR(0.1, steps=3), {"reduce_lr": {"factor": 0.1, "steps": 3}}])
 @pytest.mark.parametrize("host", ["stock 32-true", "stock 16-mixed", "plan 16-mixed"])
-def test_a_lowered_rate_is_logged_as_used_and_given_back(host: str, action: Any, tmp_path: Path) -> None:
+def test_a_lowered_rate_is_logged_as_used_and_given_back(host: str, tmp_path: Path) -> None:
     module = Faulty("spike", SPIKE_AT)
-    mine = watched(tmp_path, module, {"actions": {"grad_norm_spike": action}}, **ROOM[host]())
+    mine = watched(tmp_path, module, {"actions": {"grad_norm_spike": ReduceLR(0.1, steps=3)}}, **ROOM[host]())
     assert alerts(mine)[0].action == "reduce_lr(factor=0.1, steps=3)"
     used = [row[metric_names.LR] for row in mine.rows[SPIKE_AT : SPIKE_AT + 5]]
     assert used == pytest.approx([1e-3, 1e-4, 1e-4, 1e-4, 1e-3])
@@ -306,9 +296,3 @@ def test_a_run_that_fails_in_a_lowered_step_gives_everything_back(tmp_path: Path
     optimizer = module.optimizers().optimizer
     assert optimizer.param_groups[0]["lr"] == 1e-3
     assert not optimizer._optimizer_step_pre_hooks
-
-
-def test_one_line_an_overflow_on_the_console(tmp_path: Path, caplog: Any) -> None:
-    with caplog.at_level(logging.INFO):
-        watched(tmp_path, Regression(PLAIN, overflow_at=(1,)), **HOSTS["plan 16-mixed"]())
-    assert sum("nonfinite grad" in message for message in caplog.messages) == 1

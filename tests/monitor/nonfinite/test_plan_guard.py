@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaleError, LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError
 from lightning_mp.callbacks import NonFiniteGuard, TrainingHealth, replay_saved
-from support.models import batches, weights
+from support.models import batches
 from support.nonfinite import BAD, FAULTS, Breaks
 from support.oracles import plan_for, stock_for
 from support.running import fit, trainer
@@ -116,11 +116,3 @@ def test_a_fit_that_fails_while_it_begins_leaves_no_callback_and_no_lock(tmp_pat
         runner.fit(Breaks("loss", ()), batches())
     assert runner.callbacks == before
     fit(Breaks("loss", ()), plugins=[_plan("32-true", tmp_path)])  # the folder is free again
-
-
-def test_a_healthy_run_is_that_of_the_plain_plan(tmp_path: Path) -> None:
-    saving, plain = Breaks("loss", ()), Breaks("loss", ())
-    fit(saving, plugins=[_plan("16-mixed", tmp_path)])
-    fit(plain, plugins=[plan_for("16-mixed")])
-    for name, tensor in weights(plain).items():
-        assert torch.equal(tensor, weights(saving)[name])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -242,10 +240,3 @@ def test_a_replay_leaves_no_trace(mode: str, when: str, accumulate: int) -> None
     assert len(asks.diagnoses) >= 8
     assert first.logged_metrics.keys() == second.logged_metrics.keys()
     torch.testing.assert_close(traces[0].seen, traces[1].seen, rtol=0, atol=0, equal_nan=True)
-
-
-def test_copies_and_pickles_keep_no_batch() -> None:
-    replayer = Replayer()
-    replayer._window.append(object())  # type: ignore[arg-type]
-    for copied in (copy.deepcopy(replayer), pickle.loads(pickle.dumps(replayer))):
-        assert copied.kept(None) is None
