@@ -37,7 +37,7 @@ help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
 	    printf '%-18s %s\n' "$$command" "$$text"; done
 
-demo: $(DONE)/demo ## train a small GPT-2 on real text in every mode this machine has, and compare them
+demo: $(DONE)/demo ## train a small GPT-2 on real text under every plan this machine has, and compare them
 	@$(BIN)/lightning-mp demo $(ARGS)
 
 test: $(DONE)/test ## run the tests (those that need a GPU skip themselves where there is none)

@@ -20,21 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from lightning.pytorch import seed_everything
 
 from benchmarks.fit import fit
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.callbacks import TrainingHealth
-from lightning_mp.demo.picture import smooth
-from lightning_mp.demo.shapes import SLOW_CPU_SHAPE as SHAPE
-from lightning_mp.demo.text import standard_library
-from lightning_mp.demo.tokens import cache_folder, make_corpus
-from lightning_mp.demo.training import GPT2, train_windows, val_windows
+from lightning_mp.demo.language_model import CausalLM
+from lightning_mp.demo.text_windows import TextWindows
 from lightning_mp.monitor import metric_names
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PICTURE = DOCS / "how-to" / "bf16-true.md", DOCS / "images" / "bf16-true.svg"
 TABLE = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
+VOCAB, CONTEXT = 1024, 64
+CONFIG = {"vocab_size": VOCAB, "n_positions": CONTEXT, "n_layer": 3, "n_embd": 128, "n_head": 4}
+CONFIG |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 #: curves that coincide stay visible
 DASHES = {"fp32 masters": (2, 2)}
 COLORS = {"nearest": "#D55E00", "stochastic": "#009E73", "fp32 masters": "#0072B2"}
@@ -66,12 +66,12 @@ WAYS = {
 }
 
 
-class Model(GPT2):
-    """The demo's model, with the way's optimizer; it keeps every loss."""
+class Model(CausalLM):
+    """A small GPT-2 with the way's optimizer; it keeps every loss."""
 
-    def __init__(self, way: Way, rate: float, steps: int, seed: int) -> None:
-        super().__init__(SHAPE, steps, seed)
-        self._way, self._lr, self.losses = way, rate, list[float]()
+    def __init__(self, way: Way, rate: float, steps: int) -> None:
+        super().__init__("gpt2", CONFIG, lr=rate, warmup_steps=steps // 5)
+        self._way, self.losses = way, list[float]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -80,7 +80,7 @@ class Model(GPT2):
 
     def configure_optimizers(self) -> Any:
         made = self._way.optimizer(self.parameters(), lr=self._lr, betas=self._betas, weight_decay=self._weight_decay)
-        schedule = self.make_schedule(made, max(1, self._steps // 5))
+        schedule = self.make_schedule(made, max(1, self._warmup_steps))
         return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -95,21 +95,28 @@ class Measured:
 
 def run(way: Way, rate: float, steps: int, seed: int, into: Measured) -> None:
     """One short fit and its validation loss."""
-    corpus = make_corpus(standard_library(), SHAPE.vocab, SHAPE.context, cache_folder())
-    data: Any = DataLoader(train_windows(corpus.train, SHAPE, steps, seed), batch_size=SHAPE.batch)  # type: ignore[arg-type]
-    held_out: Any = DataLoader(val_windows(corpus.val, SHAPE), batch_size=SHAPE.batch)  # type: ignore[arg-type]
-    module = Model(way, rate, steps, seed)
+    seed_everything(seed, verbose=False)
+    data = TextWindows(vocab=VOCAB, context=CONTEXT, batch_size=4, val_batches=12)
+    data.setup("fit")
+    module = Model(way, rate, steps)
     with tempfile.TemporaryDirectory() as folder:
         health = TrainingHealth(folder, 5, report=False)
         plan = MixedPrecisionPlan(way.precision)
-        torch.manual_seed(seed)  # what stochastic rounding draws
         # torchao compiles its step, which would take longer than the fit
         with torch.compiler.set_stance("force_eager"):
-            trainer = fit(module, data, plan, steps, callbacks=[health])
-        into.final.append(trainer.validate(module, held_out, verbose=False)[0][metric_names.VAL_LOSS])
+            trainer = fit(module, data.train_dataloader(), plan, steps, callbacks=[health])
+        into.final.append(trainer.validate(module, data.val_dataloader(), verbose=False)[0][metric_names.VAL_LOSS])
     into.losses.append(module.losses)
     shares = [row[metric_names.LOST_UPDATES] for row in health.rows]
     into.lost.append([share for share in shares if share is not None])
+
+
+def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """An exponential mean."""
+    found: list[float] = []
+    for value in values:
+        found.append(value if not found else weight * found[-1] + (1 - weight) * value)
+    return found
 
 
 def mean(curves: Sequence[Sequence[float]]) -> list[float]:

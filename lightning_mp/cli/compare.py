@@ -13,7 +13,7 @@ from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults
 
 if TYPE_CHECKING:
-    from lightning_mp.comparison.compare import Comparison
+    from lightning_mp.comparison.results import Comparison
 
 _STEPS = 100
 T = TypeVar("T")
@@ -69,14 +69,13 @@ def _compared(
 
     from lightning_mp.cli import parts
     from lightning_mp.cli.config import checked, composed
-    from lightning_mp.comparison import plans as reading
-    from lightning_mp.comparison.compare import check_numbers, compare
+    from lightning_mp.comparison.compare import check_numbers, compare, read_plans
     from lightning_mp.comparison.run import OWN
 
     faults = Faults("compare")
     if not arguments:
         faults.add("nothing to compare", "a YAML file, key=value", "lightning-mp compare run.yaml, or experiment=NAME")
-    reading.read(plans, faults)
+    read_plans(plans, faults)
     check_numbers(asked["seeds"], _STEPS if asked["steps"] is None else asked["steps"], asked["margin"], faults)
     with composed(arguments, "compare", faults, config_dirs) as (job,):
         with open_dict(job.config):

@@ -19,7 +19,7 @@ from lightning_mp.compat.lightning import (
     Trainer,
     seed_everything,
 )
-from lightning_mp.demo.inputs import InputError
+from lightning_mp.demo.text_windows import InputError
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
 from lightning_mp.policy.load import HYDRA_KEYS
 from lightning_mp.policy.places import Places, plan_fault

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from inspect import signature
+from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 
-from lightning_mp.comparison import plans as reading
-from lightning_mp.comparison.paired import Difference, Verdict, compare_losses
-from lightning_mp.comparison.run import OWN, Recipe, RunResult, Runs, environment_kept, quiet
+from lightning_mp.comparison.page import write
+from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses
+from lightning_mp.comparison.run import OWN, Recipe, Runs, environment_kept, quiet
 from lightning_mp.compat.lightning import LightningModule, Strategy
-from lightning_mp.demo.shapes import find_device
 from lightning_mp.errors import Fault, Faults, PlanError, is_number, one_line
 from lightning_mp.monitor.run_log import machine, versions
 from lightning_mp.numerics.rng import rng_state, set_rng_state
-from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy import PRECISIONS, PrecisionPolicy, precision_word
+from lightning_mp.policy.presets import PRESETS, preset
+from lightning_mp.policy.words import precision_fix
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.registry import trainer_arguments
 
@@ -34,134 +35,21 @@ T = TypeVar("T")
 _LAST = 10
 #: what seeding, a Trainer and the profiler leave in the environment
 _VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG", "KINETO_LOG_LEVEL")
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A mean over seeds and its standard deviation, ``None`` with fewer than two."""
-
-    mean: float
-    sd: float | None
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlanResult:
-    """One plan's runs, a seed each, and what they come to; a spread is ``None`` where no run has such a number.
-
-    ``rate`` is in ``unit`` a second; ``peak_bytes`` the most that the device's allocator had given out.
-    """
-
-    name: str
-    policy: PrecisionPolicy
-    runs: tuple[RunResult, ...]
-
-    @property
-    def unit(self) -> str:
-        """``tokens`` or ``samples``."""
-        return next((run.unit for run in self.runs if run.rate), "samples")
-
-    @property
-    def rate(self) -> Spread | None:
-        """Tokens or samples a second."""
-        return _spread(run.rate for run in self.runs)
-
-    @property
-    def peak_bytes(self) -> Spread | None:
-        """Peak memory in bytes."""
-        return _spread(run.peak_bytes for run in self.runs)
-
-    @property
-    def final_loss(self) -> Spread | None:
-        """Over the seeds in which it is finite."""
-        return _spread(run.final_loss for run in self.runs)
-
-    @property
-    def failed(self) -> tuple[RunResult, ...]:
-        """The runs that raised."""
-        return tuple(run for run in self.runs if run.error)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        spreads = {name: getattr(self, name) for name in ("rate", "peak_bytes", "final_loss")}
-        return {
-            "name": self.name,
-            "plan": self.policy.to_dict(),
-            "unit": f"{self.unit}/s",
-            **{name: None if spread is None else asdict(spread) for name, spread in spreads.items()},
-            "runs": [asdict(run) for run in self.runs],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Every plan's runs, and the paired difference of each later plan from the first.
-
-    ``final_loss_steps`` is how many of a run's last training losses its final loss is the mean of. ``mean_difference``,
-    ``interval`` and ``verdict`` are the second plan's.
-    """
-
-    plans: tuple[PlanResult, ...]
-    differences: tuple[Difference, ...]
-    seeds: tuple[int, ...]
-    steps: int
-    final_loss_steps: int
-    about: dict[str, Any]
-
-    @property
-    def mean_difference(self) -> float | None:
-        """Second minus first."""
-        return self.differences[0].mean_difference
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean difference."""
-        return self.differences[0].interval
-
-    @property
-    def verdict(self) -> Verdict:
-        """What the second plan is beside the first."""
-        return self.differences[0].verdict
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as ``compare.json`` has them."""
-        return {
-            "mean_difference": self.mean_difference,
-            "interval_95": self.interval,
-            "margin": self.differences[0].margin,
-            "verdict": self.verdict,
-            "seeds": self.seeds,
-            "steps": self.steps,
-            "final_loss": f"mean training loss of the last {self.final_loss_steps} optimizer steps",
-            "final_loss_steps": self.final_loss_steps,
-            "differences": [
-                {"interval_95" if key == "interval" else key: value for key, value in asdict(one).items()}
-                for one in self.differences
-            ],
-            "plans": [plan.to_dict() for plan in self.plans],
-            **self.about,
-        }
-
-    def to_text(self, width: int = 110) -> str:
-        """The table, ``width`` columns wide at most."""
-        from lightning_mp.comparison.table import to_text
-
-        return to_text(self, width)
-
-    def __str__(self) -> str:
-        return self.to_text()
+#: a precision's word or a preset's name, a file of a plan, or a plan
+PlanLike = str | PathLike[str] | Mapping[str, Any] | PrecisionPolicy | MixedPrecisionPlan
+Plans = Sequence[PlanLike] | Mapping[str, PlanLike]
 
 
 def compare(
     module: Callable[[], LightningModule] | LightningModule,
     data: Any = None,
-    plans: reading.Plans | str = ("bf16-mixed", "fp8-mixed"),
+    plans: Plans | str = ("bf16-mixed", "fp8-mixed"),
     *,
     seeds: int = 8,
     steps: int = 100,
     margin: float | None = None,
     strategy: str | Callable[[MixedPrecisionPlan], Strategy] = "auto",
-    out: str | os.PathLike[str] | None = None,
+    out: str | PathLike[str] | None = None,
     say: Callable[[str], object] | None = None,
     **trainer: Any,
 ) -> Comparison:
@@ -190,7 +78,7 @@ def compare(
         MissingExtraError: ``out`` is given and plotly, which draws the page, is not installed.
     """
     faults = Faults(SUBJECT)
-    named = reading.read(plans, faults)
+    named = read_plans(plans, faults)
     check_numbers(seeds, steps, margin, faults)
     _check(module, trainer, out, faults)
     faults.raise_if_any()
@@ -200,8 +88,6 @@ def compare(
         results = _run_all(runs, named, seeds, say or (lambda _: None))
         found = _compared(runs, named, results, margin)
     if out is not None and runs.is_global_zero:
-        from lightning_mp.comparison.page import write
-
         write(found, Path(out))
     return found
 
@@ -241,15 +127,14 @@ def _run_all(
     results = {name: list[RunResult]() for name in named}
     _refuse(named, lambda policy: runs.arguments(MixedPrecisionPlan.from_policy(policy)))
     peaks = _refuse(named, lambda policy: _attempt(partial(runs.trial, policy, 0)))
-    if all(isinstance(peak, str) for peak in peaks.values()):
-        given = f"what fails under every plan: {next(iter(peaks.values()))}"
-        raise PlanError([Fault(given, "a module and data that train", "fix what it names")], SUBJECT)
+    if all(isinstance(peak, Exception) for peak in peaks.values()):
+        raise next(iter(peaks.values()))  # the user's own, with its traceback
     names = list(named)
     for seed in range(seeds):
         turn = seed % len(names)
         for name in names[turn:] + names[:turn]:
             peak = peaks[name] if seed == 0 else _attempt(partial(runs.trial, named[name], seed))
-            outcome = peak if isinstance(peak, str) else _attempt(partial(runs.run, named[name], seed))
+            outcome = peak if isinstance(peak, Exception) else _attempt(partial(runs.run, named[name], seed))
             result = _result(seed, peak, outcome)
             results[name].append(result)
             if runs.is_global_zero:
@@ -276,20 +161,20 @@ def _refuse(named: Mapping[str, PrecisionPolicy], call: Callable[[PrecisionPolic
     return found
 
 
-def _attempt(call: Callable[[], T]) -> T | str:
-    """What ``call`` returns, or its error in a line; a refusal is raised."""
+def _attempt(call: Callable[[], T]) -> T | Exception:
+    """What ``call`` returns, or its error; a refusal is raised."""
     try:
         return call()
     except PlanError:
         raise
     except Exception as error:  # whatever a user's code, or a device that is full, raises
-        return f"{type(error).__name__}: {one_line(error)}"
+        return error
 
 
-def _result(seed: int, peak: int | str | None, result: RunResult | str) -> RunResult:
-    if isinstance(result, str):
-        return RunResult(seed, error=result)
-    return result if peak is None else replace(result, peak_bytes=peak)
+def _result(seed: int, peak: int | Exception | None, result: RunResult | Exception) -> RunResult:
+    if isinstance(result, Exception):
+        return RunResult(seed, error=f"{type(result).__name__}: {one_line(result)}")
+    return replace(result, peak_bytes=peak) if isinstance(peak, int) else result
 
 
 def _in_words(run: RunResult) -> str:
@@ -336,14 +221,62 @@ def _compared(
         final_loss_steps=runs.last,
         about={
             "module": runs.module_name,
-            "machine": {**machine(runs.device), "name": str(find_device())},
+            "machine": machine(runs.device),
             "versions": versions(),
         },
     )
 
 
-def _spread(values: Iterable[float | None]) -> Spread | None:
-    found = tuple(value for value in values if is_number(value))
-    if not found:
-        return None
-    return Spread(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, found)
+# ---------------------------------------------------------------------- the plans
+
+
+def read_plans(plans: Plans | str, faults: Faults) -> dict[str, PrecisionPolicy]:
+    """The policies by name, in their order; what cannot be one is noted in ``faults``.
+
+    A string is several, with commas between. A word is called as it was written, a file by its stem; a name that comes
+    again gets a number.
+    """
+    if isinstance(plans, str):
+        plans = [part.strip() for part in plans.split(",") if part.strip()]
+    given = plans.items() if isinstance(plans, Mapping) else [(_name(plan), plan) for plan in plans]
+    found: dict[str, PrecisionPolicy] = {}
+    for name, plan in given:
+        policy = _policy(plan, faults)
+        if policy is not None:
+            number = sum(other == name or other.startswith(f"{name} (") for other in found)
+            found[f"{name} ({number + 1})" if number else name] = policy
+    if len(plans) < 2:
+        faults.add(f"{len(plans)} plan{'s' * (len(plans) != 1)}", "two or more", "write bf16-mixed,fp8-mixed")
+    return found
+
+
+def _name(plan: PlanLike) -> str:
+    if isinstance(plan, (PrecisionPolicy, MixedPrecisionPlan)):
+        return plan.precision if isinstance(plan, PrecisionPolicy) else plan.policy.precision
+    if isinstance(plan, Mapping):
+        return str(plan.get("precision", "plan"))
+    return Path(plan).stem if _is_file(plan) else str(plan)
+
+
+def _is_file(plan: object) -> TypeGuard[str | PathLike[str]]:
+    return isinstance(plan, PathLike) or (isinstance(plan, str) and (plan.endswith((".yaml", ".yml")) or "/" in plan))
+
+
+def _policy(plan: PlanLike, faults: Faults) -> PrecisionPolicy | None:
+    if isinstance(plan, (PrecisionPolicy, MixedPrecisionPlan)):
+        return plan if isinstance(plan, PrecisionPolicy) else plan.policy
+    try:
+        if isinstance(plan, Mapping) or _is_file(plan):
+            return MixedPrecisionPlan.from_config(plan).policy
+        return preset(str(plan)) if plan in PRESETS else _of_word(plan, faults)
+    except PlanError as error:
+        faults.extend(error.faults)
+    return None
+
+
+def _of_word(plan: object, faults: Faults) -> PrecisionPolicy | None:
+    word = precision_word(plan)
+    if word is not None:
+        return PrecisionPolicy(precision=cast("Any", word))
+    faults.add(f"plan {plan!r}", ", ".join([*PRECISIONS, *PRESETS, "a YAML file"]), precision_fix(plan, (), PRESETS))
+    return None

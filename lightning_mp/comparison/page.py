@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.comparison import table as text
-from lightning_mp.comparison.compare import Comparison, PlanResult
-from lightning_mp.comparison.paired import interval_of
+from lightning_mp.comparison import results as text
+from lightning_mp.comparison.results import Comparison, PlanResult, interval_of
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.report.charts import Panel, draw
 from lightning_mp.monitor.report.load import Run, Series
@@ -50,25 +49,27 @@ def render(comparison: Comparison) -> str:
     for number, plan in enumerate(plans[1:]):
         band = _band(plans[0], plan, last)
         if band:
-            title = f"{plan.name} minus {plans[0].name}, paired, mean of {last} steps"
+            title = f"{plan.name} minus {plans[0].name}, paired" + (f", mean of {last} steps" if last > 1 else "")
             panel = Panel(f"difference_{number}", title, "difference of the loss", _DIFFERENCE)
             drawn.append(draw(panel, [_as_run(plan.name, band)]))
     about = comparison.about
     names = [plan.name for plan in plans]
+    gaps = {seed: [one.differences.get(seed) for one in comparison.differences] for seed in comparison.seeds}
+    losses = {seed: [plan.runs[place].final_loss for plan in plans] for place, seed in enumerate(comparison.seeds)}
     seed_rows = [
         [
             str(seed),
-            *(_figure(plan.runs[place].final_loss, "{:.4f}") for plan in plans),
-            *(_figure(one.differences.get(seed), "{:+.4f}") for one in comparison.differences),
+            *(text.NOTHING if loss is None else f"{loss:.4f}" for loss in losses[seed]),
+            *(text.NOTHING if gap is None else text.signed(gap) for gap in gaps[seed]),
         ]
-        for place, seed in enumerate(comparison.seeds)
+        for seed in comparison.seeds
     ]
     return document(
         Path(__file__).with_name("compare.html.j2"),
         title=f"{' and '.join(names)} compared" if len(names) == 2 else f"{len(names)} plans compared",
         payload={"charts": drawn, "steps": [1, comparison.steps], "running": False},
         runs=runs,
-        words=[about["module"], about["machine"]["name"], _seeds(comparison), f"{comparison.steps} steps a run"],
+        words=[about["module"], about["machine"]["device"], _seeds(comparison), f"{comparison.steps} steps a run"],
         failed=[(plan.name, run) for plan in plans for run in plan.failed],
         heads=text.heads(comparison),
         rows=list(enumerate(text.rows(comparison))),
@@ -78,10 +79,6 @@ def render(comparison: Comparison) -> str:
         about=about,
         plans=plans,
     )
-
-
-def _figure(value: float | None, form: str) -> str:
-    return text.NOTHING if value is None else form.format(value)
 
 
 def _seeds(comparison: Comparison) -> str:

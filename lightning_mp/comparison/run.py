@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_mp.comparison.results import RunResult
 from lightning_mp.compat.lightning import (
     COPIES,
     Callback,
@@ -101,24 +102,6 @@ class Recipe:
     data: Any
     strategy: str | Callable[[MixedPrecisionPlan], Strategy]
     trainer: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """What a run came to: ``losses`` is the training loss of every optimizer step (a mean over its micro-batches).
-
-    ``final_loss`` is the mean of the last ones, NaN where one of them is not finite. ``rate`` is in ``unit`` ("tokens"
-    or "samples") a second, ``peak_bytes`` the allocator's. ``error`` is set, and the rest is empty, where it failed.
-    """
-
-    seed: int
-    losses: tuple[float, ...] = ()
-    final_loss: float | None = None
-    rate: float | None = None
-    unit: str = "samples"
-    peak_bytes: int | None = None
-    skipped: int = 0
-    error: str | None = None
 
 
 class _Noting(MixedPrecisionPlan):

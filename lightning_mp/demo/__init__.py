@@ -1,4 +1,1 @@
-"""The demo: one small GPT-2 trained on real text in every precision mode, and what each mode cost and gave.
-
-``lightning-mp demo`` runs it; :func:`lightning_mp.demo.ladder.run_demo` is the same from Python.
-"""
+"""A small language model and text to train it on, without a network: what the shipped configs and the demo name."""

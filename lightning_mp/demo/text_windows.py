@@ -1,34 +1,48 @@
-"""Text as training data: windows of tokens, without a network."""
+"""Text as training data: windows of tokens of Python's own sources, or of a file or folder, without a network."""
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mp.compat.lightning import LightningDataModule
-from lightning_mp.demo import text as texts
-from lightning_mp.demo.tokens import cache_folder, make_corpus
+from lightning_mp.errors import Fault, MissingExtraError
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+# Enough for hundreds of steps without seeing a token twice on a CPU, and tokenized in two seconds.
+MAX_BYTES = 4_000_000
+# bytes, in UTF-8
+_LONGEST_CHARACTER = 4
+# Tests and installed packages are no part of the language's library; encodings and pydoc_data are tables and
+# generated prose, which a model learns at once and which would drown the code.
+_SKIPPED = frozenset(
+    {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__"}
+)
+_VALIDATION_SHARE = 0.05
+# windows that training and validation need together at the very least
+_MIN_WINDOWS = 4
 
 
-def windows(tokens: NDArray[np.uint16], context: int, step: int | None = None) -> Tensor:
-    """All windows of ``context + 1`` tokens (int64), one every ``step``; by default each takes up where one ends."""
-    return torch.from_numpy(tokens.astype("int64")).unfold(0, context + 1, step or context)
+class InputError(ValueError):
+    """A text that cannot be used, as one line: given, allowed, what to do."""
+
+    def __init__(self, given: str, allowed: str, fix: str) -> None:
+        super().__init__(str(Fault(given, allowed, fix)))
 
 
 class TextWindows(LightningDataModule):
     """Windows of ``context + 1`` tokens (int64) of a text, side by side; training shuffles them.
 
     Args:
-        text: a file or a folder of text; ``None`` is the source of the running Python's standard library.
-        vocab: entries of the byte-pair encoding that is trained on the text, and kept in the user's cache.
+        text: a UTF-8 file, or a folder with some; ``None`` is the source of the running Python's standard library.
+        vocab: entries of the byte-pair encoding, which is trained on the text itself.
         context: tokens that a model sees; a batch is (batch_size, context + 1).
         batch_size: windows a batch.
         val_batches: batches of the held-out 5 % at most; ``None`` is all of them.
@@ -36,6 +50,7 @@ class TextWindows(LightningDataModule):
 
     Raises:
         InputError: no text is there, or too little for windows of ``context``.
+        MissingExtraError: tokenizers is not installed.
     """
 
     def __init__(
@@ -48,19 +63,21 @@ class TextWindows(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        self._text = texts.standard_library() if text is None else texts.from_path(Path(text))
-        self._vocab, self._context = vocab, context
+        self._documents = _standard_library() if text is None else _from_path(Path(text))
+        self._vocab, self._context, self._source = vocab, context, text or "Python's standard library"
         self._batch_size, self._val_batches, self._num_workers = batch_size, val_batches, num_workers
         self._train = self._val = torch.empty(0, context + 1, dtype=torch.int64)
 
-    def prepare_data(self) -> None:
-        """Leave the tokens in the cache, from one process of a machine."""
-        make_corpus(self._text, self._vocab, self._context, cache_folder())
-
     def setup(self, stage: str) -> None:
-        """Cut the windows."""
-        corpus = make_corpus(self._text, self._vocab, self._context, cache_folder())
-        self._train, self._val = (windows(tokens, self._context) for tokens in (corpus.train, corpus.val))
+        """Tokenize, and cut the windows."""
+        tokens, window = encoded(self._documents, self._vocab), self._context + 1
+        least = _MIN_WINDOWS * window
+        if tokens.numel() < least:
+            given = f"text of {tokens.numel()} tokens ({self._source})"
+            raise InputError(given, f"at least {least} tokens, some {least * 4 // 1000 + 1} kB", "give a longer text")
+        held_out = max(int(tokens.numel() * _VALIDATION_SHARE), window)
+        train, val = tokens[:-held_out], tokens[-held_out:]
+        self._train, self._val = (part.unfold(0, window, self._context) for part in (train, val))
         if self._val_batches is not None:
             self._val = self._val[: self._val_batches * self._batch_size]
 
@@ -80,3 +97,83 @@ class TextWindows(LightningDataModule):
             drop_last=shuffle,
             num_workers=self._num_workers,
         )
+
+
+@lru_cache(maxsize=2)
+def encoded(documents: tuple[str, ...], vocab: int) -> Tensor:
+    """Token ids (int64) of the documents, under a byte-level BPE of at most ``vocab`` entries trained on them."""
+    try:
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise MissingExtraError("tokenizers", "hf", "the byte-pair encoding of a text") from error
+    # tokenizers' classes come from a compiled module whose stubs leave the constructors untyped
+    byte_level: Any = pre_tokenizers.ByteLevel
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    trainer: Any = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=byte_level.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(documents, trainer)
+    found = tokenizer.encode_batch(list(documents), add_special_tokens=False)
+    return torch.cat([torch.tensor(document.ids, dtype=torch.int64) for document in found])
+
+
+# ---------------------------------------------------------------------- documents
+
+
+def _standard_library(folder: Path | None = None) -> tuple[str, ...]:
+    """The ``.py`` files of the running Python's standard library, in sorted order, at most ``MAX_BYTES`` of them."""
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    parts = sorted((path.relative_to(folder).parts, path) for path in folder.rglob("*.py"))
+    documents = _read(path for names, path in parts if not _SKIPPED.intersection(names))
+    if not documents:  # as in some trimmed or zipped installations
+        given = f"a Python {sys.version_info.major}.{sys.version_info.minor} without library sources in {folder}"
+        raise InputError(given, "a file or folder of text", "give text=")
+    return documents
+
+
+def _from_path(path: Path) -> tuple[str, ...]:
+    """A text file, or every text file of a folder in sorted order (hidden ones left out), up to ``MAX_BYTES``."""
+    allowed = "a UTF-8 text file, or a folder with some"
+    if not path.exists():
+        raise InputError(f"text {path}, which does not exist", allowed, "check the path, or leave it out")
+    found = sorted((one.relative_to(path).parts, one) for one in path.rglob("*")) if path.is_dir() else [((), path)]
+    documents = _read(one for names, one in found if not any(map(_hidden, names)))
+    if not documents:
+        problem = "a folder without a text file" if path.is_dir() else "empty, or not readable as UTF-8 text"
+        raise InputError(f"text {path}, {problem}", allowed, "choose another path, or leave it out")
+    return documents
+
+
+def _hidden(name: str) -> bool:
+    return name[:1] == "." or name == "__pycache__"
+
+
+def _read(paths: Iterable[Path]) -> tuple[str, ...]:
+    """What is text among ``paths``, up to ``MAX_BYTES``."""
+    documents: list[str] = []
+    left = MAX_BYTES
+    for path in paths:
+        document = _document(path, left) if path.is_file() else None
+        if document and not document.isspace():
+            documents.append(document)
+            left -= len(document.encode())
+        if left < _LONGEST_CHARACTER:
+            break
+    return tuple(documents)
+
+
+def _document(path: Path, limit: int) -> str | None:
+    """At most ``limit`` bytes of a file as text, or ``None`` where it cannot be read or is not text."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError:
+        return None
+    if b"\0" in data:
+        return None
+    cut = len(data) > limit
+    try:
+        return data[:limit].decode("utf-8")
+    except UnicodeDecodeError as error:
+        # A cut may fall inside a character; anything else is not UTF-8.
+        inside = cut and error.start > limit - _LONGEST_CHARACTER
+        return data[: error.start].decode("utf-8") if inside else None

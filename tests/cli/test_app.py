@@ -20,26 +20,6 @@ def _run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def _refusal(tmp_path: Path, *arguments: str) -> str:
-    """The one line of a refused demo, which must leave nothing behind."""
-    out = tmp_path / "out"
-    result = _run("demo", "--out", str(out), *arguments)
-    assert result.exit_code == 2
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("lightning-mp demo: Got ") or " needs " in lines[0]
-    assert ". Allowed: " in lines[0] or ". Install it: " in lines[0]
-    assert not out.exists()
-    return lines[0]
-
-
-def test_help_names_the_demo_and_its_options() -> None:
-    assert "demo" in _run("--help").output
-    text = _run("demo", "--help").output
-    for option in ("--text", "--modes", "--steps", "--out"):
-        assert option in text
-
-
 def test_no_arguments_show_the_help() -> None:
     assert "Usage" in _run().output
 
@@ -63,7 +43,7 @@ def test_the_version_is_printed() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "--help"], ["consolidate", "--help"], ["--version"], ["demo", "--modes", "fp99"]]
+    "arguments", [["--help"], ["demo", "--help"], ["train"], ["consolidate", "--help"], ["--version"]]
 )
 def test_nothing_heavy_is_imported_before_a_command_needs_it(arguments: list[str]) -> None:
     code = (
@@ -80,66 +60,6 @@ def test_nothing_heavy_is_imported_before_a_command_needs_it(arguments: list[str
     )
     assert done.stderr.endswith("|")
     assert done.stderr.splitlines()[-1] == "|"
-
-
-def test_an_unknown_mode_lists_the_known_and_the_nearest(tmp_path: Path) -> None:
-    line = _refusal(tmp_path, "--modes", "fp32,BF16,fb16-ckpt")
-    assert "'BF16', 'fb16-ckpt'" in line
-    assert "fp32, tf32, fp16, bf16, bf16-ckpt" in line
-    assert "Did you mean 'bf16', 'bf16-ckpt'?" in line
-
-
-def test_no_mode_at_all_is_refused(tmp_path: Path) -> None:
-    assert "names no mode" in _refusal(tmp_path, "--modes", " , ")
-
-
-@pytest.mark.parametrize("steps", ["0", "-3"])
-def test_fewer_than_one_step_is_refused(tmp_path: Path, steps: str) -> None:
-    assert f"--steps {steps}. Allowed: an integer >= 1" in _refusal(tmp_path, "--steps", steps)
-
-
-def test_steps_that_are_no_number_are_refused() -> None:
-    result = _run("demo", "--steps", "many")
-    assert result.exit_code == 2
-    assert "--steps" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_a_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    assert "which does not exist" in _refusal(tmp_path, "--text", str(tmp_path / "missing"))
-
-
-def test_a_binary_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "photo.jpg").write_bytes(bytes(range(256)))
-    assert "not readable as UTF-8 text" in _refusal(tmp_path, "--text", str(tmp_path / "photo.jpg"))
-
-
-def test_a_text_too_short_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "note.txt").write_text("hello world")
-    result = _run("demo", "--out", str(tmp_path / "out"), "--text", str(tmp_path / "note.txt"))
-    assert result.exit_code == 2
-    assert "at least" in result.stderr
-    assert "tokens" in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("mine")
-    result = _run("demo", "--out", str(tmp_path / "taken"))
-    assert result.exit_code == 2
-    assert "cannot be written" in result.stderr
-    assert (tmp_path / "taken").read_text() == "mine"
-
-
-@pytest.mark.parametrize(("package", "extra"), [("transformers", "hf"), ("tokenizers", "hf"), ("matplotlib", "report")])
-def test_a_missing_package_names_the_extra_that_brings_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)  # Python's own way to say: not importable
-    line = _refusal(tmp_path, "--steps", "1")
-    assert f"needs {package}. " in line
-    assert f"lightning-mp[{extra}]" in line
 
 
 # ------------------------------------------------------------------ consolidate

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_mp import PrecisionPolicy
-from lightning_mp.comparison.compare import Comparison, PlanResult
 from lightning_mp.comparison.page import write
-from lightning_mp.comparison.paired import compare_losses
-from lightning_mp.comparison.run import RunResult
+from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses
 from monitor.report.browser import Shown, chromium
 
 STEPS = 20
@@ -32,7 +30,7 @@ def _plan(name: str, *gaps: float | None) -> PlanResult:
 
 def _compared(*plans: PlanResult) -> Comparison:
     losses = [(plan.name, {run.seed: run.final_loss for run in plan.runs}) for plan in plans]
-    about = {"module": "<Net>", "machine": {"name": "a CPU", "type": "cpu"}, "versions": {"torch": "2.13.0"}}
+    about = {"module": "<Net>", "machine": {"device": "a CPU", "type": "cpu"}, "versions": {"torch": "2.13.0"}}
     differences = tuple(compare_losses(losses[0], other, None) for other in losses[1:])
     return Comparison(plans, differences, tuple(run.seed for run in plans[0].runs), STEPS, 2, about)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from lightning_mp.comparison.paired import compare_losses, student_t
+from lightning_mp.comparison.results import compare_losses, student_t
 
 
 # as scipy has them

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_mp import FP8, MixedPrecisionPlan, PrecisionPolicy
-from lightning_mp.comparison.plans import read
+from lightning_mp.comparison.compare import read_plans as read
 from lightning_mp.errors import Faults
 
 

@@ -6,20 +6,18 @@ What they show is a real run: a small GPT-2 in fp16, its scale set too high at f
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import seed_everything
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from demo.tiny import SHAPE, corpus
 from lightning_mp import LossScaling, MixedPrecisionPlan
 from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 from lightning_mp.callbacks.training_health import TrainingHealth
-from lightning_mp.demo.training import GPT2, train_windows
+from lightning_mp.demo.language_model import CausalLM
+from lightning_mp.demo.text_windows import TextWindows
 from lightning_mp.monitor.report import write_report
 from monitor.report.browser import DESKTOP, PHONE, Shown, chromium
 from support.running import trainer
@@ -28,7 +26,7 @@ IMAGES = Path(__file__).parents[3] / "docs" / "images"
 STEPS, BAD = 400, 230
 
 
-class OneBadBatch(GPT2):
+class OneBadBatch(CausalLM):
     """GPT-2, and one batch whose loss is weighed as nobody would want it to be."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -39,7 +37,7 @@ class OneBadBatch(GPT2):
 def train(folder: Path) -> None:
     """Train with every monitor on, and leave their files in ``folder``."""
     seed_everything(1, verbose=False)
-    shape = replace(SHAPE, batch=8, width=64, lr=3e-3)
+    config = {"vocab_size": 300, "n_positions": 16, "n_layer": 2, "n_embd": 64, "n_head": 2}
     plan = MixedPrecisionPlan(
         "16-mixed",
         pins={"*ln_*": "fp32"},
@@ -50,9 +48,8 @@ def train(folder: Path) -> None:
         LossScaleMonitor(),
         PrecisionAudit(run_dir=folder),
     ]
-    windows = train_windows(corpus().train, shape, STEPS, 3)
     runner = trainer(plugins=[plan], max_steps=STEPS, gradient_clip_val=1.0, callbacks=monitors)
-    runner.fit(OneBadBatch(shape, STEPS, 5), DataLoader(windows, batch_size=shape.batch))
+    runner.fit(OneBadBatch("gpt2", config, lr=3e-3), TextWindows(vocab=300, context=16))
 
 
 def main() -> None:

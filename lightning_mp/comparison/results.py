@@ -1,0 +1,351 @@
+"""What a comparison came to: runs, each plan's paired difference from the first over seeds, and the table of them."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from textwrap import wrap
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_mp.errors import is_number
+from lightning_mp.policy import PrecisionPolicy
+
+Verdict = Literal["same", "better", "worse", "undecided"]
+
+#: the margin where none is given, as a share of the first plan's mean final loss
+MARGIN_SHARE = 0.005
+_CONFIDENCE = 0.95
+NOTHING = "-"
+MIB = 2**20
+_FEW = 100
+_PAIRED = ("minus first, mean", "95 % interval", "verdict")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run came to: ``losses`` is the training loss of every optimizer step (a mean over its micro-batches).
+
+    ``final_loss`` is the mean of the last ones, NaN where one of them is not finite. ``rate`` is in ``unit`` ("tokens"
+    or "samples") a second, ``peak_bytes`` the allocator's. ``error`` is set, and the rest is empty, where it failed.
+    """
+
+    seed: int
+    losses: tuple[float, ...] = ()
+    final_loss: float | None = None
+    rate: float | None = None
+    unit: str = "samples"
+    peak_bytes: int | None = None
+    skipped: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A mean over seeds and its standard deviation, ``None`` with fewer than two."""
+
+    mean: float
+    sd: float | None
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """One plan's runs, a seed each, and what they come to; a spread is ``None`` where no run has such a number.
+
+    ``rate`` is in ``unit`` a second; ``peak_bytes`` the most that the device's allocator had given out.
+    """
+
+    name: str
+    policy: PrecisionPolicy
+    runs: tuple[RunResult, ...]
+
+    @property
+    def unit(self) -> str:
+        """``tokens`` or ``samples``."""
+        return next((run.unit for run in self.runs if run.rate), "samples")
+
+    @property
+    def rate(self) -> Spread | None:
+        """Tokens or samples a second."""
+        return _spread(run.rate for run in self.runs)
+
+    @property
+    def peak_bytes(self) -> Spread | None:
+        """Peak memory in bytes."""
+        return _spread(run.peak_bytes for run in self.runs)
+
+    @property
+    def final_loss(self) -> Spread | None:
+        """Over the seeds in which it is finite."""
+        return _spread(run.final_loss for run in self.runs)
+
+    @property
+    def failed(self) -> tuple[RunResult, ...]:
+        """The runs that raised."""
+        return tuple(run for run in self.runs if run.error)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        spreads = {name: getattr(self, name) for name in ("rate", "peak_bytes", "final_loss")}
+        return {
+            "name": self.name,
+            "plan": self.policy.to_dict(),
+            "unit": f"{self.unit}/s",
+            **{name: None if spread is None else asdict(spread) for name, spread in spreads.items()},
+            "runs": [asdict(run) for run in self.runs],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Every plan's runs, and the paired difference of each later plan from the first.
+
+    ``final_loss_steps`` is how many of a run's last training losses its final loss is the mean of. ``mean_difference``,
+    ``interval`` and ``verdict`` are the second plan's.
+    """
+
+    plans: tuple[PlanResult, ...]
+    differences: tuple[Difference, ...]
+    seeds: tuple[int, ...]
+    steps: int
+    final_loss_steps: int
+    about: dict[str, Any]
+
+    @property
+    def mean_difference(self) -> float | None:
+        """Second minus first."""
+        return self.differences[0].mean_difference
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the mean difference."""
+        return self.differences[0].interval
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the second plan is beside the first."""
+        return self.differences[0].verdict
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as ``compare.json`` has them."""
+        return {
+            "mean_difference": self.mean_difference,
+            "interval_95": self.interval,
+            "margin": self.differences[0].margin,
+            "verdict": self.verdict,
+            "seeds": self.seeds,
+            "steps": self.steps,
+            "final_loss": f"mean training loss of the last {self.final_loss_steps} optimizer steps",
+            "final_loss_steps": self.final_loss_steps,
+            "differences": [
+                {"interval_95" if key == "interval" else key: value for key, value in asdict(one).items()}
+                for one in self.differences
+            ],
+            "plans": [plan.to_dict() for plan in self.plans],
+            **self.about,
+        }
+
+    def to_text(self, width: int = 110) -> str:
+        """The table, ``width`` columns wide at most."""
+        return _to_text(self, width)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def _spread(values: Iterable[float | None]) -> Spread | None:
+    found = tuple(value for value in values if is_number(value))
+    if not found:
+        return None
+    return Spread(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, found)
+
+
+# ---------------------------------------------------------------------- the paired difference
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Final losses of ``second`` minus those of ``first``, seed by seed.
+
+    ``mean_difference`` is ``None`` without a seed in which both ended with a number, ``interval`` (95 %, Student's t)
+    with fewer than two of them. ``verdict`` speaks of ``second``; ``reason`` says in a sentence what it rests on.
+    """
+
+    first: str
+    second: str
+    differences: dict[int, float]
+    mean_difference: float | None
+    interval: tuple[float, float] | None
+    margin: float
+    verdict: Verdict
+    reason: str
+
+
+def compare_losses(
+    first: tuple[str, Mapping[int, float | None]], second: tuple[str, Mapping[int, float | None]], margin: float | None
+) -> Difference:
+    """What ``second`` lost or gained; each is a name and, by seed, a final loss: NaN if it diverged, None if it failed.
+
+    ``margin=None`` is half a percent of the first plan's mean final loss.
+    """
+    (one, losses), (other, theirs) = first, second
+    finite = [loss for loss in losses.values() if is_number(loss)]
+    if margin is None:
+        margin = MARGIN_SHARE * abs(statistics.fmean(finite)) if finite else 0.0
+    differences: dict[int, float] = {}
+    diverged: list[int] = []
+    for seed, loss in losses.items():
+        its = theirs.get(seed)
+        if is_number(loss) and is_number(its):
+            differences[seed] = its - loss
+        elif is_number(loss) and its is not None:
+            diverged.append(seed)
+    mean = statistics.fmean(differences.values()) if differences else None
+    interval = interval_of(list(differences.values()))
+    verdict, reason = _verdict(interval, margin, diverged, len(differences))
+    return Difference(one, other, differences, mean, interval, margin, verdict, reason)
+
+
+def _verdict(
+    interval: tuple[float, float] | None, margin: float, diverged: list[int], count: int
+) -> tuple[Verdict, str]:
+    if diverged:
+        seeds = ", ".join(map(str, diverged))
+        return "worse", f"its loss was not finite in seed {seeds}, where the first plan's was"
+    if interval is None:
+        return "undecided", f"{count} paired seed{'s' * (count != 1)}: an interval needs two"
+    low, high = interval
+    if -margin <= low and high <= margin:
+        return "same", "the interval lies within the margin"
+    if low > 0:
+        return "worse", "the interval lies above 0, and not within the margin"
+    if high < 0:
+        return "better", "the interval lies below 0, and not within the margin"
+    return "undecided", "the interval holds 0 and reaches beyond the margin: more seeds narrow it"
+
+
+def interval_of(values: list[float]) -> tuple[float, float] | None:
+    """The 95 % interval of a mean by Student's t; ``None`` with fewer than two values."""
+    if len(values) < 2:
+        return None
+    mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    half = student_t(_CONFIDENCE, len(values) - 1) * error
+    return mean - half, mean + half
+
+
+def student_t(confidence: float, freedom: int) -> float:
+    """The t beyond which, on both sides together, ``1 - confidence`` of Student's distribution lies."""
+    low, high = 0.0, 1e4  # enough for 99.99 % at one degree of freedom
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """The share of Student's distribution between -t and t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for index in range(1 + odd, freedom, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * index / (index + 1)
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def _to_text(comparison: Comparison, width: int) -> str:
+    """A row a plan, and notes."""
+    output = io.StringIO()
+    console = Console(file=output, width=width)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for index, name in enumerate(heads(comparison)):
+        table.add_column(name.replace(", ", "\n"), justify="right" if index else "left", no_wrap=True)
+    for row in rows(comparison):
+        table.add_row(*row)
+    console.print(table, highlight=False)
+    lines = [f"{plan.name}, seed {run.seed}, failed: {run.error}" for plan in comparison.plans for run in plan.failed]
+    for line in [*lines, *notes(comparison)]:
+        console.print("\n".join(wrap(line, width - 1, subsequent_indent="  ")), highlight=False, markup=False)
+    return output.getvalue()
+
+
+def heads(comparison: Comparison) -> list[str]:
+    """The columns' names; a comma is where a narrow one may break."""
+    unit = comparison.plans[0].unit
+    return ["plan", f"{unit}/s, mean ± sd", "speed", "peak MiB, mean ± sd", "final loss, mean ± sd", *_PAIRED]
+
+
+def rows(comparison: Comparison) -> list[list[str]]:
+    """The cells of every plan, the first without a difference."""
+    first = comparison.plans[0]
+    paired = [[NOTHING] * len(_PAIRED), *map(_paired, comparison.differences)]
+    return [[*_alone(plan, first), *cells] for plan, cells in zip(comparison.plans, paired, strict=True)]
+
+
+def _alone(plan: PlanResult, first: PlanResult) -> list[str]:
+    rate, base, peak = plan.rate, first.rate, plan.peak_bytes
+    return [
+        plan.name,
+        _with_sd(rate, "{:,.0f}" if rate and rate.mean >= _FEW else "{:.3g}"),
+        f"{rate.mean / base.mean:.2f}x" if rate and base else NOTHING,
+        _with_sd(peak, "{:,.1f}", MIB),
+        _with_sd(plan.final_loss, "{:.4f}"),
+    ]
+
+
+def _with_sd(spread: Spread | None, form: str, unit: float = 1) -> str:
+    if spread is None:
+        return NOTHING
+    mean = form.format(spread.mean / unit)
+    return mean if spread.sd is None else f"{mean} ± {form.format(spread.sd / unit)}"
+
+
+def _paired(difference: Difference) -> list[str]:
+    mean, interval = difference.mean_difference, difference.interval
+    return [
+        NOTHING if mean is None else signed(mean),
+        NOTHING if interval is None else " .. ".join(map(signed, interval)),
+        difference.verdict,
+    ]
+
+
+def signed(value: float) -> str:
+    """Four decimals; a zero has no sign."""
+    text = f"{value:+.4f}"
+    return text if float(text) else "0.0000"
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What the figures mean, a line each."""
+    first, last = comparison.plans[0].name, comparison.final_loss_steps
+    count = len(comparison.seeds)
+    cpu = comparison.about["machine"]["type"] == "cpu"
+    margins = dict.fromkeys(f"{one.margin:.4g}" for one in comparison.differences)
+    mean = "training loss of the last" if last == 1 else f"mean training loss of the last {last}"
+    final = f"final loss: the {mean} of {comparison.steps} steps"
+    lines = [
+        f"{final}, over {count} seed{'s' * (count != 1)}.",
+        f"minus first: {first}'s of the same seed, weights and batches taken away; interval: Student's t over seeds.",
+        f"verdict: same with the interval within the margin, ±{', ±'.join(margins)}, else worse or better without 0.",
+        *(f"{one.second}: {one.verdict}, {one.reason}." for one in comparison.differences),
+    ]
+    if cpu:
+        lines.append("peak: what torch's CPU allocator had given out at most, in two steps of their own.")
+    if cpu and any(plan.policy.precision == "fp8-mixed" for plan in comparison.plans):
+        lines.append("speed: FP8 on a CPU is for numbers; it says nothing of a GPU's.")
+    if any(run.skipped for plan in comparison.plans for run in plan.runs):
+        skipped = (f"{plan.name} {sum(run.skipped for run in plan.runs)}" for plan in comparison.plans)
+        lines.append(f"steps skipped, over all seeds: {', '.join(skipped)}.")
+    return lines

@@ -1,0 +1,71 @@
+"""``lightning-mp demo`` from end to end, as a newcomer starts it with its output in a pipe; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lightning_mp.cli import app
+from support.launching import environment
+
+RAN = ("fp32", "bf16", "bf16-ckpt", "fp16")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What a short demo printed, and its folder; nothing was said on stderr."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    command = [sys.executable, "-m", "lightning_mp", "demo", "--steps", "3", "--out", str(out)]
+    root = Path(__file__).parents[2]
+    given = environment(CUDA_VISIBLE_DEVICES="", PYTHONPATH=root)
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False, timeout=280)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout, out
+
+
+@pytest.mark.slow
+def test_every_plan_has_a_row_and_tf32_says_why_it_has_none(demo: tuple[str, Path]) -> None:
+    printed, out = demo
+    assert not any(ord(character) < 32 for character in printed.replace("\n", ""))
+    assert "tf32: left out, since this CPU has no TF32." in printed
+    rows = [line.split()[0] for line in printed[printed.index("─") :].splitlines()[1:5]]
+    assert tuple(rows) == RAN
+    assert printed.splitlines()[-1] == f"written: {out / 'compare.html'}, {out / 'compare.json'}"
+    assert "<html" in (out / "compare.html").read_text(encoding="utf-8")[:500]
+
+
+@pytest.mark.slow
+def test_plans_train_the_same_model_in_less_memory(demo: tuple[str, Path]) -> None:
+    plans = {plan["name"]: plan for plan in json.loads((demo[1] / "compare.json").read_text())["plans"]}
+    first = [plan["runs"][0]["losses"][0] for plan in plans.values()]
+    assert first == pytest.approx([first[0]] * len(RAN), abs=0.01)
+    peak = {name: plan["peak_bytes"]["mean"] for name, plan in plans.items()}
+    assert peak["bf16-ckpt"] < peak["bf16"] < peak["fp32"]
+    assert peak["fp16"] == pytest.approx(peak["bf16"], rel=0.02)
+    assert all(run["error"] is None for plan in plans.values() for run in plan["runs"])
+
+
+@pytest.mark.parametrize("package", ["transformers", "tokenizers", "plotly"])
+def test_a_missing_package_names_the_extra_that_brings_it(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # Python's own way to say: not importable
+    monkeypatch.setitem(sys.modules, f"{package}.offline", None)
+    result = CliRunner().invoke(app, ["demo", "--steps", "1", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert f"needs {package}. Install it: pip install 'lightning-mp[" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("steps", "out"), [("0", "new"), ("1", "taken")])
+def test_what_cannot_run_is_refused(steps: str, out: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    result = CliRunner().invoke(app, ["demo", "--steps", steps, "--out", str(tmp_path / out)])
+    assert result.exit_code == 2
+    assert ("steps=0" if steps == "0" else "a file") in result.stderr
+    assert (tmp_path / "taken").read_text() == "mine"

@@ -1,0 +1,100 @@
+"""Text as training data: the same every time, capped, and refused with a reason where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_mp.demo import text_windows
+from lightning_mp.demo.text_windows import MAX_BYTES, InputError, TextWindows, encoded
+from support.launching import environment
+
+FOLDER = Path(text_windows.__file__).parent
+
+
+def _write(folder: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    return folder
+
+
+def documents(text: Path) -> tuple[str, ...]:
+    return TextWindows(str(text))._documents
+
+
+def test_the_standard_library_comes_sorted_and_capped_without_tests_and_installed_packages(tmp_path: Path) -> None:
+    real = text_windows._standard_library()
+    assert 100_000 < sum(len(document.encode()) for document in real) <= MAX_BYTES
+    assert any("class OrderedDict" in document for document in real)
+    files = {"b.py": "b", "a/z.py": "a z", "test/x.py": "x", "site-packages/p.py": "p", "a/notes.txt": "n"}
+    assert text_windows._standard_library(_write(tmp_path / "some", files)) == ("a z", "b")
+    with pytest.raises(InputError, match=r"without library sources.*Give text="):
+        text_windows._standard_library(tmp_path / "none")
+
+
+def test_a_folder_gives_every_text_file_in_order_and_leaves_out_the_rest(tmp_path: Path) -> None:
+    _write(tmp_path, {"b.md": "second", "a/c.txt": "first", ".git/config": "hidden", "blank.txt": " \n", "empty": ""})
+    (tmp_path / "data.bin").write_bytes(b"text\0then not")
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    assert documents(tmp_path) == ("first", "second")
+    assert documents(tmp_path / "b.md") == ("second",)
+
+
+def test_a_text_is_cut_between_characters_and_all_files_count_together(tmp_path: Path) -> None:
+    # 4 million is no multiple of three, so the cut falls inside a character
+    (large,) = documents(_write(tmp_path, {"large.txt": "€" * (MAX_BYTES // 3 + 10)}) / "large.txt")
+    assert MAX_BYTES - 4 < len(large.encode()) <= MAX_BYTES
+    half = "x" * (MAX_BYTES // 2 + 1)
+    found = documents(_write(tmp_path / "more", {"a": half, "b": half, "c": half}))
+    assert [len(document) for document in found] == [MAX_BYTES // 2 + 1, MAX_BYTES // 2 - 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "does not exist"), (b"", "empty, or not readable"), (b"\xff\xfe\x00", "not readable as UTF-8 text")],
+    ids=["missing", "empty", "binary"],
+)
+def test_what_is_no_text_is_refused_with_the_reason(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    path = tmp_path / "given"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=reason):
+        TextWindows(str(path))
+
+
+def test_windows_lie_side_by_side_and_the_end_is_held_out() -> None:
+    data = TextWindows(str(FOLDER), vocab=300, context=16, batch_size=4, val_batches=2)
+    data.setup("fit")
+    tokens = encoded(data._documents, 300)
+    assert (tokens.dtype, int(tokens.max())) == (torch.int64, 299)
+    held_out = int(tokens.numel() * 0.05)
+    val = torch.cat(list(data.val_dataloader()))
+    assert torch.equal(val[0], tokens[-held_out:][:17])
+    assert torch.equal(val[0, -1:], val[1, :1])
+    assert val.shape == (8, 17)
+    seen = torch.cat(list(data.train_dataloader()))
+    assert seen.shape[0] == (tokens.numel() - held_out - 1) // 16 // 4 * 4
+    rows = {tuple(row) for row in tokens[:-held_out].unfold(0, 17, 16).tolist()}
+    assert {tuple(row) for row in seen.tolist()} <= rows
+
+
+def test_every_process_has_the_same_tokens() -> None:
+    code = (
+        "from lightning_mp.demo.text_windows import TextWindows, encoded\n"
+        f"print(hash(tuple(encoded(TextWindows({str(FOLDER)!r})._documents, 400).tolist())))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    here = encoded(TextWindows(str(FOLDER))._documents, 400)
+    assert int(done.stdout) == hash(tuple(here.tolist()))
+
+
+def test_a_text_too_short_is_refused(tmp_path: Path) -> None:
+    data = TextWindows(str(_write(tmp_path, {"note.txt": "hello world"}) / "note.txt"))
+    with pytest.raises(InputError, match="at least 260 tokens"):
+        data.setup("fit")
