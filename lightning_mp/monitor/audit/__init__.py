@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from lightning_mp.compat.lightning import LightningModule, Precision, Trainer, check_copy, trainer_of
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import declared
-from lightning_mp.monitor.audit.inspect_run import Record, modules_of, states_of
+from lightning_mp.monitor.audit.inspect_run import Record, modules_of, one_pass, states_of
 from lightning_mp.monitor.audit.observer import Observed, note_gradients, note_parameters, unseen
 from lightning_mp.monitor.audit.report import AuditReport, AuditRow, build
-from lightning_mp.monitor.audit.run_once import one_pass
 from lightning_mp.policy import PrecisionPolicy
 
 __all__ = ["AuditReport", "AuditRow", "audit"]

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_mp.monitor.advice import pinning
-from lightning_mp.monitor.audit.observer import Observed
-from lightning_mp.monitor.audit.operators import Ran
+from lightning_mp.monitor.audit.observer import Observed, Ran
 from lightning_mp.policy.precision_policy import STORAGE_DTYPES
 
 AS_STORED = "as stored"

@@ -5,20 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat import lightning
 from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward_formula, is_compiled
-from lightning_mp.compat.torchao import product_node
+from lightning_mp.compat.torchao import held_dtype, product_node
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.modules.half_copies import HalfCopy, stored_dtype
-from lightning_mp.monitor.audit.operators import Ran, dtypes, is_product, read
 from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.numerics.dtypes import left_alone
+from lightning_mp.numerics.nested import floating_in
+from lightning_mp.numerics.tf32 import has_tf32
+
+Kind = Literal["product", "attention", "norm", "lookup", "statistic", "pointwise"]
+
+_CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "miopen_convolution")
+_RNN = ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn")
+#: what torch's autocast lists run in the lower precision on every device ("Autocast Op Reference"), as it arrives here
+_PRODUCTS = frozenset((
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "_addmm_activation", "_grouped_mm", "_scaled_mm",
+    "_scaled_grouped_mm", "_efficient_attention_forward", "_flash_attention_forward", *_CONVOLUTIONS, *_RNN,
+))  # fmt: skip
+_NORMS = frozenset(
+    ("native_layer_norm", "native_group_norm", "_fused_rms_norm", "layer_norm", "group_norm", "rms_norm")
+)
+_LOOKUPS = frozenset(("embedding", "embedding_bag", "_embedding_bag"))
+_STATISTICS = frozenset(("mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm", "rsqrt", "sqrt"))
+#: products that the lists name on some devices only, and what torch forgot to tag as elementwise
+_AS_POINTWISE = frozenset(("mv", "addmv", "dot", "_trilinear", "_prelu_kernel"))
+_COPIES = frozenset(("clone", "copy", "copy_", "fill", "fill_", "zero_"))
+
 
 #: the group's own collectives; those of ``_c10d_functional`` move activations of tensor parallelism
 _COLLECTIVES = "c10d"
@@ -27,6 +47,71 @@ States = Mapping[int, set[str]]
 #: the plain attention kernel alone uses it, between its two products
 _IN_PLAIN_ATTENTION = "_safe_softmax"
 _REDUCTIONS = ("allreduce", "reduce_scatter", "reduce_")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One kind of operator in one combination of dtypes (short names, sorted).
+
+    An ``"attention"`` is a product in torch's plain attention kernel, which widens half precision to fp32 by itself.
+    ``weighted`` tells a norm that has weights or running statistics beside its input.
+    """
+
+    kind: Kind
+    dtypes: tuple[str, ...]
+    weighted: bool = False
+
+
+def read(func: Any, args: tuple[Any, ...], result: Any) -> Ran | None:
+    """What ``func(*args)`` was, or ``None`` where its dtype says nothing (copies, views, creation, integers)."""
+    name = func.overloadpacket.__name__
+    if is_product(name):
+        return _ran("product", _products(name, args))
+    if name in _NORMS or ("batch_norm" in name and "backward" not in name):
+        tensors = floating_in(args)
+        return _ran("norm", {dtype_name(tensor.dtype) for tensor in tensors}, weighted=len(tensors) > 1)
+    if name in _LOOKUPS:
+        return _ran("lookup", dtypes(args[:1]))
+    if name in _STATISTICS:
+        return _ran("statistic", dtypes(result))
+    if name in _AS_POINTWISE or (torch.Tag.pointwise in cast("OpOverload", func).tags and name not in _COPIES):
+        return _ran("pointwise", dtypes(result))
+    return None
+
+
+def is_product(name: str) -> bool:
+    """Whether the aten operator multiplies matrices, attention and convolution included."""
+    return name in _PRODUCTS or (name.startswith(("_scaled_dot_product", "scaled_dot")) and "backward" not in name)
+
+
+def _ran(kind: Kind, found: set[str], weighted: bool = False) -> Ran | None:
+    return Ran(kind, tuple(sorted(found)), weighted) if found else None
+
+
+def _products(name: str, args: tuple[Any, ...]) -> set[str]:
+    # The factors come first; what follows (a mask, a scale) does not decide what is multiplied in.
+    factors = [item for item in args if isinstance(item, Tensor) and item.is_floating_point()][:2]
+    return {
+        _fp32_or_tf32(name, item.device) if dtype == torch.float32 else dtype_name(dtype)
+        for item, dtype in ((item, held_dtype(item)) for item in factors)
+    }
+
+
+def _fp32_or_tf32(name: str, device: torch.device) -> str:
+    if not has_tf32(device):
+        return "fp32"
+    cudnn: Any = torch.backends.cudnn
+    switch: Any = torch.backends.cuda.matmul
+    if name in _CONVOLUTIONS:
+        switch = getattr(cudnn, "conv", cudnn)
+    elif name in _RNN:
+        switch = getattr(cudnn, "rnn", cudnn)
+    return "tf32" if switch.fp32_precision == "tf32" else "fp32"
+
+
+def dtypes(data: Any) -> set[str]:
+    """The short names of the floating dtypes in nested ``data``."""
+    return {dtype_name(tensor.dtype) for tensor in floating_in(data)}
 
 
 @dataclass(slots=True)
@@ -98,11 +183,6 @@ class Watch(TorchDispatchMode):
         self._handles: list[Any] = []
         self._on = False
 
-    @property
-    def blind(self) -> bool:
-        """Operators cannot be watched: before torch 2.9 dynamo would never compile again what it meets under a mode."""
-        return self._compiled and not hasattr(TorchDispatchMode, "ignore_compile_internals")
-
     def start(self) -> None:
         """Put the hooks in place and begin."""
         for name, module in self._modules.items():
@@ -117,9 +197,8 @@ class Watch(TorchDispatchMode):
                     if parameter.requires_grad:
                         note = partial(self._note_gradient, name, isinstance(parameter, HalfCopy))
                         self._handles.append(parameter.register_hook(note))
-        if not self.blind:
-            self.__enter__()
-            self._on = True
+        self.__enter__()
+        self._on = True
 
     def stop(self) -> None:
         """Take everything out again; a second call does nothing."""

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from textwrap import wrap
+from itertools import takewhile
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from lightning_mp.errors import Faults
-from lightning_mp.monitor.audit import table
 from lightning_mp.monitor.audit.judge import Declaration, Difference, computed, differences, joined
 from lightning_mp.monitor.audit.observer import Observed
+
+_COLUMNS = ("declared", "param", "input", "output", "compute", "grad", "reduce", "optimizer_state")
+_HEADS = ("module", *_COLUMNS[:-1], "state")
+_STAR = (
+    "* not a difference: norms, look-ups and elementwise work may run in fp32 (torch's autocast lists, or the module's "
+    "own code), and fp32 products in TF32 where torch's switches allow it"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +49,18 @@ class AuditRow:
         """Every field, as plain values."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {**values, "differences": [asdict(item) for item in self.differences], "ranks": list(self.ranks)}
+
+    @property
+    def starred(self) -> bool:
+        """Whether it computes in something else than declared, rightly so."""
+        return self.ok and self.declared is not None and self.compute not in (self.declared, None)
+
+    def cells(self) -> list[str]:
+        """The columns of a table next to the module's name."""
+        # torch's lists decide, where fp32 weights are declared to be computed with in half precision
+        by_lists = " (autocast)" if self.starred and self.compute == "fp32" == self.param else ""
+        notes = {"declared": by_lists, "compute": "*" if self.starred else ""}
+        return [(getattr(self, column) or "-") + notes.get(column, "") for column in _COLUMNS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +91,38 @@ class AuditReport:
 
     def to_text(self, width: int = 110) -> str:
         """The table for a terminal of ``width`` characters; repeated layers that are alike share a line."""
-        below = [*table.footnotes(self.rows), *(f"note: {note}" for note in self.notes)]
-        folded = [line for text in below for line in wrap(text, width, subsequent_indent="  ")]
-        return "\n".join([self.summary, *table.text(self.rows, width), *folded])
+        lines = list(_lines(self.rows))
+        long = any(len(name) > width // 3 for name, _ in lines)
+        below = _shared_beginning([row.module for row in self.rows]) if long else ""
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table.add_column(f"  module in {below[:-1]}" if below else "  module", overflow="fold")
+        for head in _HEADS[1:]:
+            table.add_column(head, no_wrap=True)
+        for name, row in lines:
+            table.add_row(f"{' ' if row.ok else '!'} {name.removeprefix(below)}", *row.cells())
+        text = io.StringIO()
+        console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+        console.print(self.summary, table, *self._below(), sep="\n")
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def to_markdown(self) -> str:
         """The same as a markdown table, with what differs and the notes below it."""
-        lines = [f"{self.summary}.", "", *table.markdown(self.rows)]
+        heads = [*_HEADS, "ok"]
+        rows = [[f"`{name}`", *row.cells(), "yes" if row.ok else "**no**"] for name, row in _lines(self.rows)]
+        lines = [
+            f"{self.summary}.",
+            "",
+            *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)),
+        ]
         wrong = self._faults()
         lines += ["", *(f"- {fault}" for fault in wrong.found)] if wrong.found else []
-        below = [*(note.replace("* ", "\\* ", 1) for note in table.footnotes(self.rows)), *self.notes]
-        lines += ["", *(f"> {note}" for note in below)] if below else []
+        below = [note.replace("* ", "\\* ", 1) for note in self._below()]
+        lines += ["", *(f"> {note.removeprefix('note: ')}" for note in below)] if below else []
         return "\n".join(lines) + "\n"
+
+    def _below(self) -> list[str]:
+        star = [_STAR] if any(row.starred for row in self.rows) else []
+        return [*star, *(f"note: {note}" for note in self.notes)]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values: what ``audit.json`` holds."""
@@ -139,9 +181,9 @@ def _alike(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
         if not row.ok:
             groups.setdefault((row.differences, row.ranks), []).append(row)
     for members in groups.values():
-        names = [table.shown(row.module) for row in members]
+        names = [shown(row.module) for row in members]
         if len(names) > _NAMES:
-            names = table.ranges([row.module for row in members])
+            names = ranges([row.module for row in members])
         listed = ", ".join(names[: 2 * _NAMES]) + (
             f" and {len(names) - 2 * _NAMES} more" if len(names) > 2 * _NAMES else ""
         )
@@ -194,3 +236,66 @@ def _row(
         differences=tuple(dict.fromkeys(difference for one in found for difference in one)),
         ranks=ranks,
     )
+
+
+# ---------------------------------------------------------------------- names
+
+
+def shown(module: str) -> str:
+    """A module's name; the root has none."""
+    return module or "(the root module)"
+
+
+def ranges(names: Sequence[str]) -> list[str]:
+    """``names`` with those of repeated layers put together."""
+    return [shown(name) for name, _ in grouped(dict.fromkeys(names))]
+
+
+def _lines(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
+    """Name or range of names, and the row that all of them are like; in the order of the rows."""
+    by_name = {row.module: row for row in rows}
+    for name, first in grouped({row.module: (row.ok, tuple(row.cells())) for row in rows}):
+        yield shown(name), by_name[first]
+
+
+def _shared_beginning(names: Sequence[str]) -> str:
+    """The dotted beginning, with its dot, that all names share; none where a name is nothing more."""
+    parts = [name.split(".")[:-1] for name in names]
+    shared = takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))
+    return "".join(f"{same[0]}." for same in shared)
+
+
+def grouped(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names of equal keys that differ in one number, put together where the numbers follow each other; and the first.
+
+    Each number in a name is tried, outermost first, so that layers go together before what is within them. One at the
+    end is left alone: what a ``Sequential`` holds need not be alike.
+    """
+    lines = [(name, name, key) for name, key in keys.items()]
+    depth = max((name.count(".") for name in keys), default=0)
+    for place in range(depth):
+        lines = _merged(lines, place)
+    yield from ((name, first) for name, first, _ in lines)
+
+
+def _merged(lines: Sequence[tuple[str, str, Any]], place: int) -> list[tuple[str, str, Any]]:
+    """Put lines together that differ in the number at ``place`` of their dotted names alone, and follow each other."""
+    runs: dict[Any, list[list[int]]] = {}
+    found: dict[Any, tuple[str, str, Any]] = {}
+    for name, first, key in lines:
+        parts = name.split(".")
+        if place >= len(parts) - 1 or not parts[place].isdigit():
+            found[name, None, 0] = name, first, key
+            continue
+        number = int(parts[place])
+        same = (tuple(parts[:place]), tuple(parts[place + 1 :]), key)
+        before = runs.setdefault(same, [])
+        if before and before[-1][1] == number - 1:
+            before[-1][1] = number
+        else:
+            before.append([number, number])
+        low, high = before[-1]
+        parts[place] = str(low) if low == high else f"[{low}-{high}]"
+        kept = found.get((same, low, 1), ("", first, key))
+        found[same, low, 1] = ".".join(parts), kept[1], key
+    return list(found.values())

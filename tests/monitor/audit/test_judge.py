@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_mp.monitor.audit.judge import AS_STORED, Declaration, differences
-from lightning_mp.monitor.audit.observer import Observed
-from lightning_mp.monitor.audit.operators import Ran
+from lightning_mp.monitor.audit.observer import Observed, Ran
 
 MIXED = Declaration(
     by="a plan", storage="fp32", compute="bf16", reduce="fp32", state=AS_STORED, autocast=True, frozen=True

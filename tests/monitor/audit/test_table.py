@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mp.monitor.audit.judge import Difference
-from lightning_mp.monitor.audit.report import AuditReport, AuditRow
-from lightning_mp.monitor.audit.table import ranges
+from lightning_mp.monitor.audit.report import AuditReport, AuditRow, ranges
 
 ROW = AuditRow(
     module="net",
@@ -82,7 +81,6 @@ def test_the_text_of_a_small_report() -> None:
         [
             "1 of 3 modules not as declared by a plan (step 0, cpu)",
             "  module  declared         param  input  output  compute  grad  reduce  state",
-            "  ------  ---------------  -----  -----  ------  -------  ----  ------  -----",
             "  net.0   bf16             fp32   fp32   bf16    bf16     fp32  -       fp32",
             "  norm    bf16 (autocast)  fp32   fp32   bf16    fp32*    fp32  -       fp32",
             "! net.1   bf16             fp32   fp32   bf16    bf16     fp32  -       fp32",
