@@ -17,7 +17,7 @@ def _audit(folder: Path, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["audit", *arguments, f"run_dir={folder}"])
 
 
-def test_as_declared_is_status_0_a_table_and_two_files(tmp_path: Path) -> None:
+def test_as_declared_is_status_0_a_table_and_its_files(tmp_path: Path) -> None:
     result = _audit(tmp_path, "experiment=llama_tiny", "plan=bf16", *SMALL)
     assert result.exit_code == 0, result.output
     assert "all as declared by MixedPrecisionPlan" in result.stdout
@@ -26,7 +26,7 @@ def test_as_declared_is_status_0_a_table_and_two_files(tmp_path: Path) -> None:
     assert written["ok"]
     assert written["rows"]
     assert (tmp_path / "audit.md").is_file()
-    assert {path.name for path in tmp_path.iterdir()} <= {"audit.json", "audit.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {"audit.json", "audit.md", "run.json"}
 
 
 _UNFAITHFUL = """
