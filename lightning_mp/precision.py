@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
@@ -38,6 +38,7 @@ from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults, PlanError, near_keywords
+from lightning_mp.modules.class_swap import call_with_original_classes
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.scaler import LossScaler
@@ -120,7 +121,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         self._engine = None
         self._hooks = SkipAwareHooks()
         self._run: PlanRun | None = None
-        self._restore_tf32: Callable[[], None] | None = None
+        #: what puts back the process-global switches and the methods that a run changes
+        self._undo = ExitStack()
         self._start_over()
 
     @classmethod
@@ -166,8 +168,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run: neither what it runs on nor what would have to be put back.
-        detached = dict.fromkeys(("_trainer", "_engine", "_fp8", "_run", "_restore_tf32"))
-        return {**self.__dict__, **detached, "_hooks": SkipAwareHooks()}
+        detached = dict.fromkeys(("_trainer", "_engine", "_fp8", "_run"))
+        return {**self.__dict__, **detached, "_hooks": SkipAwareHooks(), "_undo": ExitStack()}
 
     def __repr__(self) -> str:
         precision, *others = self._declared.arguments().items()
@@ -226,7 +228,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             run.begin(module, engine)
         self._engine, self._fp8 = engine, engine.fp8
         engine.prepare(module)
-        self._restore_tf32 = device_rules.switch_tf32(self.policy, device)
+        restore_tf32 = device_rules.switch_tf32(self.policy, device)
+        if restore_tf32 is not None:
+            self._undo.callback(restore_tf32)
+        if fitting:
+            self._undo.callback(call_with_original_classes(module, "configure_optimizers"))
         return layout
 
     def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:
@@ -386,6 +392,4 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if self._engine is not None:
             self._engine.release()
             self._engine = None
-        if self._restore_tf32 is not None:
-            self._restore_tf32()
-            self._restore_tf32 = None
+        self._undo.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, check_copy
 from lightning_mp.errors import Faults
+from lightning_mp.modules.class_swap import call_with_original_classes
 from lightning_mp.precision import MixedPrecisionPlan
 
 
@@ -40,7 +41,10 @@ class ActingCallback(Callback):
             )
             faults.raise_if_any()
         self._give_back()
-        self._undo = self.apply(trainer, pl_module, faults)
+        undo = self.apply(trainer, pl_module, faults)
+        if undo is not None:
+            restore = call_with_original_classes(pl_module, "configure_optimizers")
+            self._undo = lambda: (undo(), restore())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo."""

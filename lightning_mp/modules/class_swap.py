@@ -6,7 +6,8 @@ A hook cannot enter a context for the forward and be compiled; a patched ``.forw
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, cast
 
@@ -94,3 +95,37 @@ def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:
         return
     mixins, base = _layers(type(module))
     module.__class__ = _combined((layer for layer in mixins if layer is not mixin), base)
+
+
+@contextmanager
+def original_classes(root: nn.Module) -> Generator[None, None, None]:
+    """Within, every module is of the class that its author wrote: ``type(module) is nn.LayerNorm`` holds."""
+    swapped = [(module, type(module)) for module in root.modules() if original_class(module) is not type(module)]
+    for module, _ in swapped:
+        module.__class__ = original_class(module)
+    try:
+        yield
+    finally:
+        for module, cls in swapped:
+            module.__class__ = cls
+
+
+def call_with_original_classes(root: nn.Module, method: str) -> Callable[[], None]:
+    """Have the next call of a method of ``root`` see the original classes; what is returned ends that, too."""
+    own, run = vars(root).get(method), getattr(root, method)
+    if hasattr(own, "lmp_once"):  # of another callback
+        return lambda: None
+
+    def restore() -> None:
+        vars(root).pop(method, None)
+        if own is not None:
+            vars(root)[method] = own
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        with original_classes(root):
+            return run(*args, **kwargs)
+
+    cast("Any", once).lmp_once = True
+    vars(root)[method] = once
+    return restore

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_mp import MixedPrecisionPlan
+from lightning_mp.callbacks import ActivationCheckpointing, DtypePinning
 from lightning_mp.errors import Faults
 from lightning_mp.modules import checkpointing, pins
 from lightning_mp.modules.class_swap import Swapped, original_class, swap_in, swap_out
 from lightning_mp.modules.patterns import matches
 from lightning_mp.policy import Checkpointing, Pin
+from support.models import Regression
+from support.running import fit
 
 
 class Doubled(Swapped):
@@ -187,3 +191,43 @@ class TestBelowFullyShard:
     def test_patterns_see_the_original_class(self, pattern: str) -> None:
         layer = self.sharded(nn.Linear(1, 1))
         assert matches(pattern, "x", layer) is (pattern == "Linear")
+
+
+# ---------------------------------------------------------------------- what configure_optimizers sees
+
+
+class ByType(Regression):
+    """Leaves weight decay off norms, which it tells by ``type(m) is``, as many recipes do."""
+
+    def configure_optimizers(self) -> Any:
+        norms = {id(p) for m in self.modules() if type(m) is nn.LayerNorm for p in m.parameters()}
+        self.no_decay = len(norms)
+        assert type(self) is ByType
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "mp_fsdp2"])
+def test_configure_optimizers_sees_the_classes_that_the_user_wrote(strategy: str) -> None:
+    module = ByType()
+    plan = MixedPrecisionPlan("bf16-mixed", pins={"norms": "fp32"}, checkpointing="net")
+    fit(module, plugins=[plan], strategy=strategy)
+    assert module.no_decay == 2
+    assert "configure_optimizers" not in vars(module)
+
+
+def test_so_it_does_under_the_callbacks() -> None:
+    module = ByType()
+    fit(module, callbacks=[DtypePinning({"norms": "bf16"}), ActivationCheckpointing("net")])
+    assert module.no_decay == 2
+    assert "configure_optimizers" not in vars(module)
+
+
+def test_a_run_that_fails_before_leaves_the_method_alone() -> None:
+    class Fails(ByType):
+        def configure_optimizers(self) -> Any:
+            raise RuntimeError("the user's own")
+
+    module = Fails()
+    with pytest.raises(RuntimeError, match="own"):
+        fit(module, plugins=[MixedPrecisionPlan("bf16-mixed", pins={"norms": "fp32"})])
+    assert "configure_optimizers" not in vars(module)
