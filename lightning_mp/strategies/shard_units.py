@@ -54,24 +54,10 @@ def units(
     return Units(tuple(block for block in blocks if block in chosen), tuple(inner))
 
 
-def for_compiling(cut: Units, stored: Stored) -> Units:
-    """The same without units inside a block that are stored as the block is: their hooks would interrupt its graph."""
-    dropped = {
-        id(unit) for block in cut.blocks for unit in inside(block, cut) if _stored_alike(unit, block, cut, stored)
-    }
-    return Units(cut.blocks, tuple(unit for unit in cut.inner if id(unit) not in dropped))
-
-
 def inside(block: nn.Module, cut: Units) -> list[nn.Module]:
     """The units below ``block`` that are no blocks themselves."""
     below, blocks = set(map(id, block.modules())), set(map(id, cut.blocks))
     return [unit for unit in cut.inner if id(unit) in below - blocks]
-
-
-def _stored_alike(unit: nn.Module, block: nn.Module, cut: Units, stored: Stored) -> bool:
-    others = {id(parameter) for other in inside(block, cut) for parameter in other.parameters()}
-    own = {stored(parameter) for parameter in block.parameters() if id(parameter) not in others}
-    return own == {stored(parameter) for parameter in unit.parameters()}
 
 
 # ------------------------------------------------------------------ candidates

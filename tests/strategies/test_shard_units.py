@@ -150,16 +150,6 @@ def test_frozen_parameters_may_be_of_another_dtype() -> None:
     assert not faults.found
 
 
-def test_compiled_blocks_hold_no_units_that_are_stored_as_they_are() -> None:
-    for storage, left in ((torch.float32, []), (torch.bfloat16, ["layers.0.norm", "layers.1.norm"])):
-        root, faults = Model(), Faults()
-        found, stored = _units(root, Block, {"norm": "fp32", "head": "fp32"}, storage, faults)
-        slim = shard_units.for_compiling(found, stored)
-        assert _names(root, slim.blocks) == ["layers.0", "layers.1"]
-        assert sorted(_names(root, slim.inner)) == sorted([*left, "layers.0", "layers.1", "head"])
-        assert [name for block in slim.blocks for name in _names(root, shard_units.inside(block, slim))] == left
-
-
 def test_nothing_is_changed() -> None:
     root = Model()
     classes = [type(module) for module in root.modules()]

@@ -36,10 +36,10 @@ from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies import meta_device, unfit
 from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
-from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, StepAsForward, plan_of
+from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
 from lightning_mp.strategies.fsdp2 import tensor_parallel
 from lightning_mp.strategies.fsdp2.gathers import FP8Gather, HalfGathers, RootUnit, check_fp8_gather
-from lightning_mp.strategies.shard_units import Units, Wrap, for_compiling, inside, units
+from lightning_mp.strategies.shard_units import Units, Wrap, inside, units
 from lightning_mp.strategies.sharding import (
     Sharding,
     broadcast_from_first,
@@ -59,9 +59,7 @@ class Layout:
     split: Mapping[str, ParallelStyle]
 
 
-class PlanFSDP2Strategy(
-    RunsPlan, FailTogether, StepAsForward, PlanSyncsBatchNorm, PortableDTensorCheckpoints, ModelParallelStrategy
-):
+class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTensorCheckpoints, ModelParallelStrategy):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 
     Args:
@@ -198,7 +196,6 @@ class PlanFSDP2Strategy(
         stored, split = engine.stored_dtypes(), {}
         cut = units(module, self._wrap, engine.pin_map, stored, faults, together=engine.policy.storage_dtype)
         if self.sharding.compile:
-            cut = for_compiling(cut, stored)
             _check_compiles(cut, engine.policy, module, faults)
         if self._tensor_parallel > 1:
             split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
@@ -265,16 +262,42 @@ class PlanFSDP2Strategy(
 
     # ------------------------------------------------------------------ steps
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._as_forward("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._as_forward("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._as_forward("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._as_forward("predict_step", args, kwargs)
+
     def _as_forward(self, method: str, args: Any, kwargs: Any) -> Any:
-        assert self._root is not None
-        assert self.lightning_module is not None
-        manual = method == "training_step" and not self.lightning_module.automatic_optimization
+        """Run a step as the forward of the root unit, whose parameters can be used anywhere in it, as under DDP."""
+        module, root = self.lightning_module, self._root
+        assert root is not None
+        assert module is not None
+        manual = method == "training_step" and not module.automatic_optimization
         if self._fp8_gather is not None:
             self._fp8_gather.before_step(in_fp8=method == "training_step" or self._evaluates_in_fp8)
-        with self._root.step(backward_inside=manual):
-            output = super()._as_forward(method, args, kwargs)
+        patched, fast = "forward" in module.__dict__, torch.backends.mha.get_fastpath_enabled()
+        # Torch's attention layers call their children, whose hooks gather and cast, instead of reading their weights.
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with root.step(backward_inside=manual):
+                output = self._forward_redirection(module, module, method, *args, **kwargs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            if not patched:  # Lightning leaves a bound forward on the instance, which a copy would take along
+                module.__dict__.pop("forward", None)
         if method != "training_step" or manual or output is None:  # else backward follows, and shards again
-            self._root.reshard()
+            root.reshard()
         return output
 
     def pre_backward(self, closure_loss: Tensor) -> None:
