@@ -151,8 +151,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         self.precision = cast("Any", self.policy.precision)
         self.step_counter, self._fallen = StepCounter(), ()
         rule = self.policy.loss_scaling if self.policy.precision != "auto" else None
-        found_inf = self.step_counter.found_inf
-        self.scaler = cast("Any", None if rule is None else LossScaler(rule, found_inf, on_step=self._on_users_step))
+        scaler = None if rule is None else LossScaler(rule, self.step_counter, on_step=self._on_users_step)
+        self.scaler = cast("Any", scaler)
         self._desired_input_dtype = to_torch(self.policy.storage_dtype)
         self._autocast_dtype = to_torch(self.policy.compute_dtype) if self.policy.mixed else None
         self._half_storage = self._desired_input_dtype != torch.float32
@@ -351,7 +351,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         with engine.user_hooks():
             self._after_closure(model, optimizer)
         if users_hooks.may_change_gradients(model):
-            engine.look_again(optimizer)
+            engine.check_finite_again(optimizer)
         if engine.may_call_closure(optimizer):
             again = partial(self._evaluate_again, engine, model, optimizer, closure)
             kwargs["closure"] = optimizer_facts.Evaluated(optimizer, result, again)

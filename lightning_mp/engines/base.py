@@ -15,15 +15,14 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.compat.lightning import rank_zero_info
 from lightning_mp.compat.torch import has_step_hooks, makes_optimizer_state
 from lightning_mp.engines import diagnosis, optimizer_facts, reduce
-from lightning_mp.engines.budget import BAD_LOSS, SkipBudget, Verdict
+from lightning_mp.engines.diagnosis import AT_MIN, BAD_LOSS, Verdict
 from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
 from lightning_mp.modules import checkpointing, fp8, outside_reads, pins, storage, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.numerics.no_op_scaler import NoOpScaler
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
-from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy import LossScaling, PrecisionPolicy
 
 #: runs the last batch forward and backward again, without summing over ranks, to find what broke it; or cannot
 Replay = Callable[[], Tensor | None] | None
@@ -45,16 +44,17 @@ class StepEngine(ABC):
         distributed: bool,
         global_step: Callable[[], int],
     ) -> None:
-        checks = policy.nonfinite.action != "ignore"
         self.policy, self.device, self.step_counter = policy, device, step_counter
-        self.scaler = NoOpScaler(step_counter.found_inf, device, checks=checks) if scaler is None else scaler
+        checks = policy.nonfinite.action != "ignore"
+        self.scaler = scaler or LossScaler(LossScaling(), step_counter, enabled=False, device=device, checks=checks)
         self.distributed, self._global_step = distributed, global_step
         self.optimizers: list[Optimizer] = []
         #: gradients came in since the last step
         self.pending = False
         #: the global gradient norm of the last clipping, before it, on the device
         self.last_norm: Tensor | None = None
-        self.budget = SkipBudget(policy.nonfinite, self.scaler, step_counter)
+        #: why the run is to end, for whoever acts on it at the end of the batch; ``None`` where the step has to raise
+        self.deferred: list[Verdict] | None = None
         #: the batch norms that take their statistics over all ranks
         self.synced: list[nn.Module] = []
         #: what runs in FP8, and what does not
@@ -154,12 +154,12 @@ class StepEngine(ABC):
         self.optimizers, self._before = list(optimizers), []
         self._close_hooks()
         self.scaler.forget()
-        if isinstance(self.scaler, LossScaler):
+        if self.scaler.enabled:
             self.scaler.within_run = True
             with_hooks = filter(has_step_hooks, self.optimizers)
             self._step_hooks = [one.register_step_pre_hook(self._refuse_untracked) for one in with_hooks]
-        self.scaler.flags.sync_with(reduce.max_over_ranks_ if self.distributed else None)
-        self.budget.restart()
+        self.scaler.steps.sync_with(reduce.max_over_ranks_ if self.distributed else None)
+        self.step_counter.check_next()
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trained = self._are_trained()
 
@@ -175,7 +175,7 @@ class StepEngine(ABC):
             self.fp8.undo()
         sync_batchnorm.remove(self.synced)
         self.synced = []
-        if isinstance(self.scaler, LossScaler):
+        if self.scaler.enabled:
             self.scaler.within_run = False
         self._close_hooks()
         self._module, self._loss, self._before = None, None, []
@@ -226,7 +226,7 @@ class StepEngine(ABC):
         return False
 
     def after_backward(self, *, manual: bool) -> None:
-        """Under manual optimization gradients are in true units at once: users clip them before they step."""
+        """Under manual optimization gradients are unscaled at once: users clip them before they step."""
         if manual:
             self.scaler.divide_(self.optimizers)
 
@@ -239,14 +239,14 @@ class StepEngine(ABC):
         return optimizer_facts.takes_closure(optimizer)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring gradients into true units and find out, in the same pass, whether they are finite on this rank."""
+        """Bring gradients unscaled and find out, in the same pass, whether they are finite on this rank."""
         if self.scaler.stepped(optimizer):  # it steps again: what came before was a group of its own
             self.scaler.update()
-        self.scaler.look_(optimizer)
+        self.scaler.check_finite_(optimizer)
 
-    def look_again(self, optimizer: Optimizer) -> None:
+    def check_finite_again(self, optimizer: Optimizer) -> None:
         """The same once hooks of the user's have had the gradients."""
-        self.scaler.look_(optimizer)
+        self.scaler.check_finite_(optimizer)
 
     @abstractmethod
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
@@ -254,7 +254,7 @@ class StepEngine(ABC):
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
         """Clip every entry to ``[-value, value]``, which makes infinite ones finite: look before."""
-        self.scaler.look_(optimizer)
+        self.scaler.check_finite_(optimizer)
         held = [parameter for parameter in grads.parameters_of(optimizer) if parameter.grad is not None]
         if held:  # a pipeline's stage may be frozen, of which torch's function makes an error
             torch.nn.utils.clip_grad_value_(held, value)
@@ -275,7 +275,7 @@ class StepEngine(ABC):
         Raises:
             PlanError: under loss scaling.
         """
-        if isinstance(self.scaler, LossScaler):
+        if self.scaler.enabled:
             raise PlanError([self._again_under_scaling(optimizer)])
         if not self._said_again:
             self._said_again = True
@@ -300,7 +300,7 @@ class StepEngine(ABC):
 
     def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before any step under loss scaling: one that the plan does not make would apply scaled gradients."""
-        if self.scaler.flags.under_way or makes_optimizer_state():
+        if self.scaler.steps.under_way or makes_optimizer_state():
             return
         fault = Fault(
             f"{type(optimizer).__name__}.step() called on the optimizer inside of Lightning's, with "
@@ -322,7 +322,7 @@ class StepEngine(ABC):
 
     def close_group(self) -> None:
         """``training_step`` is over: optimizers that did not step in it are not waited for."""
-        if self.scaler.flags.group_open:
+        if self.scaler.steps.group_open:
             self.scaler.update()
             self.look(None)
 
@@ -330,16 +330,38 @@ class StepEngine(ABC):
 
     def look(self, replay: Replay) -> None:
         """Raise if the budget of skips, or the floor under ``at_min="raise"``, was passed."""
-        skipped = isinstance(self.scaler, LossScaler) and self.policy.nonfinite.action == "raise"
-        bad_loss = skipped and self.step_counter.step_skipped and reduce.is_nonfinite(self._loss, self.distributed)
-        verdict = BAD_LOSS if bad_loss else self.budget.verdict()
-        if verdict is not None and not self.budget.defer(verdict):
+        verdict = self.verdict()
+        if verdict is not None and self.deferred is None:
             raise self._error(replay, verdict)
+        if verdict is not None and self.deferred is not None:
+            self.deferred.append(verdict)
+
+    def verdict(self) -> Verdict | None:
+        """Why the run has to end after the last step, if it has."""
+        rule, steps, scaled = self.policy.nonfinite, self.step_counter, self.scaler.enabled
+        if (
+            scaled
+            and rule.action == "raise"
+            and steps.step_skipped
+            and reduce.is_nonfinite(self._loss, self.distributed)
+        ):
+            return BAD_LOSS
+        allowed = 0 if rule.action == "raise" else rule.max_consecutive
+        streak = steps.exceeds(allowed) if scaled or rule.action != "ignore" else 0
+        if streak:
+            many = "a step" if streak == 1 else f"{streak} steps in a row"
+            return Verdict(f"{many} with non-finite gradients, {allowed} allowed")
+        return AT_MIN if self.scaler.hits_floor() else None
+
+    def start_over(self) -> None:
+        """The skips so far count no more: the run was rewound."""
+        self.step_counter.end_streak()
+        self.scaler.forget_floor()
 
     @property
     def loss_scale(self) -> float | None:
         """The loss scale, ``None`` without one; a host read."""
-        return self.scaler.get_scale() if isinstance(self.scaler, LossScaler) else None
+        return self.scaler.get_scale() if self.scaler.enabled else None
 
     def _error(self, replay: Replay, verdict: Verdict) -> NonFiniteError:
         assert self._module is not None, "settle() before check()"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,18 @@ from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 
 Found = tuple[Origin | None, bool]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run ends; ``at_min``: an overflow where the loss scale can fall no lower."""
+
+    what: str
+    at_min: bool = False
+
+
+BAD_LOSS = Verdict("the loss itself is not finite, which no loss scale can help (nonfinite='raise')")
+AT_MIN = Verdict("overflow at the minimum loss scale (at_min='raise')", at_min=True)
 
 
 def error(

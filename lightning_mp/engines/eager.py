@@ -16,7 +16,6 @@ from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.optimizer_facts import is_known_to_evaluate_again
 from lightning_mp.errors import Faults
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.scaler import LossScaler
 
 
 class EagerEngine(StepEngine):
@@ -27,11 +26,11 @@ class EagerEngine(StepEngine):
 
     def may_be_reverted(self) -> bool:
         """Under loss scaling: there LBFGS and its kind are refused."""
-        return isinstance(self.scaler, LossScaler)
+        return self.scaler.enabled
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse optimizers that evaluate the closure themselves under loss scaling."""
-        if isinstance(self.scaler, LossScaler):
+        if self.scaler.enabled:
             faults.extend(self._again_under_scaling(one) for one in optimizers if is_known_to_evaluate_again(one))
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

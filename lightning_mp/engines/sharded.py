@@ -19,7 +19,7 @@ from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.torch import FSDP1_WRAPPER, is_compiled
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import Replay, StepEngine
-from lightning_mp.engines.budget import Verdict
+from lightning_mp.engines.diagnosis import Verdict
 from lightning_mp.engines.same_order import FirstForward
 from lightning_mp.engines.shard_reads import ShardReads, WholeNorms, sum_total_norms
 from lightning_mp.engines.unused import UnusedParameters

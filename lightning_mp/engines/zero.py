@@ -35,7 +35,6 @@ from lightning_mp.errors import Fault, Faults
 from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.numerics.autocast_weight import CastAlone
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.numerics.scaler import LossScaler
 
 
 class ZeroEngine(StepEngine):
@@ -132,7 +131,7 @@ class ZeroEngine(StepEngine):
         if self._zero is None:
             return
         cast("Weights", self._weights).loaded()
-        if isinstance(self.scaler, LossScaler):
+        if self.scaler.enabled:
             from lightning_mp.engines.zero_scale import PlanScale  # needs deepspeed
 
             self._scale = self._zero.loss_scaler = PlanScale(self.scaler)
@@ -214,7 +213,7 @@ class ZeroEngine(StepEngine):
         if self.scaler.stepped(optimizer):
             self.scaler.update()
 
-    def look_again(self, optimizer: Optimizer) -> None:
+    def check_finite_again(self, optimizer: Optimizer) -> None:
         """Nothing: DeepSpeed looks in its step, and what an offloaded partition holds by now is not to be divided."""
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:

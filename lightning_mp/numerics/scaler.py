@@ -1,4 +1,4 @@
-"""The loss scaler: ``torch.amp.GradScaler``'s interface, any rule of ``LossScaling``, and no host read of its own."""
+"""The loss scaler: ``torch.amp.GradScaler``'s interface, any rule of ``LossScaling``, and no device sync of its own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning_mp.compat import torch as compat
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.numerics import loss_scale
 from lightning_mp.numerics.dtypes import HALF
-from lightning_mp.numerics.found_inf import FoundInf
 from lightning_mp.numerics.grads import gradients, parameters_of, step_unless, unscale_and_check_
 from lightning_mp.numerics.loss_scale import LossScaleState
+from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.policy.loss_scaling import LossScaling
 
 
@@ -27,7 +27,7 @@ class _Stage(IntEnum):
 
     SCALED = 0
     #: divided by the scale
-    TRUE_UNITS = 1
+    UNSCALED = 1
     #: the same by a user's ``unscale_``, which may be called once
     CHECKED = 2
     #: ``step`` was called; the next backward pass begins anew
@@ -44,29 +44,34 @@ class LossScaler(GradScaler):
     """A ``GradScaler`` whose scale follows a :class:`LossScaling`.
 
     Unlike torch's, it takes fp16 gradients (``16-true``), complex and sparse ones, steps fused optimizers whose
-    gradients were unscaled and clipped before, and can keep gradients in true units between backward passes.
-    ``on_step`` is called after every step that a user asks for directly.
+    gradients were unscaled and clipped before, and can keep gradients unscaled between backward passes.
+    ``on_step`` is called after every step that a user asks for directly. With ``enabled=False`` the scale is 1 and
+    never moves; gradients, which are on ``device``, are checked as under a scale, unless ``checks=False``.
     """
-
-    #: gradients are looked at, as a ``NoOpScaler`` may leave undone
-    checks = True
 
     def __init__(
         self,
         config: LossScaling,
-        found_inf: FoundInf | None = None,
+        steps: StepCounter | None = None,
         *,
         on_step: Callable[[], None] | None = None,
+        enabled: bool = True,
+        device: torch.device | str = "cpu",
+        checks: bool = True,
     ) -> None:
-        super().__init__("cpu", config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval)
-        self.config = config
-        self.flags = FoundInf() if found_inf is None else found_inf
+        rule = config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval
+        super().__init__("cpu", *rule, enabled=enabled)
+        self.config, self.enabled = config, enabled
+        self.steps = StepCounter() if steps is None else steps
+        self.checks = checks
+        self._one = None if enabled else torch.ones((), dtype=torch.float32, device=device)
+        self._next_floor_check = 0
         self._on_step = on_step
         #: a plan's, in a fit: gradients come from losses that it scaled, and others are refused
         self.within_run = False
         self._stages: dict[int, _Stage] = {}
-        #: optimizers whose gradients wait in true units, to be multiplied back before a backward pass adds to them
-        self._in_true_units: set[int] = set()
+        #: optimizers whose gradients wait unscaled, to be multiplied back before a backward pass adds to them
+        self._waiting: set[int] = set()
         #: a loss was scaled since the scale was adjusted last
         self._scaled = False
         self._state = loss_scale.init(config)
@@ -91,12 +96,22 @@ class LossScaler(GradScaler):
 
     @property
     def overflowed_at_min(self) -> bool:
-        """Whether the last update met an overflow at the floor, under ``at_min="raise"``; a host read."""
+        """Whether the last update met an overflow at the floor, under ``at_min="raise"``; a device sync."""
         return bool(self._state.overflowed_at_min)
 
+    def hits_floor(self) -> bool:
+        """The same, asked of the device on the earliest step on which it can be so."""
+        if not self.enabled or self.config.at_min != "raise" or self.steps.attempts < self._next_floor_check:
+            return False
+        if not self.overflowed_at_min:
+            away = loss_scale.backoffs_to_floor(self.config, self.get_scale())
+            self._next_floor_check = self.steps.attempts + away + 1
+            return False
+        return True
+
     def get_scale(self) -> float:
-        """The scale as a Python number; a host read once training has begun."""
-        return float(self._state.scale)
+        """The scale as a Python number; a device sync once training has begun."""
+        return float(self._state.scale) if self.enabled else 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """``GradScaler``'s keys, so that stock Lightning can take the checkpoint over, and ``hysteresis_left``."""
@@ -122,6 +137,8 @@ class LossScaler(GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """A tensor, or each of a list, tuple or iterable of tensors, times the scale; half ones become fp32 first."""
+        if not self.enabled:
+            return outputs
         self._scaled = True
         if isinstance(outputs, Tensor):
             state = self.place(outputs.device)
@@ -143,10 +160,10 @@ class LossScaler(GradScaler):
             raise RuntimeError("unscale_() is being called after step().")
         if stage is _Stage.CHECKED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        self.look_(optimizer)
+        self.check_finite_(optimizer)
         self._stages[id(optimizer)] = _Stage.CHECKED
 
-    def look_(self, optimizer: Optimizer) -> None:
+    def check_finite_(self, optimizer: Optimizer) -> None:
         """Note whether the gradients are finite on this rank; unscale them, in the same pass, if nothing did yet.
 
         Of gradients that were looked at before it takes another look, since users may have changed them.
@@ -154,12 +171,18 @@ class LossScaler(GradScaler):
         Raises:
             PlanError: the loss of these gradients was not scaled, so that nothing is to be divided.
         """
+        if not self.enabled:
+            if self.checks:
+                one = cast("Tensor", self._one)
+                flag = self.steps.of(optimizer, one.device)
+                unscale_and_check_(gradients(parameters_of(optimizer)), one, flag)
+            return
         optimizer = _plain(optimizer)
         if self._stage(optimizer) is _Stage.SCALED:
             if self.within_run and not self._scaled:
                 self._refuse_bare(optimizer)
             self._divide(optimizer, set())
-            self._stages[id(optimizer)] = _Stage.TRUE_UNITS
+            self._stages[id(optimizer)] = _Stage.UNSCALED
         else:
             flag = self._flag(optimizer)
             unscale_and_check_(gradients(parameters_of(optimizer)), torch.ones_like(flag), flag)
@@ -168,17 +191,20 @@ class LossScaler(GradScaler):
         """1 where the optimizer's gradients, when last looked at, were not finite on some rank, else 0."""
         optimizer = _plain(optimizer)
         if self._stage(optimizer) is _Stage.SCALED:
-            self.look_(optimizer)
-        self.flags.reduce_(self._flag(optimizer))
+            self.check_finite_(optimizer)
+        self.steps.reduce_(self._flag(optimizer))
         return self._flag(optimizer)
 
     def multiply_back_(self, optimizers: Iterable[Optimizer]) -> None:
-        """Before a backward pass: bring gradients waiting in true units back under the scale, to be added to."""
+        """Before a backward pass: bring unscaled gradients that wait back under the scale, to be added to."""
         seen: set[int] = set()
         for optimizer in map(_plain, optimizers):
-            if id(optimizer) not in self._in_true_units:
+            if not self.enabled:
+                self.steps.drop(id(optimizer))  # what was seen of gradients that were not stepped with
                 continue
-            self._in_true_units.remove(id(optimizer))
+            if id(optimizer) not in self._waiting:
+                continue
+            self._waiting.remove(id(optimizer))
             self._begin_anew(optimizer)
             waiting = gradients(_unseen(optimizer, seen))
             if waiting:
@@ -187,13 +213,13 @@ class LossScaler(GradScaler):
     def divide_(self, optimizers: Iterable[Optimizer]) -> None:
         """After a backward pass: bring every optimizer's gradients into true units, for users who clip them."""
         seen: set[int] = set()
-        for optimizer in map(_plain, optimizers):
+        for optimizer in map(_plain, optimizers) if self.enabled else ():
             if self._stage(optimizer) is _Stage.STEPPED:
                 self._begin_anew(optimizer)
             if self._stage(optimizer) is _Stage.SCALED:
                 self._divide(optimizer, seen)
-                self._stages[id(optimizer)] = _Stage.TRUE_UNITS
-            self._in_true_units.add(id(optimizer))
+                self._stages[id(optimizer)] = _Stage.UNSCALED
+            self._waiting.add(id(optimizer))
 
     # ------------------------------------------------------------------ the step
 
@@ -208,7 +234,7 @@ class LossScaler(GradScaler):
         if _plain(optimizer) is not optimizer:
             cast("Any", optimizer).step(**kwargs)  # a trainer's wrapper counts the step and comes back here
             return
-        self.look_(optimizer)
+        self.check_finite_(optimizer)
         self.step_checked(optimizer, **kwargs)
         if self._on_step is not None:
             self._on_step()
@@ -218,28 +244,40 @@ class LossScaler(GradScaler):
 
         Returns what the optimizer returned, ``None`` where the host knows of a skip.
         """
-        if self._stage(optimizer) is _Stage.STEPPED:
+        if not self.enabled:
+            flag = self.steps.take(optimizer, cast("Tensor", self._one).device)
+            if self.checks:
+                self.steps.reduce_(flag)
+        elif self._stage(optimizer) is _Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        found_inf = self.found_inf(optimizer)
-        self.flags.begin_step(found_inf)
-        with self.flags.stepping():
-            result = step_unless(optimizer, found_inf, self.flags.read, **kwargs)
-        self._stages[id(optimizer)] = _Stage.STEPPED
-        self.flags.end_step(optimizer, found_inf)
+        else:
+            flag = self.found_inf(optimizer)
+        self.steps.begin_step(flag)
+        with self.steps.stepping():
+            if self.checks:
+                result = step_unless(optimizer, flag, self.steps.read, **kwargs)
+            else:
+                result = optimizer.step(**kwargs)
+        if self.enabled:
+            self._stages[id(optimizer)] = _Stage.STEPPED
+            self.steps.end_step(optimizer, flag)
         return result
 
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Take note of a step that DeepSpeed unscaled, checked and made, with its flag."""
-        self.flags.begin_step(found_inf)
-        self.flags.end_step(_plain(optimizer), found_inf)
+        self.steps.begin_step(found_inf)
+        if self.enabled:
+            self.steps.end_step(_plain(optimizer), found_inf)
 
     def stepped(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer stepped since the last update."""
-        return self.flags.stepped(_plain(optimizer))
+        return self.steps.stepped(_plain(optimizer))
 
-    def counts(self) -> Tensor:
+    def counts(self) -> Tensor | int:
         """Whether a skip of the last step counts against the budget: an overflow is ordinary, except at the floor."""
-        return torch.as_tensor(self.place(self.flags.last.device).scale <= self.config.floor)
+        if not self.enabled:
+            return 1
+        return torch.as_tensor(self.place(self.steps.last.device).scale <= self.config.floor)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
@@ -247,20 +285,25 @@ class LossScaler(GradScaler):
             cast("Tensor", self._placed().scale).copy_(torch.as_tensor(new_scale))
             self._scaled = False
             self._stages.clear()
-            self.flags.clear()
-        elif self.flags.group_open:
+            self.steps.clear()
+        elif self.steps.group_open:
             self._scaled = False
             for key in [key for key, stage in self._stages.items() if stage is _Stage.STEPPED]:
-                self.flags.drop(key)
+                self.steps.drop(key)
                 del self._stages[key]
-            self._set_state(loss_scale.adjust_(self.config, self._placed(), self.flags.take_group()))
+            self._set_state(loss_scale.adjust_(self.config, self._placed(), self.steps.take_group()))
 
     def forget(self) -> None:
-        """Drop what is known of gradients and steps since the last update."""
+        """Drop what is known of gradients and steps since the last update, and when the floor can be hit."""
+        self.forget_floor()
         self._scaled = False
         self._stages.clear()
-        self.flags.clear()
-        self._in_true_units.clear()
+        self.steps.clear()
+        self._waiting.clear()
+
+    def forget_floor(self) -> None:
+        """Ask for the floor again on the next step, whatever was known."""
+        self._next_floor_check = self.steps.attempts + 1
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Change the rule from the next update on."""
@@ -293,9 +336,9 @@ class LossScaler(GradScaler):
         return self._state if isinstance(scale, Tensor) else self.place("cpu")
 
     def _stage(self, optimizer: Optimizer) -> _Stage:
-        # Without a scaled loss, gradients that are left from before, and what was added to them, are in true units.
-        left = not self._scaled and id(optimizer) in self._in_true_units
-        return self._stages.get(id(optimizer), _Stage.TRUE_UNITS if left else _Stage.SCALED)
+        # Without a scaled loss, gradients that are left from before, and what was added to them, are unscaled.
+        left = not self._scaled and id(optimizer) in self._waiting
+        return self._stages.get(id(optimizer), _Stage.UNSCALED if left else _Stage.SCALED)
 
     @staticmethod
     def _refuse_bare(optimizer: Optimizer) -> None:
@@ -310,10 +353,10 @@ class LossScaler(GradScaler):
 
     def _begin_anew(self, optimizer: Optimizer) -> None:
         self._stages.pop(id(optimizer), None)
-        self.flags.drop(id(optimizer))
+        self.steps.drop(id(optimizer))
 
     def _flag(self, optimizer: Optimizer) -> Tensor:
-        return self.flags.of(optimizer, cast("Tensor", self._placed().scale).device)
+        return self.steps.of(optimizer, cast("Tensor", self._placed().scale).device)
 
     def _divide(self, optimizer: Optimizer, seen: set[int]) -> None:
         fresh = _unseen(optimizer, seen)

@@ -1,4 +1,4 @@
-"""``SkipBudget``: on which step a run ends, and how seldom the host has to look for it."""
+"""The budget of skips: on which step a run ends, and how seldom the host has to look for it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mp.engines.budget import SkipBudget, Verdict
-from lightning_mp.numerics.found_inf import FoundInf
-from lightning_mp.numerics.no_op_scaler import NoOpScaler
+from lightning_mp.engines.diagnosis import Verdict
+from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
-from lightning_mp.policy import LossScaling, NonFinite
+from lightning_mp.policy import LossScaling, NonFinite, PrecisionPolicy
 
 CPU = torch.device("cpu")
 
 
-def budget(rule: NonFinite, scaling: LossScaling | None = None) -> tuple[SkipBudget, StepCounter, Any]:
-    flags = FoundInf()
-    steps = StepCounter(flags)
-    scaler = NoOpScaler(flags, CPU, checks=True) if scaling is None else LossScaler(scaling, flags)
-    return SkipBudget(rule, scaler, steps), steps, scaler
+def budget(rule: NonFinite, scaling: LossScaling | None = None) -> tuple[EagerEngine, StepCounter, Any]:
+    steps = StepCounter()
+    scaler = None if scaling is None else LossScaler(scaling, steps)
+    policy = PrecisionPolicy(
+        precision="32-true" if scaling is None else "16-mixed", loss_scaling=scaling, nonfinite=rule
+    )
+    engine = EagerEngine(
+        policy, device=CPU, step_counter=steps, scaler=scaler, distributed=False, global_step=lambda: steps.attempts
+    )
+    return engine, steps, engine.scaler
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def test_a_run_ends_on_the_step_that_exceeds_the_budget(case: Case) -> None:
     watched, steps, _ = budget(NonFinite(action=case.action, max_consecutive=case.allowed))
     found = list[Verdict | None]()
     for step in case.steps:
-        steps.found_inf.begin_step(torch.tensor(float(step == "x")))
+        steps.begin_step(torch.tensor(float(step == "x")))
         steps.record()
         found.append(watched.verdict())
     assert found == [*[None] * (len(case.steps) - 1), None if case.words is None else Verdict(case.words)]
@@ -67,7 +71,7 @@ def test_a_healthy_run_is_looked_at_no_oftener_than_the_budget_asks(
         StepCounter, "streak", property(lambda self: looks.append(self.attempts) or streak.__get__(self))
     )
     for _ in range(20):
-        steps.found_inf.begin_step(torch.tensor(0.0))
+        steps.begin_step(torch.tensor(0.0))
         steps.record()
         assert watched.verdict() is None
     assert looks == list(range(1, 21, allowed + 1))
@@ -76,10 +80,10 @@ def test_a_healthy_run_is_looked_at_no_oftener_than_the_budget_asks(
 def test_after_a_restart_it_looks_at_once_and_a_new_start_forgets_the_skips() -> None:
     watched, steps, _ = budget(NonFinite(max_consecutive=3))
     for skip in (0.0, 1.0, 1.0, 1.0):  # the look after the first step is good for three more
-        steps.found_inf.begin_step(torch.tensor(skip))
+        steps.begin_step(torch.tensor(skip))
         steps.record()
     watched.start_over()
-    steps.found_inf.begin_step(torch.tensor(1.0))
+    steps.begin_step(torch.tensor(1.0))
     steps.record()
     assert (watched.verdict(), steps.streak) == (None, 1)
 
@@ -100,11 +104,3 @@ def test_an_overflow_at_the_floor_ends_a_run_whose_rule_says_so(at_min: Any) -> 
         verdict = watched.verdict()
         found.append(verdict is not None and verdict.at_min)
     assert found == [False, False, at_min == "raise", at_min == "raise"]
-
-
-def test_a_verdict_is_kept_where_somebody_acts_on_it() -> None:
-    watched, *_ = budget(NonFinite())
-    assert not watched.defer(Verdict("bad"))
-    watched.deferred = []
-    assert watched.defer(Verdict("bad"))
-    assert watched.deferred == [Verdict("bad")]

@@ -47,7 +47,7 @@ def _bare(policy: PrecisionPolicy, counter: StepCounter, scaler: LossScaler | No
 def _engine(net: nn.Module, precision: str = "16-mixed", build: Any = OPTIMIZERS["fused"], **fields: Any) -> Any:
     policy = PrecisionPolicy(precision=precision, **fields)
     counter = StepCounter()
-    scaler = None if policy.loss_scaling is None else LossScaler(policy.loss_scaling, counter.found_inf)
+    scaler = None if policy.loss_scaling is None else LossScaler(policy.loss_scaling, counter)
     engine = _bare(policy, counter, scaler)
     faults = Faults()
     engine.check(net, faults)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -337,7 +339,7 @@ def test_the_flag_is_reduced_once_for_each_optimizer() -> None:
         flag.fill_(1.0)
 
     model, scaler = net(), LossScaler(LossScaling(init_scale=8))
-    scaler.flags.sync_with(another_rank_overflowed)
+    scaler.steps.sync_with(another_rank_overflowed)
     optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), weights(model)
     backward(model, scaler, 0, overflow=False)
     scaler.unscale_(optimizer)
@@ -346,3 +348,27 @@ def test_the_flag_is_reduced_once_for_each_optimizer() -> None:
     assert calls == [0.0]
     assert same_weights(weights(model), before)
     assert scaler.get_scale() == 4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("checks", [False, True])
+def test_disabled_it_is_a_plain_loop_but_for_the_bad_steps_that_it_checks(checks: bool, fused: bool) -> None:
+    """Without a scale the same object checks and skips; without checks all is applied, and nothing is read."""
+    ours, plain = nn.Linear(4, 3), nn.Linear(4, 3)
+    plain.load_state_dict(ours.state_dict())
+    one, other = (torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused) for net in (ours, plain))
+    scaler = LossScaler(LossScaling(), enabled=False, checks=checks)
+    for factor in (1.0, float("inf"), 0.5, float("nan")):
+        scaler.multiply_back_([one])
+        for model, optimizer, scale in ((ours, one, scaler.scale), (plain, other, lambda loss: loss)):
+            optimizer.zero_grad()
+            scale(model(torch.ones(2, 4)).pow(2).mean() * factor).backward()
+        finite = math.isfinite(factor)
+        scaler.check_finite_(one)
+        scaler.step_checked(one)
+        scaler.update()
+        assert scaler.steps.step_skipped is (checks and not finite)
+        if finite or not checks:
+            other.step()
+    assert scaler.get_scale() == 1.0
+    assert all(map(partial(torch.allclose, rtol=0, atol=0, equal_nan=True), ours.parameters(), plain.parameters()))

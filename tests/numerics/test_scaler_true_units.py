@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_mp import LossScaling
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.found_inf import FoundInf
 from lightning_mp.numerics.scaler import LossScaler
+from lightning_mp.numerics.step_counter import StepCounter
 from support.counting import HostReads
 from support.loops import FUSED, INF, OPTIMIZERS, backward, net, train
 from support.models import same_weights, weights
@@ -25,9 +25,7 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def pass_in_true_units(
-    model: nn.Module, scaler: LossScaler, optimizers: list[Optimizer], step: int, overflow: bool
-) -> None:
+def pass_waiting(model: nn.Module, scaler: LossScaler, optimizers: list[Optimizer], step: int, overflow: bool) -> None:
     scaler.multiply_back_(optimizers)
     backward(model, scaler, step, overflow)
     scaler.divide_(optimizers)
@@ -36,23 +34,23 @@ def pass_in_true_units(
 # ---------------------------------------------------------------------- true units
 
 
-def test_after_divide_gradients_are_in_true_units_and_nothing_divides_them_again() -> None:
+def test_after_divide_gradients_are_waiting_and_nothing_divides_them_again() -> None:
     plain, model, scaler = net(), net(), LossScaler(CONFIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(plain, LossScaler(LossScaling.static(1)), 0, overflow=False)
-    pass_in_true_units(model, scaler, [optimizer], 0, overflow=False)
+    pass_waiting(model, scaler, [optimizer], 0, overflow=False)
     for divide_again in (lambda: None, lambda: scaler.divide_([optimizer]), lambda: scaler.unscale_(optimizer)):
         divide_again()
         assert all(map(torch.equal, gradients_of(model), gradients_of(plain)))
 
 
-def test_accumulation_in_true_units_is_exactly_the_accumulation_of_scaled_gradients() -> None:
+def test_accumulation_waiting_is_exactly_the_accumulation_of_scaled_gradients() -> None:
     scaled, model = net(), net()
     under, true = LossScaler(CONFIG), LossScaler(CONFIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         backward(scaled, under, step, overflow=False)
-        pass_in_true_units(model, true, [optimizer], step, overflow=False)
+        pass_waiting(model, true, [optimizer], step, overflow=False)
     under.unscale_(torch.optim.SGD(scaled.parameters(), lr=0.1))
     assert all(map(torch.equal, gradients_of(model), gradients_of(scaled)))
 
@@ -62,7 +60,7 @@ def test_an_overflow_in_any_of_the_accumulated_passes_holds_the_step_back(overfl
     model, scaler = net(), LossScaler(CONFIG)
     optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), weights(model)
     for step in range(3):
-        pass_in_true_units(model, scaler, [optimizer], step, overflow=step == overflow_in)
+        pass_waiting(model, scaler, [optimizer], step, overflow=step == overflow_in)
     scaler.step(optimizer)
     scaler.update()
     assert same_weights(weights(model), before)
@@ -75,12 +73,12 @@ def test_gradients_waiting_while_the_scale_moves_keep_their_true_value() -> None
     waiter = torch.optim.SGD(waiting.parameters(), lr=0.1)
     stepper = torch.optim.SGD(stepping.parameters(), lr=0.1)
     both: list[Optimizer] = [waiter, stepper]
-    pass_in_true_units(waiting, scaler, both, 0, overflow=False)
-    pass_in_true_units(stepping, scaler, both, 0, overflow=False)
+    pass_waiting(waiting, scaler, both, 0, overflow=False)
+    pass_waiting(stepping, scaler, both, 0, overflow=False)
     scaler.step(stepper)
     scaler.update()
     assert scaler.get_scale() == 2.0**11
-    pass_in_true_units(waiting, scaler, both, 1, overflow=False)
+    pass_waiting(waiting, scaler, both, 1, overflow=False)
     plain, one = net(), LossScaler(LossScaling.static(1))
     backward(plain, one, 0, overflow=False)
     backward(plain, one, 1, overflow=False)
@@ -94,7 +92,7 @@ def test_a_parameter_of_two_optimizers_is_divided_once() -> None:
     backward(plain, LossScaler(LossScaling.static(1)), 0, overflow=False)
     backward(plain, LossScaler(LossScaling.static(1)), 1, overflow=False)
     for step in range(2):
-        pass_in_true_units(model, scaler, [everything, last_layer], step, overflow=False)
+        pass_waiting(model, scaler, [everything, last_layer], step, overflow=False)
     assert all(map(torch.equal, gradients_of(model), gradients_of(plain)))
 
 
@@ -102,7 +100,7 @@ def test_both_optimizers_of_a_shared_parameter_see_its_overflow() -> None:
     model, scaler = net(), LossScaler(CONFIG)
     everything = torch.optim.SGD(model.parameters(), lr=0.1)
     first_layer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    pass_in_true_units(model, scaler, [everything, first_layer], 0, overflow=True)
+    pass_waiting(model, scaler, [everything, first_layer], 0, overflow=True)
     assert [scaler.found_inf(optimizer).item() for optimizer in (everything, first_layer)] == [1, 1]
 
 
@@ -118,7 +116,7 @@ def test_the_update_counts_an_overflow_before_anothers_backward_pass(
         (first, second), optimizers, (first_overflows, second_overflows), strict=True
     ):
         optimizer.zero_grad()
-        pass_in_true_units(model, scaler, optimizers, 0, overflow)
+        pass_waiting(model, scaler, optimizers, 0, overflow)
         scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == (2.0**9 if first_overflows or second_overflows else 2.0**11)
@@ -197,7 +195,7 @@ def test_a_fused_step_with_clipping_reads_nothing(name: str, clip: str | None, s
 def test_an_optimizer_that_is_not_fused_costs_one_read_a_step_of_ours(name: str) -> None:
     asked = []
 
-    class Asked(FoundInf):
+    class Asked(StepCounter):
         def read(self, flag: torch.Tensor) -> bool:
             asked.append(flag)
             return super().read(flag)

@@ -18,7 +18,7 @@ steps = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20)
 
 def record(counter: StepCounter, skipped: bool, counts: bool = True) -> None:
     found = torch.tensor(float(skipped))
-    counter.found_inf.begin_step(found)
+    counter.begin_step(found)
     counter.record(torch.tensor(counts))
 
 
@@ -68,7 +68,7 @@ def test_recording_reads_nothing() -> None:
     flags = [torch.tensor(float(skipped)) for skipped in (0, 1, 1)]
     with HostReads() as reads:
         for flag in flags:
-            counter.found_inf.begin_step(flag)
+            counter.begin_step(flag)
             counter.record(flag)
     assert reads.count == 0
 
@@ -76,14 +76,14 @@ def test_recording_reads_nothing() -> None:
 def test_the_flag_of_a_step_is_read_once_whoever_asks() -> None:
     counter, flag = StepCounter(), torch.ones(())
     with HostReads() as reads:
-        counter.found_inf.begin_step(flag)
-        assert counter.found_inf.read(flag)
+        counter.begin_step(flag)
+        assert counter.read(flag)
         counter.record()
         assert counter.step_skipped
         assert counter.step_skipped
     assert reads.count == 1
     with HostReads() as reads:
-        assert not counter.found_inf.read(torch.zeros(())), "another flag is read for itself"
+        assert not counter.read(torch.zeros(())), "another flag is read for itself"
     assert reads.count == 1
 
 
@@ -106,7 +106,7 @@ def test_the_counts_are_read_once_a_step() -> None:
 @pytest.mark.parametrize("counts", [True, 1, torch.tensor(1.0), torch.tensor(True)], ids=repr)
 def test_counts_may_be_a_number_or_a_tensor(counts: object) -> None:
     counter, flag = StepCounter(), torch.ones(())
-    counter.found_inf.begin_step(flag)
+    counter.begin_step(flag)
     counter.record(counts)  # type: ignore[arg-type]
     assert counter.streak == 1
 
@@ -125,9 +125,9 @@ def test_asking_in_between_changes_no_count(trace: list[tuple[bool, bool]], aske
     counter = StepCounter()
     for (skipped, counts), ask in zip(trace, asked, strict=False):
         found = torch.tensor(float(skipped))
-        counter.found_inf.begin_step(found)
+        counter.begin_step(found)
         if ask:  # as an optimizer that is not fused makes the host do
-            assert counter.found_inf.read(found) is skipped
+            assert counter.read(found) is skipped
         counter.record(torch.tensor(counts))
         if ask:
             assert counter.step_skipped is skipped
@@ -141,8 +141,79 @@ def test_a_step_whose_flag_was_read_costs_no_other_read() -> None:
     for skipped in (True, False, True):
         found = torch.tensor(float(skipped))
         with HostReads() as reads:
-            counter.found_inf.begin_step(found)
-            counter.found_inf.read(found)
+            counter.begin_step(found)
+            counter.read(found)
             counter.record(torch.tensor(True))
             assert counter.step_skipped is skipped
         assert reads.count == 1
+
+
+CPU = torch.device("cpu")
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def flag(skipped: bool) -> torch.Tensor:
+    return torch.tensor(float(skipped))
+
+
+def test_each_optimizer_has_a_flag_until_its_gradients_are_dropped() -> None:
+    flags, (one, other) = StepCounter(), (optimizer(), optimizer())
+    flags.of(one, CPU).fill_(1)
+    assert (flags.of(one, CPU).item(), flags.of(other, CPU).item()) == (1, 0)
+    flags.drop(id(one))
+    assert flags.of(one, CPU).item() == 0
+
+
+def test_a_flag_is_fp32_whatever_the_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert StepCounter().of(optimizer(), CPU).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_flag_is_reduced_over_ranks_where_there_are_others() -> None:
+    flags, mine = StepCounter(), flag(False)
+    flags.reduce_(mine)
+    assert mine.item() == 0
+    flags.sync_with(lambda tensor: tensor.fill_(1) and None)  # another rank overflowed
+    flags.reduce_(mine)
+    assert mine.item() == 1
+
+
+@pytest.mark.parametrize("steps", [[False], [True], [False, True], [True, False], [False, False], [False, True, False]])
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_group_of_steps_is_skipped_where_one_of_them_is(steps: list[bool], optimizers: int) -> None:
+    flags, stepping = StepCounter(), [optimizer() for _ in range(optimizers)]
+    for number, skipped in enumerate(steps):
+        flags.end_step(stepping[number % optimizers], flag(skipped))
+    assert flags.group_open
+    assert [flags.stepped(one) for one in stepping] == [number < len(steps) for number in range(optimizers)]
+    assert flags.take_group().item() == any(steps)
+    assert not flags.group_open
+
+
+def test_the_flag_of_a_step_that_was_read_as_applied_serves_again_and_no_other() -> None:
+    for skipped, serves in ((False, True), (True, False)):
+        flags, found = StepCounter(), flag(skipped)
+        flags.begin_step(found)
+        assert flags.of(optimizer(), CPU) is not found  # nobody knows yet that it is 0
+        flags.clear()
+        assert flags.step_skipped is skipped
+        assert (flags.of(optimizer(), CPU) is found) is serves
+
+
+def test_a_step_is_under_way_until_it_ends_or_fails() -> None:
+    flags = StepCounter()
+    with flags.stepping():
+        assert flags.under_way
+        with flags.stepping():
+            pass
+        assert flags.under_way
+    with pytest.raises(ZeroDivisionError), flags.stepping():
+        raise ZeroDivisionError
+    assert not flags.under_way

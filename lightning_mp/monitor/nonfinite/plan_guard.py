@@ -7,7 +7,7 @@ from typing import Any
 from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.engines import diagnosis
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.budget import Verdict
+from lightning_mp.engines.diagnosis import Verdict
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.callback_utils import StepTracker, callbacks_of
@@ -81,7 +81,7 @@ class PlanGuard(WritesRun):
             PlanError: another run is writing to the folder.
         """
         self._bad = BadSteps(trainer, self.rule.run_dir, _WRITER, saves=self.rule.save_batch, rewinds=self.rewinds)
-        self._engine.budget.deferred = []
+        self._engine.deferred = []
         self._skips = self._plan.skipped_steps if self.rule.save_batch else 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -101,7 +101,7 @@ class PlanGuard(WritesRun):
         """
         if self._plan.step_counter.attempts == self._attempts:
             return  # in the middle of an accumulation window
-        deferred = self._engine.budget.deferred
+        deferred = self._engine.deferred
         assert deferred is not None, "on_train_start comes first"
         verdict = deferred[0] if deferred else None
         deferred.clear()
@@ -152,4 +152,4 @@ class PlanGuard(WritesRun):
         counts = self._plan.step_counter.state_dict()
         self._log.rewind(event)
         self._plan.step_counter.load_state_dict(counts)
-        self._engine.budget.start_over()
+        self._engine.start_over()

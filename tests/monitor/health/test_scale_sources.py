@@ -84,7 +84,7 @@ def test_the_plans_scaler_and_its_counts(trace: list[bool]) -> None:
 
     def record(overflow: bool) -> None:
         found = torch.tensor(float(overflow))
-        counter.found_inf.begin_step(found)
+        counter.begin_step(found)
         counter.record()
 
     source = PlanSource(scaler, counter)
@@ -169,7 +169,7 @@ def test_several_optimizers_in_a_batch_are_one_in_a_row() -> None:
         for flag in batch:
             skips.before_step()
             found = torch.tensor(float(flag))
-            counter.found_inf.begin_step(found)
+            counter.begin_step(found)
             counter.record()
         skips.after_batch()
         seen.append((float(skips.total), float(skips.in_a_row), bool(skips.skipped_last)))
