@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_mp.compat import torch as compat
-from lightning_mp.policy.loss_scaling import FP32_MAX, LossScaling
+from lightning_mp.policy.loss_scaling import LossScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +33,14 @@ def init(config: LossScaling, device: torch.device | str | None = None) -> LossS
     return state if device is None else place(state, device)
 
 
-def place(state: LossScaleState, device: torch.device | str) -> LossScaleState:
+def place(state: LossScaleState, device: torch.device | str, dtype: torch.dtype = torch.float32) -> LossScaleState:
     """The same state as 0-d tensors on ``device``; what is there already is kept, not copied."""
 
     def placed(value: float | Tensor, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(value, dtype=dtype, device=device)
 
     return LossScaleState(
-        placed(state.scale, torch.float32),
+        placed(state.scale, dtype),
         placed(state.growth_tracker, torch.int32),
         placed(state.hysteresis_left, torch.int32),
         placed(state.overflowed_at_min, torch.bool),
@@ -55,28 +54,44 @@ def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor)
     The rule is the union of ``torch._amp_update_scale_`` (ATen/native/cuda/AmpKernels.cu), DeepSpeed's
     ``DynamicLossScaler.update_scale`` and Megatron-LM's ``DynamicGradScaler.update``.
     """
-    ops: Any = _OnDevice if isinstance(state.scale, Tensor) else _OnHost
-    found = ops.flag(found_inf, state.scale)
-    exhausted = found & (state.hysteresis_left <= 1)
+    if isinstance(state.scale, Tensor):
+        return _adjusted(config, state, found_inf)
+    values = astuple(_adjusted(config, place(state, "cpu", torch.float64), found_inf))
+    return LossScaleState(*(value.item() for value in values))
+
+
+def _adjusted(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor) -> LossScaleState:
+    scale, tracker, left = (cast("Tensor", one) for one in (state.scale, state.growth_tracker, state.hysteresis_left))
+    found = torch.as_tensor(found_inf, device=scale.device).to(torch.bool).reshape(())
+    exhausted = found & (left <= 1)
     if not config.dynamic:
-        return LossScaleState(state.scale, state.growth_tracker, state.hysteresis_left, found)
-    ticked = ops.where(found, -config.growth_delay, state.growth_tracker + 1)
+        return LossScaleState(scale, tracker, left, found)
+    ticked = torch.where(found, -config.growth_delay, tracker + 1)
     grows = ticked == config.growth_interval  # never on an overflow: the tracker is then <= 0
-    lowered = ops.at_least(ops.times(state.scale, config.backoff_factor), config.min_scale)
-    raised = ops.times(state.scale, config.growth_factor)
+    lowered = _times(scale, config.backoff_factor).clamp(min=config.min_scale)
+    raised = _times(scale, config.growth_factor)
     if config.max_scale is not None:
-        raised = ops.at_most(raised, config.max_scale)
-    if config.max_scale is None or ops is _OnDevice:  # on a device, "no ceiling" still ends where fp32 does
-        raised = ops.where(ops.overflows(raised), state.scale, raised)
-    refills = grows | ops.negate(found) if config.consecutive_hysteresis else grows
-    spent: Any = state.hysteresis_left - 1
-    left = ops.where(found, ops.at_least(spent, 1), state.hysteresis_left)
+        raised = raised.clamp(max=config.max_scale)
+    if config.max_scale is None or scale.dtype is torch.float32:  # there "no ceiling" still ends where fp32 does
+        raised = torch.where(raised.float().isinf(), scale, raised)
+    refills = grows | ~found if config.consecutive_hysteresis else grows
     return LossScaleState(
-        scale=ops.where(exhausted, lowered, ops.where(grows, raised, state.scale)),
-        growth_tracker=ops.where(grows, 0, ticked),
-        hysteresis_left=ops.where(refills, config.hysteresis, left),
-        overflowed_at_min=exhausted & (state.scale <= config.min_scale),
+        scale=torch.where(exhausted, lowered, torch.where(grows, raised, scale)),
+        growth_tracker=torch.where(grows, 0, ticked).to(tracker.dtype),
+        hysteresis_left=torch.where(refills, config.hysteresis, torch.where(found, (left - 1).clamp(min=1), left)).to(
+            left.dtype
+        ),
+        overflowed_at_min=exhausted & (scale <= config.min_scale),
     )
+
+
+def _times(scale: Tensor, factor: float) -> Tensor:
+    """Rounded to fp32 from a product in fp64, as torch's own kernel makes it; a fp64 scale may go beyond fp32."""
+    if scale.device.type == "mps":  # has no fp64
+        return scale * factor
+    product = scale.double() * factor
+    rounded = product.float()
+    return rounded if scale.dtype is torch.float32 else torch.where(rounded.isinf(), product, rounded.double())
 
 
 def adjust_(config: LossScaling, state: LossScaleState, found_inf: Tensor) -> LossScaleState:
@@ -117,69 +132,3 @@ def backoffs_to_floor(config: LossScaling, scale: float) -> int:
     floor = config.min_scale
     away = math.log(scale / floor, 1 / config.backoff_factor) if floor > 0 and scale > floor else 0
     return math.ceil(away - 1e-9)
-
-
-class _OnHost:
-    """The rule's operations on Python numbers; a growing or shrinking scale is rounded as fp32 would."""
-
-    @staticmethod
-    def flag(found: bool | Tensor, _: float) -> bool:
-        return bool(found)
-
-    @staticmethod
-    def where(condition: bool, yes: Any, no: Any) -> Any:
-        return yes if condition else no
-
-    @staticmethod
-    def times(scale: float, factor: float) -> float:
-        try:
-            return struct.unpack("<f", struct.pack("<f", scale * factor))[0]
-        except OverflowError:  # past fp32: only a rule without a ceiling keeps that
-            return scale * factor
-
-    @staticmethod
-    def overflows(scale: float) -> bool:
-        return scale > FP32_MAX
-
-    @staticmethod
-    def negate(flag: bool) -> bool:
-        return not flag
-
-    at_least, at_most = staticmethod(max), staticmethod(min)
-
-
-class _OnDevice:
-    """The same on 0-d tensors, without a host read; products in fp64 first, as torch's own kernel makes them."""
-
-    @staticmethod
-    def flag(found: bool | Tensor, like: Tensor) -> Tensor:
-        if isinstance(found, Tensor):
-            return found.to(device=like.device, dtype=torch.bool).reshape(())
-        return torch.full((), found, dtype=torch.bool, device=like.device)
-
-    @staticmethod
-    def where(condition: Tensor, yes: Any, no: Any) -> Tensor:
-        kept = no if isinstance(no, Tensor) else yes
-        return torch.where(condition, yes, no).to(kept.dtype)
-
-    @staticmethod
-    def times(scale: Tensor, factor: float) -> Tensor:
-        if scale.device.type == "mps":  # has no fp64
-            return scale * factor
-        return (scale.double() * factor).to(scale.dtype)
-
-    @staticmethod
-    def overflows(scale: Tensor) -> Tensor:
-        return scale.isinf()
-
-    @staticmethod
-    def negate(flag: Tensor) -> Tensor:
-        return ~flag
-
-    @staticmethod
-    def at_least(value: Tensor, bound: float) -> Tensor:
-        return value.clamp(min=bound)
-
-    @staticmethod
-    def at_most(value: Tensor, bound: float) -> Tensor:
-        return value.clamp(max=bound)
