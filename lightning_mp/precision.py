@@ -30,9 +30,9 @@ from lightning_mp.engines import (
     device_rules,
     diagnosis,
     for_strategy,
-    misplaced,
     optimizer_facts,
-    users_hooks,
+    plan_base,
+    skip_aware,
 )
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase
@@ -160,7 +160,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     def _on_users_step(self) -> None:
         if self._engine is not None:
             self._engine.count()
-            self._engine.look(None)
+            self._engine.check_budget(None)
 
     def _global_step(self) -> int:
         trainer = self.trainer
@@ -309,7 +309,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Scale the loss; a ``PlanError`` under Lightning Fabric, which has no Trainer."""
         if self._trainer is None and trainer_of(module) is None:
-            raise PlanError([misplaced.IN_FABRIC])
+            raise PlanError([plan_base.IN_FABRIC])
         if self._engine is not None:
             tensor = self._engine.before_backward(tensor, manual=not module.automatic_optimization)
         return super(FSDPPrecision, self).pre_backward(tensor, module)
@@ -325,7 +325,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Under manual optimization, bring gradients into true units before users see them."""
+        """Under manual optimization, unscale gradients before users see them."""
         if self._engine is not None:
             self._engine.after_backward(manual=not module.automatic_optimization)
         with nullcontext() if self._engine is None else self._engine.user_hooks():
@@ -339,7 +339,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """
         engine = self._engine
         if engine is None:
-            raise RuntimeError(str(misplaced.OUTSIDE_OF_A_RUN))
+            raise RuntimeError(str(plan_base.OUTSIDE_OF_A_RUN))
         if not self._hooks.active:
             self._hooks.install(model.trainer, model, lambda: self._stepped and self.step_skipped)
         self._stepped = False
@@ -350,7 +350,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         engine.unscale(optimizer)
         with engine.user_hooks():
             self._after_closure(model, optimizer)
-        if users_hooks.may_change_gradients(model):
+        if skip_aware.may_change_gradients(model):
             engine.check_finite_again(optimizer)
         if engine.may_call_closure(optimizer):
             again = partial(self._evaluate_again, engine, model, optimizer, closure)
@@ -359,7 +359,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             returned = engine.step(optimizer, **kwargs)
         result = result if returned is None else returned
         self._stepped = True
-        engine.settle(replay)
+        engine.finish_step(replay)
         return result
 
     def _evaluate_again(self, engine: StepEngine, model: LightningModule, optimizer: Any, closure: Any) -> Any:
@@ -373,7 +373,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             self._engine.clip_norm(optimizer, float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip every entry of the gradients, in true units."""
+        """Clip every entry of the unscaled gradients."""
         if self._engine is not None:
             self._engine.clip_value(optimizer, float(clip_val))
 

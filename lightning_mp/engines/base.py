@@ -314,21 +314,21 @@ class StepEngine(ABC):
         """Count the step that was just made, here or by a user's own ``scaler.step``."""
         self.step_counter.record(self.scaler.counts())
 
-    def settle(self, replay: Replay) -> None:
+    def finish_step(self, replay: Replay) -> None:
         """Adjust the scale once every optimizer of the group stepped, and look at the budget."""
         if all(map(self.scaler.stepped, self.optimizers)):
             self.scaler.update()
-        self.look(replay)
+        self.check_budget(replay)
 
     def close_group(self) -> None:
         """``training_step`` is over: optimizers that did not step in it are not waited for."""
         if self.scaler.steps.group_open:
             self.scaler.update()
-            self.look(None)
+            self.check_budget(None)
 
     # ------------------------------------------------------------------ the budget
 
-    def look(self, replay: Replay) -> None:
+    def check_budget(self, replay: Replay) -> None:
         """Raise if the budget of skips, or the floor under ``at_min="raise"``, was passed."""
         verdict = self.verdict()
         if verdict is not None and self.deferred is None:
@@ -360,11 +360,11 @@ class StepEngine(ABC):
 
     @property
     def loss_scale(self) -> float | None:
-        """The loss scale, ``None`` without one; a host read."""
+        """The loss scale, ``None`` without one; a device sync."""
         return self.scaler.get_scale() if self.scaler.enabled else None
 
     def _error(self, replay: Replay, verdict: Verdict) -> NonFiniteError:
-        assert self._module is not None, "settle() before check()"
+        assert self._module is not None, "finish_step() before check()"
         return diagnosis.error(
             self._module,
             replay,

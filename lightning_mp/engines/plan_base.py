@@ -8,9 +8,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import Trainer
-from lightning_mp.engines import for_strategy, misplaced
+from lightning_mp.engines import for_strategy
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.errors import PlanError
+from lightning_mp.errors import Fault, PlanError
 from lightning_mp.modules import describe
 from lightning_mp.modules.fp8 import Conversion, FP8Layer
 from lightning_mp.numerics.scaler import LossScaler
@@ -19,6 +19,18 @@ from lightning_mp.policy import PrecisionPolicy
 
 #: the keys under which stock Lightning's plugins keep a GradScaler's state
 _STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
+
+IN_FABRIC = Fault(
+    "Fabric(plugins=[MixedPrecisionPlan(...)]), or a backward pass without a Trainer",
+    "Trainer(plugins=[plan]): a plan follows the hooks of a Trainer's step",
+    "use a Trainer, or Fabric(precision=...) without the plan",
+)
+AMONG_CALLBACKS = Fault("callbacks=[MixedPrecisionPlan(...)]", "plugins=[plan]", "write Trainer(plugins=[plan])")
+OUTSIDE_OF_A_RUN = Fault(
+    "an optimizer step outside of a run, as trainer.fit_loop makes one after fit",
+    "steps within trainer.fit, which attaches the plan to the model and takes it off at its end",
+    "call trainer.fit(...) again",
+)
 
 
 class PlanBase:
@@ -41,7 +53,7 @@ class PlanBase:
 
     @property
     def step_skipped(self) -> bool:
-        """Whether the last optimizer step was skipped; the first question after a step waits for the device."""
+        """Whether the last optimizer step was skipped; the first question after a step is a device sync."""
         return self.step_counter.step_skipped
 
     @property
@@ -95,7 +107,7 @@ class PlanBase:
     @property
     def state_key(self) -> str:
         """What a Trainer asks its callbacks for: always a ``PlanError``."""
-        raise PlanError([misplaced.AMONG_CALLBACKS], "Trainer")
+        raise PlanError([AMONG_CALLBACKS], "Trainer")
 
     def describe(self, module: nn.Module | None = None) -> str:
         """What is declared, as a table: what is stored, computed, reduced and kept in which dtype, and by what rules.

@@ -54,7 +54,7 @@ def sum_anew(model: DistributedDataParallel, reduce_dtype: str) -> None:
 
 
 def is_nonfinite(loss: Tensor | None, distributed: bool) -> bool:
-    """Whether the loss, before it was scaled, is not finite on some rank; a host read."""
+    """Whether the loss, before it was scaled, is not finite on some rank; a device sync."""
     if loss is None:
         return False
     bad = (~torch.isfinite(loss)).any().float()

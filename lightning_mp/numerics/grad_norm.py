@@ -114,7 +114,7 @@ def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[int]]:
 
 
 def clip_to_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
-    """Scale every gradient so that the global norm ``total`` becomes at most ``max_norm``, without a host read."""
+    """Scale every gradient so that the global norm ``total`` becomes at most ``max_norm``, without a device sync."""
     # torch.nn.utils.clip_grads_with_norm_'s rule, its constant included
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:

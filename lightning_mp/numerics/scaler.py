@@ -211,7 +211,7 @@ class LossScaler(GradScaler):
                 unscale_and_check_(waiting, cast("Tensor", self._placed().scale), self._flag(optimizer))
 
     def divide_(self, optimizers: Iterable[Optimizer]) -> None:
-        """After a backward pass: bring every optimizer's gradients into true units, for users who clip them."""
+        """After a backward pass: unscale every optimizer's gradients, for users who clip them."""
         seen: set[int] = set()
         for optimizer in map(_plain, optimizers) if self.enabled else ():
             if self._stage(optimizer) is _Stage.STEPPED:

@@ -66,7 +66,7 @@ def _step(engine: Any, optimizer: Any, loss: Tensor, clip: float | None = None) 
     if clip is not None:
         engine.clip_norm(optimizer, clip)
     engine.step(optimizer)
-    engine.settle(None)
+    engine.finish_step(None)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

@@ -1,4 +1,4 @@
-"""Manual optimization: whatever way a user steps by hand, gradients are seen in true units and divided once.
+"""Manual optimization: whatever way a user steps by hand, gradients are seen unscaled and divided once.
 
 The argument is exact. With every module pinned to fp32, ``16-mixed`` computes what ``32-true`` does, times a power of
 two that is taken out again; so its weights must equal those of stock Lightning in fp32 bit for bit, at any scale. A
@@ -142,7 +142,7 @@ def two_steps_a_batch(m: Any, batch: Any, batch_idx: int) -> None:
 
 
 def step_without_zeroing(m: Any, batch: Any, batch_idx: int) -> None:
-    """Gradients that were stepped once already are added to: they wait in true units and must be scaled back first."""
+    """Gradients that were stepped once already are added to: they wait unscaled and must be scaled back first."""
     opt = m.optimizers()
     m.manual_backward(m.loss(batch))
     m.look()

@@ -28,7 +28,7 @@ def bare(m: Any, batch: Any, batch_idx: int) -> None:
 
 
 def bare_added(m: Any, batch: Any, batch_idx: int) -> None:
-    """After ``manual_backward`` gradients are in true units, and so are those of a bare ``backward``."""
+    """After ``manual_backward`` gradients are unscaled, and so are those of a bare ``backward``."""
     opt = m.optimizers()
     opt.zero_grad()
     m.manual_backward(m.loss(batch))

@@ -1,4 +1,4 @@
-"""Gradients kept in true units between backward passes, for users who clip and step by hand; steps without a read."""
+"""Gradients kept unscaled between backward passes, for users who clip and step by hand; steps without a read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pass_waiting(model: nn.Module, scaler: LossScaler, optimizers: list[Optimize
     scaler.divide_(optimizers)
 
 
-# ---------------------------------------------------------------------- true units
+# ---------------------------------------------------------------------- unscaled gradients
 
 
 def test_after_divide_gradients_are_waiting_and_nothing_divides_them_again() -> None:
