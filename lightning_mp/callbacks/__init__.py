@@ -6,9 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
-    from lightning_mp.callbacks.dtype_pinning import DtypePinning
-    from lightning_mp.callbacks.enable_tf32 import EnableTF32
+    from lightning_mp.callbacks.acting import ActivationCheckpointing, DtypePinning, EnableTF32
     from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
     from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
     from lightning_mp.callbacks.precision_audit import PrecisionAudit
@@ -17,9 +15,9 @@ if TYPE_CHECKING:
     from lightning_mp.monitor.nonfinite.bad_steps import replay_saved
 
 _HOMES = {
-    "ActivationCheckpointing": "callbacks.activation_checkpointing",
-    "DtypePinning": "callbacks.dtype_pinning",
-    "EnableTF32": "callbacks.enable_tf32",
+    "ActivationCheckpointing": "callbacks.acting",
+    "DtypePinning": "callbacks.acting",
+    "EnableTF32": "callbacks.acting",
     "LossScaleMonitor": "callbacks.loss_scale_monitor",
     "NonFiniteGuard": "callbacks.nonfinite_guard",
     "PrecisionAudit": "callbacks.precision_audit",

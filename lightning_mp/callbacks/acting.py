@@ -1,13 +1,23 @@
-"""What the callbacks that change something share: one owner at a time, and everything given back."""
+"""The callbacks that change a project on stock plugins, and undo it: TF32, pins and checkpointing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal
 
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, check_copy
+import torch
+from torch import nn
+
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, check_copy, rank_zero_info
 from lightning_mp.errors import Faults
+from lightning_mp.modules import checkpointing
+from lightning_mp.modules import pins as pinning
 from lightning_mp.modules.class_swap import call_with_original_classes
+from lightning_mp.numerics.dtypes import TORCH_DTYPES
+from lightning_mp.numerics.tf32 import has_tf32, set_tf32
+from lightning_mp.policy import Checkpointing, PinsLike, PrecisionPolicy
+from lightning_mp.policy.words import DTYPES_OF
 from lightning_mp.precision import MixedPrecisionPlan
 
 
@@ -40,7 +50,7 @@ class ActingCallback(Callback):
                 f"remove {name} and set MixedPrecisionPlan({self.plan_field}=...)",
             )
             faults.raise_if_any()
-        self._give_back()
+        self._restore()
         undo = self.apply(trainer, pl_module, faults)
         if undo is not None:
             restore = call_with_original_classes(pl_module, "configure_optimizers")
@@ -48,13 +58,13 @@ class ActingCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo."""
-        self._give_back()
+        self._restore()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Undo: Lightning calls no ``teardown`` of a callback after a failure."""
-        self._give_back()
+        self._restore()
 
-    def _give_back(self) -> None:
+    def _restore(self) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -62,3 +72,107 @@ class ActingCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         # A copy (a spawned process, a sweep) has applied nothing.
         return {**self.__dict__, "_undo": None}
+
+
+class EnableTF32(ActingCallback):
+    """Lets fp32 matrix products and convolutions run in TF32 during the run, and restores the setting afterwards.
+
+    Args:
+        setting: ``"high"``, ``"medium"``, or ``"highest"`` for IEEE fp32. On a device without TF32 it changes nothing
+            and says so.
+
+    Raises:
+        PlanError: an unknown setting, or a MixedPrecisionPlan beside it (use its ``tf32=``).
+    """
+
+    plan_field = "tf32"
+
+    def __init__(self, setting: str = "high") -> None:
+        super().__init__()
+        self.setting = PrecisionPolicy(precision="32-true", tf32=setting).tf32 or "high"
+
+    def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
+        """Set TF32 where the device has it."""
+        device = trainer.strategy.root_device
+        if not has_tf32(device):
+            rank_zero_info(f"EnableTF32({self.setting!r}) changes nothing on {device.type}: it has no TF32")
+            return None
+        return set_tf32(self.setting)
+
+
+class DtypePinning(ActingCallback):
+    """Stores and runs chosen modules in a dtype of their own, whatever the stock plugin does to the rest.
+
+    ``pins`` are those of :class:`~lightning_mp.MixedPrecisionPlan`, ``{"*norm*": "fp32"}``. After the run every module
+    has its own forward and its own dtypes back; going back to a narrower dtype rounds.
+
+    Raises:
+        PlanError: a pattern that matches nothing, contradicting pins on tied weights, or a MixedPrecisionPlan beside it
+            (use its ``pins=``).
+    """
+
+    plan_field = "pins"
+
+    def __init__(self, pins: PinsLike) -> None:
+        super().__init__()
+        self.pins = PrecisionPolicy(precision="32-true", pins=pins).pins  # pyright: ignore[reportArgumentType]
+
+    def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
+        """Pin the matching modules."""
+        pin_map = pinning.resolve(pl_module, self.pins, faults)
+        precision = str(trainer.precision)
+        if precision == "16-mixed" and any(member.pin.dtype == "fp16" for member in pin_map.members):
+            faults.add(
+                "a pin to fp16 under stock '16-mixed'",
+                "pins to fp32 or bf16: torch's GradScaler unscales no fp16 gradients",
+                "pin to 'bf16', or use MixedPrecisionPlan('16-mixed', pins=...), whose scaler does",
+            )
+        faults.raise_if_any()
+        tensors = [
+            (tensor, tensor.dtype)
+            for member in pin_map.members
+            for tensor in (*member.module.parameters(recurse=False), *member.module.buffers(recurse=False))
+        ]
+        compute = TORCH_DTYPES.get(DTYPES_OF.get(precision, DTYPES_OF["32-true"])[1], torch.float32)
+        device_type = trainer.strategy.root_device.type
+        mixed = precision.endswith("-mixed")
+        pinning.apply(pin_map, mixed=mixed, compute_dtype=compute, device_type=device_type)
+
+        def restore(modules: list[nn.Module]) -> None:
+            pinning.remove(modules)
+            for tensor, dtype in tensors:
+                tensor.data = tensor.data.to(dtype)
+
+        return partial(restore, [member.module for member in pin_map.members])
+
+
+class ActivationCheckpointing(ActingCallback):
+    """Recomputes the activations of the chosen modules in the backward pass, with any strategy that keeps the module.
+
+    Arguments are those of :class:`~lightning_mp.policy.Checkpointing`. Modules that are only made in
+    ``configure_model`` do not exist yet when callbacks are set up, and cannot be matched.
+
+    Raises:
+        PlanError: a pattern that matches nothing, or a MixedPrecisionPlan beside it (use its ``checkpointing=``).
+    """
+
+    plan_field = "checkpointing"
+
+    def __init__(
+        self,
+        modules: Any,
+        *,
+        mode: Literal["full", "selective"] = "full",
+        every: int = 1,
+        save_ops: Iterable[str] | None = None,
+        preserve_rng: bool = True,
+    ) -> None:
+        super().__init__()
+        ops = None if save_ops is None else tuple(save_ops)
+        self.config = Checkpointing(modules=modules, mode=mode, every=every, save_ops=ops, preserve_rng=preserve_rng)
+
+    def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
+        """Checkpoint the matching modules."""
+        chosen = checkpointing.select(pl_module, self.config, faults)
+        faults.raise_if_any()
+        return checkpointing.apply(pl_module, chosen, self.config).undo
