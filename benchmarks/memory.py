@@ -10,7 +10,7 @@ import gc
 import itertools
 import sys
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from lightning_mp.tracing.run import ALONE, Again
 
 MARKS = ("<!-- written by benchmarks/memory.py -->", "<!-- as far as here, by benchmarks/memory.py -->")
 SHARDED_MARKS = ("<!-- written by benchmarks/memory.py --sharded -->", "<!-- as far as here, sharded -->")
-_FIGURES = ("measured, MiB", "predicted, MiB", "off by")
+_FIGURES = ("cells", "largest peak, MiB", "worst prediction")
 MODELS = ("gpt2", "llama", "conv")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "fp8-mixed")
 CHECKPOINTING = ("none", "full", "selective")
@@ -159,28 +159,39 @@ def predicted(cell: Cell) -> MemoryPrediction:
     return predict_memory(cell.module(), cell.batch(), cell.plan(), trainer_args={"accelerator": "cpu"})
 
 
-def _rows() -> Iterator[list[object]]:
+def summed_up(found: Iterable[tuple[tuple[str, ...], int, Sequence[float]]]) -> list[list[object]]:
+    """A row for each key: how many cells it has, their largest peak in bytes, and the worst of each error."""
+    groups: dict[tuple[str, ...], list[tuple[int, Sequence[float]]]] = {}
+    for key, peak, errors in found:
+        print(*key, f"{peak / 2**20:.2f} MiB", *(f"{error:+.2%}" for error in errors), flush=True)
+        groups.setdefault(key, []).append((peak, errors))
+    return [
+        [
+            *key,
+            len(cells),
+            f"{max(peak for peak, _ in cells) / 2**20:.1f}",
+            *(f"{max(column, key=abs):+.1%}" for column in zip(*(errors for _, errors in cells), strict=True)),
+        ]
+        for key, cells in groups.items()
+    ]
+
+
+def _found() -> Iterator[tuple[tuple[str, ...], int, Sequence[float]]]:
     for cell in cells():
-        print(cell, flush=True)
         said, true = predicted(cell).peak_bytes, measured(cell)
-        yield [
-            cell.model, f"`{cell.precision}`", cell.checkpointing, cell.optimizer,
-            f"{true / 2**20:.2f}", f"{said / 2**20:.2f}", f"{said / true - 1:+.2%}",
-        ]  # fmt: skip
+        yield (cell.model, f"`{cell.precision}`"), true, [said / true - 1]
 
 
 def main(page: Path = DOCS / "planner.md") -> None:
     """Write one of the tables into ``page``."""
-    head, marks, rows = ["model", "precision", "checkpointing", "optimizer", *_FIGURES], MARKS, _rows
+    head, marks, found = ["model", "precision", *_FIGURES], MARKS, _found
     if "--sharded" in sys.argv[1:]:
-        from benchmarks.sharded_memory import rows
+        from benchmarks.sharded_memory import found
 
-        head = ["strategy", *head[1:4], "how", *_FIGURES, *(f"held: {figure}" for figure in _FIGURES)]
-        marks = SHARDED_MARKS
-    found = table(head, rows())  # takes long: what is written of the page meanwhile stays
+        head, marks = ["strategy", *_FIGURES, "worst of what is held"], SHARDED_MARKS
+    written = table(head, summed_up(found()))  # takes long: what is written of the page meanwhile stays
     before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
-    written = f"{before}{marks[0]}\n\n{found}\n{marks[1]}{rest.partition(marks[1])[2]}"
-    page.write_text(written, encoding="utf-8")
+    page.write_text(f"{before}{marks[0]}\n\n{written}\n{marks[1]}{rest.partition(marks[1])[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Sharded:
     weights: bool = False
     gradients: bool = False
     optimizer: bool = False
-    #: a rank has its part of the weights once more, beside the optimizer's state
+    #: a rank has its part of the weights once more, next to the optimizer's state
     copies: bool = False
     #: under mixed precision weights of products are held in half precision
     halves: bool = False

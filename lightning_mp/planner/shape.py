@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_mp.errors import Faults, is_number
 
-#: FLOPs of a trained token by convention, as it is printed beside an MFU. N: all parameters; E: the table of input
+#: FLOPs of a trained token by convention, as it is printed next to an MFU. N: all parameters; E: the table of input
 #: embeddings; L, h, s: layers, width, length of the sequence
 CONVENTIONS = {
     "mosaicml": "6N + 12Lhs",  # llm-foundry, scripts/train/benchmarking/README.md

@@ -85,7 +85,7 @@ def _blocks(module: nn.Module) -> tuple[str, ...]:
 
 
 def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: MemoryPrediction) -> tuple[int, int]:
-    """The most rows whose ``peak`` is not above ``memory``, guessed on a line and looked at; the smallest peak met."""
+    """The most rows whose ``peak`` is not above ``memory``, guessed on a line and tried; the smallest peak met."""
     sizes = {rows: known.peak_bytes}
 
     def size(count: int) -> int:

@@ -55,7 +55,7 @@ def predict_memory(
         batch: what ``training_step``, or ``pipeline_batch``, gets on one rank.
         plan: what the run would carry out.
         strategy: a name for ``make_strategy``, or what it returned, which this uses up.
-        devices: ranks, of which the first is looked at.
+        devices: ranks, of which the first is predicted.
         trainer_args: of the Trainer's arguments those that change memory, such as ``accumulate_grad_batches``.
 
     Raises:

@@ -42,7 +42,7 @@ class Held:
 
 
 class Storages(TorchDispatchMode):
-    """Counts storages on one type of device while they live, and answers the host where it reads a number.
+    """Counts storages on one type of device while they live, and answers where Python reads a number.
 
     What the forward pass makes, recomputed or not, is an activation, except for casts of a parameter; the rest is
     "other" until :meth:`name` says otherwise.
@@ -138,7 +138,7 @@ class Storages(TorchDispatchMode):
             if held is not None:
                 held.part = part
 
-    # ------------------------------------------------------------------ what the host reads
+    # ------------------------------------------------------------------ what Python reads
 
     @staticmethod
     def _indices(mask: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""``audit``: what every module of a model or a run has and computes in, beside what was declared for it."""
+"""``audit``: what every module of a model or a run has and computes in, compared with what was declared for it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def audit(
     """Declared against observed dtypes, a row for every module with parameters of its own; nothing is changed.
 
     For a Trainer, or a LightningModule attached to one, during or after ``fit``: parameters, gradients and optimizer
-    state as they are now, beside what a ``PrecisionAudit`` callback of its saw run; declared is what its precision
-    plugin declares. Only this process is looked at.
+    state as they are now, and what a ``PrecisionAudit`` callback of its saw run; declared is what its precision
+    plugin declares. Only this process is audited.
 
     For a bare module: parameters, gradients, and the state of ``optimizer``. With ``batch`` one forward and backward
     pass is made as ``plan`` has it (autocast, or a default dtype) and then undone: gradients, buffers and random
@@ -52,7 +52,7 @@ def audit(
         optimizer: one or several, for a bare module.
 
     Raises:
-        PlanError: a Trainer that has no module yet, or one beside ``plan``, ``batch`` or ``optimizer``.
+        PlanError: a Trainer that has no module yet, or one together with ``plan``, ``batch`` or ``optimizer``.
     """
     check_copy(model_or_trainer, "audit")
     alone = plan is None and batch is None and not isinstance(optimizer, Optimizer) and not tuple(optimizer)
@@ -104,7 +104,7 @@ def _record(callback: object) -> Record | None:
 
 
 def _add_record(seen: Observed, before: Observed, same: bool) -> None:
-    """Add what only shows while a step runs; what ran under another declaration (a pin given back since) is past."""
+    """Add what only shows while a step runs; what ran under another declaration (a pin removed since) is past."""
     seen.add(replace(before, trained=set(), frozen=set(), special=set(), grad=seen.grad or before.grad, state=set()))
     if not seen.state:
         seen.state |= before.state

@@ -167,7 +167,7 @@ def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, 
     if ran.kind == "lookup":
         return found <= {"fp32", declaration.stored(name), None if by_lists else wanted}
     if ran.kind == "norm" and by_lists:
-        # fp32 weights or statistics beside a half input: the kernel sums in fp32, and autocast leaves it alone
+        # fp32 weights or statistics with a half input: the kernel sums in fp32, and autocast leaves it alone
         # what comes in may be what a pinned module handed on
         return found <= {wanted, "fp32", *declaration.pins.values()} and ("fp32" in found or not ran.weighted)
     if ran.kind == "norm":

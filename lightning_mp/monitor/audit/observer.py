@@ -54,7 +54,7 @@ class Ran:
     """One kind of operator in one combination of dtypes (short names, sorted).
 
     An ``"attention"`` is a product in torch's plain attention kernel, which widens half precision to fp32 by itself.
-    ``weighted`` tells a norm that has weights or running statistics beside its input.
+    ``weighted`` tells a norm that has weights or running statistics next to its input.
     """
 
     kind: Kind
@@ -145,7 +145,7 @@ class Observed:
         return self.trained | self.frozen | self.special
 
     def add(self, other: Observed) -> None:
-        """Take in what another look, or another rank, saw at the same module."""
+        """Add what another step, or another rank, saw of the same module."""
         for name in ("trained", "frozen", "special", "input", "output", "ran", "grad", "reduce", "state"):
             getattr(self, name).update(getattr(other, name))
         self.calls += other.calls
@@ -156,7 +156,7 @@ class Watch(TorchDispatchMode):
     """Watches the modules of a model between ``start`` and ``stop``; every hook is gone after ``stop``.
 
     ``modules`` are named as they are to be reported, the root under ``""``. ``gradient_hooks`` looks at gradients as
-    they arrive, for hosts that leave none in ``.grad`` (ZeRO).
+    they arrive, for engines that leave none in ``.grad`` (ZeRO).
     """
 
     supports_higher_order_operators = True
@@ -201,7 +201,7 @@ class Watch(TorchDispatchMode):
         self._on = True
 
     def stop(self) -> None:
-        """Take everything out again; a second call does nothing."""
+        """Remove every hook; a second call does nothing."""
         if self._on:
             self._on = False
             self.__exit__(None, None, None)
@@ -304,7 +304,7 @@ def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Modul
         one, quantized = seen[name], left_alone(module)
         for parameter in module.parameters(recurse=False):
             sharded = hasattr(parameter, "to_local")
-            # bitsandbytes casts the frozen bias beside a quantized weight itself
+            # bitsandbytes casts the frozen bias of a quantized weight itself
             own = id(parameter) in quantized or (quantized and not parameter.requires_grad)
             if (own and not isinstance(parameter, HalfCopy)) or not parameter.is_floating_point():
                 kind = one.special

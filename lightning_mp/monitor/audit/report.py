@@ -95,14 +95,15 @@ class AuditReport:
         long = any(len(name) > width // 3 for name, _ in lines)
         below = _shared_beginning([row.module for row in self.rows]) if long else ""
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        table.add_column(f"  module in {below[:-1]}" if below else "  module", overflow="fold")
+        table.add_column("  module", overflow="fold")
         for head in _HEADS[1:]:
             table.add_column(head, no_wrap=True)
         for name, row in lines:
             table.add_row(f"{' ' if row.ok else '!'} {name.removeprefix(below)}", *row.cells())
         text = io.StringIO()
         console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
-        console.print(self.summary, table, *self._below(), sep="\n")
+        inside = [f"  below {below[:-1]}:"] if below else []
+        console.print(self.summary, *inside, table, *self._below(), sep="\n")
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def to_markdown(self) -> str:
@@ -202,14 +203,14 @@ def build(
         if seen[0].param or wrong:
             rows.append(_row(name, seen, declaration, found, wrong if len(wrong) < len(ranks) else ()))
     hidden = sum(rank_seen.hidden and bool(rank_seen.param) for rank_seen in ranks[0].values())
-    told = [*declaration.notes, *notes]
+    said = [*declaration.notes, *notes]
     if hidden:
         many = "1 module is" if hidden == 1 else f"{hidden} modules are"
-        told.append(
+        said.append(
             f"{many} in compiled or scripted regions: what runs there cannot be seen, nor what "
             "is multiplied outside of modules"
         )
-    return AuditReport(tuple(rows), declaration.by, where, tuple(told))
+    return AuditReport(tuple(rows), declaration.by, where, tuple(said))
 
 
 def _row(

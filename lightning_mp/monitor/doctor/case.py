@@ -29,7 +29,7 @@ class ModelUnderTest:
     """One model under one way to train it.
 
     ``policy`` is ``None`` under Lightning's own plugins; ``storage`` is what unpinned parameters are cast to, ``None``
-    where they stay as they are. ``batch`` may be run; of ``rows``, a batch too, only shapes are looked at.
+    where they stay as they are. ``batch`` may be run; of ``rows``, a batch too, only shapes are read.
     """
 
     model: nn.Module

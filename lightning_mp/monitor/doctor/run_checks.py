@@ -46,7 +46,7 @@ HOPELESS_SCALE = FP16_MAX / FP16_TINY
 _WARM_UP = 5
 #: the share of weights that has to stay as it is for a learning rate to be called too small
 VANISH = 0.5
-#: of a step; with four micro-batches a stage, as many as there are unless told otherwise, it is less
+#: of a step; with four micro-batches a stage, as many as there are by default, it is less
 _MOST_WAITING = 0.2
 _STEPS = "gradient_accumulation_steps"
 _BLOCK = ".enabled="
@@ -202,7 +202,7 @@ def optimizer_eps_underflows(case: ModelUnderTest) -> Iterator[Finding]:
         eps = [group["eps"] for group in optimizer.param_groups if _vanishes(case, group)]
         if eps:
             name = type(optimizer).__name__
-            what = f"{name}(eps={min(eps)!r}) beside weights and state in fp16, where that is 0"
+            what = f"{name}(eps={min(eps)!r}) with weights and state in fp16, where that is 0"
             yield fact("eps_underflows:optimizer", what, "configure_optimizers", optimizer=name)
 
 
