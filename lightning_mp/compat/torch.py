@@ -219,7 +219,8 @@ def is_batch_norm(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called, or ``module.forward = torch.compile(module.forward)`` written."""
     own = vars(module)
-    return own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+    forward = own.get("forward", own.get("_lmp_forward"))  # under the second name while the module is pinned
+    return own.get("_compiled_call_impl") is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def has_gradient_hooks(parameter: Any, *, but: str) -> bool:

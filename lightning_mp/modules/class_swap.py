@@ -29,6 +29,17 @@ class Swapped:
         return _rebuild, (mixins, base), state
 
 
+class OwnForward(Swapped):
+    """Runs the ``forward`` that was set on the instance (by Liger's patches, or ``torch.compile(module.forward)``)."""
+
+    _lmp_forward: Callable[..., Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What was set, else the class's own."""
+        own = self.__dict__.get("_lmp_forward")
+        return cast("Any", super()).forward(*args, **kwargs) if own is None else own(*args, **kwargs)
+
+
 @cache
 def _swapped_class(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +92,12 @@ def swap_in(module: nn.Module, mixin: type[Swapped], *, innermost: bool = False)
     """Make ``module`` an instance of ``mixin`` over its present class, or below all that was swapped in."""
     if isinstance(module, mixin):
         return
+    if "forward" in vars(module) and mixin is not OwnForward:  # else it would be called in place of the class's
+        vars(module)["_lmp_forward"] = vars(module).pop("forward")
+        swap_in(module, OwnForward, innermost=True)
     mixins, base = _layers(type(module)) if innermost else ((), type(module))
+    if mixins[:1] == (OwnForward,):
+        mixins, mixin = (mixin, *mixins[1:]), OwnForward
     module.__class__ = _combined((mixin, *mixins), base)
 
 
@@ -94,7 +110,11 @@ def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:
     if "lmp_mixin" not in vars(type(module)):
         return
     mixins, base = _layers(type(module))
-    module.__class__ = _combined((layer for layer in mixins if layer is not mixin), base)
+    left = [layer for layer in mixins if layer is not mixin]
+    if left == [OwnForward]:
+        left = []
+        vars(module)["forward"] = vars(module).pop("_lmp_forward")
+    module.__class__ = _combined(left, base)
 
 
 @contextmanager

@@ -114,12 +114,15 @@ def _owners(named: Sequence[tuple[str, nn.Module]]) -> dict[int, list[tuple[str,
 
 
 def _extend_over_ties(named: Sequence[tuple[str, nn.Module]], index_of: dict[str, int]) -> None:
-    """A tied weight lives in one dtype: a pin on one owner covers an owner that no pin mentions."""
+    """A tied weight lives in one dtype: a pin on one owner covers an owner that no pin mentions.
+
+    Not one that contains a pinned owner: BERT's head shares a bias with the decoder in it, and nothing else.
+    """
     for places in _owners(named).values():
-        indices = [index_of[name] for name, _ in places if name in index_of]
-        if indices:
-            for name, _ in places:
-                index_of.setdefault(name, min(indices))
+        pinned = [name for name, _ in places if name in index_of]
+        for name, _ in places if pinned else ():
+            if not any(owner.startswith(f"{name}.") for owner in pinned):
+                index_of.setdefault(name, min(index_of[owner] for owner in pinned))
 
 
 def _check_ties(
@@ -226,6 +229,7 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
         cast_module_(module, dtype)
         owns = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
         if not owns and not (member.entry and has_own_forward(module)):
+            remove([module])  # the pin of an earlier run
             continue
         object.__setattr__(module, "_lmp_pin", _state(member, mixed, compute_dtype, device_type))
         class_swap.swap_in(module, PinnedForward)

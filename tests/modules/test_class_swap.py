@@ -193,6 +193,45 @@ class TestBelowFullyShard:
         assert matches(pattern, "x", layer) is (pattern == "Linear")
 
 
+# ---------------------------------------------------------------------- a forward set on the instance
+
+
+@pytest.mark.parametrize("order", [(Doubled, Shifted), (Shifted, Doubled)])
+def test_a_forward_set_on_the_instance_is_run_within(order: tuple[type[Swapped], type[Swapped]]) -> None:
+    """As Liger's kernels are put in, and ``module.forward = torch.compile(module.forward)``."""
+    module, own = nn.Linear(2, 2), lambda x: x + 10
+    module.forward = own
+    swap_in(module, order[0])
+    swap_in(module, order[1])
+    swap_in(module, Third, innermost=True)
+    inner = -torch.tensor([10.0])
+    expected = {Doubled: 1 + 2 * inner, Shifted: 2 * (1 + inner)}[order[0]]
+    assert torch.equal(module(torch.zeros(1)), expected)
+    for mixin in (*order, Third):
+        swap_out(module, mixin)
+    assert type(module) is nn.Linear
+    assert vars(module)["forward"] is own
+
+
+class Third(Swapped):
+    def forward(self, *args: Any) -> Any:
+        return -super().forward(*args)  # type: ignore[misc]
+
+
+def test_a_patched_norm_is_pinned_and_given_back() -> None:
+    module = Regression()
+    seen: list[torch.dtype] = []
+
+    def patched(x: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        return nn.functional.layer_norm(x, (x.shape[-1],))
+
+    module.net[1].forward = patched
+    fit(module, plugins=[MixedPrecisionPlan("bf16-mixed", pins={"norms": "bf16"}, checkpointing="net.1")])
+    assert set(seen) == {torch.bfloat16}
+    assert len(seen) == 16, "each of 8 steps recomputes it"
+
+
 # ---------------------------------------------------------------------- what configure_optimizers sees
 
 

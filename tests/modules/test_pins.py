@@ -361,6 +361,14 @@ def test_pinning_again_is_pinning_once() -> None:
     assert root.head(X).dtype == BF16
 
 
+def test_another_pin_replaces_that_of_a_module_that_owns_nothing() -> None:
+    root = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))))
+    pin(root, {"0.1": "bf16"})
+    pin(root, {"0": "fp32"})
+    assert type(root[0][1]) is nn.Sequential
+    assert root(X).dtype == FP32
+
+
 def test_removal_gives_the_forward_back_and_leaves_what_is_stored() -> None:
     root = pin(Net(), {"norm": "fp32", "head": "bf16"})
     pins.remove(root.modules())

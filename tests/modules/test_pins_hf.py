@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import MambaConfig, MambaModel, ViTConfig, ViTModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    MambaConfig,
+    MambaModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    ViTConfig,
+    ViTModel,
+)
 
 from lightning_mp.errors import PlanError
 from support.hf import VOCABULARY, gpt2, llama, loss_of, tokens
@@ -163,3 +172,20 @@ def test_a_model_that_casts_its_input_to_the_weights_dtype_gets_its_own_back(nam
     out = model(given)
     assert (out if name == "CNN" else out.last_hidden_state).dtype == BF16
     assert FP32 in stored(model).values()
+
+
+@pytest.mark.parametrize("pattern", ["decoder", "word_embeddings", "embeddings"])
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_a_bias_shared_with_a_head_does_not_tie_the_head_to_the_decoder_in_it(kind: str, pattern: str) -> None:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    small |= {"vocab_size": 32, "max_position_embeddings": 16}
+    make = {
+        "bert": lambda: BertForMaskedLM(BertConfig(**small)),
+        "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**small)),
+    }
+    model = pin(make[kind](), {pattern: "fp32"}, mode="bf16-true")
+    assert model(input_ids=tokens() % 32).logits.isfinite().all()
+    found = stored(model)
+    dense = next(name for name in found if name.endswith(("lm_head.dense.weight", "transform.dense.weight")))
+    assert found[dense] == BF16
+    assert found[next(name for name in found if "word_embeddings" in name)] == FP32

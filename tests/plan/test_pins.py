@@ -217,3 +217,24 @@ def test_pins_hold_in_validation_before_any_fit() -> None:
     module = Validated()
     trainer(plugins=[plan_for("bf16-mixed", pins={"net.3": "fp32"})]).validate(module, batches(), verbose=False)
     assert module.met == FP32
+
+
+class Encoder(Regression):
+    """Torch's encoder layer, which takes a fast path of its own in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+        self.net = nn.Sequential(nn.Unflatten(1, (1, 16)), layer, nn.Flatten(), nn.Linear(16, 1))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("pins", [{"norms": "fp32"}, {"linear1": "fp32", "linear2": "fp32"}])
+def test_an_encoder_layer_is_evaluated_through_its_pins(pins: dict[str, str]) -> None:
+    before, module = torch.backends.mha.get_fastpath_enabled(), Encoder()
+    runner = trainer(plugins=[plan_for("bf16-true", pins=pins)], limit_val_batches=1)
+    runner.fit(module, batches(), batches())
+    runner.validate(module, batches(), verbose=False)
+    assert torch.backends.mha.get_fastpath_enabled() is before is True
