@@ -68,6 +68,7 @@ def test_a_gradient_that_a_hook_of_the_module_spoils_is_skipped_and_named(guard:
     assert "on_before_optimizer_step" not in vars(module)
 
 
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
 @every_mode
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_batches_without_a_loss_after_a_bad_step_are_not_counted(guard: Any, mode: str, accumulate: int) -> None:
