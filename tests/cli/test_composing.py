@@ -32,115 +32,86 @@ def one(path: str | None, *overrides: str, dirs: tuple[Path, ...] = ()) -> Any:
     return found.config
 
 
-def test_without_a_file_every_section_comes_from_its_group() -> None:
-    config = one(None)
-    assert set(config) == {
-        "plan", "model", "data", "strategy", "trainer", "callbacks", "seed", "ckpt_path", "run_dir",
-    }  # fmt: skip
-    assert (config.plan.precision, config.strategy.name, config.model.architecture) == ("auto", "auto", "llama")
+GROUPS = "defaults:\n  - plan: fp32\n  - model: llama_tiny\n  - data: library_text\n"
+EXPERIMENT = "# @package _global_\ndefaults:\n  - override /plan: fp16\nseed: 5\n"
+SCALED = PLAIN.replace("bf16-mixed", "16-mixed\n  loss_scaling: {init_scale: 8}")
+LIST = "plan.pins=[{pattern:'ln_*',dtype:fp32}]"
+TARGET = "lightning_mp.MixedPrecisionPlan"
+#: a file (or none), arguments, and what then stands at some keys; None is nothing
+COMPOSED: dict[str, tuple[str | None, str, dict[str, Any]]] = {
+    "nothing": (
+        None,
+        "",
+        {"plan.precision": "auto", "strategy.name": "auto", "model.architecture": "llama", "seed": 0},
+    ),
+    "a plain file is completed": (PLAIN, "", {"plan": {"precision": "bf16-mixed"}, "strategy.name": "auto", "seed": 0}),
+    "with callbacks": (PLAIN, "", {"callbacks.training_health._target_": "lightning_mp.callbacks.TrainingHealth"}),
+    "a choice replaces": (SCALED, "plan=bf16", {"plan": {"_target_": TARGET, "precision": "bf16-mixed"}}),
+    "what a defaults list names too": (
+        f"{GROUPS}  - _self_\nplan: {{tf32: high}}\n",
+        "plan=bf16",
+        {"plan": {"_target_": TARGET, "precision": "bf16-mixed"}},
+    ),
+    "a plan by its precision": (SCALED, "plan=bf16-true", {"plan": {"precision": "bf16-true"}}),
+    "over a group": (None, "plan=bf16-true", {"plan": {"precision": "bf16-true"}}),
+    "a section left out": (PLAIN, "callbacks=null", {"callbacks": None}),
+    "of the package": (None, "trainer=null", {"trainer": None}),
+    "a field of a word": (f"plan: 16\n{GROUPS}", "plan.tf32=high", {"plan.precision": "16-mixed", "plan.tf32": "high"}),
+    "a preset in the file": (f"plan: a100\n{GROUPS}", "", {"plan.precision": "bf16-mixed", "plan.tf32": "high"}),
+    "a field of it": (f"plan: a100\n{GROUPS}", "plan.tf32=highest", {"plan.tf32": "highest"}),
+    "a strategy by its name in a Trainer": (None, "strategy=mp_fsdp2", {"strategy.name": "fsdp2"}),
+    "a list for a mapping": (None, f"plan=longspec {LIST}", {"plan.pins": [{"pattern": "ln_*", "dtype": "fp32"}]}),
+    "an experiment as a file": (EXPERIMENT, "", {"plan.precision": "16-mixed", "seed": 5}),
+    **{
+        f"a value: {text}": (PLAIN + "ours: 1\n", text, {text.partition("=")[0]: value})
+        for text, value in {
+            "trainer.max_steps=7": 7,
+            "trainer.gradient_clip_val=0.5": 0.5,
+            "plan.tf32=high": "high",
+            "plan.loss_scaling.init_scale=8": 8,
+            "plan.pins.lm_head=fp32": "fp32",
+            "model.lr=0.2": 0.2,
+            "strategy.find_unused_parameters=true": True,
+            "callbacks.training_health.every_n_steps=2": 2,
+            "ours=2": 2,
+            "+more=3": None,
+            "run_dir=x": "x",
+        }.items()
+    },
+}
 
 
-def test_a_plain_file_is_completed_with_strategy_callbacks_and_settings(tmp_path: Path) -> None:
-    config = one(write(tmp_path, PLAIN))
-    assert config.plan == {"precision": "bf16-mixed"}
-    assert config.strategy.name == "auto"
-    assert "training_health" in config.callbacks
-    assert "default_root_dir" not in config.trainer
-    assert (config.seed, config.ckpt_path, config.run_dir[:9]) == (0, None, "runs/run-")
+@pytest.mark.parametrize("name", COMPOSED)
+def test_file_groups_and_arguments_are_one_config(name: str, tmp_path: Path) -> None:
+    text, arguments, expected = COMPOSED[name]
+    config = one(None if text is None else write(tmp_path, text), *arguments.split())
+    for key, value in expected.items():
+        assert OmegaConf.select(config, key) == value, key
 
 
-def test_a_choice_replaces_what_the_file_writes_out(tmp_path: Path) -> None:
-    path = write(tmp_path, PLAIN.replace("bf16-mixed", "16-mixed\n  loss_scaling: {init_scale: 8}"))
-    config = one(path, "plan=bf16")
-    assert config.plan == {"_target_": "lightning_mp.MixedPrecisionPlan", "precision": "bf16-mixed"}
+def test_the_file_may_stand_anywhere_and_its_path_may_have_an_equals_sign(tmp_path: Path) -> None:
+    """As the config of a run of a sweep has."""
+    path = write(tmp_path, PLAIN, "plan=fp16/config.yaml")
+    assert one(path, "seed=3").seed == 3
+    with composing.composed(["plan=fp16", path, "seed=3"], "train", Faults("test")) as (job,):
+        assert (job.config.plan.precision, job.config.seed, job.file) == ("16-mixed", 3, Path(path))
 
 
-@pytest.mark.parametrize("written", ["{precision: 16-mixed, loss_scaling: {init_scale: 8}}", "fp32", None])
-def test_a_plan_may_be_chosen_by_its_precision(written: str | None, tmp_path: Path) -> None:
-    path = None if written is None else write(tmp_path, PLAIN.replace("\n  precision: bf16-mixed", f" {written}"))
-    assert one(path, "plan=bf16-true").plan == {"precision": "bf16-true"}
-
-
-@pytest.mark.parametrize("section", ["callbacks", "trainer"])
-def test_a_section_may_be_left_out(section: str, tmp_path: Path) -> None:
-    assert section not in one(None, f"{section}=null")
-    assert section not in one(write(tmp_path, PLAIN), f"{section}=null")
-
-
-def test_a_value_may_be_given_for_what_is_there_and_for_what_may_be(tmp_path: Path) -> None:
-    path = write(tmp_path, PLAIN + "ours: 1\n")
-    changes = {
-        "trainer.max_steps=7": 7,
-        "trainer.gradient_clip_val=0.5": 0.5,
-        "plan.tf32=high": "high",
-        "plan.loss_scaling.init_scale=8": 8,
-        "plan.pins=[{pattern:'*norm*',dtype:fp32}]": [{"pattern": "*norm*", "dtype": "fp32"}],
-        "model.lr=0.2": 0.2,
-        "strategy.find_unused_parameters=true": True,
-        "callbacks.training_health.every_n_steps=2": 2,
-        "ours=2": 2,
-        "run_dir=x": "x",
-    }
-    config = one(path, *changes)
-    for text, expected in changes.items():
-        assert OmegaConf.select(config, text.partition("=")[0]) == expected, text
-
-
-@pytest.mark.parametrize("change", ["plan.tf32=high", "+plan.tf32=high"])
-def test_a_field_of_a_plan_that_is_a_word_is_added_to_it(tmp_path: Path, change: str) -> None:
-    path = write(tmp_path, "plan: 16\ndefaults:\n  - model: llama_tiny\n  - data: library_text\n")
-    assert one(path, change).plan == {"precision": "16-mixed", "tf32": "high"}
-
-
-def test_a_preset_in_the_file_is_what_it_is_on_the_command_line(tmp_path: Path) -> None:
-    groups = "defaults:\n  - plan: fp32\n  - model: llama_tiny\n  - data: library_text\n"
-    path = write(tmp_path, f"plan: a100\n{groups}")
-    assert one(path).plan == one(None, "plan=a100").plan
-    assert one(path, "plan.tf32=highest").plan.tf32 == "highest"
-    assert one(path, "plan=v100").plan.precision == "16-mixed"
-
-
-def test_a_strategy_may_be_chosen_by_its_name_in_a_trainer() -> None:
-    assert one(None, "strategy=mp_fsdp2").strategy.name == "fsdp2"
-
-
-def test_a_list_of_pins_replaces_a_mapping_of_them() -> None:
-    config = one(None, "plan=longspec", "plan.pins=[{pattern:'ln_*',dtype:fp32}]")
-    assert config.plan.pins == [{"pattern": "ln_*", "dtype": "fp32"}]
-    assert config.plan.tf32 == "high"
-
-
-def test_a_projects_own_groups_stand_beside_those_of_the_package(tmp_path: Path) -> None:
+def test_a_projects_own_groups_stand_next_to_those_of_the_package(tmp_path: Path) -> None:
     write(tmp_path, "defaults: [fp16]\nloss_scaling: {init_scale: 8}\n", "plan/ours.yaml")
-    path = write(tmp_path, "defaults:\n  - plan: ours\n  - model: gpt2_tiny\n  - data: library_text\n")
-    config = one(path)
+    config = one(write(tmp_path, GROUPS.replace("fp32", "ours")))
     assert (config.plan.precision, config.plan.loss_scaling.init_scale) == ("16-mixed", 8)
-    assert config.trainer.devices == 1
-
-
-def test_a_folder_of_groups_may_be_named(tmp_path: Path) -> None:
-    experiment = "# @package _global_\ndefaults:\n  - override /plan: fp16\nseed: 5\n"
-    write(tmp_path / "mine", experiment, "experiment/one.yaml")
+    write(tmp_path / "mine", EXPERIMENT, "experiment/one.yaml")
     config = one(None, "experiment=one", dirs=(tmp_path / "mine",))
     assert (config.plan.precision, config.seed) == ("16-mixed", 5)
 
 
-def test_a_root_of_ones_own_takes_an_experiment_and_the_command_line_has_the_last_word(tmp_path: Path) -> None:
-    write(tmp_path, "# @package _global_\ndefaults:\n  - override /plan: fp16\nseed: 5\n", "experiment/one.yaml")
-    path = write(
-        tmp_path, "defaults:\n  - plan: fp32\n  - model: llama_tiny\n  - data: library_text\n  - _self_\nseed: 1\n"
-    )
-    assert one(path).seed == 1
-    config = one(path, "experiment=one")
-    assert (config.plan.precision, config.seed) == ("16-mixed", 5)
-    config = one(path, "experiment=one", "plan=bf16", "seed=6")
-    assert (config.plan.precision, config.seed) == ("bf16-mixed", 6)
-
-
-def test_an_experiment_is_a_config_of_its_own_too(tmp_path: Path) -> None:
-    path = write(tmp_path, "# @package _global_\ndefaults:\n  - override /plan: fp16\n  - override /model: gpt2_tiny\n")
-    config = one(path, "data=library_text")
-    assert (config.plan.precision, config.model.architecture) == ("16-mixed", "gpt2")
+def test_the_command_line_has_the_last_word_over_an_experiment_and_that_over_the_file(tmp_path: Path) -> None:
+    write(tmp_path, EXPERIMENT, "experiment/one.yaml")
+    path = write(tmp_path, f"{GROUPS}  - _self_\nseed: 1\n")
+    found = [one(path, *words.split()) for words in ("", "experiment=one", "experiment=one plan=bf16 seed=6")]
+    precisions = ["32-true", "16-mixed", "bf16-mixed"]
+    assert [(each.plan.precision, each.seed) for each in found] == list(zip(precisions, (1, 5, 6), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -154,12 +125,8 @@ def test_an_experiment_is_a_config_of_its_own_too(tmp_path: Path) -> None:
 )
 def test_a_sweep_is_a_run_a_value(argument: str, expected: list[tuple[str, ...]]) -> None:
     assert [job.swept for job in composed(None, argument, multirun=True)] == expected
-
-
-def test_sweeps_multiply() -> None:
-    jobs = composed(None, "plan=fp32,bf16", "seed=1,2", "trainer.max_steps=9", multirun=True)
-    found = [(job.config.plan.precision, job.config.seed, job.config.trainer.max_steps) for job in jobs]
-    assert found == [("32-true", 1, 9), ("32-true", 2, 9), ("bf16-mixed", 1, 9), ("bf16-mixed", 2, 9)]
+    jobs = composed(None, argument, "trainer.max_steps=8,9", multirun=True)
+    assert [job.config.trainer.max_steps for job in jobs] == [8, 9] * len(expected)
 
 
 def test_hydra_is_left_as_it_was(tmp_path: Path) -> None:
