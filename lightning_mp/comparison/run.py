@@ -238,12 +238,14 @@ class Runs:
         if first[:both] != seen[:both]:
             raise PlanError([_order(seed)], "compare")
         work, unit = (watch.samples, "samples") if watch.tokens is None else (watch.tokens, "tokens")
+        # ranks of one replica, as the stages of a pipeline, share its batches
+        replicas: int = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         tail = losses[-self.last :]
         return RunResult(
             seed=seed,
             losses=tuple(losses),
             final_loss=(statistics.fmean(tail) if all(map(math.isfinite, tail)) else math.nan) if tail else None,
-            rate=work * trainer.world_size / watch.seconds if watch.seconds else None,
+            rate=work * replicas / watch.seconds if watch.seconds else None,
             unit=unit,
             peak_bytes=None if peak is None else peak.bytes,
             skipped=int(plan.skipped_steps),

@@ -103,7 +103,6 @@ ARGUMENTS = {
 @pytest.fixture(autouse=True)
 def nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
     assert {path.name for path in tmp_path.glob("runs/*/*")} <= {"config.yaml"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ class Losses:
     devices: int = 2
 
     def run(self) -> list[float]:
-        os.environ["XDG_CACHE_HOME"] = str(self.folder)
         out = str(self.folder / self.name)
         chosen = (
             f"strategy={self.name}",

@@ -21,21 +21,15 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tokens of the standard library are kept, for all examples."""
-    return tmp_path_factory.mktemp("cache")
-
-
 Example = Callable[..., Ran]
 
 
 @pytest.fixture
-def example(tmp_path: Path, cache: Path, pytestconfig: pytest.Config) -> Example:
+def example(tmp_path: Path, pytestconfig: pytest.Config) -> Example:
     """Runs an example, by its number and with arguments, in the test's own folder; it warns of nothing."""
 
     def ran(number: str, *arguments: str) -> Ran:
-        found = run(number, tmp_path, *arguments, cache=cache)
+        found = run(number, tmp_path, *arguments)
         assert warned(found, pytestconfig.getini("filterwarnings")) == []
         return found
 
@@ -72,9 +66,8 @@ def test_an_example_is_in_the_readme(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_doctor_finds_no_error_in_what_an_example_trains(
-    path: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.chdir(tmp_path)
     trainer, model, batch = handed_to_fit(path, ARGUMENTS.get(path.name[:2], ()), monkeypatch)
     arguments = {"accelerator": "cpu", "gradient_clip_val": trainer.gradient_clip_val}
@@ -114,8 +107,8 @@ def test_02_shows_the_true_diff() -> None:
 
 
 @pytest.fixture(scope="module")
-def after(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Ran:
-    return run("02_fp16_after", tmp_path_factory.mktemp("after"), cache=cache)
+def after(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return run("02_fp16_after", tmp_path_factory.mktemp("after"))
 
 
 @pytest.mark.slow
@@ -137,10 +130,8 @@ def test_02_runs_in_fp16_and_leaves_a_report(after: Ran, pytestconfig: pytest.Co
 
 
 @pytest.mark.slow
-def test_02_learns_as_much_as_it_did_before(
-    after: Ran, tmp_path: Path, cache: Path, pytestconfig: pytest.Config
-) -> None:
-    before = run("02_fp16_before", tmp_path, cache=cache)
+def test_02_learns_as_much_as_it_did_before(after: Ran, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    before = run("02_fp16_before", tmp_path)
     (said,) = warned(before, pytestconfig.getini("filterwarnings"))
     assert "fp16 is not supported on CPU" in said  # stock Lightning's, of its own 16-mixed
     losses = [float(ran.find(r"train loss ([\d.]+)")[0]) for ran in (before, after)]

@@ -98,7 +98,7 @@ def test_the_doctor_has_nothing_to_say_but_for_the_eval_mode_that_the_example_le
 @pytest.mark.slow
 def test_it_runs_as_it_is_and_finds_far_more_afterwards(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     (tmp_path / "here").mkdir()
-    ran = run("06", tmp_path / "here", cache=tmp_path / "cache", timeout=280)
+    ran = run("06", tmp_path / "here", timeout=280)
     assert warned(ran, pytestconfig.getini("filterwarnings")) == []
     before, after = (
         tuple(map(float, ran.find(rf" {steps} steps: recall@1 ([\d.]+), MRR@10 ([\d.]+)"))) for steps in (0, 20)

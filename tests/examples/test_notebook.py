@@ -27,7 +27,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     command = [sys.executable, "-c", "from nbclient.cli import main; main()", "--inplace", str(notebook)]
     run = subprocess.run(
         command,
-        env=environment(XDG_CACHE_HOME=folder / "cache"),
+        env=environment(),
         capture_output=True,
         encoding="utf-8",
         check=False,

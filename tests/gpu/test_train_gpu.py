@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() != 1
 def test_trainer_gpu_trains_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hydra")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = torch.cuda.max_memory_allocated()
     run(*QUICK[1:], "trainer=gpu", "plan=a100", "trainer.max_steps=3", "run_dir=out")
     assert len(losses("out")) == 3

@@ -49,13 +49,13 @@ def path_of(number: str) -> Path:
     return path
 
 
-def run(number: str, folder: Path, *arguments: str, cache: Path, timeout: float = 150) -> Ran:
+def run(number: str, folder: Path, *arguments: str, timeout: float = 150) -> Ran:
     """Run an example to its end, in ``folder``; it must succeed, and leave nothing beside itself."""
     before = _contents()
     child = subprocess.Popen(
         [sys.executable, str(path_of(number)), *arguments],
         cwd=folder,
-        env=environment(XDG_CACHE_HOME=cache),
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

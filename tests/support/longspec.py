@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -157,7 +156,6 @@ class Experiment:
     folder: Path
 
     def run(self) -> dict[str, Any]:
-        os.environ["XDG_CACHE_HOME"] = str(self.folder.parent)
         Look.last, ended = None, "finished"
         with fp16_supported():
             try:
