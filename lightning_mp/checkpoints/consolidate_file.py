@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mp.checkpoints.files import STORAGE
-from lightning_mp.checkpoints.formats import CheckpointFormatError
+from lightning_mp.checkpoints.formats import STORAGE, CheckpointFormatError
 from lightning_mp.checkpoints.load import read_weights
 from lightning_mp.errors import Faults, MissingExtraError, did_you_mean
 from lightning_mp.policy import storage_dtype

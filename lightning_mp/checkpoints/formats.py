@@ -1,11 +1,14 @@
-"""The three formats that strategies write, how to tell them apart, and the error where there is none of them."""
+"""The three formats that strategies write, how to tell them apart, and reading a file with errors that help."""
 
 from __future__ import annotations
 
 import os
+import pickle
+import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from fsspec.core import split_protocol
 
 from lightning_mp.errors import Fault
@@ -17,6 +20,9 @@ SHARDED_EXTRA, SHARDED_INDEX = "meta.pt", ".metadata"
 #: the file that names DeepSpeed's folder, and the name Lightning gives that folder
 DEEPSPEED_LATEST, DEEPSPEED_TAG = "latest", "checkpoint"
 DEEPSPEED_MODEL = "*_model_states.pt"
+
+#: the formats weights are kept in
+STORAGE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 ALLOWED = (
     f"a .ckpt file of Lightning, a folder of shards with {SHARDED_INDEX} and {SHARDED_EXTRA}, "
@@ -114,3 +120,51 @@ def _check_sharded(place: Path) -> None:
             ALLOWED,
             "its writing was cut short: take an earlier checkpoint",
         )
+
+
+def load(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
+    """What ``torch.save`` wrote to ``path``, on the CPU; with ``mmap`` tensors are read when they are used.
+
+    Raises:
+        CheckpointFormatError: it is no whole file of ``torch.save``, holds no dict, or holds more than tensors and
+            plain values where ``weights_only`` (torch's default) forbids it.
+    """
+    if not zipfile.is_zipfile(path):
+        raise CheckpointFormatError(
+            f"{str(path)!r}, which torch.save did not write, or not to its end",
+            ALLOWED,
+            "give the checkpoint itself; if it was cut short, copy it again or take an earlier one",
+        )
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise _refused(path, weights_only) from error
+    except (RuntimeError, EOFError) as error:
+        raise damaged(path, error) from error
+    if not isinstance(content, dict):
+        raise CheckpointFormatError(
+            f"{str(path)!r}, which holds a {type(content).__name__}", "a dict", "check the path"
+        )
+    return content
+
+
+def damaged(path: Path, error: BaseException) -> CheckpointFormatError:
+    """The error for a checkpoint whose reading ended in ``error``."""
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return CheckpointFormatError(
+        f"{str(path)!r}, which cannot be read: {reason}",
+        "a whole checkpoint",
+        "copy it again, or take an earlier one",
+    )
+
+
+def _refused(path: Path, weights_only: bool | None) -> CheckpointFormatError:
+    if weights_only is False:
+        return CheckpointFormatError(
+            f"{str(path)!r}, which is no pickle of torch.save", ALLOWED, "give the checkpoint itself"
+        )
+    return CheckpointFormatError(
+        f"{str(path)!r}, which holds objects besides tensors and plain values (hyperparameters, often)",
+        "plain checkpoints, unless weights_only=False",
+        "if you trust where it comes from, pass weights_only=False (--trust on the command line)",
+    )

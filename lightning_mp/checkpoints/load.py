@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.checkpoints import files, sharded, zero
+from lightning_mp.checkpoints import formats, sharded, zero
 from lightning_mp.checkpoints.formats import ALLOWED, CheckpointFormatError, kind_of
-from lightning_mp.checkpoints.names import plain_names
+from lightning_mp.checkpoints.keys import plain_names
 
 PLAN_KEY = "MixedPrecisionPlan"
 
@@ -57,7 +57,7 @@ def plan_state(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _file(path: Path, weights_only: bool | None, *, mmap: bool) -> dict[str, Any]:
-    content = files.load(path, weights_only=weights_only, mmap=mmap)
+    content = formats.load(path, weights_only=weights_only, mmap=mmap)
     if isinstance(content.get("state_dict"), dict):
         return content
     raise CheckpointFormatError(

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_mp.checkpoints import files
+from lightning_mp.checkpoints import formats
 from lightning_mp.checkpoints.formats import SHARDED_EXTRA, CheckpointFormatError
-from lightning_mp.checkpoints.names import plain_names
-from lightning_mp.modules.patterns import plain_name
+from lightning_mp.checkpoints.keys import plain_names, rekeyed
 
 # where ModelParallelStrategy and FSDPStrategy put the weights
 _WEIGHTS = ("state_dict", "model")
@@ -43,9 +42,9 @@ def checkpoint(path: Path, weights_only: bool | None) -> dict[str, Any]:
     content = _assembled(path, metadata)
     indices = sorted(int(name.removeprefix(_OPTIMIZER)) for name in content if name.startswith(_OPTIMIZER))
     return {
-        **files.load(path / SHARDED_EXTRA, weights_only=weights_only),
+        **formats.load(path / SHARDED_EXTRA, weights_only=weights_only),
         "state_dict": plain_names(content[key]),
-        "optimizer_states": [_by_position(content[f"{_OPTIMIZER}{index}"]) for index in indices],
+        "optimizer_states": [rekeyed(content[f"{_OPTIMIZER}{index}"]) for index in indices],
     }
 
 
@@ -53,7 +52,7 @@ def _metadata(path: Path) -> Metadata:
     try:
         metadata = FileSystemReader(path).read_metadata()
     except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise files.damaged(path, error) from error
+        raise formats.damaged(path, error) from error
     stored: dict[Any, Any] = metadata.storage_data or {}
     missing = sorted({str(info.relative_path) for info in stored.values() if not (path / info.relative_path).is_file()})
     if missing:
@@ -90,7 +89,7 @@ def _assembled(path: Path, metadata: Metadata, root: str | None = None) -> dict[
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.load(flat, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
     except CheckpointException as error:  # holds one error a rank; there is one rank here
-        raise files.damaged(path, next(iter(error.failures.values()))[0]) from error
+        raise formats.damaged(path, next(iter(error.failures.values()))[0]) from error
     content: dict[str, Any] = {}
     for name in wanted:
         _put(content, places.get(name, (name,)), flat[name])
@@ -116,16 +115,3 @@ def _put(content: Any, place: Sequence[str | int], value: Any) -> None:
         if there is None:
             there = content[key] = [] if isinstance(below, int) else {}
         content = there
-
-
-def _by_position(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by the place of each parameter in its groups, as ``Optimizer.load_state_dict`` wants it."""
-    groups: list[dict[str, Any]] = optimizer["param_groups"]
-    names = [plain_name(str(name)) for group in groups for name in group["params"]]
-    places = {name: place for place, name in enumerate(names)}
-    numbers = iter(range(len(names)))
-    state: dict[str, Any] = optimizer.get("state", {})  # absent where the optimizer keeps none
-    return {
-        "state": {places[plain_name(str(name))]: values for name, values in state.items()},
-        "param_groups": [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups],
-    }

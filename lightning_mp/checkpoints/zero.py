@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_mp.checkpoints import files
+from lightning_mp.checkpoints import formats
 from lightning_mp.checkpoints.formats import ALLOWED, DEEPSPEED_MODEL, CheckpointFormatError, deepspeed_folder
-from lightning_mp.checkpoints.names import plain_names
+from lightning_mp.checkpoints.keys import plain_names
 from lightning_mp.errors import MissingExtraError
 from lightning_mp.modules.patterns import plain_name
 
@@ -53,7 +53,7 @@ def loads_alike(path: Path, groups: list[list[str]]) -> bool:
     recorded = (states.get("lightning_mp") or {}).get("dtypes", {})
     if not groups:
         held = {plain_name(name): tensor.dtype for name, tensor in states["module"].items()}
-        return all(held.get(plain_name(name)) == files.STORAGE[dtype] for name, dtype in recorded.items())
+        return all(held.get(plain_name(name)) == formats.STORAGE[dtype] for name, dtype in recorded.items())
     return [[plain_name(name) for name in group] for group in states.get("param_shapes") or ()] == groups
 
 
@@ -72,7 +72,7 @@ def checkpoint(path: Path) -> dict[str, Any]:
     masters_of = _tool()
     folder = deepspeed_folder(path)
     states = _model_states(path, folder)
-    state_dict = plain_names(_full(path, states, lambda: _masters(path, folder, states, masters_of)))
+    state_dict = plain_names(_full(path, states, lambda: _masters(path, folder, masters_of)))
     record: Mapping[str, Any] = states.get("lightning_mp") or {}
     return {
         **{key: value for key, value in states.items() if key not in _OWN},
@@ -108,7 +108,7 @@ def _model_states(path: Path, folder: Path) -> dict[str, Any]:
         raise CheckpointFormatError(
             f"{str(path)!r}, without the model states of rank 0", ALLOWED, "copy the files of all nodes into it"
         )
-    states = files.load(found[0], weights_only=False, mmap=True)
+    states = formats.load(found[0], weights_only=False, mmap=True)
     if not isinstance(states.get("module"), dict):
         raise CheckpointFormatError(f"{str(found[0])!r}, which holds no module", ALLOWED, "check the path")
     return states
@@ -130,54 +130,18 @@ def _full(path: Path, states: Mapping[str, Any], masters: Callable[[], dict[str,
     # Under stage 3 the engine's own entries are empty: none may be left.
     wrong = [name for name, shape in shapes.items() if name in full and tuple(full[name].shape) != shape]
     if wrong:
-        raise files.damaged(path, ValueError(f"its parts do not make up {wrong[0]!r}"))
+        raise formats.damaged(path, ValueError(f"its parts do not make up {wrong[0]!r}"))
     return full
 
 
-def _masters(
-    path: Path, folder: Path, states: Mapping[str, Any], tool: Callable[..., dict[str, Tensor]]
-) -> dict[str, Tensor]:
+def _masters(path: Path, folder: Path, tool: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
     try:
-        found = _bf16_optimizers(states, folder)
-        if found is None:
-            with _silence():
-                found = tool(str(folder.parent), tag=folder.name)
-    except CheckpointFormatError:
-        raise
+        with _silence():
+            found = tool(str(folder.parent), tag=folder.name)
     except (ValueError, OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        raise files.damaged(path, error) from error
+        raise formats.damaged(path, error) from error
     # The masters were saved as what the optimizer steps: with requires_grad, which what is cut out of them inherits.
     return {name: tensor.detach() for name, tensor in found.items()}
-
-
-def _bf16_optimizers(states: Mapping[str, Any], folder: Path) -> dict[str, Tensor] | None:
-    """The masters of DeepSpeed's ``BF16_Optimizer``, which its tool does not know; ``None`` for ZeRO's optimizers."""
-    ranks = {int(file.name.split("_")[4]): file for file in folder.glob("bf16_zero_pp_rank_*_optim_states.pt")}
-    parts = [files.load(ranks[rank], weights_only=False, mmap=True)["optimizer_state_dict"] for rank in sorted(ranks)]
-    if not parts or "zero_stage" in parts[0]:
-        return None
-    expected = max(parts[0]["partition_count"])
-    if len(parts) != expected:
-        raise ValueError(f"Expected {expected} optimizer states, found {len(parts)}")
-    masters: dict[str, Tensor] = {}
-    for group, shapes in enumerate(states["param_shapes"]):
-        flat = torch.cat([part["single_partition_of_fp32_groups"][group] for part in parts])
-        pieces = flat.split([shape.numel() for shape in shapes.values()] + [flat.numel() - _numel(shapes)])
-        masters |= {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=False)}
-    shared: Mapping[str, str] = states.get("shared_params") or {}
-    masters |= {name: masters[other] for name, other in shared.items() if other in masters}
-    exact: dict[str, Any] = {"rtol": 0, "atol": 0, "equal_nan": True}
-    module: Mapping[str, Tensor] = states["module"]
-    wrong = [
-        name for name, master in masters.items() if not torch.allclose(master.to(module[name]), module[name], **exact)
-    ]
-    if wrong:
-        raise ValueError(f"the fp32 masters of {wrong[0]!r} do not round to its bf16 weights")
-    return masters
-
-
-def _numel(shapes: Mapping[str, torch.Size]) -> int:
-    return sum(shape.numel() for shape in shapes.values())
 
 
 @contextmanager
@@ -190,15 +154,15 @@ def _silence() -> Generator[None, None, None]:
 def _as_recorded(path: Path, state_dict: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
     """Floating tensors in the dtype recorded for their name; tied tensors stay tied."""
     wanted = {plain_name(name): dtype for name, dtype in dtypes.items()}
-    unknown = sorted(set(wanted.values()) - set(files.STORAGE))
+    unknown = sorted(set(wanted.values()) - set(formats.STORAGE))
     if unknown:
         raise CheckpointFormatError(
-            f"{str(path)!r}, which records the dtype {unknown[0]!r}", ", ".join(files.STORAGE), "update lightning-mp"
+            f"{str(path)!r}, which records the dtype {unknown[0]!r}", ", ".join(formats.STORAGE), "update lightning-mp"
         )
     made: dict[tuple[int, torch.Size, str], Tensor] = {}
     for name, value in state_dict.items():
         if name in wanted and isinstance(value, Tensor) and value.is_floating_point():
             key = value.data_ptr(), value.shape, wanted[name]
-            made.setdefault(key, value.to(files.STORAGE[wanted[name]]))
+            made.setdefault(key, value.to(formats.STORAGE[wanted[name]]))
             state_dict[name] = made[key]
     return state_dict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError, Kind, is_remote_path, kind_of, without_file_protocol
+from lightning_mp.checkpoints.keys import by_parameter, plain_names
 from lightning_mp.checkpoints.load import read_full
-from lightning_mp.checkpoints.names import plain_names
 from lightning_mp.checkpoints.sharded import entries
 from lightning_mp.compat.lightning import Strategy, TorchCheckpointIO, TrainerFn, rank_zero_info, trainer_of
 from lightning_mp.compat.torch import last_rates
 from lightning_mp.engines.optimizer_facts import of_another_optimizer
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.half_copies import stored_dtype
+from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.numerics.grads import parameters_of
 
@@ -190,7 +190,7 @@ class PortableDTensorCheckpoints(PortableCheckpoints):
         full: dict[str, Any] = checkpoint.pop("state_dict")
         shards = {name: sharded_like(here.get(name), value) for name, value in full.items()}
         module.load_state_dict(shards, strict=module.strict_loading)
-        load_states(self.optimizers, checkpoint, _sharded)
+        load_states(self.optimizers, checkpoint)
 
 
 def _remote(path: Any) -> Fault:
@@ -202,18 +202,6 @@ def _remote(path: Any) -> Fault:
     )
 
 
-def _sharded(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """A plain optimizer's state with each full tensor sharded as its parameter is."""
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    # Groups of other sizes are refused by the optimizer itself.
-    parameters = dict(zip(numbers, parameters_of(optimizer), strict=False))
-    sharded = {
-        number: {key: sharded_like(parameters.get(number), value) for key, value in values.items()}
-        for number, values in state["state"].items()
-    }
-    return {**state, "state": sharded}
-
-
 def sharded_like(target: Any, full: Any) -> Any:
     """``full``, sharded as ``target`` is if that is a DTensor of its shape."""
     if not isinstance(target, DTensor) or not isinstance(full, Tensor) or full.shape != target.shape:
@@ -221,15 +209,19 @@ def sharded_like(target: Any, full: Any) -> Any:
     return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
 
 
-def load_states(
-    optimizers: Any, checkpoint: Mapping[str, Any], own: Callable[[Mapping[str, Any], Optimizer], Any]
-) -> None:
-    """Load what is ``own`` of each full optimizer state; without any state, the learning rates of the schedulers."""
+def load_states(optimizers: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Load what this rank holds of each full optimizer state; without any, the learning rates of the schedulers."""
     states: list[Any] = checkpoint.get("optimizer_states") or []
     if optimizers and not states:
         set_learning_rates(optimizers, checkpoint)
     for optimizer, state in zip(optimizers, states, strict=bool(optimizers and states)):
-        optimizer.load_state_dict(own(state, optimizer))
+        optimizer.load_state_dict(by_parameter(state, optimizer, _held))
+
+
+def _held(parameter: Tensor | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    if parameter is not None and is_remote(parameter):
+        return None
+    return {key: sharded_like(parameter, value) for key, value in values.items()}
 
 
 def set_learning_rates(optimizers: Any, checkpoint: Mapping[str, Any]) -> None:

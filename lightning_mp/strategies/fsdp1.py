@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import Kind
-from lightning_mp.checkpoints.names import plain_names
+from lightning_mp.checkpoints.keys import plain_names, rekeyed
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
     FSDPStrategy,
@@ -38,6 +38,7 @@ from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.strategies import unfit
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
@@ -213,8 +214,7 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
             state = FullyShardedDataParallel.optim_state_dict(self._wrapped, optimizer)
         if self._state_dict_type == "sharded" or self.global_rank != 0:
             return state
-        names = [name for group in state["param_groups"] for name in group["params"]]
-        return _renamed(state, {name: place for place, name in enumerate(names)})
+        return rekeyed(state)
 
     @property
     def _wrapped(self) -> FullyShardedDataParallel:
@@ -344,18 +344,12 @@ def _by_name(state: Mapping[str, Any], optimizer: Optimizer, root: FullyShardedD
     Lightning takes the numbers for places in the *model*, which they are not where an optimizer has several groups.
     """
     names = {id(parameter): plain_name(name) for name, parameter in root.named_parameters()}
-    saved, here = ([group["params"] for group in groups] for groups in (state["param_groups"], optimizer.param_groups))
-    if list(map(len, saved)) != list(map(len, here)):
+    saved, here = ([len(group["params"]) for group in one] for one in (state["param_groups"], optimizer.param_groups))
+    if saved != here:
         fault = Fault(
-            f"an optimizer whose groups hold {[*map(len, here)]} parameters, for a state of {[*map(len, saved)]}",
+            f"an optimizer whose groups hold {here} parameters, for a state of {saved}",
             "the groups of the saved run",
             "configure the optimizer as it was, or take 'optimizer_states' out of the checkpoint",
         )
         raise PlanError([fault], "checkpoint")
-    numbers, parameters = ([one for group in groups for one in group] for groups in (saved, here))
-    return _renamed(state, {number: names[id(one)] for number, one in zip(numbers, parameters, strict=True)})
-
-
-def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in state["param_groups"]]
-    return {"state": {names[key]: values for key, values in state["state"].items()}, "param_groups": groups}
+    return rekeyed(state, [names[id(parameter)] for parameter in parameters_of(optimizer)])

@@ -184,14 +184,11 @@ def _moments(trainer: Trainer, module: nn.Module, weights: dict[str, Tensor]) ->
     return whole
 
 
-# What makes DeepSpeed choose the optimizer that its own zero_to_fp32 cannot read.
-_OWN_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 #: name -> strategy, module, precision
 HOSTS: dict[str, Any] = {
     "fsdp2": (sharded_hosts.fsdp2, lambda: Held(shard=True), "32-true"),
     "fsdp1": (lambda: sharded_hosts.fsdp1(auto_wrap_policy={nn.LayerNorm}), Held, "32-true"),
     **{f"zero{stage}": (lambda s=stage: sharded_hosts.deepspeed(s), Held, "32-true") for stage in range(4)},
-    "zero1 BF16_Optimizer": (lambda: sharded_hosts.deepspeed(1, **_OWN_SUMS), Held, "bf16-true"),
     **{f"zero{stage} bf16": (lambda s=stage: sharded_hosts.deepspeed(s), Held, "bf16-true") for stage in (1, 2, 3)},
     "llama fsdp2": (sharded_hosts.fsdp2, lambda: HeldLanguage(shard=True), "32-true"),
     "llama zero3": (lambda: sharded_hosts.deepspeed(3), HeldLanguage, "32-true"),

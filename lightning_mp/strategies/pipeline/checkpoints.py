@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import Kind
+from lightning_mp.checkpoints.keys import by_parameter
 from lightning_mp.compat.lightning import LightningOptimizer
 from lightning_mp.modules.remote import is_remote
-from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, load_states, sharded_like
 
 if TYPE_CHECKING:
@@ -57,13 +57,8 @@ class PipelineCheckpoints(PortableCheckpoints):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state for all parameters on rank 0, numbered as a plain model's optimizer numbers them."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        content = plain.state_dict()
-        mine = {
-            number: {key: _on_cpu(value) for key, value in content["state"][number].items()}
-            for number, parameter in _numbered(content, plain).items()
-            if number in content["state"] and not is_remote(parameter)
-        }
-        return {**content, "state": self._gathered(mine)}
+        content = by_parameter(plain.state_dict(), plain, _local)
+        return {**content, "state": self._gathered(content["state"])}
 
     def _gathered(self, mine: dict[Any, Any]) -> dict[Any, Any]:
         """On rank 0, what every stage of the first replica has; on others their own. One stage travels at a time."""
@@ -104,26 +99,16 @@ class PipelineCheckpoints(PortableCheckpoints):
         gone = {name for name, one in module.named_parameters(remove_duplicate=False) if is_remote(one)}
         kept = {name: sharded_like(here.get(name), value) for name, value in full.items() if name not in gone}
         module.load_state_dict(kept, strict=False)
-        load_states(self.optimizers, checkpoint, _own)
+        load_states(self.optimizers, checkpoint)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """They were loaded with the weights."""
 
 
-def _numbered(state: Mapping[str, Any], optimizer: Optimizer) -> dict[int, Tensor]:
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    return dict(zip(numbers, parameters_of(optimizer), strict=False))
-
-
-def _own(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state of the parameters that are here, sharded as they are."""
-    numbered = _numbered(state, optimizer)
-    mine = {
-        number: {key: sharded_like(numbered.get(number), value) for key, value in values.items()}
-        for number, values in state["state"].items()
-        if number not in numbered or not is_remote(numbered[number])
-    }
-    return {**state, "state": mine}
+def _local(parameter: Tensor | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    if parameter is None or is_remote(parameter):
+        return None
+    return {key: _on_cpu(value) for key, value in values.items()}
 
 
 def _on_cpu(value: Any) -> Any:
