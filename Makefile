@@ -71,9 +71,8 @@ format: $(DONE)/dev ## write the style that `make lint` asks for
 	@$(BIN)/ruff check --fix $(LINTED)
 	@$(BIN)/ruff format $(LINTED)
 
-bench: $(DONE)/test ## measure step times and host reads: of a plan, of the monitors, and of every strategy
+bench: $(DONE)/test ## measure step times and device syncs: of a plan, of the monitors, and of every strategy
 	@$(BIN)/python -m benchmarks.run $(ARGS)
-	@$(BIN)/python -m benchmarks.monitors $(ARGS)
 	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m benchmarks.sharded $(ARGS)
 
 clean: ## remove .venv, caches and build output

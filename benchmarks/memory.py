@@ -1,19 +1,16 @@
 """Predicted memory beside the allocator's, written into docs/planner.md.
 
-python -m benchmarks.memory             # all cells of one device, an hour on a busy machine; the slow tests hold them
-python -m benchmarks.memory --sharded   # those of a rank of two, ten minutes
+``python -m benchmarks.memory``: all cells of one device, an hour on a busy machine; the slow tests hold them.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +25,7 @@ from lightning_mp.planner import MemoryPrediction, predict_memory
 from lightning_mp.tracing.run import ALONE, Again
 
 MARKS = ("<!-- written by benchmarks/memory.py -->", "<!-- as far as here, by benchmarks/memory.py -->")
-SHARDED_MARKS = ("<!-- written by benchmarks/memory.py --sharded -->", "<!-- as far as here, sharded -->")
-_FIGURES = ("cells", "largest peak, MiB", "worst prediction")
+FIGURES = ("cells", "largest peak, MiB", "worst prediction")
 MODELS = ("gpt2", "llama", "conv")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "fp8-mixed")
 CHECKPOINTING = ("none", "full", "selective")
@@ -182,17 +178,15 @@ def _found() -> Iterator[tuple[tuple[str, ...], int, Sequence[float]]]:
         yield (cell.model, f"`{cell.precision}`"), true, [said / true - 1]
 
 
-def main(page: Path = DOCS / "planner.md") -> None:
-    """Write one of the tables into ``page``."""
-    head, marks, found = ["model", "precision", *_FIGURES], MARKS, _found
-    if "--sharded" in sys.argv[1:]:
-        from benchmarks.sharded_memory import found
-
-        head, marks = ["strategy", *_FIGURES, "worst of what is held"], SHARDED_MARKS
-    written = table(head, summed_up(found()))  # takes long: what is written of the page meanwhile stays
+def write(
+    head: list[str], found: Iterable[tuple[tuple[str, ...], int, Sequence[float]]], marks: tuple[str, str]
+) -> None:
+    """Write a table into docs/planner.md, between the two ``marks``."""
+    # takes long: what is written of the page meanwhile stays
+    page, written = DOCS / "planner.md", table(head, summed_up(found))
     before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
     page.write_text(f"{before}{marks[0]}\n\n{written}\n{marks[1]}{rest.partition(marks[1])[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write(["model", "precision", *FIGURES], _found(), MARKS)

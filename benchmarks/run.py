@@ -1,148 +1,201 @@
-"""The figures of the README: step time against stock Lightning, host reads, import time.
+"""What a plan and the monitors cost: step time, device syncs and import time, against stock Lightning.
 
-Both sides of every ratio are interleaved in this one process (or, for imports, in alternating processes); what is
-printed are medians and their ratio. ``python -m benchmarks.run [--quick]``
+``python -m benchmarks.run [plan monitors casts] [--quick]``: medians of sides that take turns, and their ratio.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
-import statistics
 import subprocess
 import sys
+import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch import Callback
 from rich.console import Console
 from rich.table import Table
+from torch.overrides import TorchFunctionMode
 
-from benchmarks.exact import READS, same_as_stock
-from benchmarks.fit import fit
-from benchmarks.shapes import SHAPES, Shape
-from lightning_mp import LossScaling, MixedPrecisionPlan
+from benchmarks.harness import (
+    MODES,
+    SHAPES,
+    WARM_UP,
+    Shape,
+    StepTimes,
+    Tiny,
+    device_name,
+    fit,
+    interleaved,
+    plan,
+    quietly,
+    stock,
+    vectors,
+)
+from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
 
-WARM_UP = 5
-MODES = ("32-true", "bf16-mixed", "16-mixed")
-TARGETS = {"compute-bound GPT-2": 1.03, "tiny MLP": 1.05}
-
-
-class StepTimes(Callback):
-    """Wall-clock seconds from the end of one batch to the end of the next, the loop around the step included."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._last: float | None = None
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Note the time since the last call."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        if self._last is not None and trainer.global_step > WARM_UP:
-            self.seconds.append(now - self._last)
-        self._last = now
-
-
-def stock(mode: str) -> Precision | None:
-    """Lightning's own plugin for ``mode``; it has no fp16 on the CPU by name, but the plugin itself works there."""
-    if mode == "32-true":
-        return None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**8) if mode == "16-mixed" else None
-    return MixedPrecision(mode, device, scaler)  # pyright: ignore[reportArgumentType]
+#: how a tensor's value comes to the host
+_READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
+#: optimizers of the tiny net whose steps are counted
+_STEPS = 20
+OPTIMIZERS = {
+    "fused AdamW": {"fused": True},
+    "fused AdamW, OneCycleLR": {"fused": True, "scheduled": _STEPS + 1},
+    "plain AdamW": {},
+}
 
 
-def quiet_plan(mode: str) -> MixedPrecisionPlan:
-    """The plan with a scale at which no step is skipped: only there can weights be compared."""
-    scaled = mode == "16-mixed"
-    return MixedPrecisionPlan(mode, loss_scaling=LossScaling.torch(init_scale=2.0**8) if scaled else None)
-
-
-def run(shape: Shape, plugin: Precision | None, module: LightningModule, steps: int) -> list[float]:
-    """Step times of one short fit."""
+def seconds(shape: Shape, plugin: Callable[[], Any], steps: int, watched: bool = False) -> list[float]:
+    """Step times of one short fit, clipping by norm on; ``watched`` by both monitors, without a report at the end."""
     times = StepTimes()
-    fit(module, shape.data(), plugin, steps, callbacks=[times], gradient_clip_val=1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        monitors = [TrainingHealth(folder, report=False), LossScaleMonitor()] if watched else []
+        fit(shape.module(), shape.data(), plugin(), steps, callbacks=[*monitors, times], gradient_clip_val=1.0)
     return times.seconds
 
 
-def compare(shape: Shape, mode: str, rounds: int, steps: int) -> tuple[float, float]:
-    """Median seconds a step: (stock, plan), the two in turn, with the order swapped every round."""
-    sides: dict[str, tuple[Callable[[], Precision | None], list[float]]] = {
-        "stock": (lambda: stock(mode), []),
-        "plan": (lambda: quiet_plan(mode), []),
-    }
-    for number in range(rounds):
-        for name in sorted(sides, reverse=bool(number % 2)):
-            plugin, seconds = sides[name]
-            torch.manual_seed(0)
-            seconds += run(shape, plugin(), shape.module(), steps)
-    return statistics.median(sides["stock"][1]), statistics.median(sides["plan"][1])
+class Syncs(TorchFunctionMode, Callback):
+    """Counts, in each warm batch, how often a tensor's value was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[-1] += getattr(func, "__name__", "") in _READS
+        return func(*args, **(kwargs or {}))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.counts.append(0)
+        self.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.__exit__(None, None, None)
 
 
-def import_ratio(statement: str, rounds: int) -> tuple[float, float]:
-    """Median seconds of a fresh interpreter: (``import lightning.pytorch``, ``statement``)."""
-    seconds: dict[str, list[float]] = {"import lightning.pytorch": [], statement: []}
-    for _ in range(rounds):
-        for code, times in seconds.items():
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
-            times.append(time.perf_counter() - start)
-    base, ours = seconds.values()
-    return statistics.median(base), statistics.median(ours)
+def syncs(plugin: Any, optimizer: dict[str, Any], every: int = 0) -> float:
+    """Device syncs a warm step of the tiny net; with monitors that look ``every`` so many steps."""
+    count = Syncs()
+    with tempfile.TemporaryDirectory() as folder:
+        monitors = [TrainingHealth(folder, every, report=False), LossScaleMonitor(every)] if every else []
+        fit(Tiny(**optimizer), vectors(), plugin, _STEPS, callbacks=[*monitors, count], gradient_clip_val=1.0)
+    return sum(count.counts[WARM_UP:]) / len(count.counts[WARM_UP:])
+
+
+def same_as_stock(mode: str) -> bool:
+    """Whether steps of plain AdamW with clipping leave the same bits in every weight."""
+    weights: list[list[torch.Tensor]] = []
+    for plugin in (stock, plan):
+        torch.manual_seed(0)
+        module = Tiny()
+        fit(module, vectors(), plugin(mode), _STEPS, gradient_clip_val=1.0)
+        weights.append([parameter.detach().cpu() for parameter in module.parameters()])
+    return all(map(torch.equal, *weights))
+
+
+def of_imports(code: str) -> list[float]:
+    """Seconds of a fresh interpreter."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    return [time.perf_counter() - start]
+
+
+def the_plan(*, quick: bool) -> list[Table]:
+    """The plan beside stock Lightning."""
+    timed = Table("what", "mode", "stock", "plan", "ratio", "target", title="A plan: medians of both in turn")
+    for shape in SHAPES:
+        rounds, steps = (2, WARM_UP + 4) if quick else (shape.rounds, shape.steps)
+        for mode in MODES:
+            sides = {one.__name__: partial(seconds, shape, partial(one, mode), steps) for one in (stock, plan)}
+            found = interleaved(sides, rounds)
+            _row(timed, f"step, {shape.name}", mode, found["stock"], found["plan"], f"<= {shape.target}")
+    for code in ("import lightning_mp", "from lightning_mp import MixedPrecisionPlan"):
+        codes = ("import lightning.pytorch", code)
+        theirs, ours = interleaved({one: partial(of_imports, one) for one in codes}, 2 if quick else 9).values()
+        _row(timed, code, "", theirs, ours, "<= 1.10")
+    counted = Table("what", *MODES, "target", title="Counted, clipping by norm on")
+    for name, optimizer in OPTIMIZERS.items():
+        own = syncs(None, optimizer)  # what a plain optimizer on the CPU reads of itself: its step counts
+        row = [f"{syncs(plan(mode), optimizer) - own:g}" for mode in MODES]
+        counted.add_row(f"device syncs a step by the plan, {name}", *row, "0" if name == "fused AdamW" else "<= 1")
+    counted.add_row(
+        "weights equal stock's, bit for bit", *("NO" if not same_as_stock(m) else "yes" for m in MODES), "yes"
+    )
+    return [timed, counted]
+
+
+def the_monitors(*, quick: bool) -> list[Table]:
+    """TrainingHealth in every step and LossScaleMonitor beside the same run without them."""
+    timed = Table("shape", "mode", "without", "with", "ratio", "target", title="Monitors: medians of both in turn")
+    for shape in SHAPES:
+        rounds, steps = (2, WARM_UP + 4) if quick else (shape.rounds, shape.steps)
+        for plugin in (stock, plan):
+            for mode in MODES:
+                sides = {str(on): partial(seconds, shape, partial(plugin, mode), steps, on) for on in (False, True)}
+                found, target = interleaved(sides, rounds), "<= 1.03" if shape is SHAPES[0] else ""
+                _row(timed, shape.name, f"{plugin.__name__}, {mode}", found["False"], found["True"], target)
+    counted = Table("a reading every", "device syncs a step", title="Counted, 16-mixed")
+    without = syncs(plan("16-mixed"), {})
+    for every in (1, 4):
+        counted.add_row(str(every), f"{syncs(plan('16-mixed'), {}, every) - without:g}")
+    return [timed, counted]
+
+
+def the_casts(*, quick: bool) -> list[Table]:
+    """What autocast's casts of weights take of a forward and backward pass of GPT-2's blocks, on a CPU."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"n_embd": 384, "n_layer": 4, "n_head": 6, "vocab_size": 4096, "n_positions": 256}
+    model, ids = GPT2LMHeadModel(GPT2Config(**sizes, **dropout)), torch.randint(4096, (4, 128))
+    weights = [parameter for name, parameter in model.named_parameters() if ".h." in name and parameter.dim() == 2]
+
+    def timed(call: Callable[[], Any]) -> list[float]:
+        start = time.perf_counter()
+        call()
+        return [time.perf_counter() - start]
+
+    def passes() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            model(input_ids=ids, labels=ids).loss.backward()
+
+    def casts() -> None:
+        for weight in weights:
+            weight.detach().to(torch.bfloat16)
+
+    sides = {"passes": partial(timed, passes), "casts": partial(timed, casts)}
+    interleaved(sides, 1)
+    found = interleaved(sides, 2 if quick else 25)
+    table = Table("weights", "tokens", "casts, of a forward and backward pass")
+    table.add_row(f"{sum(w.numel() for w in weights):,}", str(ids.numel()), f"{found['casts'] / found['passes']:.1%}")
+    return [table]
+
+
+def _row(table: Table, what: str, mode: str, first: float, second: float, target: str) -> None:
+    table.add_row(what, mode, f"{first * 1e3:.3f} ms", f"{second * 1e3:.3f} ms", f"{second / first:.3f}", target)
+    print(f"{what} {mode}: {second / first:.3f}", flush=True)
+
+
+PARTS = {"plan": the_plan, "monitors": the_monitors, "casts": the_casts}
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["plan", "monitors"], help=f"of {', '.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="a smoke run: the figures mean nothing")
-    quick = parser.parse_args().quick
-    warnings.simplefilter("ignore")
-    import logging
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    table = Table("what", "mode", "stock", "plan", "ratio", "asked for", title="Medians, both sides interleaved")
-    for shape in SHAPES:
-        rounds, steps = (2, WARM_UP + 4) if quick else (shape.rounds, shape.steps)
-        for mode in MODES:
-            ours, theirs = compare(shape, mode, rounds, steps)[::-1]
-            ratio = f"{ours / theirs:.3f}"
-            asked = f"<= {TARGETS[shape.name]}"
-            table.add_row(f"step, {shape.name}", mode, f"{theirs * 1e3:.3f} ms", f"{ours * 1e3:.3f} ms", ratio, asked)
-    for statement in ("import lightning_mp", "from lightning_mp import MixedPrecisionPlan"):
-        theirs, ours = import_ratio(statement, 2 if quick else 9)
-        table.add_row(statement, "", f"{theirs:.2f} s", f"{ours:.2f} s", f"{ours / theirs:.3f}", "<= 1.10")
-    counted = Table("what", *MODES, "asked for", title="Counted, clipping by norm on")
-    for name, reads in READS.items():
-        own = reads(None)  # what a plain optimizer on the CPU reads of itself: its step counts
-        row = [f"{reads(MixedPrecisionPlan(mode)) - own:g}" for mode in MODES]
-        counted.add_row(f"host reads a step by the plan, {name}", *row, "0" if name == "fused AdamW" else "<= 1")
-    same = [same_as_stock(partial(stock, mode), partial(quiet_plan, mode)) for mode in MODES]
-    counted.add_row("weights equal stock's, bit for bit", *("yes" if equal else "NO" for equal in same), "yes")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
-    console = Console(width=120)
-    console.print(table)
-    console.print(counted)
-    print(f"{device}; torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}")
-
-
-def processor() -> str:
-    """The CPU's name and how many threads torch uses on it."""
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8") as info:
-            name = next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    given = parser.parse_args()
+    quietly()
+    for part in given.parts:
+        for table in PARTS[part](quick=given.quick):
+            Console(width=120).print(table)
+    versions = f"torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}"
+    print(f"{device_name()}; {versions}")
 
 
 if __name__ == "__main__":

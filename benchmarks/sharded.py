@@ -7,28 +7,35 @@ Both sides take turns in the same two processes; printed are medians and their r
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import statistics
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
+from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fit import fit
-from benchmarks.run import StepTimes, processor
-from benchmarks.shapes import LanguageModel, tokens
-from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
+from benchmarks.harness import (
+    MODES,
+    LanguageModel,
+    StepTimes,
+    device_name,
+    fit,
+    interleaved,
+    plan,
+    quietly,
+    stock,
+    tokens,
+)
+from lightning_mp import make_strategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -77,10 +84,8 @@ class AutocastHere(FSDPPrecision):
 
 
 def _plugin(mode: str) -> dict[str, Any]:
-    if mode == "32-true":
-        return {}
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if mode == "16-mixed" else None
-    return {"plugins": [MixedPrecision(mode, "cpu", scaler)]}  # pyright: ignore[reportArgumentType]
+    plugin = stock(mode)
+    return {} if plugin is None else {"plugins": [plugin]}
 
 
 def _ddp(mode: str) -> tuple[dict[str, Any], LightningModule]:
@@ -127,43 +132,35 @@ ROWS: tuple[tuple[str, Side, tuple[str, ...]], ...] = (
 
 
 def _ours(name: str, mode: str) -> tuple[dict[str, Any], LightningModule]:
-    plan = MixedPrecisionPlan(mode, loss_scaling=LossScaling.torch(2.0**8) if mode == "16-mixed" else None)
-    return {"plugins": [plan], "strategy": make_strategy(name.partition(" ")[0], plan)}, LanguageModel()
-
-
-def _seconds(arguments: dict[str, Any], module: LightningModule, steps: int, clip: float | None) -> list[float]:
-    times = StepTimes()
-    two = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [times]}
-    fit(module, tokens(), None, steps, **two, **arguments)
-    dist.barrier()
-    return times.seconds
+    made = plan(mode)
+    return {"plugins": [made], "strategy": make_strategy(name.partition(" ")[0], made)}, LanguageModel()
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Median seconds a step: (stock, plan), in turn, the order swapped every round; run by every rank."""
+    """Median seconds a step of stock and plan, in turn; run by every rank."""
 
     row: int
     mode: str
     rounds: int
     steps: int
 
-    def run(self) -> tuple[float, float]:
+    def run(self) -> dict[str, float]:
         """Train ``rounds`` times on each side."""
-        warnings.simplefilter("ignore")
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        name, stock, _ = ROWS[self.row]
-        sides: dict[str, tuple[Callable[[], Any], list[float]]] = {
-            "stock": (lambda: stock(self.mode), []),
-            "plan": (lambda: _ours(name, self.mode), []),
-        }
-        for number in range(self.rounds):
-            for side in sorted(sides, reverse=bool(number % 2)):
-                build, seconds = sides[side]
-                torch.manual_seed(0)
-                # Lightning's FSDP1 cannot clip by norm
-                seconds += _seconds(*build(), self.steps, clip=None if name == "fsdp1" else 1.0)
-        return statistics.median(sides["stock"][1]), statistics.median(sides["plan"][1])
+        quietly()
+        name, theirs, _ = ROWS[self.row]
+        sides = {"stock": lambda: theirs(self.mode), "plan": lambda: _ours(name, self.mode)}
+        return interleaved({side: partial(self._seconds, build) for side, build in sides.items()}, self.rounds)
+
+    def _seconds(self, build: Callable[[], Any]) -> list[float]:
+        arguments, module = build()
+        # Lightning's FSDP1 cannot clip by norm
+        clip = None if ROWS[self.row][0] == "fsdp1" else 1.0
+        times = StepTimes()
+        two = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [times]}
+        fit(module, tokens(), None, self.steps, **two, **arguments)
+        dist.barrier()
+        return times.seconds
 
 
 def main() -> None:
@@ -171,21 +168,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run: the figures mean nothing")
     parser.add_argument("--strategies", nargs="*", default=[name for name, _, _ in ROWS])
-    parser.add_argument("--modes", nargs="*", default=["32-true", "bf16-mixed", "16-mixed"])
+    parser.add_argument("--modes", nargs="*", default=MODES)
     given = parser.parse_args()
     rounds, steps = (2, 8) if given.quick else (6, 17)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(".venv/torch_extensions").resolve()))
-    table = Table("strategy", "mode", "stock", "plan", "ratio", "asked for", title="A step, two processes on gloo")
+    table = Table("strategy", "mode", "stock", "plan", "ratio", "target", title="A step, two processes on gloo")
     for row, (name, _, modes) in enumerate(ROWS):
         for mode in (mode for mode in modes if name in given.strategies and mode in given.modes):
-            theirs, ours = run_ranks(Steps(row, mode, rounds, steps), seconds=600)[0]
-            ratio = f"{ours / theirs:.3f}"
-            table.add_row(
-                name, mode, f"{theirs * 1e3:.1f} ms", f"{ours * 1e3:.1f} ms", ratio, f"<= {TARGETS.get(name, TARGET)}"
+            found = run_ranks(Steps(row, mode, rounds, steps), seconds=600)[0]
+            ratio, times = (
+                f"{found['plan'] / found['stock']:.3f}",
+                [f"{found[s] * 1e3:.1f} ms" for s in ("stock", "plan")],
             )
+            table.add_row(name, mode, *times, ratio, f"<= {TARGETS.get(name, TARGET)}")
             print(f"{name} {mode}: {ratio}", flush=True)
     Console(width=120).print(table)
-    print(f"{processor()} a process; torch {torch.__version__}")
+    print(f"{device_name()} a process; torch {torch.__version__}")
 
 
 if __name__ == "__main__":

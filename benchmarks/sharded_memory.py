@@ -1,6 +1,6 @@
 """What a rank of two holds, and its peak, beside the prediction: each strategy in two processes on gloo.
 
-``benchmarks/memory.py`` writes the table, the slow tests hold it.
+``python -m benchmarks.sharded_memory`` writes the table, the slow tests hold it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.memory import Cell
+from benchmarks.memory import FIGURES, Cell, write
 from lightning_mp import make_strategy, trainer_kwargs
 from lightning_mp.comparison.run import quiet
 from lightning_mp.compat.lightning import Callback, LightningModule, Strategy, Trainer
@@ -24,6 +24,7 @@ from lightning_mp.planner import MemoryPrediction, predict_memory
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.tracing.run import ALONE, STEPS, Again
 
+MARKS = ("<!-- written by benchmarks/sharded_memory.py -->", "<!-- as far as here, sharded -->")
 HELD = ("parameters", "gradients", "optimizer_state")
 #: gloo's threads let go of what they sent at no fixed moment, which only adds: the least of so many runs is taken
 _RUNS = 3
@@ -128,3 +129,7 @@ def found() -> Iterator[tuple[tuple[str, ...], int, list[float]]]:
                 true, held = min(answers, key=lambda answer: answer[0])
                 holds = sum(said.held[part] for part in HELD) / sum(held.values())
                 yield (name,), true, [said.peak_bytes / true - 1, holds - 1]
+
+
+if __name__ == "__main__":
+    write(["strategy", *FIGURES, "worst of what is held"], found(), MARKS)

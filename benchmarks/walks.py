@@ -5,11 +5,9 @@ From YAML to a scale, from a pin to a forward, one FSDP2 step and one ZeRO step,
 
 from __future__ import annotations
 
-import logging
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_mp
-from benchmarks.fit import fit
+from benchmarks.harness import fit, quietly
 from lightning_mp import MixedPrecisionPlan, make_strategy
 
 PACKAGE = Path(lightning_mp.__file__).parent
@@ -130,8 +128,7 @@ WALKS: dict[str, Callable[[], set[str]]] = {
 
 def main() -> None:
     """Print each walk's files."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quietly()
     for name, walk in WALKS.items():
         files = sorted(walk())
         print(f"{name}: {len(files)} files: {', '.join(files)}")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 
-from benchmarks.fit import fit
 from benchmarks.gpu.models import (
     GPT2_SMALL,
     LLAMA_1B,
@@ -25,15 +24,12 @@ from benchmarks.gpu.models import (
     Size,
 )
 from benchmarks.gpu.part import Figures
-from lightning_mp import FP8, LossScaling, MixedPrecisionPlan
+from benchmarks.harness import MODES, SCALE, WARM_UP, fit, interleaved, plan, stock
+from lightning_mp import FP8, MixedPrecisionPlan
 from lightning_mp.numerics.device import describe
 from lightning_mp.policy import hardware
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MODES = ("32-true", "bf16-mixed", "16-mixed")
-WARM_UP = 5
-#: a scale at which no step of these models overflows: a skipped step costs less than an applied one
-SCALE = 2.0**8
 
 
 class BlockTime(Callback):
@@ -71,18 +67,6 @@ def _clock() -> float:
     return time.perf_counter()
 
 
-def _plan(mode: str, **fields: Any) -> MixedPrecisionPlan:
-    scaling = LossScaling.torch(init_scale=SCALE) if mode == "16-mixed" else None
-    return MixedPrecisionPlan(mode, loss_scaling=scaling, **fields)  # pyright: ignore[reportArgumentType]
-
-
-def _stock(mode: str) -> Precision | None:
-    if mode == "32-true":
-        return None
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=SCALE) if mode == "16-mixed" else None
-    return MixedPrecision(mode, DEVICE, scaler)  # pyright: ignore[reportArgumentType]
-
-
 def _fit(module: Decoder, size: Size, plugin: Precision | None, steps: int, *callbacks: Callback, **more: Any) -> None:
     warnings.simplefilter("ignore")
     more |= {"accelerator": "gpu" if DEVICE == "cuda" else "cpu", "callbacks": list(callbacks)}
@@ -117,7 +101,7 @@ def sync(figures: Figures, *, quick: bool) -> None:
 
 def _waited(mode: str, size: Size, steps: int) -> dict[str, Any]:
     try:
-        _fit(Decoder(size), size, _plan(mode), steps, SyncIsAnError(), gradient_clip_val=1.0)
+        _fit(Decoder(size), size, plan(mode), steps, SyncIsAnError(), gradient_clip_val=1.0)
     except RuntimeError as error:
         return {"waited": True, "error": str(error)[:300]}
     finally:
@@ -130,17 +114,17 @@ def ladder(figures: Figures, *, quick: bool) -> None:
     """fp32, TF32, fp16, bf16 on the same weights and batches: speed, memory and the loss each comes to."""
     size, steps = (TINY, WARM_UP + 2) if quick else (GPT2_SMALL, WARM_UP + 35)
     rungs = {
-        "fp32": _plan("32-true", tf32="highest"),
-        "tf32": _plan("32-true", tf32="high"),
-        "fp16": _plan("16-mixed"),
-        "bf16": _plan("bf16-mixed"),
-        "bf16 + checkpointing": _plan("bf16-mixed", checkpointing="GPT2Block"),
+        "fp32": plan("32-true", tf32="highest"),
+        "tf32": plan("32-true", tf32="high"),
+        "fp16": plan("16-mixed"),
+        "bf16": plan("bf16-mixed"),
+        "bf16 + checkpointing": plan("bf16-mixed", checkpointing="GPT2Block"),
     }
-    for name, plan in rungs.items():
+    for name, rung in rungs.items():
         torch.manual_seed(0)
         module = Decoder(size)
-        run = _run(module, size, plan, steps, gradient_clip_val=1.0)
-        figures.note(name, {**run, "skipped": plan.skipped_steps})
+        run = _run(module, size, rung, steps, gradient_clip_val=1.0)
+        figures.note(name, {**run, "skipped": rung.skipped_steps})
         del module
 
 
@@ -148,14 +132,14 @@ def overhead(figures: Figures, *, quick: bool) -> None:
     """Seconds a step of a loop written by hand, of stock Lightning and of the plan, in turn: ratios of medians."""
     size, steps, rounds = (TINY, WARM_UP + 2, 1) if quick else (GPT2_SMALL, WARM_UP + 15, 4)
     for mode in MODES:
-        seconds: dict[str, list[float]] = {"loop": [], "stock": [], "plan": []}
-        for number in range(rounds):
-            for side in sorted(seconds, reverse=bool(number % 2)):
-                torch.manual_seed(0)
-                seconds[side].append(_SIDES[side](Decoder(size), size, mode, steps))
-        medians = {side: statistics.median(values) for side, values in seconds.items()}
+        sides = {side: partial(_side, side, size, mode, steps) for side in _SIDES}
+        medians = interleaved(sides, rounds)
         ratios = {f"plan/{side}": medians["plan"] / medians[side] for side in ("stock", "loop")}
         figures.note(mode, {**{f"{side}_ms": value * 1e3 for side, value in medians.items()}, **ratios})
+
+
+def _side(name: str, size: Size, mode: str, steps: int) -> list[float]:
+    return [_SIDES[name](Decoder(size), size, mode, steps)]
 
 
 def _by_hand(module: Decoder, size: Size, mode: str, steps: int) -> float:
@@ -187,8 +171,8 @@ def _by_trainer(plugin: Callable[[str], Precision | None]) -> Callable[[Decoder,
 
 _SIDES: dict[str, Callable[[Decoder, Size, str, int], float]] = {
     "loop": _by_hand,
-    "stock": _by_trainer(_stock),
-    "plan": _by_trainer(_plan),
+    "stock": _by_trainer(stock),
+    "plan": _by_trainer(plan),
 }
 
 
@@ -209,7 +193,7 @@ def mfu(figures: Figures, *, quick: bool) -> None:
         parameters = sum(parameter.numel() for parameter in module.parameters())
         if backend is not None:
             module.model.compile(backend=backend)
-        _fit(module, size, _plan("bf16-mixed"), steps, times)
+        _fit(module, size, plan("bf16-mixed"), steps, times)
         rate = size.tokens / times.seconds
         flops = size.flops_per_token(parameters) * rate
         figures.note(
@@ -229,16 +213,16 @@ def fp8(figures: Figures, *, quick: bool) -> None:
     """Steps of layers of Llama 8B's shapes, each block compiled: bf16, and FP8 by each recipe, end to end."""
     size, steps = (TINY_LLAMA, WARM_UP + 2) if quick else (LLAMA_8B_LAYERS, WARM_UP + 15)
     small = {"small": "convert", "emulate": True} if quick else {}
-    plans = {"bf16": _plan("bf16-mixed")} | {
-        recipe: _plan("fp8-mixed", fp8=FP8(recipe=recipe, **small))  # pyright: ignore[reportArgumentType]
+    plans = {"bf16": plan("bf16-mixed")} | {
+        recipe: plan("fp8-mixed", fp8=FP8(recipe=recipe, **small))  # pyright: ignore[reportArgumentType]
         for recipe in ("tensorwise", "rowwise", "rowwise_gw_hp")
     }
-    for name, plan in plans.items():
+    for name, rung in plans.items():
         torch.manual_seed(0)
         module = Decoder(size)
         layers: Any = module.model.get_submodule("model.layers")
         for layer in layers:
             layer.compile(backend="aot_eager" if quick else "inductor")
-        run = _run(module, size, plan, steps)
-        figures.note(name, {**run, "layers": sum(layer.converted for layer in plan.fp8_layers)})
+        run = _run(module, size, rung, steps)
+        figures.note(name, {**run, "layers": sum(layer.converted for layer in rung.fp8_layers)})
         del module, layers
