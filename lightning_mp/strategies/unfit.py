@@ -42,7 +42,9 @@ def refuse_with_zero(module: Any, stage: int, faults: Faults) -> None:
     """Note what ZeRO cannot serve; stages 1 and 2 have whole weights, but their checkpoints hold no averages."""
     refuse(module, faults, LR_FINDER, "ZeRO, whose optimizer takes no other schedule in a run")
     refuse(module, faults, PRUNING, "ZeRO, which steps copies of the weights that it prunes")
+    refuse_scalars(module, (), "ZeRO", faults)
     if stage == 3:
+        refuse_max_norm(module, faults)
         refuse(module, faults, AVERAGES, "sharded weights")
     elif (trainer := trainer_of(module)) is not None and trainer.checkpoint_callbacks:
         refuse(module, faults, AVERAGES, "ZeRO's checkpoints, which do not hold the average")
@@ -50,14 +52,24 @@ def refuse_with_zero(module: Any, stage: int, faults: Faults) -> None:
 
 def refuse_weights(module: nn.Module, ignored: Iterable[Any], faults: Faults) -> None:
     """Note weights of which ranks cannot hold shards; the ``ignored`` ones are not sharded."""
+    refuse_scalars(module, ignored, "sharded weights", faults)
+    refuse_max_norm(module, faults)
+
+
+def refuse_scalars(module: nn.Module, ignored: Iterable[Any], why: str, faults: Faults) -> None:
+    """Note parameters without a dimension, which cannot be cut into pieces."""
     left_out = set(map(id, ignored))
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0 and id(parameter) not in left_out:
             faults.add(
-                f"{name!r}, a parameter without a dimension, with sharded weights",
+                f"{name!r}, a parameter without a dimension, with {why}",
                 "parameters of one dimension or more",
                 "make it nn.Parameter(value.view(1)) before the run, which computes the same, or use strategy='mp_ddp'",
             )
+
+
+def refuse_max_norm(module: nn.Module, faults: Faults) -> None:
+    """Note embeddings whose forward writes to their weights."""
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             faults.add(
