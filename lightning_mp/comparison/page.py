@@ -94,7 +94,8 @@ def _as_run(name: str, series: dict[str, Series]) -> Run:
 
 
 def _series(values: Sequence[float]) -> Series:
-    finite = [value if math.isfinite(value) else None for value in values]
+    # below a billionth it is rounding, for which an axis would have labels as long as the chart is wide
+    finite = [round(value, 9) if math.isfinite(value) else None for value in values]
     return Series(list(range(1, len(values) + 1)), finite)
 
 

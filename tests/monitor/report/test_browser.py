@@ -98,16 +98,6 @@ def test_every_chart_has_drawn_its_points(show: Show, folder: Path, address: str
     assert charts["Loss"]["marks"] == 2 + infos  # the alerts and the readings that were not finite
 
 
-def test_a_thinned_run_draws_what_is_left_of_it(show: Show, tmp_path: Path) -> None:
-    folder = write_run(tmp_path, steps=4000)
-    chart = show(write_report(folder).as_uri()).charts()["Tokens per second"]
-    drawn = [value for value in chart["curves"][0]["y"] if value is not None]
-    real = [value for value in values(folder, "health/tokens_per_s") if value is not None]
-    assert chart["curves"][0]["drawn"] <= 3000
-    assert (min(drawn), max(drawn)) == (min(real), max(real))
-    assert max(chart["lines"]) > 1000
-
-
 def test_a_phone_has_one_column_and_nothing_to_scroll_sideways(show: Show, address: str, compared: str) -> None:
     for page in (address, compared):
         shown = show(page, dark=True, **PHONE)
