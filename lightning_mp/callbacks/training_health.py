@@ -46,7 +46,7 @@ class TrainingHealth(WritesRun):
 
     - ``train/loss``: the mean over the batches of the step and over all ranks, unscaled. Under manual optimization the
       sum of the losses passed to ``manual_backward``.
-    - ``health/grad_norm``, and ``health/grad_norm/<group>``: 2-norm of the true gradients, before clipping.
+    - ``health/grad_norm``, and ``health/grad_norm/<group>``: 2-norm of the unscaled gradients, before clipping.
     - ``health/param_norm``: 2-norm of the trained parameters. ``health/update_ratio``: the norm of their change in the
       step over their norm before it; of a parameter with more elements, 16 evenly spaced pieces of 1,024 are compared.
     - ``health/lost_updates``: the share of updates that weights stored in half precision rounded away, of the same
@@ -63,7 +63,7 @@ class TrainingHealth(WritesRun):
 
     Numbers stay on the device and are read together, once per reading; other steps only count skips. Where nothing
     else keeps a non-finite step from being applied (a stock plugin without a scaler), and for ``"skip"``, there is a
-    second read before the step.
+    second device sync before the step.
 
     Args:
         run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
@@ -189,7 +189,7 @@ class TrainingHealth(WritesRun):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the gradients; where the step may have to be skipped, run the alerts now."""
         factor = math.prod(reduction.still_to_come for reduction in self._reductions())
-        self._here.before_step(trainer, optimizer, partial(self._alerts.look, only=self._skips), factor)
+        self._here.before_step(trainer, optimizer, partial(self._alerts.judge, only=self._skips), factor)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -201,7 +201,7 @@ class TrainingHealth(WritesRun):
             self._log.row(trainer, reading.step, values, self._here.logged(values))
             if reading.fp8:
                 self._log.fp8(reading.step, reading.fp8)
-            for event in (*events, *self._alerts.look(reading)):
+            for event in (*events, *self._alerts.judge(reading)):
                 self._log.event(trainer, self._act(event, trainer, pl_module))
         for reduction in self._reductions():
             reduction.after_batch(trainer)
@@ -219,7 +219,7 @@ class TrainingHealth(WritesRun):
         if not event.is_alert or action == "log":
             return event
         if action == "skip":
-            return replace(event, action="skip" if self._here.withheld else "log")
+            return replace(event, action="skip" if self._here.suppressed else "log")
         if action == "stop":
             trainer.should_stop = True
         elif isinstance(action, ReduceLR):

@@ -130,7 +130,7 @@ def _torch_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def withhold(optimizer: Optimizer, *, scaled: bool) -> None:
+def suppress(optimizer: Optimizer, *, scaled: bool) -> None:
     """Make the coming step do nothing: torch's optimizers skip a parameter without a gradient.
 
     ``scaled``: the optimizer unscales gradients within the step, and torch's scaler has to see them before that.

@@ -282,7 +282,7 @@ class Rule:
         #: readings before the next event, by what the condition is about: an FP8 operand, or the step
         self.cooldown: dict[str, int] = {}
 
-    def look(self, reading: Reading) -> Event | None:
+    def begins(self, reading: Reading) -> Event | None:
         """The event of a condition that begins in this reading; of several operands, one a reading."""
         if reading.step == self.judged:
             return None
@@ -864,14 +864,14 @@ class Alerts:
         self.under_plan = False
         self.rules = [rule(self.settings) for rule in _RULES if rule.kind in self.settings.kinds]
 
-    def look(self, reading: Reading, *, only: Collection[Kind] | None = None) -> list[Event]:
+    def judge(self, reading: Reading, *, only: Collection[Kind] | None = None) -> list[Event]:
         """The events that begin in ``reading``; rank, module and action are for the caller to fill in.
 
         ``only`` restricts it to rules of those kinds. A rule judges a step once, so that some rules can be asked before
         the optimizer's step and the rest after it.
         """
         asked = [rule for rule in self.rules if only is None or rule.kind in only]
-        events = [event for rule in asked if (event := rule.look(reading)) is not None]
+        events = [event for rule in asked if (event := rule.begins(reading)) is not None]
         pinned = pinning(["…"], under_plan=self.under_plan).partition(", before")[0]
         return [replace(event, advice=event.advice.format(pinned=pinned)) for event in events]
 

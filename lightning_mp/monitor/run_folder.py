@@ -74,7 +74,7 @@ class RunFolder:
             found = cls._lock_folder(folder, owner)
             if found is None:
                 raise _refused(
-                    writer, f"another run is writing to {path}", "pass run_dir= to give this run a folder of its own"
+                    writer, f"Another run is writing to {path}", "pass run_dir= to give this run a folder of its own"
                 )
             if (foreign := _foreign(folder)) is not None:
                 found._release()
@@ -83,7 +83,7 @@ class RunFolder:
             found._begin(resumed_at)
         elif found._owner is not owner:
             raise _refused(
-                writer, f"another run writes to {path}", "pass run_dir= to give this run a folder of its own"
+                writer, f"Another run is writing to {path}", "pass run_dir= to give this run a folder of its own"
             )
         return found._join(writer)
 
@@ -140,7 +140,7 @@ class RunFolder:
 
     def _join(self, writer: str) -> RunFolder:
         if writer in self._writers:
-            what = f"two {writer} callbacks write to {self.path}"
+            what = f"Two {writer} callbacks write to {self.path}"
             raise _refused(writer, what, "remove one, or give each a run_dir= of its own")
         self._writers.add(writer)
         return self

@@ -71,7 +71,7 @@ def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | N
         except PlanError as error:
             refused = error
         except OSError as error:
-            what = f"the run's folder cannot be opened: {type(error).__name__}: {error}"
+            what = f"The run's folder cannot be opened: {type(error).__name__}: {error}"
             refused = PlanError([Fault(what, "", "pass run_dir= a folder that can be written")], writer)
     refused, path = trainer.strategy.broadcast((refused, None if folder is None else str(folder.path)))
     if refused is not None:

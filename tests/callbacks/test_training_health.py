@@ -58,7 +58,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("mode", MODES)
 @hosts
 def test_the_numbers_are_those_of_a_plain_loop(host: str, mode: str, optimizer: str, tmp_path: Path) -> None:
-    """Gradients in true units before clipping, whoever divides by the scale, and when."""
+    """Unscaled gradients before clipping, whoever divides by the scale, and when."""
     clip = {"gradient_clip_val": 1e-3} if optimizer == "plain" else {}  # stock Lightning clips no fused one
     module = Regression(PLAIN if optimizer == "plain" else FUSED)
     rows = watched(tmp_path, module, max_steps=1, **clip, **host_of(host, mode)).rows

@@ -16,7 +16,7 @@ from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.actions import withhold
+from lightning_mp.monitor.actions import suppress
 from lightning_mp.monitor.alerts import Reading
 from lightning_mp.monitor.callback_utils import StepTracker, scale_source
 from lightning_mp.monitor.events import Event, Kind
@@ -85,9 +85,9 @@ class HealthRun:
         self._nonfinite = NonFiniteClassifier()
         self._until_reading = self._batch_idx = self._steps_done = 0
         self._reading = self._in_window = False
-        self._withheld_in_all = self._withheld_in_a_row = 0
+        self._suppressed_in_all = self._suppressed_in_a_row = 0
         #: whether the step of the batch at hand was left out
-        self.withheld = False
+        self.suppressed = False
         self._early_values: Values | None = None
         self._early_events: list[Event] = []
 
@@ -96,7 +96,7 @@ class HealthRun:
     def batch_starts(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """A training batch begins, and with it perhaps a step that is to be measured."""
         self._steps.batch_starts(trainer)
-        self._batch_idx, self.withheld = batch_idx, False
+        self._batch_idx, self.suppressed = batch_idx, False
         if not self._in_window:
             self._in_window, self._reading = True, self._until_reading == 0
             self._early_values, self._early_events = None, []
@@ -113,7 +113,7 @@ class HealthRun:
             self._measured.add_loss(loss, self._source)
 
     def before_step(self, trainer: Trainer, optimizer: Optimizer, judge: Judge, lr_factor: float) -> None:
-        """An optimizer is about to step: measure its gradients, and withhold the step if ``judge`` finds an event."""
+        """An optimizer is about to step: measure its gradients, and suppress the step if ``judge`` finds an event."""
         if not self._steps.begins(trainer):
             return
         if self._automatic:
@@ -133,12 +133,12 @@ class HealthRun:
             self._early_events = self._nonfinite_events(trainer, reading)
         bad = [event for event in self._early_events if event.is_alert and event.kind in self._skips]
         if found or bad:
-            self.withheld = True
+            self.suppressed = True
             applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
             self._early_events = [applied_nothing(event) if event.is_alert else event for event in self._early_events]
-            withhold(optimizer, scaled=unscales_in_step(optimizer, self._source))
+            suppress(optimizer, scaled=unscales_in_step(optimizer, self._source))
             if not self._hooks.active:
-                self._hooks.install(trainer, self._module, lambda: self.withheld)
+                self._hooks.install(trainer, self._module, lambda: self.suppressed)
         self._early_events += found
 
     def batch_ends(self, trainer: Trainer, every_n_steps: int) -> tuple[Values, Reading, list[Event]] | None:
@@ -150,8 +150,8 @@ class HealthRun:
         self._steps_done += 1
         if self._count is not None:
             self._count.after_batch()
-        self._withheld_in_all += self.withheld
-        self._withheld_in_a_row = (self._withheld_in_a_row + 1) * self.withheld
+        self._suppressed_in_all += self.suppressed
+        self._suppressed_in_a_row = (self._suppressed_in_a_row + 1) * self.suppressed
         self._until_reading = (self._until_reading or every_n_steps) - 1
         if not self._reading:
             return None
@@ -162,7 +162,7 @@ class HealthRun:
         events = self._early_events
         if not (self._early and self._automatic):
             # skipped for what was finite when it was measured: a hook that came later changed it
-            changed = reading.skipped and not self.withheld
+            changed = reading.skipped and not self.suppressed
             events = [*self._nonfinite_events(trainer, reading, changed=changed and _is_finite(reading)), *events]
         self._replayer.forget()
         return _row(values, self.throughput), reading, events
@@ -171,11 +171,11 @@ class HealthRun:
         self._measured.after_step()
         late = self._measured.read({metric_names.LR: self._measured.lr, **self._scale_values()}, self.throughput.take())
         values = {**(self._early_values or {}), **late}
-        if late[_SKIPPED] or self.withheld:
+        if late[_SKIPPED] or self.suppressed:
             values[metric_names.LOST_UPDATES] = None  # there was no update
-        values[metric_names.SKIPPED_STEPS] = (values[metric_names.SKIPPED_STEPS] or 0.0) + self._withheld_in_all
+        values[metric_names.SKIPPED_STEPS] = (values[metric_names.SKIPPED_STEPS] or 0.0) + self._suppressed_in_all
         row = values[metric_names.SKIPPED_IN_A_ROW] or 0.0
-        values[metric_names.SKIPPED_IN_A_ROW] = max(row, float(self._withheld_in_a_row))
+        values[metric_names.SKIPPED_IN_A_ROW] = max(row, float(self._suppressed_in_a_row))
         return values
 
     # ------------------------------------------------------------------ readings and events
@@ -205,7 +205,7 @@ class HealthRun:
             lost_updates=values.get(metric_names.LOST_UPDATES),
             fp8=self._measured.operands,
             loss_scale=scale,
-            skipped=bool(values[_SKIPPED]) or self.withheld,
+            skipped=bool(values[_SKIPPED]) or self.suppressed,
             skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),
             scale_at_floor=scale is not None and scale <= floor,
             lr=values.get(metric_names.LR),

@@ -113,7 +113,7 @@ class StepMeasurement:
         self._snapshot = None
 
     def read(self, others: Mapping[str, Number | None], done: Processed | None = None) -> Values:
-        """Everything measured since the last read, and ``others``, in one host read; every rank gets the same numbers.
+        """Everything measured since the last read, and ``others``, in one device sync, the same on every rank.
 
         ``done`` is what this rank has processed; without it, memory and FP8's operands are not read either.
         """
@@ -142,7 +142,7 @@ class StepMeasurement:
         return {**read, **self._over_ranks(rows)}
 
     def loss_is_bad(self) -> bool:
-        """Whether a loss of the step at hand is not finite on this rank; a host read."""
+        """Whether a loss of the step at hand is not finite on this rank; a device sync."""
         return bool(self._losses) and not bool(torch.isfinite(torch.stack(self._losses)).all())
 
     def _parameters(self) -> list[Shard]:

@@ -111,7 +111,7 @@ class PlanGuard(WritesRun):
         self._log.forget()
 
     def _skipped(self) -> bool:
-        """Whether a step of this batch was skipped: a host read, for which only saving has a use."""
+        """Whether a step of this batch was skipped: a device sync, for which only saving has a use."""
         if not self.rule.save_batch:
             return False
         before, self._skips = self._skips, self._plan.skipped_steps

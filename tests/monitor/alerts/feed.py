@@ -22,7 +22,7 @@ def rows(**columns: Sequence[Any]) -> list[Reading]:
 def said(kind: Kind, readings: Iterable[Reading], **settings: Any) -> list[Event]:
     """The events of one rule alone."""
     alerts = Alerts({"kinds": [kind], **settings})
-    return [event for reading in readings for event in alerts.look(reading)]
+    return [event for reading in readings for event in alerts.judge(reading)]
 
 
 def steps(kind: Kind, readings: Iterable[Reading], **settings: Any) -> list[int]:

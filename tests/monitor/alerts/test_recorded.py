@@ -40,7 +40,7 @@ def readings(name: str) -> list[Reading]:
 
 def kinds(name: str, **settings: float) -> set[str]:
     alerts = Alerts(settings)
-    return {event.kind for reading in readings(name) for event in alerts.look(reading)}
+    return {event.kind for reading in readings(name) for event in alerts.judge(reading)}
 
 
 @pytest.mark.parametrize("name", RECORDED)

@@ -48,7 +48,7 @@ def troubled(seed: int = 0) -> list[Reading]:
 
 
 def run(alerts: Alerts, readings: list[Reading]) -> list[Event]:
-    return [event for reading in readings for event in alerts.look(reading)]
+    return [event for reading in readings for event in alerts.judge(reading)]
 
 
 def test_every_rule_speaks_once_and_says_what_why_and_what_to_do() -> None:
@@ -95,9 +95,9 @@ def test_a_step_is_judged_once_by_each_rule_in_two_rounds() -> None:
     alerts, events = Alerts(), []
     for reading in troubled():
         first = Reading(step=reading.step, loss=reading.loss, grad_norm=reading.grad_norm)
-        events += alerts.look(first, only=early)
-        events += alerts.look(reading)
-        assert alerts.look(reading) == []
+        events += alerts.judge(first, only=early)
+        events += alerts.judge(reading)
+        assert alerts.judge(reading) == []
     assert {(event.step, event.kind) for event in events} == {
         (event.step, event.kind) for event in run(Alerts(), troubled())
     }
