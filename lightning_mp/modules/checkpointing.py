@@ -197,13 +197,22 @@ def _with_input_gradients(root: nn.Module, applied: Applied) -> None:
         model = cast("Any", module)
         if not hasattr(module, "enable_input_require_grads") or any(module in set(above.modules()) for above in done):
             continue
-        embeddings = model.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
+        embeddings = _input_embeddings(model)
         if embeddings is None or any(parameter.requires_grad for parameter in embeddings.parameters()):
             continue
         if any(parameter.requires_grad for parameter in module.parameters()):
             model.enable_input_require_grads()
             applied.after(model.disable_input_require_grads)
             done.append(module)
+
+
+def _input_embeddings(model: Any) -> nn.Module | None:
+    """The table that a transformers model looks its inputs up in; models of images and of sound have none."""
+    try:
+        found = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    except (NotImplementedError, AttributeError):  # transformers 5; 4
+        return None
+    return found if isinstance(found, nn.Embedding) else None
 
 
 def _overloads(name: str) -> dict[str, Any]:
