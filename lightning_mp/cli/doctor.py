@@ -34,7 +34,7 @@ def doctor(
 
     Example: lightning-mp doctor experiment=llama_tiny plan=fp16
     """
-    from lightning_mp.monitor.doctor import cli_output
+    from lightning_mp.monitor.findings import exit_status, show, to_json
     from lightning_mp.policy.gpus import find
 
     # what the model's own code prints is no part of the answer
@@ -43,10 +43,10 @@ def doctor(
             chosen = find(gpu, faults) if gpu else None
         findings = _examine(arguments or [], config_dir or [], None if chosen is None else chosen.device)
     if as_json:
-        typer.echo(cli_output.as_json(findings))
+        typer.echo(to_json(findings))
     else:
-        cli_output.show(findings, console())
-    raise typer.Exit(cli_output.exit_status(findings))
+        show(findings, console())
+    raise typer.Exit(exit_status(findings))
 
 
 def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Device | None) -> list[Finding]:
