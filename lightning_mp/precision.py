@@ -346,9 +346,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if not self._hooks.active:
             self._hooks.install(model.trainer, model, lambda: self._stepped and self.step_skipped)
         self._stepped = False
-        replay = partial(diagnosis.run_again, optimizer, model, closure) if model.automatic_optimization else None
+        automatic = model.automatic_optimization
+        replay = partial(diagnosis.run_again, optimizer, model, closure) if automatic else None
         result = closure()
-        if model.automatic_optimization and not engine.pending:
+        if automatic and not engine.pending:
             return result  # training_step returned None: neither applied nor skipped
         engine.unscale(optimizer)
         with engine.user_hooks():
@@ -358,8 +359,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if engine.may_call_closure(optimizer):
             again = partial(self._evaluate_again, engine, model, optimizer, closure)
             kwargs["closure"] = optimizer_facts.Evaluated(optimizer, result, again)
-        with optimizer_facts.foreign_state_explained(optimizer):
+        try:
             returned = engine.step(optimizer, **kwargs)
+        except KeyError as error:
+            optimizer_facts.explain_foreign_state(optimizer, error)
+            raise
         result = result if returned is None else returned
         self._stepped = True
         engine.finish_step(replay)

@@ -26,6 +26,7 @@ from lightning_mp.policy import LossScaling, PrecisionPolicy
 
 #: runs the last batch forward and backward again, without summing over ranks, to find what broke it; or cannot
 Replay = Callable[[], Tensor | None] | None
+_NOTHING = nullcontext()
 
 
 class StepEngine(ABC):
@@ -192,7 +193,7 @@ class StepEngine(ABC):
     def _watch_reads(self) -> AbstractContextManager[None]:
         """Around the first forward: refuse where something outside a pinned module computes with its weight."""
         if self._watched or self._module is None:
-            return nullcontext()
+            return _NOTHING
         self._watched = True
         compute = to_torch(self.policy.compute_dtype)
         return self._watch_shards(outside_reads.refused(self._module, self._pin_map, compute, mixed=self.policy.mixed))
@@ -232,7 +233,7 @@ class StepEngine(ABC):
 
     def user_hooks(self) -> AbstractContextManager[Any]:
         """Around hooks in which users may look at gradients."""
-        return nullcontext()
+        return _NOTHING
 
     def may_call_closure(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer may evaluate a closure in its step (LBFGS, SAM and its kind)."""

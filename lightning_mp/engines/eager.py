@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,14 +60,8 @@ class EagerEngine(StepEngine):
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """As the base does; what rounds stochastically rounds alike on every rank, else their weights would part."""
-        with self._drawing_alike(optimizer):
-            return super().step(optimizer, **kwargs)
-
-    @contextmanager
-    def _drawing_alike(self, optimizer: Optimizer) -> Generator[None, None, None]:
         if not (self.distributed and getattr(optimizer, "bf16_stochastic_round", False)):  # torchao's optimizers
-            yield
-            return
+            return super().step(optimizer, **kwargs)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.step_counter.attempts)
-            yield
+            return super().step(optimizer, **kwargs)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Literal
 
@@ -24,14 +23,16 @@ _SAM = frozenset(("ASAM", "ESAM", "GSAM", "LookSAM", "SAM", "Sam", "WSAM"))
 
 
 @cache
-def _closure_parameter(kind: type[Optimizer]) -> inspect.Parameter | None:
-    return inspect.signature(kind.step).parameters.get("closure")
+def _closure(kind: type[Optimizer]) -> tuple[bool, bool]:
+    """Whether its step takes a closure, torch's own that need none aside, and whether it cannot do without."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    needs = closure is not None and closure.default is inspect.Parameter.empty
+    return needs or (closure is not None and not kind.__module__.startswith("torch.optim.")), needs
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Whether the optimizer cannot step without a closure (LBFGS and its kind)."""
-    closure = _closure_parameter(type(optimizer))
-    return closure is not None and closure.default is inspect.Parameter.empty
+    return _closure(type(optimizer))[1]
 
 
 def is_known_to_evaluate_again(optimizer: Optimizer) -> bool:
@@ -41,8 +42,7 @@ def is_known_to_evaluate_again(optimizer: Optimizer) -> bool:
 
 def takes_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer may evaluate a closure in its step; of torch's only LBFGS is given one."""
-    plain = type(optimizer).__module__.startswith("torch.optim.") and not calls_closure_again(optimizer)
-    return not plain and _closure_parameter(type(optimizer)) is not None
+    return _closure(type(optimizer))[0]
 
 
 class Evaluated:
@@ -207,20 +207,15 @@ def eps_is_zero(optimizer: Optimizer) -> bool:
     )
 
 
-@contextmanager
-def foreign_state_explained(optimizer: Any) -> Generator[None, None, None]:
-    """Around a step, which fails where a checkpoint brought the options of an optimizer of another kind.
+def explain_foreign_state(optimizer: Any, error: KeyError) -> None:
+    """A step failed with ``error``, as it does where a checkpoint brought the options of an optimizer of another kind.
 
     Raises:
         PlanError: it failed for that.
     """
-    try:
-        yield
-    except KeyError as error:
-        inner = getattr(optimizer, "optimizer", optimizer)
-        absent = [key for group in inner.param_groups for key in inner.defaults if key not in group]
-        if not absent or error.args[0] not in absent:
-            raise
+    inner = getattr(optimizer, "optimizer", optimizer)
+    absent = [key for group in inner.param_groups for key in inner.defaults if key not in group]
+    if absent and error.args[0] in absent:
         raise PlanError([of_another_optimizer(type(inner).__name__, absent[0])]) from error
 
 

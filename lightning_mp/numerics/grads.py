@@ -38,7 +38,8 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
             # Entries of one index add up when coalesced, which may overflow: so that must come before the check.
             parameter.grad = gradient.coalesce()
             gradient = parameter.grad.values()
-        gradient = local(gradient)
+        if hasattr(gradient, "to_local"):
+            gradient = local(gradient)
         found.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
     return found
 

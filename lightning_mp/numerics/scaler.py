@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import IntEnum
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -36,8 +37,12 @@ class _Stage(IntEnum):
 
 def _plain(optimizer: Optimizer) -> Optimizer:
     """The optimizer itself, where a trainer's wrapper around it was given."""
-    wrapped = any(kind.__name__ == "LightningOptimizer" for kind in type(optimizer).__mro__)
-    return cast("Any", optimizer).optimizer if wrapped else optimizer
+    return getattr(optimizer, "optimizer") if _is_wrapper(type(optimizer)) else optimizer  # noqa: B009  of no type
+
+
+@cache
+def _is_wrapper(kind: type[Any]) -> bool:
+    return any(one.__name__ == "LightningOptimizer" for one in kind.__mro__)
 
 
 class LossScaler(GradScaler):
@@ -64,7 +69,7 @@ class LossScaler(GradScaler):
         self.config, self.enabled = config, enabled
         self.steps = StepCounter() if steps is None else steps
         self.checks = checks
-        self._one = None if enabled else torch.ones((), dtype=torch.float32, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         self._next_floor_check = 0
         self._on_step = on_step
         #: a plan's, in a fit: gradients come from losses that it scaled, and others are refused
@@ -173,9 +178,8 @@ class LossScaler(GradScaler):
         """
         if not self.enabled:
             if self.checks:
-                one = cast("Tensor", self._one)
-                flag = self.steps.of(optimizer, one.device)
-                unscale_and_check_(gradients(parameters_of(optimizer)), one, flag)
+                flag = self.steps.of(optimizer, self._one.device)
+                unscale_and_check_(gradients(parameters_of(optimizer)), self._one, flag)
             return
         optimizer = _plain(optimizer)
         if self._stage(optimizer) is _Stage.SCALED:
@@ -245,7 +249,7 @@ class LossScaler(GradScaler):
         Returns what the optimizer returned, ``None`` where the host knows of a skip.
         """
         if not self.enabled:
-            flag = self.steps.take(optimizer, cast("Tensor", self._one).device)
+            flag = self.steps.take(optimizer, self._one.device)
             if self.checks:
                 self.steps.reduce_(flag)
         elif self._stage(optimizer) is _Stage.STEPPED:
@@ -253,11 +257,14 @@ class LossScaler(GradScaler):
         else:
             flag = self.found_inf(optimizer)
         self.steps.begin_step(flag)
-        with self.steps.stepping():
+        before, self.steps.under_way = self.steps.under_way, True
+        try:
             if self.checks:
                 result = step_unless(optimizer, flag, self.steps.read, **kwargs)
             else:
                 result = optimizer.step(**kwargs)
+        finally:
+            self.steps.under_way = before
         if self.enabled:
             self._stages[id(optimizer)] = _Stage.STEPPED
             self.steps.end_step(optimizer, flag)
@@ -270,8 +277,8 @@ class LossScaler(GradScaler):
             self.steps.end_step(_plain(optimizer), found_inf)
 
     def stepped(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer stepped since the last update."""
-        return self.steps.stepped(_plain(optimizer))
+        """Whether the optimizer stepped since the last update, where there is a scale to update."""
+        return self.enabled and self.steps.stepped(_plain(optimizer))
 
     def counts(self) -> Tensor | int:
         """Whether a skip of the last step counts against the budget: an overflow is ordinary, except at the floor."""

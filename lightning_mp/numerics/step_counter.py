@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import cast
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -78,15 +76,6 @@ class StepCounter:
 
     # ------------------------------------------------------------------ steps
 
-    @contextmanager
-    def stepping(self) -> Generator[None, None, None]:
-        """Within, an optimizer steps for the one that decides: ``under_way`` is true."""
-        before, self.under_way = self.under_way, True
-        try:
-            yield
-        finally:
-            self.under_way = before
-
     def begin_step(self, flag: Tensor) -> None:
         """``flag`` decides the step at hand."""
         self._last, self._last_read = flag, None
@@ -116,7 +105,8 @@ class StepCounter:
     @property
     def last(self) -> Tensor:
         """The flag of the last step."""
-        return cast("Tensor", self._last)
+        assert self._last is not None, "begin_step() comes first"
+        return self._last
 
     @property
     def last_read(self) -> bool | None:

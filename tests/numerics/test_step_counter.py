@@ -205,15 +205,3 @@ def test_the_flag_of_a_step_that_was_read_as_applied_serves_again_and_no_other()
         flags.clear()
         assert flags.step_skipped is skipped
         assert (flags.of(optimizer(), CPU) is found) is serves
-
-
-def test_a_step_is_under_way_until_it_ends_or_fails() -> None:
-    flags = StepCounter()
-    with flags.stepping():
-        assert flags.under_way
-        with flags.stepping():
-            pass
-        assert flags.under_way
-    with pytest.raises(ZeroDivisionError), flags.stepping():
-        raise ZeroDivisionError
-    assert not flags.under_way
