@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_mp import FP8, Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, Pin, PrecisionPolicy
-from lightning_mp.policy import describe
+from lightning_mp.modules import describe
 from support.policies import policies
 
 NAMES = {kind.__name__: kind for kind in (FP8, Checkpointing, LossScaling, NonFinite, Pin, PrecisionPolicy)}
