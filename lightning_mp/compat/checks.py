@@ -24,8 +24,8 @@ def check_versions(faults: Faults, *names: str) -> None:
         lowest, above = (_numbers(bound) for bound in VERSIONS[name].split(","))
         found = installed(name)
         if not lowest <= _numbers(found) < above:
-            bounds = f"{name}{VERSIONS[name]}"
-            faults.add(f"{name} {found}", f"{name} {VERSIONS[name]}", f"run pip install '{bounds}'")
+            fix = f"run pip install '{name}{VERSIONS[name]}'"
+            faults.add(f"{name} {found}, which is not tested", f"{name} {VERSIONS[name]}", fix)
 
 
 def require_versions(subject: str, *names: str) -> None:

@@ -103,7 +103,8 @@ def _only_for_development(bound: Requirement) -> bool:
 )
 def test_a_release_out_of_bounds_is_refused(name: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "installed", lambda asked: release if asked == name else installed(asked))
-    said = f"Got {name} {release}. Allowed: {name} {VERSIONS[name]}. Run pip install '{name}{VERSIONS[name]}'."
+    bounds = VERSIONS[name]
+    said = f"Got {name} {release}, which is not tested. Allowed: {name} {bounds}. Run pip install '{name}{bounds}'."
     starts = [
         lambda: MixedPrecisionPlan("16-mixed").convert_module(Regression()),
         lambda: make_strategy("ddp", MixedPrecisionPlan("bf16-mixed")),
