@@ -170,31 +170,6 @@ def test_overflows_from_the_default_scale_take_torchs_path_down() -> None:
     assert same_weights(here.weights[-1], there.weights[-1])
 
 
-class SharpnessAware(SGD):
-    """An optimizer that may be stepped without a closure by its signature, and yet evaluates it a second time."""
-
-    def step(self, closure: Any = None) -> Any:
-        assert closure is not None
-        with torch.enable_grad():
-            loss = closure()
-            with torch.no_grad():
-                moved = [0.05 * p.grad for group in self.param_groups for p in group["params"]]
-                for parameter, distance in zip(self.param_groups[0]["params"], moved, strict=True):
-                    parameter.add_(distance)
-            closure()
-            with torch.no_grad():
-                for parameter, distance in zip(self.param_groups[0]["params"], moved, strict=True):
-                    parameter.sub_(distance)
-        super().step()
-        return loss
-
-
-@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed"])
-def test_an_optimizer_that_evaluates_the_closure_of_its_own_accord(mode: str) -> None:
-    """Users' own optimizers (SAM and its kind) run under Lightning's plugins, so they must here."""
-    _pair(mode, lambda: Regression(partial(SharpnessAware, lr=1e-3)))
-
-
 class Sparse(Regression):
     """An embedding with sparse gradients in front."""
 
