@@ -194,25 +194,15 @@ def command(*arguments: str, cwd: Path, code: str = "") -> subprocess.CompletedP
 
 
 @pytest.mark.slow
-def test_a_sweep_compares_its_runs_in_one_report(tmp_path: Path) -> None:
-    done = command("-m", write(tmp_path, PLAIN), "plan=bf16,fp16", "run_dir=sweep", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    folders = {path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()}
-    assert folders == {"plan=bf16", "plan=fp16"}
-    for folder, precision in (("plan=bf16", "bf16-mixed"), ("plan=fp16", "16-mixed")):
-        assert config(tmp_path / "sweep" / folder)["plan"]["precision"] == precision
-        assert len(losses(tmp_path / "sweep" / folder)) == 3
-    page = (tmp_path / "sweep" / "report.html").read_text()
-    assert all(folder in page for folder in folders)
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_leaves_the_others_of_a_sweep_alone(tmp_path: Path) -> None:
-    path = write(tmp_path, PLAIN)
-    done = command("-m", path, "model.width=3,4", "run_dir=sweep", cwd=tmp_path)
+def test_a_run_of_a_sweep_that_fails_leaves_the_others_and_their_report(tmp_path: Path) -> None:
+    done = command("-m", write(tmp_path, PLAIN), "plan=fp16", "model.width=3,4", "run_dir=sweep", cwd=tmp_path)
     assert done.returncode == 1
     assert "1 of 2 runs failed" in done.stdout
-    assert len(losses(tmp_path / "sweep" / "model.width=4")) == 3
+    assert "mat1 and mat2" in done.stderr
+    ran = tmp_path / "sweep" / "model.width=4"
+    assert config(ran)["plan"]["precision"] == "16-mixed"
+    assert len(losses(ran)) == 3
+    assert ran.name in (tmp_path / "sweep" / "report.html").read_text()
 
 
 @pytest.mark.slow
