@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_mp.compat.torch import GROWTH_TRACKER
 
 
 @contextmanager
@@ -25,15 +30,188 @@ def casts_left_out() -> Generator[None, None, None]:
         engine_class._cast_module_mixed_precision = cast_all
 
 
-def before_reduction(zero: Any, check: Callable[[], None]) -> None:
-    """Have ``check`` run at each backward's end, before a ZeRO optimizer sums what it has not summed yet."""
-    reduce = zero.overlapping_partition_gradients_reduce_epilogue
+#: where the function comes from that stage 3 puts in place of torch's
+_ZERO_LINEAR = "deepspeed.runtime.zero.linear"
 
-    def checked() -> None:
-        check()
-        reduce()
 
-    zero.overlapping_partition_gradients_reduce_epilogue = checked
+class FunctionalLinear:
+    """Restores ``torch.nn.functional.linear``, which stage 3 replaces for the process and leaves replaced.
+
+    Of runs that overlap the first one, which found torch's own, restores it.
+    """
+
+    def __init__(self) -> None:
+        self._own: Callable[..., Tensor] | None = None
+
+    def remember(self) -> None:
+        """Before DeepSpeed makes or takes a model."""
+        if functional.linear.__module__ != _ZERO_LINEAR:
+            self._own = functional.linear
+
+    def restore(self) -> None:
+        """After the run."""
+        if self._own is not None and functional.linear.__module__ == _ZERO_LINEAR:
+            functional.linear = self._own
+
+
+#: by module, the ZeRO optimizer that put its hooks into it last, and which they keep alive
+_former: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
+
+
+def remove_old_hooks(module: nn.Module) -> None:
+    """Take the hooks of the ZeRO optimizer of an earlier run off ``module``; they would reduce its gradients too."""
+    before = _former.pop(module, None)
+    optimizer = None if before is None else before()
+    if optimizer is not None:
+        optimizer.destroy()
+
+
+def note_hooks(module: nn.Module, optimizer: Any) -> None:
+    """Note which ZeRO optimizer put its hooks into ``module``."""
+    if hasattr(optimizer, "destroy"):
+        _former[module] = weakref.ref(optimizer)
+
+
+def trained_names(zero: Any, module: nn.Module) -> list[list[str]]:
+    """Names of the parameters by param group of a ZeRO-1 or 2 optimizer."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [[names[id(one)] for one in group] for group in zero.bit16_groups]
+
+
+class Zero:
+    """A ``DeepSpeedEngine`` and its ZeRO optimizer, as far as a plan's step needs them."""
+
+    def __init__(self, engine: Any, optimizer: Any) -> None:
+        self._engine, self.optimizer = engine, optimizer
+        self._scale: PlanScale | None = None
+        #: ``gradient_clipping`` of the JSON
+        self.clip_of_json = float(optimizer.clip_grad)
+
+    def settle(self, scaler: Any, clip: float) -> None:
+        """Put the plan's scale (``None``: none) and norm in place of DeepSpeed's, or of a checkpoint's."""
+        zero = self.optimizer
+        if scaler is not None:
+            self._scale = zero.loss_scaler = PlanScale(scaler)
+        if zero.dtype == torch.bfloat16 or not getattr(zero, "compute_grad_norm", True):
+            zero.check_grad_overflow = True  # else gradients are never asked whether they are finite
+        zero.clip_grad = clip
+
+    def patch(self, check: Callable[[], None], step: Callable[..., None]) -> None:
+        """Have ``check`` run at each backward's end, before the sum of what is not summed yet, and ``step`` as step."""
+        reduce = self.optimizer.overlapping_partition_gradients_reduce_epilogue
+
+        def checked() -> None:
+            check()
+            reduce()
+
+        self.optimizer.overlapping_partition_gradients_reduce_epilogue = checked
+        self.optimizer.step = partial(step, self.optimizer.step)
+
+    def restore(self) -> None:
+        """Take out what ``patch`` put in."""
+        for name in ("step", "overlapping_partition_gradients_reduce_epilogue"):
+            vars(self.optimizer).pop(name, None)
+
+    def step(self) -> tuple[bool, Any]:
+        """DeepSpeed's step; whether it was made, and the norm of the gradients, if there is one."""
+        with nullcontext() if self._scale is None else self._scale.read_once():
+            self._engine.step()
+        return self._engine.was_step_applied(), self._engine.get_global_grad_norm()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's backward pass, of a loss that is divided by the accumulation already."""
+        self._engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
+
+    def at_boundary(self) -> bool:
+        """Whether the last backward pass was the one that reduces."""
+        return self._engine.is_gradient_accumulation_boundary()
+
+    def clip(self, norm: float) -> None:
+        """Clip by ``norm`` in the next steps; 0: not at all."""
+        self.optimizer.clip_grad = norm
+
+    @property
+    def offloads(self) -> bool:
+        """Whether masters and optimizer state of a ZeRO-1 or 2 optimizer are on the CPU."""
+        return bool(self.optimizer.cpu_offload)
+
+    def keeps_moments(self) -> bool:
+        """Whether a gradient of 0 may still move a weight."""
+        states: Iterable[Mapping[str, Any]] = self.optimizer.optimizer.state.values()
+        return any(isinstance(value, Tensor) and value.ndim for state in states for value in state.values())
+
+    def copy_group(self, source: int, target: int) -> None:
+        """Give a param group the settings of another."""
+        groups = self.optimizer.param_groups
+        groups[target].update({key: value for key, value in groups[source].items() if key != "params"})
+
+
+class PlanScale:
+    """Gives a ZeRO optimizer the scale that the backward pass used, and leaves moving it to the plan.
+
+    DeepSpeed's own scaler is updated before gradients are divided, so that a step on which the scale grows is made
+    with half of its gradients. A checkpoint holds it as the scaler DeepSpeed would have, from which DeepSpeed alone can
+    resume.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        from deepspeed.runtime.fp16 import loss_scaler
+
+        self._scaler, rule = scaler, scaler.config
+        self._read: float | None = None
+        #: the scaler that DeepSpeed would have
+        self._plain: Any = loss_scaler.LossScaler(rule.init_scale)
+        if rule.dynamic:
+            self._plain = loss_scaler.DynamicLossScaler(
+                init_scale=rule.init_scale,
+                scale_window=rule.growth_interval,
+                min_scale=rule.min_scale,
+                delayed_shift=rule.hysteresis,
+                consecutive_hysteresis=rule.consecutive_hysteresis,
+                raise_error_at_min_scale=rule.at_min == "raise",
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_plain"], name)
+
+    @contextmanager
+    def read_once(self) -> Generator[None, None, None]:
+        """One device sync for a whole step, in which ZeRO asks for the scale several times a param group."""
+        self._read = self._scaler.get_scale()
+        try:
+            yield
+        finally:
+            self._read = None
+
+    @property
+    def cur_scale(self) -> float:
+        """The scale of the step at hand."""
+        return self._scaler.get_scale() if self._read is None else self._read
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        """The plan's own rule moves it."""
+
+    loss_scale = cur_scale
+
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss as it is: the plan has scaled it."""
+        return loss
+
+    def update_scale(self, overflow: bool) -> None:
+        """Count; the plan adjusts once the step is over."""
+        if self._plain.dynamic:
+            self._plain.cur_iter += 1
+
+    def __reduce__(self) -> Any:
+        plain = self._plain
+        plain.cur_scale = self.cur_scale
+        if plain.dynamic:
+            state = self._scaler.state_dict()
+            # At its next step it counts (cur_iter - last_overflow_iter) - 1 clean ones, which is one more than now.
+            plain.last_overflow_iter = plain.cur_iter - state[GROWTH_TRACKER] - 2
+            plain.cur_hysteresis = state["hysteresis_left"]
+        return type(plain).__new__, (type(plain),), vars(plain)
 
 
 def halve_masters(zero: Any, dtypes: tuple[Any, ...], except_of: type[Tensor]) -> None:
@@ -62,13 +240,6 @@ def refresh_masters(zero: Any, except_of: type[Tensor]) -> None:
 def _groups(zero: Any, flats: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
     """Of each group of a ZeRO-1 or 2 optimizer: its parameters, its entry of ``flats``, this rank's masters."""
     return zip(zero.bit16_groups, flats, zero.single_partition_of_fp32_groups, strict=True)
-
-
-def set_master(parameter: Any, value: Tensor) -> None:
-    """Set this rank's part of the fp32 master of a parameter to that of a whole ``value``."""
-    import deepspeed
-
-    deepspeed.utils.safe_set_full_fp32_param(parameter, value)
 
 
 def full_master(parameter: Any, group: Any = None) -> Tensor:
@@ -142,7 +313,7 @@ def reduce_as_stored(zero: Any) -> None:
 
     It reads the same attribute where anything in the process has run DeepSpeed's own ``torch_autocast``.
     """
-    if len(zero.ipg_buckets) == 1:
+    if len(getattr(zero, "ipg_buckets", ())) == 1:
         (only,) = zero.ipg_buckets
         zero.get_param_comm_dtype = lambda _parameter: only
 
@@ -164,8 +335,8 @@ def gathers(module: Any) -> bool:
     return any(is_partitioned(one) and not one.numel() for one in module.parameters(recurse=False))
 
 
-def after_gathered_change(parameter: Any, call: Callable[[], None]) -> None:
-    """Have ``call`` run after a user's ``GatheredParameters`` that begin with this one and change them."""
+def after_gathered_change(parameter: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Have ``call`` run after a user's ``GatheredParameters`` that begin with this one and change them; undoes it."""
     own = parameter.partition
 
     def partition(param_list: Any = None, *rest: Any, has_been_updated: bool = False, **options: Any) -> None:
@@ -174,6 +345,7 @@ def after_gathered_change(parameter: Any, call: Callable[[], None]) -> None:
             call()
 
     parameter.partition = partition
+    return lambda: setattr(parameter, "partition", own)
 
 
 def local_part(parameter: Any) -> Tensor:

@@ -271,8 +271,9 @@ def _by_model(where: str, given: Mapping[Any, Any]) -> dict[str, Fault]:
             entries = {str(key): value for key, value in without_unset(given, False).items()}
             model(**{key: value for key, value in entries.items() if "cpu_offload" not in key})
         except ValueError as error:  # pydantic's own is one
-            errors: Any = getattr(error, "errors", list)()
-            return dict(_fault_of_model(where, model, each) for each in errors)
+            errors: Any = getattr(error, "errors", list[Any])()
+            # what is wrong with the block as a whole depends on the stage, which may be the strategy's to say
+            return dict(_fault_of_model(where, model, each) for each in errors if each["loc"])
     finally:
         logging.disable(before)
     return {}

@@ -16,21 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat.deepspeed import (
-    before_reduction,
-    cast_partition,
-    gathers,
-    is_partitioned,
-    partition_sums,
-    refresh_masters,
-)
+from lightning_mp.compat.deepspeed import Zero, cast_partition, gathers, is_partitioned, partition_sums, refresh_masters
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import is_compiled
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.same_order import FirstForward
 from lightning_mp.engines.shard_reads import ShardReads
-from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights, keeps_moments
+from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.numerics.autocast_weight import CastAlone
@@ -42,12 +35,8 @@ class ZeroEngine(StepEngine):
 
     holds = "DeepSpeed partitions optimizer state, gradients and parameters by its stage"
 
-    #: the DeepSpeedEngine and its ZeRO optimizer, which have no types
-    _deepspeed: Any = None
-    _zero: Any = None
-    #: the ``PlanScale`` in which the ZeRO optimizer finds the plan's scale
-    _scale: Any = None
-    #: ``gradient_clipping`` of the JSON, where the Trainer says nothing
+    _zero: Zero | None = None
+    #: the norm to clip by where the Trainer says nothing
     _default_clip = 0.0
     _weights: Weights | None = None
     #: of the weights after the last step, under offload
@@ -115,29 +104,20 @@ class ZeroEngine(StepEngine):
             self._first = FirstForward(model, parted, self.device, gathers=gathers)
         if not optimizers:  # validation
             return
-        self._deepspeed, self._zero = cast("Any", model), cast("Any", optimizers[0])
+        zero = self._zero = Zero(model, optimizers[0])
         trainer = trainer_of(self._module)
         if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
-            self._default_clip = float(self._zero.clip_grad)
-        self._zero.clip_grad = self._default_clip
+            self._default_clip = zero.clip_of_json
         self._weights = Weights(() if self._module is None else self._module.named_parameters(), self._decayed)
-        before_reduction(self._zero, self._weights.refuse_apart)
-        self._take_raw_steps()
+        zero.patch(self._weights.refuse_apart, self._raw_step)
         self._note_sums()
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:
         """Put the plan's scale in place of DeepSpeed's, again after it loaded a checkpoint with its own."""
-        if self._zero is None:
-            return
-        cast("Weights", self._weights).loaded()
-        if self.scaler.enabled:
-            from lightning_mp.engines.zero_scale import PlanScale  # needs deepspeed
-
-            self._scale = self._zero.loss_scaler = PlanScale(self.scaler)
-        if self._zero.dtype == torch.bfloat16 or not getattr(self._zero, "compute_grad_norm", True):
-            self._zero.check_grad_overflow = True  # else gradients are never asked whether they are finite
-        self._zero.clip_grad = self._default_clip  # a checkpoint brings that of the run that wrote it
+        if self._zero is not None and self._weights is not None:
+            self._weights.loaded()
+            self._zero.settle(self.scaler if self.scaler.enabled else None, self._default_clip)
 
     # ------------------------------------------------------------------ the step
 
@@ -163,7 +143,7 @@ class ZeroEngine(StepEngine):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> bool:
         """DeepSpeed's backward, which reduces; Lightning has divided by the accumulation already."""
         with torch.autocast(self.device.type, enabled=False):  # manual optimization calls it within training_step
-            self._deepspeed.backward(loss, *args, scale_wrt_gas=False, **kwargs)
+            self._running.backward(loss, *args, **kwargs)
         return True
 
     def after_backward(self, *, manual: bool) -> None:
@@ -218,7 +198,7 @@ class ZeroEngine(StepEngine):
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Have the step clip by the norm over all partitions."""
-        self._zero.clip_grad = max_norm
+        self._running.clip(max_norm)
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
         """ZeRO has no clipping by value.
@@ -235,7 +215,8 @@ class ZeroEngine(StepEngine):
         Raises:
             RuntimeError: ``training_step`` returned None where a window of accumulation ends: no gradient was reduced.
         """
-        if not self._deepspeed.is_gradient_accumulation_boundary():
+        zero, weights = self._running, cast("Weights", self._weights)
+        if not zero.at_boundary():
             fault = Fault(
                 "a training_step that returned None on the last batch of a window of accumulation with ZeRO, which "
                 "reduces in that batch's backward pass",
@@ -243,49 +224,42 @@ class ZeroEngine(StepEngine):
                 "return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'",
             )
             raise RuntimeError(str(fault))
-        weights = cast("Weights", self._weights)
         weights.refuse_unfrozen()
-        weights.refuse_left_out(keeps_moments(self._zero.optimizer))
-        self._follow(weights)
-        self._groups_follow()
+        weights.refuse_left_out(zero.keeps_moments())
+        if self._weights_changed(weights):
+            refresh_masters(zero.optimizer, except_of=HalfCopy)
+        for place, origin in enumerate(self.came_from):  # a group split off steps with what the first piece has by now
+            if self.came_from.index(origin) != place:
+                zero.copy_group(self.came_from.index(origin), place)
         self.pending = False
         self._in_step = True
         try:
-            with nullcontext() if self._scale is None else self._scale.read_once():
-                self._deepspeed.step()
+            applied, norm = zero.step()
         finally:
             self._in_step = False
         weights.stepped()
         self._note_sums()
-        self._zero.clip_grad = self._default_clip
-        skipped = float(not self._deepspeed.was_step_applied())
-        self.scaler.note_step(optimizer, torch.full((), skipped, dtype=torch.float32, device=self.device))
+        zero.clip(self._default_clip)
+        self.scaler.note_step(optimizer, torch.full((), float(not applied), dtype=torch.float32, device=self.device))
         self.count()
-        norm = self._deepspeed.get_global_grad_norm()
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
-    def _groups_follow(self) -> None:
-        """A group split off steps with what users and schedulers have written into the one it came from."""
-        for place, origin in enumerate(self.came_from):
-            groups, first = self._zero.param_groups, self.came_from.index(origin)
-            if first != place:
-                groups[place].update({key: value for key, value in groups[first].items() if key != "params"})
+    @property
+    def _running(self) -> Zero:
+        assert self._zero is not None
+        return self._zero
 
-    def _follow(self, weights: Weights) -> None:
-        """Masters take over what a user's hook made of the weights; a copy that changes nothing costs least to make."""
+    def _weights_changed(self, weights: Weights) -> bool:
+        """Whether masters have to follow weights, which a user's hook may have changed; refreshing costs one copy."""
         weights.refuse_lost()
         if weights.partitioned:
-            changed = weights.take_change()
-        elif self._zero.cpu_offload:  # there it would cross the bus; the host waits for this step in any case
-            changed = not torch.equal(partition_sums(self._zero), self._sums)
-        else:
-            changed = True
-        if changed:
-            refresh_masters(self._zero, except_of=HalfCopy)
+            return weights.take_change()
+        # Under offload the copy would cross the bus; this step waits for the device in any case.
+        return not self._running.offloads or not torch.equal(partition_sums(self._running.optimizer), self._sums)
 
     def _note_sums(self) -> None:
-        if not cast("Weights", self._weights).partitioned and self._zero.cpu_offload:
-            self._sums = partition_sums(self._zero)
+        if not cast("Weights", self._weights).partitioned and self._running.offloads:
+            self._sums = partition_sums(self._running.optimizer)
 
     def check_weights(self) -> None:
         """Look whether a user changed weights where nothing holds them.
@@ -296,16 +270,11 @@ class ZeroEngine(StepEngine):
         if self._weights is not None:
             self._weights.refuse_lost()
 
-    def _take_raw_steps(self) -> None:
+    def _raw_step(self, own: Any, closure: Any = None) -> None:
         """Refuse a step of the ZeRO optimizer that is called past DeepSpeed's engine, which reduces and counts."""
-        own = self._zero.step
-
-        def step(closure: Any = None) -> None:
-            if not self._in_step:
-                self._refuse_untracked(self._zero, (), {})
-            own(closure)
-
-        self._zero.step = step
+        if not self._in_step:
+            self._refuse_untracked(self._running.optimizer, (), {})
+        own(closure)
 
     def user_hooks(self) -> AbstractContextManager[Any]:
         """Gradients are not where users look for them: who looks is told."""
@@ -318,5 +287,5 @@ class ZeroEngine(StepEngine):
             self._first.release()
         if self._weights is not None:
             self._weights.release()
-            vars(self._zero).pop("step", None)
-        self._deepspeed = self._zero = self._scale = self._weights = self._first = None
+            self._running.restore()
+        self._zero = self._weights = self._first = None

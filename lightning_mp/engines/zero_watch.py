@@ -106,13 +106,14 @@ class Weights:
         self._compared = False
         #: in-place writes to partitions (ZeRO-3), where a gathered parameter that a user changed becomes one again
         self._versions = {name: p._version for name, p in self._named.items() if is_partitioned(p)}
-        for parameter in self._named.values() if self._versions else ():
-            after_gathered_change(parameter, self._heard)
+        split = [self._named[name] for name in self._versions]
+        self._undo = [after_gathered_change(parameter, self._heard) for parameter in split]
+        for parameter in split:
             parameter.__class__ = _Partitioned
         #: the same of half copies, which nobody's master follows
         self._copies = {name: p._version for name, p in self._named.items() if isinstance(p, HalfCopy)}
         self._changed = False
-        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self._named.values()]
+        self._undo += [p.register_post_accumulate_grad_hook(self._note).remove for p in self._named.values()]
 
     def _note(self, parameter: Tensor) -> None:
         self._seen[id(parameter)] = None
@@ -247,13 +248,8 @@ class Weights:
         self._seen.clear()
 
     def release(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off, and leave parameters as DeepSpeed made them."""
         for name in self._versions:
             self._named[name].__class__ = nn.Parameter
-        for hook in self._hooks:
-            hook.remove()
-
-
-def keeps_moments(optimizer: Any) -> bool:
-    """Whether a gradient of 0 may still move a weight."""
-    return any(isinstance(value, Tensor) and value.ndim for s in optimizer.state.values() for value in s.values())
+        for undo in self._undo:
+            undo()

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, PlanError
 from lightning_mp.deepspeed_config.merge import compose
 from lightning_mp.deepspeed_config.read import DeepSpeedNotes
-from support.deepspeed_json import DEEPSPEED, REAL, WHOLE_FP16, anything, faults_of, nested, the_fault
+from support.deepspeed_json import DEEPSPEED, REAL, anything, faults_of, nested, the_fault
 
 read = MixedPrecisionPlan.from_deepspeed
 
@@ -73,10 +73,6 @@ RULES = {
 }
 
 
-def test_the_table_has_every_real_config() -> None:
-    assert set(EXPECTED) == set(REAL)
-
-
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_config_is_read_or_refused_with_its_reasons(name: str, tmp_path: Path) -> None:
     config, expected = REAL[name]["config"], EXPECTED[name]
@@ -108,33 +104,6 @@ def told(notes: DeepSpeedNotes, key: str) -> bool:
     return any(
         name == key or name.startswith(f"{key}.") for kind in (notes.taken, notes.left, notes.refused) for name in kind
     )
-
-
-@pytest.mark.parametrize("name", [name for name, row in EXPECTED.items() if isinstance(row, tuple)])
-def test_every_key_of_a_real_config_is_told_of(name: str) -> None:
-    config = REAL[name]["config"]
-    notes = notes_of(config)
-    assert [key for key in config if not told(notes, key)] == []
-    for block in ("fp16", "bf16", "torch_autocast", "data_types"):
-        for key in config.get(block, {}):
-            assert sum(f"{block}.{key}" in kind for kind in (notes.taken, notes.left, notes.refused)) == 1
-
-
-def test_longspecs_block_key_for_key() -> None:
-    plan = read({"fp16": WHOLE_FP16})
-    notes = notes_of({"fp16": WHOLE_FP16})
-    assert plan.policy == MixedPrecisionPlan("16-mixed", loss_scaling=DEEPSPEED).policy
-    assert [*notes.taken, *notes.left] == [
-        "fp16.enabled",
-        "fp16.loss_scale",
-        "fp16.initial_scale_power",
-        "fp16.loss_scale_window",
-        "fp16.hysteresis",
-        "fp16.consecutive_hysteresis",
-        "fp16.min_loss_scale",
-        "fp16.auto_cast",
-    ]
-    assert plan.to_deepspeed(stage=1)["fp16"] == WHOLE_FP16
 
 
 #: a JSON, and fields of the policy
@@ -304,18 +273,6 @@ def test_what_others_say_is_left_to_them(key: str, value: Any, words: str) -> No
     assert not notes.taken | notes.refused
 
 
-def test_an_auto_inside_fp16_is_deepspeeds_default_and_the_notes_say_so() -> None:
-    notes = notes_of({"fp16": {"enabled": True, "initial_scale_power": "auto", "loss_scale": None}})
-    assert notes.taken["fp16.initial_scale_power"].startswith("'auto': DeepSpeed's default, 16: ")
-    assert notes.taken["fp16.loss_scale"].startswith("None: DeepSpeed's default, 0: ")
-
-
-def test_the_rule_of_a_static_scale_is_left() -> None:
-    notes = notes_of({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 4}})
-    assert notes.taken["fp16.loss_scale"] == "LossScaling.static(128)"
-    assert "static" in notes.left["fp16.hysteresis"]
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
 def test_notes_survive_copies_and_are_no_part_of_the_policy(copied: Any) -> None:
     plan = read(REAL["longspec-slim6b"]["config"])
@@ -340,14 +297,6 @@ def test_a_path_and_a_dictconfig_read_as_the_dict_does(tmp_path: Path) -> None:
     assert {plan.policy.loss_scaling for plan in plans} == {LossScaling.deepspeed(initial_scale_power=8)}
     path.write_text('{\n  // half\n  "fp16": {"enabled": true}\n}', encoding="utf-8")
     assert "line 2, column 3" in the_fault(lambda: read(path)).given
-
-
-class Mine(MixedPrecisionPlan):
-    """A user's own plan."""
-
-
-def test_a_subclass_reads_itself() -> None:
-    assert type(Mine.from_deepspeed({"bf16": {"enabled": True}})) is Mine
 
 
 @given(config=anything())

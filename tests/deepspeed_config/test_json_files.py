@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_mp.deepspeed_config.read import load_json as read
-from support.deepspeed_json import composed, faults_of, the_fault
+from support.deepspeed_json import faults_of, the_fault
 
 SMALL: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 0}, "optimizer": {"params": {"betas": [0.9, 0.95]}}}
 
@@ -41,12 +41,6 @@ def test_every_form_reads_as_the_same_plain_dict(form: Callable[[Path], Any], tm
     assert found["fp16"] is not SMALL["fp16"]
 
 
-def test_a_config_from_omegaconf_composes_as_the_dict_does() -> None:
-    user = {"scale": 16, "fp16": {"enabled": True, "initial_scale_power": "${scale}"}}
-    assert the_fault(lambda: composed("16-mixed", OmegaConf.create(user))).given == "unknown key scale"
-    assert composed("16-mixed", OmegaConf.create(SMALL)) == composed("16-mixed", SMALL)
-
-
 BROKEN: list[tuple[str, tuple[str, ...]]] = [
     ('{\n  // the scale\n  "fp16": {}\n}', ("line 2, column 3", "no comments and no last comma")),
     ('{\n  "fp16": {\n}', ("line 3, column 2", "no comments and no last comma")),
@@ -68,18 +62,6 @@ def test_a_file_that_is_no_json_object_says_where_and_why(text: str, words: tupl
 def test_a_missing_file_and_a_folder_are_no_file(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path):
         assert the_fault(lambda path=path: read(path)).given == f"{str(path)!r}, which is no file"
-
-
-def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_bytes(b'{"_comment": "\xff\xfe"}')
-    assert "JSON in UTF-8" in the_fault(lambda: read(path)).allowed
-
-
-@pytest.mark.parametrize("source", [None, 3, [("fp16", {})]])
-def test_what_is_neither_mapping_nor_path_is_refused(source: Any) -> None:
-    fault = the_fault(lambda: read(source))
-    assert (fault.given, fault.allowed.partition(",")[0]) == (repr(source), "an object")
 
 
 def test_a_config_that_does_not_resolve_is_a_fault_of_the_deepspeed_config() -> None:

@@ -45,6 +45,13 @@ def test_the_rest_of_a_users_json_is_kept() -> None:
     assert made.notes == ()
 
 
+def test_what_only_the_strategys_stage_allows_is_kept() -> None:
+    assert composed("bf16-mixed", {"zero_optimization": {"compute_grad_norm": False}}).config["zero_optimization"] == {
+        "compute_grad_norm": False,
+        "stage": 2,
+    }
+
+
 def test_the_users_dict_is_neither_changed_nor_shared() -> None:
     user = {
         "fp16": {"enabled": "auto"},
@@ -104,16 +111,6 @@ def test_what_agrees_with_the_plan_is_taken_over_with_a_note_where_the_plan_does
     assert made.config["data_types"] == {"grad_accum_dtype": "fp32"}
     assert made.config["communication_data_type"] == "fp32"
     parse(with_trainer(made.config))
-
-
-def test_auto_cast_is_the_users_own() -> None:
-    assert composed("16-mixed", {"fp16": {"auto_cast": True}}).config["fp16"] == WHOLE_FP16 | {"auto_cast": True}
-
-
-def test_buffers_the_plan_stores_in_the_same_format_agree() -> None:
-    made = composed("bf16-mixed", {"data_types": {"buffer_dtype": "bfloat16"}}, buffer_dtype="bf16")
-    assert made.config["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert "data_types.buffer_dtype='bfloat16'" in made.notes[0]
 
 
 def test_beside_a_static_scale_the_keys_of_the_dynamic_one_say_nothing() -> None:

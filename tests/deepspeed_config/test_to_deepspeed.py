@@ -100,12 +100,6 @@ def test_the_whole_of_a_bf16_plan() -> None:
     }
 
 
-def test_batch_accumulation_and_clipping_are_written(parse: Callable[..., Any]) -> None:
-    words = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8, "gradient_clipping": 1.0}
-    seen = parse(plan().to_deepspeed(**words))
-    assert (seen.zero_optimization_stage, seen.train_batch_size, seen.gradient_clipping) == (2, 16, 1.0)
-
-
 def test_a_path_gets_the_same_as_json(tmp_path: Path, parse: Callable[..., Any]) -> None:
     path = tmp_path / "ds.json"
     config = plan(tf32="high").to_deepspeed(path, stage=3)
@@ -177,13 +171,6 @@ def test_what_json_has_no_key_for_stands_in_a_comment(
         lines
     )
     assert parse(config).float16_config.enabled
-
-
-def test_of_a_static_rule_nothing_but_the_scale_is_said() -> None:
-    static = plan(loss_scaling=LossScaling(init_scale=128.0, dynamic=False, growth_factor=3.0))
-    config = static.to_deepspeed(stage=2)
-    assert "_comment" not in config
-    assert config["fp16"]["loss_scale"] == 128.0
 
 
 rules = st.builds(

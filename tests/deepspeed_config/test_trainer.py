@@ -32,43 +32,11 @@ def test_a_whole_batch_alone_says_what_a_part_is() -> None:
     assert config["train_batch_size"] == 256
 
 
-def test_what_json_and_trainer_both_say_alike_is_kept() -> None:
-    user = {
-        "gradient_clipping": 1,
-        "gradient_accumulation_steps": 4,
-        "train_micro_batch_size_per_gpu": 2,
-        "train_batch_size": 64,
-    }
-    assert with_trainer(user, clip_norm=1.0, accumulate=4, world_size=8, micro_batch=2) == user
-
-
-def test_auto_is_the_trainers_to_say() -> None:
-    user = dict.fromkeys(
-        ("gradient_clipping", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size"),
-        "auto",
-    )
-    assert with_trainer(user, clip_norm=1.0, accumulate=4, micro_batch=2) == {
-        "gradient_clipping": 1.0,
-        "gradient_accumulation_steps": 4,
-        "train_micro_batch_size_per_gpu": 2,
-    }
-
-
 TRAINER: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     (
         {"gradient_clipping": 1.0},
         {"clip_norm": 0.5},
         ("gradient_clipping=1.0 in the JSON", "Trainer(gradient_clip_val=0.5)", "Write Trainer(gradient_clip_val=1.0)"),
-    ),
-    (
-        {"gradient_clipping": 0},
-        {"clip_norm": 0.5},
-        ("gradient_clipping=0 in the JSON", "Trainer(gradient_clip_val=0.5)"),
-    ),
-    (
-        {"gradient_clipping": 1.0},
-        {"clip_norm": 0.0},
-        ("gradient_clipping=1.0 in the JSON", "Trainer(gradient_clip_val=0.0)"),
     ),
     (
         {"gradient_accumulation_steps": 4},
@@ -80,11 +48,6 @@ TRAINER: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
         ),
     ),
     (
-        {"gradient_accumulation_steps": 1},
-        {"accumulate": 8},
-        ("gradient_accumulation_steps=1 in the JSON", "Trainer(accumulate_grad_batches=8)"),
-    ),
-    (
         {"train_micro_batch_size_per_gpu": 4},
         {"micro_batch": 8},
         ("train_micro_batch_size_per_gpu=4 in the JSON", "a dataloader with batch_size=8"),
@@ -94,12 +57,6 @@ TRAINER: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
         {"accumulate": 2, "world_size": 8},
         ("train_batch_size=100 in the JSON", "4 a device x 2 accumulated x 8 devices = 64", "train_batch_size: 64"),
     ),
-    (
-        {"train_batch_size": 100},
-        {"micro_batch": 3, "world_size": 8},
-        ("train_batch_size=100 in the JSON", "3 a device x 1 accumulated x 8 devices = 24"),
-    ),
-    ({"train_batch_size": 9}, {"world_size": 2}, ("train_batch_size=9 in the JSON", "x 2 devices = 2")),
     ({"gradient_clipping": "1.0"}, {"clip_norm": 1.0}, ("gradient_clipping='1.0'", "Write it without quotes")),
     ({"train_batch_size": True}, {}, ("train_batch_size=True", "a whole number >= 1")),
 ]

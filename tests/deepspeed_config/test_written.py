@@ -13,18 +13,8 @@ from hypothesis import strategies as st
 from lightning_mp.deepspeed_config.merge import compose
 from lightning_mp.errors import PlanError
 from lightning_mp.policy.loss_scaling import LossScaling
-from support.deepspeed_json import OFF, RESOLVED, WHOLE_FP16, composed, policy, the_fault, with_trainer
+from support.deepspeed_json import OFF, RESOLVED, composed, policy, the_fault, with_trainer
 from support.scales import scalings
-
-
-def test_the_whole_fp16_block_arrives_key_for_key() -> None:
-    config, notes = composed().config, composed().notes
-    assert config["fp16"] == WHOLE_FP16
-    assert list(config["fp16"]) == list(WHOLE_FP16)
-    assert {key: type(value) for key, value in config["fp16"].items()} == {
-        key: type(value) for key, value in WHOLE_FP16.items()
-    }
-    assert notes == ()
 
 
 def test_the_whole_config_of_a_plan_alone() -> None:
@@ -38,14 +28,6 @@ def test_the_whole_config_of_a_plan_alone() -> None:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-
-
-@pytest.mark.parametrize("precision", RESOLVED)
-def test_the_half_engines_stay_off_and_only_fp16_plans_say_fp16(precision: str) -> None:
-    config = composed(precision).config
-    assert config["bf16"] == OFF
-    assert config["torch_autocast"] == OFF
-    assert config["fp16"] == (WHOLE_FP16 if precision.startswith("16") else OFF)
 
 
 @pytest.mark.parametrize("supported", [True, False])
@@ -128,20 +110,6 @@ def test_what_json_has_no_key_for_is_noted() -> None:
     assert "backoff_factor" not in note
 
 
-def test_a_static_scale_is_written_as_a_static_scale(parse: Callable[..., Any]) -> None:
-    made = composed(loss_scaling=LossScaling.static(128.0))
-    assert made.config["fp16"]["loss_scale"] == 128.0
-    assert parse(with_trainer(made.config)).float16_config.loss_scale == 128.0
-    assert made.notes == ()
-
-
-def test_on_a_device_deepspeed_refuses_fp16_is_off_and_a_note_says_so() -> None:
-    made = composed(fp16_supported=False)
-    assert made.config["fp16"] == WHOLE_FP16 | {"enabled": False}
-    assert len(made.notes) == 1
-    assert made.notes[0].startswith("fp16.enabled=False")
-
-
 def test_an_unresolved_precision_is_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match="auto") as error:
         compose(policy("auto"), stage=2)
@@ -179,14 +147,6 @@ def test_the_deprecated_flags_become_the_blocks_that_replaced_them(parse: Callab
     config = composed("16-mixed", user, stage=3, offload_optimizer=True).config
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     assert config["zero_optimization"] == zero
-    parse(with_trainer(config))
-
-
-def test_a_deprecated_flag_beside_its_block_leaves_the_block_alone(parse: Callable[..., Any]) -> None:
-    own = {"device": "cpu", "pin_memory": False}
-    user = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": own}}
-    config = composed("16-mixed", user).config
-    assert config["zero_optimization"] == {"stage": 2, "offload_optimizer": own}
     parse(with_trainer(config))
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, make_strategy
-from lightning_mp.strategies.deepspeed import patches
+from lightning_mp.strategies.deepspeed import forward
 from support.collectives import Moved
 from support.ddp import STATIC
 from support.deepspeed_json import WHOLE_FP16
@@ -102,7 +102,7 @@ class HalfGathers:
 
     def run(self) -> dict[str, Any]:
         runs = {"half": self._run(), "steps": self.moved.steps}
-        with mock.patch.object(patches.half_weights, "survey", return_value=[]):
+        with mock.patch.object(forward.half_weights, "survey", return_value=[]):
             return {**runs, "stored": self._run()}
 
     @cached_property

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_mp import NonFiniteError, PlanError
 from lightning_mp.modules.half_copies import HalfCopy
-from lightning_mp.strategies.deepspeed import half_copies
+from lightning_mp.strategies.deepspeed import shadow_weights
 from support.collectives import Moved
 from support.fsdp2_halves import Many, Text, text
 from support.models import FEATURES
@@ -237,7 +237,7 @@ class Failed:
     late: float = 0.0
 
     def run(self) -> dict[str, Any]:
-        with mock.patch.object(half_copies, "PATIENCE", 1.0 if self.late else half_copies.PATIENCE):
+        with mock.patch.object(shadow_weights, "PATIENCE", 1.0 if self.late else shadow_weights.PATIENCE):
             return {"half": self._run(True), "fp32": {} if self.late else self._run(False)}
 
     def _run(self, half: bool) -> dict[str, Any]:

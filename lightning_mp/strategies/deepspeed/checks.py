@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 from torch import nn
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, kind_of
-from lightning_mp.errors import Faults
+from lightning_mp.compat.checks import require_versions
+from lightning_mp.errors import Faults, MissingExtraError
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.policy import PrecisionPolicy
+
+
+def require_deepspeed() -> None:
+    """Raise if DeepSpeed is missing, or a release that is out of bounds."""
+    try:
+        import_module("deepspeed")
+    except ImportError as error:
+        raise MissingExtraError("deepspeed", "deepspeed", "a ZeRO strategy") from error
+    require_versions("strategy", "deepspeed")
 
 
 def check_world_size(path: Path, processes: int) -> None:

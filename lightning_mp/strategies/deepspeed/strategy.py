@@ -16,7 +16,16 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import is_remote_path, without_file_protocol
 from lightning_mp.checkpoints.zero import loads_alike, resumable
-from lightning_mp.compat.deepspeed import accumulate_apart, casts_left_out, halve_masters, refresh_masters
+from lightning_mp.compat.deepspeed import (
+    FunctionalLinear,
+    accumulate_apart,
+    casts_left_out,
+    halve_masters,
+    note_hooks,
+    refresh_masters,
+    remove_old_hooks,
+    trained_names,
+)
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     LightningModule,
@@ -40,11 +49,10 @@ from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import unfit
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
-from lightning_mp.strategies.deepspeed import patches
-from lightning_mp.strategies.deepspeed.checks import check_storage, check_world_size
-from lightning_mp.strategies.deepspeed.half_copies import HalfCopies
-from lightning_mp.strategies.deepspeed.load_weights import load_full_state
+from lightning_mp.strategies.deepspeed.checks import check_storage, check_world_size, require_deepspeed
+from lightning_mp.strategies.deepspeed.forward import InsideEngine, gather_halves, load_full_state
 from lightning_mp.strategies.deepspeed.param_groups import by_dtype, regroup, split_by_dtype
+from lightning_mp.strategies.deepspeed.shadow_weights import ShadowWeights
 
 Json = Mapping[str, Any] | str | PathLike[str]
 
@@ -57,7 +65,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         offload_optimizer: keep optimizer state on the CPU.
         offload_parameters: keep parameters on the CPU (stage 3).
         config: a DeepSpeed JSON (a mapping or a path) to merge; what contradicts plan or Trainer is refused.
-        half_copies: in stages 1 and 2, hold in half precision what autocast alone computes with; its masters are fp32.
+        half_copies: in stages 1 and 2, bf16/fp16 shadow weights where autocast alone computes with them.
         policy: what the JSON is checked against at once; else it is checked when the run starts.
         host: further keywords of Lightning's ``DeepSpeedStrategy``.
 
@@ -80,7 +88,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         policy: PrecisionPolicy | None = None,
         **host: Any,
     ) -> None:
-        patches.require_deepspeed()
+        require_deepspeed()
         if config is None:
             config = os.environ.get(self.DEEPSPEED_ENV_VAR)  # Lightning's own place for it
         if host.get("zero_optimization") is False:
@@ -94,9 +102,9 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         self._stage, self._offloads = stage, (offload_optimizer, offload_parameters)
         self._came_from: list[int] = []
         self._groups_before = 0
-        self._linear = patches.FunctionalLinear()
+        self._linear = FunctionalLinear()
         self.half_copies = half_copies
-        self._halves: HalfCopies | None = None
+        self._shadows: ShadowWeights | None = None
         self._accumulated, self._failed = False, False
         if policy is not None and policy.precision != "auto":
             self.config = self._composed(policy)
@@ -188,7 +196,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         assert self.accelerator is not None
         assert self.model is not None
         plan = plan_of(self)
-        self._forward_redirection = patches.InsideEngine(plan)
+        self._forward_redirection = InsideEngine(plan)
         self.accelerator.setup(trainer)
         self.config, self._config_initialized = plan.apply(self.model), True
         if trainer.state.fn == TrainerFn.FITTING:
@@ -212,8 +220,8 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         if optimizer is not None:
             self._check_optimizer(step, optimizer, lr_scheduler)
             if self.half_copies and self._stage < 3 and not any(self._offloads):
-                self._halves, self._failed = HalfCopies(), False
-                self._halves.make(model, plan_of(self), optimizer)
+                self._shadows, self._failed = ShadowWeights(), False
+                self._shadows.install(model, plan_of(self), optimizer)
             self._groups_before = len(optimizer.param_groups)
             self._came_from = split_by_dtype(optimizer, lr_scheduler)
         step.hand_over()
@@ -222,9 +230,9 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
         if self._stage < 3:
             halve_masters(zero, HALF, except_of=HalfCopy)  # the policy's optimizer state is half precision too
-        if self._halves is not None:
-            self._halves.connect(zero)
-            cast("patches.InsideEngine", self._forward_redirection).copies = self._halves.run
+        if self._shadows is not None:
+            self._shadows.connect(zero)
+            cast("InsideEngine", self._forward_redirection).copies = self._shadows.run
         step.came_from = self._came_from
         return engine, zero
 
@@ -254,7 +262,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         import deepspeed
 
         self._linear.remember()
-        patches.remove_old_hooks(model)
+        remove_old_hooks(model)
         with casts_left_out(), new_hooks_first(model):  # weight_norm's hook reads what DeepSpeed's gathers
             engine, zero, _, _ = deepspeed.initialize(
                 args=Namespace(device_rank=self.local_rank),  # as Lightning, but a CPU has no index
@@ -265,9 +273,9 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
                 lr_scheduler=scheduler,
                 dist_init_required=False,
             )
-        patches.note_hooks(model, engine.optimizer)
+        note_hooks(model, engine.optimizer)
         if self._stage == 3:
-            patches.gather_halves(model, plan_of(self), zero)
+            gather_halves(model, plan_of(self), zero)
         return engine, zero
 
     @contextmanager
@@ -304,9 +312,9 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
         self._linear.restore()
         module = self.lightning_module
-        if self._halves is not None and module is not None:
-            self._halves.give_back(failed=self._failed)
-            self._halves = None
+        if self._shadows is not None and module is not None:
+            self._shadows.restore(failed=self._failed)
+            self._shadows = None
         super().teardown()
 
     # ------------------------------------------------------------------ the step
@@ -317,7 +325,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         assert module is not None
         accumulating = module.automatic_optimization and accumulates(module.trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulating)
-        if self._halves is not None and self._stage == 1:
+        if self._shadows is not None and self._stage == 1:
             accumulate_apart(self.deepspeed_engine.optimizer, on=accumulating or self._accumulated)
             self._accumulated = accumulating
         return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -375,16 +383,9 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
 
     def reads(self, path: Any) -> bool:
         alike = super().reads(path) and resumable(Path(path), self._stage, self.world_size)
-        return alike and (self._stage == 3 or loads_alike(Path(path), self._groups()))
-
-    def _groups(self) -> list[list[str]]:
-        """Names by param group of the run at hand."""
-        module = self.lightning_module
-        assert module is not None
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        return [
-            [names[id(one)] for one in group] for zero in self.optimizers for group in cast("Any", zero).bit16_groups
-        ]
+        module = cast("nn.Module", self.lightning_module)
+        groups = [group for zero in self.optimizers for group in trained_names(zero, module)] if self._stage < 3 else []
+        return alike and (self._stage == 3 or loads_alike(Path(path), groups))
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Load whole weights into the partitions."""
@@ -399,6 +400,6 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
             load_full_state(module, state, strict=module.strict_loading)
         for zero in self.optimizers:
             refresh_masters(zero, except_of=HalfCopy)
-        if self._halves is not None:
+        if self._shadows is not None:
             named = module.named_parameters(remove_duplicate=False)
-            self._halves.set_masters({id(one): state[name] for name, one in named if name in state})
+            self._shadows.set_masters({id(one): state[name] for name, one in named if name in state})

@@ -18,6 +18,7 @@ from torch import nn
 from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError, make_strategy
 from lightning_mp.compat.deepspeed import casts_left_out
 from lightning_mp.strategies import registry
+from lightning_mp.strategies.deepspeed.forward import InsideEngine
 from support.models import Regression, same_weights, weights
 from support.running import trainer
 
@@ -131,6 +132,23 @@ def test_a_backward_of_the_users_own_is_refused() -> None:
     assert "LightningModule.backward overridden" in str(_refused(Own(), _plan()))
 
 
+@pytest.mark.parametrize("name", ["deepspeed_zero1", "deepspeed_zero3"])
+def test_a_parameter_without_a_dimension_is_refused_by_name(name: str) -> None:
+    module = Regression()
+    module.logit_scale = nn.Parameter(torch.tensor(2.0))
+    said = str(_refused(module, _plan(), name))
+    assert "'logit_scale', a parameter without a dimension" in said
+    assert "view(1)" in said
+
+
+def test_an_embedding_whose_forward_changes_its_rows_is_refused_where_it_is_gathered() -> None:
+    module = Regression()
+    module.table = nn.Embedding(4, 2, max_norm=1.0)
+    assert "'table' with max_norm=1" in str(_refused(module, _plan(), "deepspeed_zero3"))
+    plan = _plan()
+    plan.apply(_attach(module, plan, "deepspeed_zero2"))
+
+
 def test_ignoring_non_finite_values_is_refused() -> None:
     assert "nonfinite='ignore' with ZeRO" in str(_refused(Regression(), _plan("bf16-mixed", nonfinite="ignore")))
 
@@ -160,7 +178,7 @@ def test_optimizers_that_evaluate_the_closure_are_refused_and_the_module_is_brou
     plan.convert_module(_attach(module, plan))
     assert module.net[0].weight.dtype == torch.bfloat16
     strategy: Any = module.trainer.strategy
-    with pytest.raises(PlanError, match="LBFGS with ZeRO"):
+    with pytest.raises(PlanError, match="LBFGS, which evaluates its closure again, with ZeRO"):
         strategy._setup_model_and_optimizer(module, torch.optim.LBFGS(module.parameters()))
     assert same_weights(before, weights(module))
     assert kinds == [type(m) for m in module.modules()]
@@ -244,7 +262,6 @@ class _Wrapper(nn.Module):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_step_runs_in_the_plans_context_inside_the_engine(own: bool, fails: bool) -> None:
     """And the module's forward, the user's own on the instance included, is back before it and after a failure."""
-    from lightning_mp.strategies.deepspeed import patches
 
     class Asks(Regression):
         def validation_step(self, x: Any) -> Any:
@@ -257,7 +274,7 @@ def test_a_step_runs_in_the_plans_context_inside_the_engine(own: bool, fails: bo
     if own:
         module.forward = lambda x: "instance"  # type: ignore[method-assign]
     before = dict(module.__dict__)
-    redirect = patches.InsideEngine(_plan())
+    redirect = InsideEngine(_plan())
     if fails:
         with pytest.raises(KeyError):
             redirect(_Wrapper(module, fails=True), module, "validation_step", 1)

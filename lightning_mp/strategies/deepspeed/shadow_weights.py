@@ -1,4 +1,4 @@
-"""Under ZeRO-1 and 2, half copies of the weights that autocast alone computes with; DeepSpeed's masters stay fp32."""
+"""ZeRO-1 and 2: bf16/fp16 shadow weights where autocast alone computes with them; DeepSpeed's masters stay fp32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat.deepspeed import full_master, loses_averages, set_master
+from lightning_mp.compat.deepspeed import full_master, loses_averages
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import has_gradient_hooks, is_compiled
 from lightning_mp.modules import half_copies, half_weights
@@ -30,12 +30,12 @@ _LOST = (
     "The weights hold half-precision values: not all ranks ended soon after the failure, and their parts of the fp32 "
     "weights could not be collected. Go on from a checkpoint."
 )
-#: hooks of the monitors know what a copy is
+#: hooks of the monitors know what a shadow is
 _OURS = "lightning_mp."
 
 
-class HalfCopies:
-    """The copies of one run: made before DeepSpeed takes the module, given back when the run is over."""
+class ShadowWeights:
+    """The shadow weights of a run: installed before DeepSpeed takes the module, fp32 restored when the run is over."""
 
     def __init__(self) -> None:
         self.run = Run(_ADVICE)
@@ -43,8 +43,8 @@ class HalfCopies:
         self._hooks: list[Any] = []
         self._zero: Any = None
 
-    def make(self, module: nn.Module, plan: MixedPrecisionPlan, optimizer: Optimizer) -> None:
-        """Put copies in place of the weights that may be; all ranks begin with those of rank 0."""
+    def install(self, module: nn.Module, plan: MixedPrecisionPlan, optimizer: Optimizer) -> None:
+        """Put shadows in place of the weights that may have one; all ranks begin with the weights of rank 0."""
         dtype = to_torch(plan.policy.compute_dtype)
         weights = _choose(module, plan, optimizer)
         for weight in weights:
@@ -66,18 +66,20 @@ class HalfCopies:
         return lambda: loses_averages(self._zero, weight)
 
     def connect(self, zero: Any) -> None:
-        """DeepSpeed made its masters from the copies: make them the fp32 weights."""
+        """DeepSpeed made its masters from the shadows: make them the fp32 weights."""
         self._zero = zero
         self.set_masters({id(weight): master for weight, master in self._masters.items()})
         self._masters = dict.fromkeys(self._masters, torch.empty(0))
 
     def set_masters(self, values: dict[int, Tensor]) -> None:
-        """Set the masters of the copies to whole fp32 ``values``, by ``id`` of the copy."""
+        """Set the masters of the shadows to whole fp32 ``values``, by ``id`` of the shadow."""
+        import deepspeed
+
         for weight in self._masters:
             if id(weight) in values:
-                set_master(weight, values[id(weight)])
+                deepspeed.utils.safe_set_full_fp32_param(weight, values[id(weight)])
 
-    def give_back(self, *, failed: bool) -> None:
+    def restore(self, *, failed: bool) -> None:
         """Make the parameters fp32 again, on the CPU, with the masters of all ranks, each of which calls it.
 
         After a run that ``failed`` it may be that not all of them do: then they have the half values, and a warning
