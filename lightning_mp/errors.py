@@ -52,7 +52,7 @@ class PlanError(ValueError):
         self.faults = tuple(faults)
         self.subject = subject
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
-        lines = [f"{subject}: {count}, nothing was changed."]
+        lines = [f"{subject}: {count}."]
         lines += [f"  {number}. {fault}" for number, fault in enumerate(self.faults, start=1)]
         super().__init__("\n".join(lines))
 

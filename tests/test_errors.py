@@ -27,10 +27,10 @@ def test_a_fault_reads_as_sentences_with_the_fix_last(fault: Fault, read: str) -
     assert str(fault) == read
 
 
-@pytest.mark.parametrize(("count", "said"), [(1, "1 fault,"), (2, "2 faults,")])
+@pytest.mark.parametrize(("count", "said"), [(1, "1 fault."), (2, "2 faults.")])
 def test_a_plan_error_lists_every_fault(count: int, said: str) -> None:
     text = str(PlanError(FAULTS[:count], "Pin"))
-    assert text.startswith(f"Pin: {said} nothing was changed.")
+    assert text.startswith(f"Pin: {said}\n")
     assert all(f"{number}. {fault}" in text for number, fault in enumerate(FAULTS[:count], start=1))
 
 

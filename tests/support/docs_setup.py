@@ -166,11 +166,12 @@ def plan_error() -> str:
 
 def deepspeed_error() -> str:
     """The error that the strategies' page shows."""
-    from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
+    from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError, make_strategy
 
     fp16 = {"enabled": True, "inital_scale_power": 12, "loss_scale_window": 500}
     try:
-        make_strategy("deepspeed_zero2", MixedPrecisionPlan("16-mixed"), config={"fp16": fp16})
+        plan = MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling(growth_interval=1000))
+        make_strategy("deepspeed_zero2", plan, config={"fp16": fp16})
     except PlanError as error:
         return str(error)
     raise AssertionError
