@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,11 @@ from lightning_mp.numerics.nested import floating_in, map_tensors
 HALF = (torch.float16, torch.bfloat16)
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ORDINARY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-#: dtypes in which buffers hold quantized weights (GPTQ, AWQ, EETQ, FBGEMM)
-_PACKED = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)
+#: dtypes in which quantized weights are packed (GPTQ, AWQ, EETQ, MXFP4), and what they are called: masks, positions
+#: and indices are integers too
+_PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
+_PACKED_NAME = re.compile(r"(?!.*(mask|index|ids))(.*(weight|pack|quant|code|block|int[48])|q|w_q|w$)", re.IGNORECASE)
+_SCALE = re.compile(r"scale|absmax|zero", re.IGNORECASE)
 
 
 def to_torch(name: str) -> torch.dtype:
@@ -52,17 +56,36 @@ def castable(module: nn.Module, *, parameters: bool = True, buffers: bool = True
     Beside one only a bias and what is trained are ordinary: scales and lookup tables stay as its kernel reads them.
     """
     weights, others = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
-    scaled = any("scale" in key for key in (*weights, *others))
-    packed = [scaled and tensor.dtype in _PACKED and tensor.ndim > 1 for tensor in others.values()]
-    if any(map(_is_quantized, weights.values())) or any(packed):
+    scaled = any(map(_SCALE.search, (*weights, *others)))
+    packed = (_is_float8(one) or _is_packed(key, one) for key, one in others.items() if scaled and one.ndim > 1)
+    if any(_is_quantized(key, one) for key, one in weights.items()) or any(packed):
         ordinary = {key: one for key, one in weights.items() if one.requires_grad and "scale" not in key}
         weights, others = {key: one for key, one in weights.items() if key in ordinary or "bias" in key}, {}
     chosen = [*(weights.values() if parameters else ()), *(others.values() if buffers else ())]
-    return [tensor for tensor in chosen if is_plain(tensor)]
+    return [tensor for tensor in chosen if is_plain(tensor) or _is_marked(tensor)]
 
 
-def _is_quantized(parameter: Tensor) -> bool:
-    return not (is_plain(parameter) or parameter.is_complex() or is_lazy(parameter) or _is_sharded(parameter))
+def _is_float8(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() == 1
+
+
+def _is_packed(key: str, tensor: Tensor) -> bool:
+    return tensor.dtype in _PACKED and tensor.ndim > 1 and _PACKED_NAME.match(key) is not None
+
+
+def _is_quantized(key: str, parameter: Tensor) -> bool:
+    if is_plain(parameter) or is_lazy(parameter) or _is_sharded(parameter) or _is_marked(parameter):
+        return False
+    if type(parameter) is nn.Parameter and not _is_float8(parameter):  # an integer or complex one
+        return _is_packed(key, parameter)
+    return True
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    """Whether it is a trained parameter of a class that only marks it: its numbers are in a tensor of torch's own."""
+    if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or is_lazy(tensor):
+        return False
+    return type(tensor.data) is Tensor and tensor.dtype in _ORDINARY
 
 
 def _is_sharded(parameter: Tensor) -> bool:
