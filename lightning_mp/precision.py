@@ -231,7 +231,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         restore_tf32 = device_rules.switch_tf32(self.policy, device)
         if restore_tf32 is not None:
             self._undo.callback(restore_tf32)
-        if self.policy.pins:  # else torch's encoder layers read their children's weights in evaluation, past the pins
+        if self.policy.pins and trainer is not None:
+            # Else torch's encoder layers read their children's weights in evaluation, past the pins.
             self._undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
         if fitting:

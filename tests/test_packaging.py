@@ -125,7 +125,7 @@ def test_python_3_10_to_3_13_are_supported() -> None:
 
 def test_the_core_dependencies_are_few() -> None:
     core = {Requirement(line).name for line in requires(PACKAGE) or [] if "extra ==" not in line}
-    assert core == {"filelock", "lightning", "torch", "omegaconf", "rich", "typer"}
+    assert core == {"filelock", "jinja2", "lightning", "torch", "omegaconf", "rich", "typer"}
 
 
 @pytest.mark.parametrize(("extra", "packages"), EXTRAS.items(), ids=EXTRAS)

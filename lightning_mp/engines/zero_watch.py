@@ -16,6 +16,7 @@ from lightning_mp.compat.deepspeed import after_gathered_change, is_partitioned,
 from lightning_mp.errors import Fault
 from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.numerics import graph
+from lightning_mp.numerics.dtypes import as_plain
 
 _GRAD: Any = cast("Any", Tensor.grad)
 _DATA: Any = cast("Any", Tensor.data)
@@ -70,6 +71,7 @@ def _reader() -> str:
     return str(frame.f_back.f_back.f_globals.get("__name__", ""))
 
 
+@as_plain
 class _Partitioned(nn.Parameter):
     """A parameter of ZeRO-3's, which notes what a user was given as its data while it is in partitions."""
 

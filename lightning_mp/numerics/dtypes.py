@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,11 @@ from torch.nn.parameter import is_lazy
 from lightning_mp.compat.torch_fake import is_fake
 from lightning_mp.numerics.nested import floating_in, map_tensors
 
+T = TypeVar("T")
 HALF = (torch.float16, torch.bfloat16)
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: classes of a tensor whose dtype is what it holds
+_PLAIN: set[type] = {Tensor, nn.Parameter}
 _ORDINARY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: dtypes in which quantized weights are packed (GPTQ, AWQ, EETQ, MXFP4), and what they are called: masks, positions
 #: and indices are integers too
@@ -47,7 +50,13 @@ def is_plain(tensor: Tensor) -> bool:
     ``parameter.data`` of such a subclass may be a plain tensor, so the class that counts is the parameter's own. A
     tensor without memory (``FakeTensorMode``) stands for one of torch's own.
     """
-    return (type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor.data)) and tensor.dtype in _ORDINARY
+    return (type(tensor) in _PLAIN or is_fake(tensor.data)) and tensor.dtype in _ORDINARY
+
+
+def as_plain(cls: type[T]) -> type[T]:
+    """Count a subclass of ``nn.Parameter`` among the plain ones (class decorator)."""
+    _PLAIN.add(cls)
+    return cls
 
 
 def castable(module: nn.Module, *, parameters: bool = True, buffers: bool = True) -> list[Tensor]:

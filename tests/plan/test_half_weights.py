@@ -14,7 +14,7 @@ from support.comparing import same
 from support.norms import Normed, Run, run
 from support.ranks import Ranks
 
-MADE = {"half": nn.Module.half, "bfloat16": nn.Module.bfloat16, "double": nn.Module.double}
+MADE = {"half": nn.Module.half, "bfloat16": nn.Module.bfloat16}
 MASTERS = ("32-true", "bf16-mixed", "16-mixed")
 HOSTS = ["ddp", "fsdp1", "fsdp2", *(pytest.param(f"zero{stage}", marks=pytest.mark.slow) for stage in (1, 2, 3))]
 
