@@ -29,7 +29,7 @@ PIPELINE = "pipeline.json"
 #: the folder of saved batches, and their names in it
 BATCHES, BATCH_FILES = "nonfinite", "step_*_rank*.pt"
 #: what a run writes; it replaces another run's only where that one's run.json says that it was written by this package
-_FILES = (METRICS, EVENTS, FP8, AUDIT, AUDIT_TABLE, FINDINGS, REPORT, RUN)
+_FILES = (METRICS, EVENTS, FP8, AUDIT, AUDIT_TABLE, FINDINGS, REPORT, PIPELINE, RUN)
 _WRITTEN_BY = {"written_by": "lightning_mp"}
 _LOCK = ".lightning_mp.lock"
 _LOGGER = logging.getLogger("lightning_mp")
@@ -51,7 +51,7 @@ class RunFolder:
         self._owner, self._lock = owner, lock
         self._writers: set[str] = set()
         self._warned = False
-        #: the step whose validation an earlier part of the run has written
+        #: the step whose validation was written last
         self._validated: int | None = None
 
     @classmethod
@@ -135,7 +135,7 @@ class RunFolder:
         if is_ours(self.path):
             for path in (self.path / BATCHES).glob(BATCH_FILES):
                 path.unlink()
-            for name in (PIPELINE, *_FILES):
+            for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
 
     def _join(self, writer: str) -> RunFolder:
@@ -148,9 +148,12 @@ class RunFolder:
     # ------------------------------------------------------------------ writing
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a reading."""
-        if not (step == self._validated and _is_validation(values)):
-            self._append(METRICS, {metric_names.STEP: step, **values})
+        """Append a reading; of a step that was validated already, no second validation."""
+        if is_validation(values):
+            if step == self._validated:
+                return
+            self._validated = step
+        self._append(METRICS, {metric_names.STEP: step, **values})
 
     def fp8(self, step: int, operands: Mapping[str, Any]) -> None:
         """Append what became of FP8's operands, by layer and role."""
@@ -208,19 +211,21 @@ class RunFolder:
 
     def _drop_from(self, step: int) -> None:
         """Drop the readings of ``step`` and later ones, but the validation before ``step``, which is not run again."""
-        for name in (METRICS, FP8):
+        for name in (METRICS, FP8, EVENTS):
             path = self.path / name
             if path.is_file():
-                kept = [line for line in path.read_text(encoding="utf-8").splitlines() if self._stays(line, step)]
-                self._replace(name, "".join(f"{line}\n" for line in kept))
+                kept = [line for line in path.read_bytes().splitlines() if self._stays(line, step, name)]
+                self._replace(name, "".join(f"{line.decode()}\n" for line in kept))
 
-    def _stays(self, line: str, resumed_at: int) -> bool:
+    def _stays(self, line: bytes, resumed_at: int, name: str) -> bool:
         try:
             row = json.loads(line)
             step = int(row[metric_names.STEP])
         except (ValueError, TypeError, KeyError):
             return False  # the last line of a run that was killed while it wrote
-        if step == resumed_at and _is_validation(row):
+        if name == EVENTS:
+            return True
+        if step == resumed_at and is_validation(row):
             self._validated = step
             return True
         return step < resumed_at
@@ -239,7 +244,8 @@ def _append(path: Path, line: bytes) -> None:
             raise
 
 
-def _is_validation(values: Mapping[str, Any]) -> bool:
+def is_validation(values: Mapping[str, Any]) -> bool:
+    """Whether a reading is of validation alone."""
     return metric_names.VAL_LOSS in values and metric_names.LOSS not in values
 
 

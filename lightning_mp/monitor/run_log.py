@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import platform
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -28,7 +29,7 @@ from lightning_mp.monitor.alerts import Operand
 from lightning_mp.monitor.callback_utils import log
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.run_folder import FINDINGS, RunFolder, is_ours
+from lightning_mp.monitor.run_folder import FINDINGS, RunFolder, is_ours, is_validation
 from lightning_mp.numerics.device import describe
 
 #: for alerts: as a Python warning each would begin with a file and a line of this package
@@ -70,7 +71,7 @@ def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | N
             folder = _given(trainer, run_dir, writer) if run_dir is not None else _own(trainer, writer)
         except PlanError as error:
             refused = error
-        except OSError as error:
+        except (OSError, ValueError, RuntimeError) as error:  # the others wait for this rank, whatever it meets
             what = f"The run's folder cannot be opened: {type(error).__name__}: {error}"
             refused = PlanError([Fault(what, "", "pass run_dir= a folder that can be written")], writer)
     refused, path = trainer.strategy.broadcast((refused, None if folder is None else str(folder.path)))
@@ -109,10 +110,9 @@ def _resumed_at(trainer: Trainer) -> int | None:
 
 def _homes(trainer: Trainer) -> tuple[Path | None, Path]:
     """The folder that a logger made for this run alone, if it did; and where else to make one."""
-    root = trainer.default_root_dir
+    root = _local(trainer.default_root_dir)
     logger: Any = trainer.loggers[0] if trainer.loggers else None
-    own = getattr(logger, "log_dir", None)
-    save_dir = getattr(logger, "save_dir", None)
+    own, save_dir = (_local(getattr(logger, name, None)) for name in ("log_dir", "save_dir"))
     for folder in (own or save_dir, root):
         if folder is not None and _is_remote(folder):
             here = "." if _is_remote(root) else root
@@ -123,6 +123,11 @@ def _homes(trainer: Trainer) -> tuple[Path | None, Path]:
     if save_dir is None:
         return None, Path(root)
     return None, Path(save_dir, *(str(part) for part in (logger.name, logger.version) if part not in (None, "")))
+
+
+def _local(path: Any) -> Any:
+    """Without ``file://``, of which Lightning leaves ``file:/`` in ``default_root_dir``."""
+    return re.sub("^file:/+", "/", os.fspath(path)) if isinstance(path, (str, os.PathLike)) else path
 
 
 def _is_remote(path: str | os.PathLike[str]) -> bool:
@@ -225,8 +230,9 @@ class RunLog:
         if fresh:
             self.events.clear()
             self._counts.clear()
+        now = trainer.global_step
         for rows in (self.rows, self.fp8_rows):  # a run that resumes makes later steps again
-            rows[:] = [] if fresh else [row for row in rows if row[metric_names.STEP] < trainer.global_step]
+            rows[:] = [] if fresh else [row for row in rows if row[metric_names.STEP] < now or _validates(row, now)]
 
     def findings(self, found: Iterable[Finding]) -> None:
         """Write what the doctor found."""
@@ -234,7 +240,12 @@ class RunLog:
             self._folder.write(FINDINGS, {"findings": [finding.to_dict() for finding in found]})
 
     def row(self, trainer: Trainer, step: int, values: Mapping[str, float | None], logged: Mapping[str, float]) -> None:
-        """Write a reading; ``logged`` of it goes to the loggers."""
+        """Write a reading; ``logged`` of it goes to the loggers.
+
+        A second validation of a step, in the middle of an accumulation window, is of the same weights: left out.
+        """
+        if is_validation(values) and self.rows and _validates(self.rows[-1], step):
+            return
         self.rows.append({metric_names.STEP: step, **values})
         if self._folder is not None:
             self._folder.metrics(step, values)
@@ -276,6 +287,10 @@ class RunLog:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_folder": None}
+
+
+def _validates(row: Mapping[str, Any], step: int) -> bool:
+    return row[metric_names.STEP] == step and is_validation(row)
 
 
 def _write_report(folder: RunFolder) -> None:

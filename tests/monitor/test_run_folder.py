@@ -80,7 +80,7 @@ def test_a_new_run_replaces_what_an_earlier_one_wrote_and_nothing_else(tmp_path:
     assert (tmp_path / "nonfinite" / "mine.pt").exists()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "report.html", "run.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "report.html", "run.json", "pipeline.json"])
 @pytest.mark.parametrize("resumed_at", [None, 3])
 def test_a_file_of_the_users_is_never_overwritten(tmp_path: Path, name: str, resumed_at: int | None) -> None:
     (tmp_path / name).write_text("mine")
@@ -99,11 +99,13 @@ def test_a_run_that_resumes_drops_the_steps_that_it_makes_again(tmp_path: Path) 
     folder.metrics(6, {"val/loss": 2.0})
     folder.event(EVENT)
     folder.close("A")
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1, "train/lo')  # killed while it wrote
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b'{"step": 1, "train/lo\xff')  # killed while it wrote
     folder = RunFolder.open(tmp_path, writer="A", owner=object(), resumed_at=4)
     folder.metrics(4, {"val/loss": 2.0})
     folder.metrics(4, {"train/loss": 1.0})
+    folder.event(EVENT)
     folder.close("A")
     rows = _lines(tmp_path / "metrics.jsonl")
     assert [(row["step"], "val/loss" in row) for row in rows] == [
@@ -115,7 +117,7 @@ def test_a_run_that_resumes_drops_the_steps_that_it_makes_again(tmp_path: Path) 
         (4, False),
     ]
     assert [row["step"] for row in _lines(tmp_path / "fp8.jsonl")] == [0, 1, 2, 3]
-    assert len(_lines(tmp_path / "events.jsonl")) == 1
+    assert len(_lines(tmp_path / "events.jsonl")) == 2
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

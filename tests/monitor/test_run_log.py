@@ -20,6 +20,7 @@ from lightning_mp.monitor.run_log import open_folder
 from support.models import Regression, batches
 from support.running import fit
 
+QUIET: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 #: what a user may have called a file of their own
 OWN = ("metrics.jsonl", "run.json", "report.html", "events.jsonl", "audit.json")
 
@@ -127,6 +128,13 @@ def test_what_is_not_a_local_folder_is_replaced_by_one_that_is_said(
     assert not [*in_folder.glob("s3:*"), *in_folder.glob("memory:*")]
 
 
+def test_a_file_url_is_the_folder_that_it_names(in_folder: Path) -> None:
+    root = f"file://{in_folder}/root"
+    for logger in (False, CSVLogger(root, name="csv")):
+        fit(Regression(), callbacks=[Writes()], logger=logger, max_steps=1, default_root_dir=root)
+    assert _folders(in_folder) == [in_folder / "root" / name for name in ("csv/version_0", "lightning_mp_run")]
+
+
 # ---------------------------------------------------------------------- again, and resumed
 
 
@@ -141,8 +149,12 @@ def test_a_second_fit_of_a_trainer_goes_on_and_another_trainer_starts_over(tmp_p
 
 
 class _BadStep(Regression):
+    def __init__(self, bad: int = 1) -> None:
+        super().__init__()
+        self.bad = bad
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx) * (float("nan") if self.trainer.global_step == 1 else 1.0)
+        return super().training_step(batch, batch_idx) * (float("nan") if self.trainer.global_step == self.bad else 1.0)
 
 
 def _stock(run_dir: Path | None) -> dict[str, Any]:
@@ -208,8 +220,7 @@ class _Validated(Regression):
 def test_validation_before_the_checkpoint_stays_and_is_not_written_twice(tmp_path: Path) -> None:
     def train(epochs: int, ckpt_path: str | None = None) -> None:
         saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-        runner = Trainer(callbacks=[TrainingHealth(tmp_path), saves], max_epochs=epochs, **options)
+        runner = Trainer(callbacks=[TrainingHealth(tmp_path), saves], max_epochs=epochs, **QUIET)
         runner.fit(_Validated(), batches(), batches(), ckpt_path=ckpt_path)
 
     def validated() -> list[int]:
@@ -220,6 +231,26 @@ def test_validation_before_the_checkpoint_stays_and_is_not_written_twice(tmp_pat
     steps, losses = validated(), _losses(tmp_path)
     train(2, str(tmp_path / "epoch=0.ckpt"))
     assert (validated(), _losses(tmp_path)) == (steps, losses)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")  # a process group of an earlier test
+def test_a_second_validation_in_an_accumulation_window_is_left_out(tmp_path: Path) -> None:
+    health = TrainingHealth(tmp_path, report=False)
+    trainer = Trainer(
+        callbacks=[health, ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="{step}")],
+        accumulate_grad_batches=2,
+        val_check_interval=1,
+        max_steps=3,
+        **QUIET,
+    )
+    trainer.fit(_Validated(), batches(), batches(8))
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(_Validated(), batches(), batches(8), ckpt_path=str(tmp_path / "step=3.ckpt"))
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for rows in (written, health.rows):
+        assert [row["step"] for row in rows if "val/loss" in row] == [0, 1, 2, 3, 4]
+        assert [row["step"] for row in rows if "train/loss" in row] == [0, 1, 2, 3]
 
 
 # ---------------------------------------------------------------------- what can go wrong
@@ -239,6 +270,11 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_cause(tmp_path: Path) ->
         fit(Regression(), callbacks=[PrecisionAudit(run_dir=tmp_path / "file" / "run")], max_steps=1)
 
 
+def test_an_error_that_is_not_of_the_system_is_a_refusal_too(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be opened: ValueError: embedded null byte"):
+        fit(Regression(), callbacks=[PrecisionAudit(run_dir="\0")], max_steps=1)
+
+
 def test_a_folder_that_vanishes_is_warned_of_once_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -248,8 +284,11 @@ def test_a_folder_that_vanishes_is_warned_of_once_and_training_goes_on(
                 for path in (tmp_path / "run").iterdir():
                     path.unlink()
                 (tmp_path / "run").rmdir()
+                (tmp_path / "run").touch()  # nor can it be made again, for the batch of the bad step
 
-    trainer = fit(Regression(), callbacks=[TrainingHealth(tmp_path / "run"), Removes()], max_steps=4)
+    module, watching = _BadStep(bad=3), [TrainingHealth(tmp_path / "run"), NonFiniteGuard(run_dir=tmp_path / "run")]
+    with pytest.warns(UserWarning, match="bad batch of step 3 could not be saved: NotADirectoryError"):
+        trainer = fit(module, callbacks=[*watching, Removes()], max_steps=4)
     assert trainer.global_step == 4
     assert sum("cannot be written" in record.message for record in caplog.records) == 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,8 @@ class BadSteps:
             torch.save(values, path)
         except Exception as error:  # of a batch that cannot be pickled, or a full disk: the run is to go on
             rank_zero_warn(f"the bad batch of step {event.step} could not be saved: {type(error).__name__}: {error}")
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def _file_name(step: int, rank: int | str) -> str:
