@@ -47,9 +47,9 @@ class ShardedEngine(StepEngine):
         return False
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
-        """Refuse optimizers that cannot update shards, and those that evaluate the closure: LBFGS needs one vector."""
+        """Refuse optimizers that cannot update shards, and those that evaluate the closure again (LBFGS, SAM)."""
         for optimizer in optimizers:
-            if optimizer_facts.calls_closure_again(optimizer):
+            if optimizer_facts.is_known_to_evaluate_again(optimizer):
                 faults.extend([optimizer_facts.evaluates_again(optimizer, "on sharded parameters")])
             else:
                 shards = "flat pieces" if self._flat_groups else "DTensors"

@@ -190,7 +190,7 @@ def by_formula(
     tokens = next((leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)), None)
     rows, length = (1, None) if tokens is None else (tokens.shape[0], tokens.shape[1] if tokens.dim() > 1 else None)
     try:
-        found |= estimate(
+        estimated = estimate(
             ModelShape.from_config(config, params=params, seq_len=length),
             gpu="h100-80",
             gpus=ranks,
@@ -201,6 +201,8 @@ def by_formula(
             micro_batch=rows,
             checkpointing="none" if policy.checkpointing is None else policy.checkpointing.mode,
         ).parts
+        # The strategy's own mesh (HSDP's) is known here, what ZeRO keeps of an embedding there.
+        found = {**found, **estimated} if name.startswith("deepspeed") else {**estimated, **found}
         notes.append("by the formula of a decoder with AdamW")
     except (PlanError, TypeError):
         notes.append("no transformers config: activations are not counted, and the optimizer is taken for AdamW")

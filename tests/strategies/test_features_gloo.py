@@ -65,6 +65,7 @@ ZERO = {
     "unfreezes_by_hand": "unfrozen in a run with ZeRO",
     "unfreezes_in_the_midst": FINETUNING,
     "backbone_finetuning": FINETUNING,
+    "optimizer_step_calls_the_raw_optimizer": "called on the optimizer inside of Lightning's",
     "manual_bare_backward": "loss.backward() with ZeRO",
     "manual_accumulation": "two manual_backward() before a step with ZeRO",
     "lamb": "Lamb on ZeRO's pieces of flat tensors",

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from benchmarks.memory import Cell, Trained
-from benchmarks.sharded_memory import CELLS, HELD, STRATEGIES, OfRank, predicted, strategy
+from benchmarks.sharded_memory import CELLS, HELD, STRATEGIES, OfRank, cells, predicted, strategy
 from lightning_mp.planner import predict_memory
 from support.ranks import Ranks
 
@@ -29,7 +29,7 @@ def _measured(ranks: Ranks, name: str, cell: Cell) -> tuple[int, dict[str, int]]
             name, cell, marks=() if (name, cell) == ("`fsdp2`", MIXED) else SLOW, id=f"{name} {cell.precision}"
         )
         for name in STRATEGIES
-        for cell in CELLS
+        for cell in cells(name)
     ],
 )
 def test_a_rank_takes_and_holds_what_was_predicted(ranks: Ranks, name: str, cell: Cell) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys
 from functools import partial
@@ -35,6 +38,9 @@ except PlanError as error:
 
 
 def test_it_trains_with_offload_and_is_refused_where_weights_are_dtensors() -> None:
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=900, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=900, check=False, env=environment
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "DeepSpeedCPUAdam on sharded parameters, whose kernel is given addresses of plain tensors" in ended.stdout
