@@ -25,7 +25,7 @@ _ADVICE = (
     "safe_set_full_fp32_param sets it; make_strategy(..., half_copies=False) holds fp32 weights."
 )
 #: seconds in which the ranks of a run that failed have to come to its end
-PATIENCE = 10.0
+PATIENCE = 5.0
 _LOST = (
     "The weights hold half-precision values: not all ranks ended soon after the failure, and their parts of the fp32 "
     "weights could not be collected. Go on from a checkpoint."
