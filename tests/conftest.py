@@ -32,14 +32,6 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_process_group() -> Iterator[None]:
-    """A strategy that was run in this process leaves its group behind, and Lightning then takes a test for a rank."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The present folder is the test's own: what a run writes where nothing says where to."""

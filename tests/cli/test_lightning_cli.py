@@ -81,7 +81,7 @@ def test_a_misspelt_key_is_the_parsers_error(
     assert key in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("strategy", ["auto", "mp_ddp"])
+@pytest.mark.parametrize("strategy", ["auto"])
 def test_a_file_is_fitted_under_its_plan_and_callbacks(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,7 +174,7 @@ def _planned(run_dir: Path | None) -> dict[str, Any]:
         (_stock, "auto", True, "step"),
         (_stock, "auto", False, "last"),
         (_planned, "auto", False, "step"),
-        (_planned, "mp_fsdp2", True, "last"),
+        (_planned, "auto", True, "last"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")  # last.ckpt, by torch

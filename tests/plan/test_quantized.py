@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -159,17 +158,6 @@ def test_audit_and_doctor_take_it_as_it_is(layer: str) -> None:
     plan.convert_module(model.net)
     report = lightning_mp.audit(model.net, plan=plan, batch=torch.randn(8, 16))
     assert report.ok, report
-
-
-@pytest.mark.parametrize("strategy", ["mp_ddp", "mp_fsdp2"])
-@pytest.mark.parametrize("layer", ["Linear4bit", "FP8Linear"])
-def test_under_other_strategies(layer: str, strategy: str) -> None:
-    here = {"plugins": [MixedPrecisionPlan("bf16-mixed")], "strategy": strategy, "use_distributed_sampler": False}
-    try:
-        assert same(layer, "bf16-mixed", False, **here) == same(layer, "bf16-mixed", True)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def test_packed_buffers_and_their_scales_stay() -> None:
