@@ -24,7 +24,7 @@ RUN = "run.json"
 AUDIT, AUDIT_TABLE = "audit.json", "audit.md"
 FINDINGS = "findings.json"
 REPORT = "report.html"
-#: a pipeline's schedule as it ran, and its picture
+#: a pipeline's schedule as it ran
 PIPELINE = "pipeline.json"
 #: the folder of saved batches, and their names in it
 BATCHES, BATCH_FILES = "nonfinite", "step_*_rank*.pt"
@@ -70,21 +70,17 @@ class RunFolder:
         """
         folder = Path(path).resolve()
         found = _open.get(folder)
+        if found is not None and found._owner is owner:
+            return found._join(writer)
+        found = None if found is not None else cls._lock_folder(folder, owner)
         if found is None:
-            found = cls._lock_folder(folder, owner)
-            if found is None:
-                raise _refused(
-                    writer, f"Another run is writing to {path}", "pass run_dir= to give this run a folder of its own"
-                )
-            if (foreign := _foreign(folder)) is not None:
-                found._release()
-                what = f"{path} holds {foreign}, which this package did not write and would overwrite"
-                raise _refused(writer, what, "pass run_dir= to give the run a folder of its own")
-            found._begin(resumed_at)
-        elif found._owner is not owner:
-            raise _refused(
-                writer, f"Another run is writing to {path}", "pass run_dir= to give this run a folder of its own"
-            )
+            what = f"Another run is writing to {path}"
+            raise _refused(writer, what, "pass run_dir= to give this run a folder of its own")
+        if (foreign := _foreign(folder)) is not None:
+            found._release()
+            what = f"{path} holds {foreign}, which this package did not write and would overwrite"
+            raise _refused(writer, what, "pass run_dir= to give the run a folder of its own")
+        found._begin(resumed_at)
         return found._join(writer)
 
     @classmethod

@@ -108,11 +108,6 @@ class StepCounter:
         assert self._last is not None, "begin_step() comes first"
         return self._last
 
-    @property
-    def last_read(self) -> bool | None:
-        """Whether the last step was skipped; ``None`` where the host has not read it yet."""
-        return self._last_read
-
     def read(self, flag: Tensor) -> bool:
         """``flag`` on the host; the last step's is read at most once."""
         return self.step_skipped if flag is self._last else bool(flag.item())
