@@ -9,6 +9,7 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_mp import MixedPrecisionPlan
+from support.ranks import in_a_process
 from support.training import Net, loader, losses, write
 
 #: arguments of the plan among ``trainer.plugins``, and the key that the parser names; None: it is right
@@ -81,14 +82,21 @@ def test_a_misspelt_key_is_the_parsers_error(
     assert key in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("strategy", ["auto"])
-def test_a_file_is_fitted_under_its_plan_and_callbacks(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_is_fitted_under_its_plan_and_callbacks(tmp_path: Path) -> None:
+    _fitted_from_a_file("auto", tmp_path)
+
+
+@pytest.mark.gloo
+def test_so_it_is_under_ddp(tmp_path: Path) -> None:
+    in_a_process(_fitted_from_a_file, "mp_ddp", tmp_path)
+
+
+def _fitted_from_a_file(strategy: str, tmp_path: Path) -> None:
     scaling = "{init_scale: 64, growth_interval: 2}"
     path = write(tmp_path, FIT.format(strategy=strategy, scaling=scaling, folder=tmp_path / "run"))
-    fitted = cli(path, monkeypatch, "fit")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(tmp_path)
+        fitted = cli(path, monkeypatch, "fit")
     plan = fitted.trainer.precision_plugin
     assert (plan.precision, plan.applied_steps, plan.scaler.get_scale()) == ("16-mixed", 3, 128.0)
     assert plan.policy.pins[0].pattern == "layer"

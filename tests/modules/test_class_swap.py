@@ -19,6 +19,7 @@ from lightning_mp.modules.class_swap import Swapped, original_class, swap_in, sw
 from lightning_mp.modules.patterns import matches
 from lightning_mp.policy import Checkpointing, Pin
 from support.models import Regression
+from support.ranks import in_a_process
 from support.running import fit
 
 
@@ -245,8 +246,16 @@ class ByType(Regression):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["auto"])
-def test_configure_optimizers_sees_the_classes_that_the_user_wrote(strategy: str) -> None:
+def test_configure_optimizers_sees_the_classes_that_the_user_wrote() -> None:
+    _sees_the_users_classes("auto")
+
+
+@pytest.mark.gloo
+def test_so_it_does_where_units_are_sharded() -> None:
+    in_a_process(_sees_the_users_classes, "mp_fsdp2")
+
+
+def _sees_the_users_classes(strategy: str) -> None:
     module = ByType()
     plan = MixedPrecisionPlan("bf16-mixed", pins={"norms": "fp32"}, checkpointing="net")
     fit(module, plugins=[plan], strategy=strategy)

@@ -18,6 +18,7 @@ from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, PrecisionAu
 from lightning_mp.monitor.run_folder import RunFolder
 from lightning_mp.monitor.run_log import open_folder
 from support.models import Regression, batches
+from support.ranks import in_a_process
 from support.running import fit
 
 QUIET: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
@@ -174,11 +175,20 @@ def _planned(run_dir: Path | None) -> dict[str, Any]:
         (_stock, "auto", True, "step"),
         (_stock, "auto", False, "last"),
         (_planned, "auto", False, "step"),
-        (_planned, "auto", True, "last"),
+        pytest.param(_planned, "mp_fsdp2", True, "last", marks=pytest.mark.gloo),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")  # last.ckpt, by torch
 def test_a_run_that_resumes_appends_and_no_step_stands_twice(
+    tmp_path: Path, arguments: Callable[[Path | None], Any], strategy: str, given: bool, ckpt_path: str
+) -> None:
+    if strategy == "auto":
+        _resumes(tmp_path, arguments, strategy, given, ckpt_path)
+    else:
+        in_a_process(_resumes, tmp_path, arguments, strategy, given, ckpt_path)
+
+
+def _resumes(
     tmp_path: Path, arguments: Callable[[Path | None], Any], strategy: str, given: bool, ckpt_path: str
 ) -> None:
     folder = tmp_path / "run" if given else tmp_path / "lightning_mp_run"

@@ -17,6 +17,7 @@ import lightning_mp
 from lightning_mp import MixedPrecisionPlan
 from support.models import Regression
 from support.oracles import plan_for, stock_for
+from support.ranks import in_a_process
 from support.running import fit
 
 # peft's and torchao's, about merging adapters
@@ -158,6 +159,18 @@ def test_audit_and_doctor_take_it_as_it_is(layer: str) -> None:
     plan.convert_module(model.net)
     report = lightning_mp.audit(model.net, plan=plan, batch=torch.randn(8, 16))
     assert report.ok, report
+
+
+def _under(layer: str, strategy: str) -> list[float]:
+    plan = MixedPrecisionPlan("bf16-mixed")
+    return same(layer, "bf16-mixed", False, plugins=[plan], strategy=strategy, use_distributed_sampler=False)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("strategy", ["mp_ddp", "mp_fsdp2"])
+@pytest.mark.parametrize("layer", ["Linear4bit", "FP8Linear"])
+def test_under_other_strategies(layer: str, strategy: str) -> None:
+    assert in_a_process(_under, layer, strategy) == same(layer, "bf16-mixed", True)
 
 
 def test_packed_buffers_and_their_scales_stay() -> None:

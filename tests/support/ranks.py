@@ -12,8 +12,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +33,23 @@ class Case(Protocol):
     """What every rank does: a frozen dataclass at the top of a module, its result picklable."""
 
     def run(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A case that is a function at the top of a module, with its arguments."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def run(self) -> Any:
+        return self.function(*self.arguments)
+
+
+def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns that leaves its process in another state, as a distributed strategy does."""
+    (found,) = run_ranks(Call(function, arguments), world=1)
+    return found
 
 
 class RankError(AssertionError):
