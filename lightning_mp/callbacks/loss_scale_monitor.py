@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,16 +12,16 @@ from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.callback_utils import StepTracker, log, scale_source
 from lightning_mp.monitor.health.scale_sources import Scale, ScaleSource, SkipCount, read_together
-from lightning_mp.monitor.run_log import is_fresh
+from lightning_mp.monitor.run_log import IN_MEMORY, is_fresh
 
 
 class LossScaleMonitor(Callback):
     """Logs the loss scale, its counters, and skipped steps: in total, in a row, and as a fraction of all steps.
 
     It reads the scaler of a MixedPrecisionPlan, of stock Lightning (torch's ``GradScaler``), and of DeepSpeed. ``rows``
-    holds what was logged: ``step`` (the Trainer's ``global_step`` as the training step saw it) and the values after
-    that step, under the names of :mod:`lightning_mp.monitor.metric_names`; hysteresis only where the rule has one.
-    Without a loss scale it says so once and logs nothing.
+    holds the last 1,000 readings: ``step`` (the Trainer's ``global_step`` as the training step saw it) and the values
+    after that step, under the names of :mod:`lightning_mp.monitor.metric_names`; hysteresis only where the rule has
+    one. Without a loss scale it says so once and logs nothing.
 
     Args:
         every_n_steps: steps from one reading to the next; other steps do not synchronise with the device.
@@ -33,10 +34,15 @@ class LossScaleMonitor(Callback):
         with Faults("LossScaleMonitor") as faults:
             faults.whole("every_n_steps", every_n_steps, 1, "use every_n_steps=1")
         self.every_n_steps = every_n_steps
-        self.rows: list[dict[str, float]] = []
+        self._rows: deque[dict[str, float]] = deque(maxlen=IN_MEMORY)
         self._said_none = False
         self._bar: _OnBar | None = None
         self._reset()
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """The last 1,000 readings, as logged."""
+        return list(self._rows)
 
     def _reset(self) -> None:
         self._steps = StepTracker()
@@ -52,7 +58,7 @@ class LossScaleMonitor(Callback):
         check_copy(trainer, "LossScaleMonitor")
         self._reset()
         if is_fresh(trainer):
-            self.rows.clear()
+            self._rows.clear()
         source = scale_source(trainer)
         if source is not None and source.scale() is not None:
             self._source, self._skips = source, SkipCount(source)
@@ -90,7 +96,7 @@ class LossScaleMonitor(Callback):
         self._until_reading -= 1
 
     def _log(self, trainer: Trainer, values: dict[str, float]) -> None:
-        self.rows.append({metric_names.STEP: self._steps.step, **values})
+        self._rows.append({metric_names.STEP: self._steps.step, **values})
         log(trainer, values)
         if self._bar is not None:
             self._bar.show(scale=values[metric_names.LOSS_SCALE], skipped=values[metric_names.SKIPPED_STEPS])

@@ -25,7 +25,7 @@ from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.health.health_run import HealthRun
-from lightning_mp.monitor.health.throughput import Throughput, Tokens
+from lightning_mp.monitor.health.throughput import Count, Throughput
 from lightning_mp.monitor.nonfinite.plan_guard import PlanGuard
 from lightning_mp.monitor.run_log import RunDir, RunLog, WritesRun, is_fresh
 from lightning_mp.numerics.device import describe
@@ -39,10 +39,10 @@ class TrainingHealth(WritesRun):
     """Measures loss, norms, learning rate, loss scale, speed and memory; reports what looks wrong, and acts on it.
 
     It works with Lightning's own plugins and strategies and with a MixedPrecisionPlan, on whole and on sharded
-    parameters. Every reading goes to every logger, to ``metrics.jsonl`` in ``run_dir`` and to ``rows``, under the names
-    of :mod:`lightning_mp.monitor.metric_names`; events go to ``events.jsonl``, to the console and to ``events``, and
-    their number to the loggers as ``health/events/<kind>``. A ``step`` is the Trainer's ``global_step`` as the training
-    step saw it. A value that is not known (MFU on a CPU) is ``None``.
+    parameters. Every reading goes to every logger and to ``metrics.jsonl`` in ``run_dir``, under the names of
+    :mod:`lightning_mp.monitor.metric_names`; events go to ``events.jsonl`` and to the console, and their number to the
+    loggers as ``health/events/<kind>``. ``rows`` and ``events`` hold the last 1,000. A ``step`` is the Trainer's
+    ``global_step`` as the training step saw it. A value that is not known (MFU on a CPU) is ``None``.
 
     - ``train/loss``: the mean over the batches of the step and over all ranks, unscaled. Under manual optimization the
       sum of the losses passed to ``manual_backward``.
@@ -73,8 +73,10 @@ class TrainingHealth(WritesRun):
         actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step),
             ``ReduceLR(factor, steps)``, ``"stop"``, or a callable(event, trainer, pl_module), called on every rank.
         groups: group name to module pattern; the gradients of each group get a norm of their own.
-        tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the first
-            integer tensor with two dimensions.
+        tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the 2-D
+            integer tensor that the batch is or begins with; ``None`` where neither is there.
+        samples: callable(batch) that counts its samples; by default the length on which all its tensors agree, if the
+            loader's ``batch_size`` says the same; ``None`` where they do not (a detector's images, a graph).
         peak_flops: peak FLOP/s of each device, for MFU; by default from its data sheet.
         report: write ``report.html`` into the folder when the run ends or fails.
         strict_actions: let a callable's exception end the run; by default it is logged, and the run continues.
@@ -91,7 +93,8 @@ class TrainingHealth(WritesRun):
         alerts: bool | Mapping[str, Any] | AlertSettings | None = None,
         actions: Mapping[str, ActionLike] | None = None,
         groups: Mapping[str, str] | None = None,
-        tokens: Tokens | None = None,
+        tokens: Count | None = None,
+        samples: Count | None = None,
         peak_flops: float | None = None,
         report: bool = True,
         strict_actions: bool = False,
@@ -100,7 +103,7 @@ class TrainingHealth(WritesRun):
             faults.whole("every_n_steps", every_n_steps, 1, "use every_n_steps=1")
             self.actions: dict[Kind, Action] = acts.parse(actions, faults)
         self.run_dir, self.every_n_steps, self.groups = run_dir, every_n_steps, dict(groups or {})
-        self.tokens, self.peak_flops = tokens, peak_flops
+        self.tokens, self.samples, self.peak_flops = tokens, samples, peak_flops
         self.report, self.strict_actions = report, strict_actions
         self._alert_settings = AlertSettings.of(alerts)
         self._alerts = Alerts(self._alert_settings)
@@ -110,18 +113,18 @@ class TrainingHealth(WritesRun):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Every reading of the run, as written."""
-        return self._log.rows
+        """The last 1,000 readings, as written; ``metrics.jsonl`` has all."""
+        return list(self._log.rows)
 
     @property
     def events(self) -> list[Event]:
-        """Every event of the run, as written."""
-        return self._log.events
+        """The last 1,000 events, as written; ``events.jsonl`` has all."""
+        return list(self._log.events)
 
     @property
     def fp8_rows(self) -> list[dict[str, Any]]:
-        """Under ``"fp8-mixed"``: each layer's flushed share, amax and scale by role; 200 readings, then each 20th."""
-        return self._log.fp8_rows
+        """Under ``"fp8-mixed"``: each layer's flushed share, amax and scale by role; the last 1,000 lines."""
+        return list(self._log.fp8_rows)
 
     # ------------------------------------------------------------------ the run
 
@@ -142,7 +145,7 @@ class TrainingHealth(WritesRun):
         if is_fresh(trainer):
             self._alerts = Alerts(self._alert_settings)
         self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
-        throughput = Throughput(self.tokens, self.peak_flops)
+        throughput = Throughput(self.tokens, self.samples, self.peak_flops)
         beside = callbacks_of(trainer)
         self._run = HealthRun(
             trainer,

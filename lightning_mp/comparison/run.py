@@ -122,7 +122,7 @@ class _Watch(Callback):
     steps: int
     losses: list[tuple[int, Tensor]] = field(default_factory=list[tuple[int, Tensor]])
     tokens: int | None = 0
-    samples: int = 0
+    samples: int | None = 0
     seconds: float = 0.0
     _step: int = 0
     _start: float | None = None
@@ -152,7 +152,8 @@ class _Watch(Callback):
         if self._start is not None:
             count = default_tokens(batch)
             self.tokens = None if count is None or self.tokens is None else self.tokens + count
-            self.samples += samples_in(batch)
+            count = samples_in(batch)
+            self.samples = None if count is None or self.samples is None else self.samples + count
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -245,7 +246,7 @@ class Runs:
             seed=seed,
             losses=tuple(losses),
             final_loss=(statistics.fmean(tail) if all(map(math.isfinite, tail)) else math.nan) if tail else None,
-            rate=work * replicas / watch.seconds if watch.seconds else None,
+            rate=work * replicas / watch.seconds if work and watch.seconds else None,
             unit=unit,
             peak_bytes=None if peak is None else peak.bytes,
             skipped=int(plan.skipped_steps),

@@ -68,7 +68,7 @@ class AlertSettings:
     plateau_falling: float = 0.9
     #: share of the largest update ratio so far; below it weights no longer move, and a plateau is not convergence
     plateau_still: float = 1e-3
-    #: share of the first losses; a level that lies less than this below them means that nothing was learned
+    #: share of the first losses; a level that lies less than this below them has not fallen, which is noted
     plateau_progress: float = 0.02
 
     #: skips in a row; warm-up under a scale of 65,536 was measured to have up to 5
@@ -463,8 +463,8 @@ _STEADY = 1.01
 class LossPlateau(Rule):
     """Neither loss nor gradient norm fell within the window, for a reason other than convergence.
 
-    A converged run, at the noise floor of its data, looks the same in loss and norm. It is told apart by its history:
-    its loss fell before, and its weights still move.
+    An alert where nothing moves: gradients are zero though the loss is not, or the update ratio is next to nothing.
+    Else a notice, where the loss has not fallen since the run began: noisy data that are nearly known look the same.
     """
 
     kind: ClassVar[Kind] = "loss_plateau"
@@ -474,8 +474,7 @@ class LossPlateau(Rule):
         super().__init__(settings)
         self.first = Window(_FIRST)
         size = settings.plateau_window
-        self.losses, self.norms, self.ratios = Window(size), Window(size), Window(size)
-        self.sizes, self.rates = Window(size), Window(size)
+        self.losses, self.norms, self.ratios, self.rates = Window(size), Window(size), Window(size), Window(size)
         #: the largest median update ratio of half a window
         self.peak = 0.0
 
@@ -486,8 +485,8 @@ class LossPlateau(Rule):
         if not self.first.full:
             self.first.append(loss)
         self.losses.append(loss)
-        given = reading.grad_norm, reading.update_ratio, reading.param_norm, reading.lr
-        for window, value in zip((self.norms, self.ratios, self.sizes, self.rates), given, strict=True):
+        given = reading.grad_norm, reading.update_ratio, reading.lr
+        for window, value in zip((self.norms, self.ratios, self.rates), given, strict=True):
             number = known(value)
             if number is not None:
                 window.append(number)
@@ -498,7 +497,12 @@ class LossPlateau(Rule):
         why = self._why()  # the cheapest check first
         if why is None or self._norm_falls() or not self._flat():
             return None
-        return self._event(reading, loss, why)
+        evidence: dict[str, float] = {"loss": median(self.losses), "first": median(self.first)}
+        for name, window in (("grad_norm", self.norms), ("update_ratio", self.ratios), ("lr", self.rates)):
+            if window:
+                evidence[name] = median(window)
+        event = self.event(reading, loss, *why, **evidence, window=len(self.losses))
+        return replace(event, severity="info") if why is _NOT_FALLEN else event
 
     def _flat(self) -> bool:
         earlier, later = self.losses.parts(2)
@@ -514,38 +518,33 @@ class LossPlateau(Rule):
 
     def _why(self) -> tuple[str, str] | None:
         """Cause and advice."""
-        if self.norms.full and self.norms[-1] == 0 and median(self.norms) == 0:
-            return "gradients are zero: the loss is cut off from the weights", (
-                "look for detach(), no_grad, dead activations or a loss multiplied by zero"
-            )
+        level, start = median(self.losses), median(self.first)
+        if level != 0 and self.norms.full and self.norms[-1] == 0 and median(self.norms) == 0:
+            return _CUT_OFF
         if self._still() and not (self.rates.full and max(self.rates) > _STEADY * min(self.rates)):
-            if self.rates and self.rates[-1] == 0:
-                return "the learning rate is 0", "look at the schedule's length and its last value"
-            return "weights do not move: the learning rate is far too small, or updates round to nothing", (
-                "raise the learning rate; keep fp32 weights ('bf16-mixed', not 'bf16-true'); "
-                "check that the optimizer was given these parameters"
-            )
-        start = median(self.first)
+            return _NO_RATE if self.rates and self.rates[-1] == 0 else _STILL
         rising = self.rates.full and self.rates[-1] > _STEADY * self.rates[0]
-        if not rising and start - median(self.losses) < self.settings.plateau_progress * abs(start):
-            return "nothing was learned: inputs and targets do not match, or the learning rate is wrong", (
-                "check that one batch can be overfitted, the order of data and labels, and the learning rate"
-            )
-        return None
+        return None if rising or start - level >= self.settings.plateau_progress * abs(start) else _NOT_FALLEN
 
     def _still(self) -> bool:
-        if self.sizes.full and max(self.sizes) - min(self.sizes) <= _FP32_ROUNDING * max(self.sizes):
-            return True
         if not self.ratios.full:
             return False
         return median(self.ratios) <= max(_FP32_ROUNDING, self.settings.plateau_still * self.peak)
 
-    def _event(self, reading: Reading, loss: float, why: tuple[str, str]) -> Event:
-        evidence: dict[str, float] = {"loss": median(self.losses), "first": median(self.first)}
-        for name, window in (("grad_norm", self.norms), ("update_ratio", self.ratios), ("lr", self.rates)):
-            if window:
-                evidence[name] = median(window)
-        return self.event(reading, loss, *why, **evidence, window=len(self.losses))
+
+_CUT_OFF = (
+    "gradients are zero: the loss is cut off from the weights",
+    "look for detach(), no_grad, dead activations or a loss multiplied by zero",
+)
+_NO_RATE = "the learning rate is 0", "look at the schedule's length and its last value"
+_STILL = (
+    "weights do not move: the learning rate is far too small, or updates round to nothing",
+    "raise the learning rate, keep fp32 weights ('bf16-mixed', not 'bf16-true'), see that the optimizer has them",
+)
+_NOT_FALLEN = (
+    "the loss is where it began, within its noise; weights move, and the gradient norm does not fall",
+    "none needed if the validation loss improves; else see whether one batch can be overfitted",
+)
 
 
 class LostUpdates(Rule):

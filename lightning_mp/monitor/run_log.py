@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -43,6 +43,8 @@ _resumed: MutableMapping[Trainer, str | None] = WeakKeyDictionary()
 _PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed", "torchao")
 #: a layer has nine numbers, and a model hundreds of layers
 _ALL_FP8, _THEN_EVERY = 200, 20
+#: the readings and the events that are kept in memory
+IN_MEMORY = 1000
 #: how many events of a kind there were, as a metric
 EVENT_COUNT = "health/events"
 
@@ -208,16 +210,16 @@ def _version(package: str) -> str | None:
 
 
 class RunLog:
-    """What one callback writes to the run's folder (on rank 0), and has in ``rows`` and ``events`` on every rank."""
+    """What one callback writes to the run's folder (on rank 0); the last 1,000 are in memory on every rank."""
 
     def __init__(self, writer: str) -> None:
         self._writer = writer
         self._folder: RunFolder | None = None
         self._counts: Counter[str] = Counter()
-        self.rows: list[dict[str, Any]] = []
-        self.events: list[Event] = []
-        #: FP8's operands, as written
-        self.fp8_rows: list[dict[str, Any]] = []
+        #: the last of what was written: files hold all of it, memory does not grow with the run
+        self.rows: deque[dict[str, Any]] = deque(maxlen=IN_MEMORY)
+        self.events: deque[Event] = deque(maxlen=IN_MEMORY)
+        self.fp8_rows: deque[dict[str, Any]] = deque(maxlen=IN_MEMORY)
         self._fp8_readings = 0
 
     def open(self, trainer: Trainer, run_dir: RunDir, *, fresh: bool) -> None:
@@ -232,7 +234,9 @@ class RunLog:
             self._counts.clear()
         now = trainer.global_step
         for rows in (self.rows, self.fp8_rows):  # a run that resumes makes later steps again
-            rows[:] = [] if fresh else [row for row in rows if row[metric_names.STEP] < now or _validates(row, now)]
+            kept = [row for row in rows if row[metric_names.STEP] < now or _validates(row, now)]
+            rows.clear()
+            rows.extend([] if fresh else kept)
 
     def findings(self, found: Iterable[Finding]) -> None:
         """Write what the doctor found."""

@@ -1,17 +1,21 @@
-"""One batch through a module outside of the training loop, and everything as it was before afterwards."""
+"""One batch through a module outside of the training loop, and everything as it was before afterwards.
+
+Also a context around the passes of the training loop itself.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.compat.lightning import LightningModule, Strategy, Trainer
 from lightning_mp.compat.torch import buffers_of
 from lightning_mp.numerics.dtypes import HALF, cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.rng import rng_state, set_rng_state
@@ -40,6 +44,53 @@ def step_output(module: nn.Module, batch: Any, batch_idx: int = 0) -> Any:
     if isinstance(batch, Mapping):
         return module(**cast("Mapping[str, Any]", batch))
     return module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
+
+
+def around_passes(trainer: Trainer, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
+    """Make each forward and backward pass of the training loop within a ``context()``; what puts the strategy back.
+
+    torch pops dispatch modes from the top of its stack whoever pushed them, and a batch that begins may never end: a
+    mode is entered and left in one frame, or it stays behind.
+    """
+    strategy = trainer.strategy
+    passes = _passes.get(strategy) or _Passes()
+    if strategy not in _passes:
+        _passes[strategy] = passes
+        for name in _Passes.names:
+            vars(strategy)[name] = partial(passes.run, getattr(strategy, name))
+    passes.contexts.append(context)
+
+    def undo() -> None:
+        passes.contexts.remove(context)
+        if not passes.contexts:
+            del _passes[strategy]
+            for name in _Passes.names:
+                del vars(strategy)[name]
+
+    return undo
+
+
+class _Passes:
+    names = ("training_step", "backward")
+
+    def __init__(self) -> None:
+        self.contexts: list[Callable[[], AbstractContextManager[Any]]] = []
+        self._inside = False
+
+    def run(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:  # under manual optimization backward is called in training_step
+            return own(*args, **kwargs)
+        self._inside = True
+        try:
+            with ExitStack() as stack:
+                for context in self.contexts:
+                    stack.enter_context(context())
+                return own(*args, **kwargs)
+        finally:
+            self._inside = False
+
+
+_passes: MutableMapping[Strategy, _Passes] = WeakKeyDictionary()
 
 
 def loss_of(output: Any) -> Any:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_mp import PlanError
-from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
-from lightning_mp.monitor import metric_names
+from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth, loss_scale_monitor
+from lightning_mp.monitor import metric_names, run_log
 from lightning_mp.monitor.health import flops, throughput
 from lightning_mp.monitor.health.throughput import default_tokens, samples_in
 from support import health
@@ -124,21 +125,64 @@ def test_tokens_samples_and_flops_over_the_same_time(tmp_path: Path) -> None:
         assert row[metric_names.MEMORY_PEAK] > 0
 
 
+IDS, CODES = torch.full((2, 5), 7), torch.zeros(2, dtype=torch.long)
+IMAGES = [torch.zeros(3, 8, width) for width in (8, 9, 8, 7)]
+TARGETS = [{"boxes": torch.zeros(3, 4), "labels": CODES.new_zeros(3)} for _ in IMAGES]
+
+
+class Graph:
+    x, edge_index = torch.zeros(5, 2), torch.zeros(2, 9, dtype=torch.long)
+
+
 @pytest.mark.parametrize(
-    ("batch", "count"),
+    ("batch", "tokens", "samples"),
     {
-        "ids": (torch.zeros(2, 5, dtype=torch.long), 10),
-        "ids in a tuple": ((torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 5)), 10),
-        "ids and labels": ([torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long)], 10),
-        "a mapping": ({"pixels": torch.zeros(2, 9), "input_ids": torch.zeros(2, 7, dtype=torch.long)}, 14),
-        "floats": ((torch.zeros(2, 5), torch.zeros(2, 1)), None),
-        "classes": ((torch.zeros(2, 5), torch.zeros(2, dtype=torch.long)), None),
-        "a mask": ((torch.zeros(2, 5, dtype=torch.bool),), None),
+        "ids": (IDS, 10, 2),
+        "ids in a tuple": ((IDS.int(), torch.zeros(2, 5)), 10, 2),
+        "ids and labels": ([IDS, IDS], 10, 2),
+        "a mapping": ({"pixels": torch.zeros(2, 9), "input_ids": IDS}, 10, 2),
+        "a mapping and labels": (({"input_ids": IDS}, CODES), 10, 2),
+        "floats": ((torch.zeros(2, 5), torch.zeros(2, 1)), None, 2),
+        "classes": ((torch.zeros(2, 5), CODES), None, 2),
+        "several classes of a sample": ((torch.zeros(2, 5), IDS), None, 2),
+        "a mask": ((torch.zeros(2, 5, dtype=torch.bool),), None, 2),
+        "several inputs": (([torch.zeros(2, 5), torch.zeros(2, 3)], CODES), None, 2),
+        "a detector's": ((IMAGES, TARGETS), None, None),
+        "a detector's, as tuples": ((tuple(IMAGES), tuple(TARGETS)), None, None),
+        "a graph": (Graph(), None, None),
+        "time first": ((torch.zeros(7, 2, 5), CODES), None, None),
     }.values(),
 )
-def test_which_batches_hold_tokens(batch: Any, count: int | None) -> None:
-    assert default_tokens(batch) == count
-    assert samples_in(batch) == 2
+def test_what_a_batch_holds_is_known_or_none(batch: Any, tokens: int | None, samples: int | None) -> None:
+    assert (default_tokens(batch), samples_in(batch)) == (tokens, samples)
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (([torch.zeros(3, 4)] * 2,), None),  # images of three channels, which agree on three
+        ((torch.zeros(2, 6, dtype=torch.long).fill_(1), torch.zeros(2)), 2.0),  # multi-hot vectors, no ids
+        (Graph(), None),
+    ],
+)
+@pytest.mark.parametrize("told", [False, True])
+def test_what_is_not_known_is_not_logged_and_asked_for_once(
+    batch: Any, samples: float | None, told: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    class Fed(Regression):
+        def training_step(self, given: Any, batch_idx: int) -> Tensor:
+            return self.loss(next(iter(batches())))
+
+    monkeypatch.setattr(throughput, "time", SteadyClock())
+    loader = DataLoader([0] * 6, batch_size=2, collate_fn=lambda _: batch)
+    mine = TrainingHealth(tmp_path / "run", samples=(lambda _: 2) if told else None, peak_flops=1e9, report=False)
+    with caplog.at_level(logging.INFO):
+        fit(Fed(), data=loader, callbacks=[mine])
+    rate = pytest.approx(2 / SteadyClock().tick) if told or samples else None
+    assert [row[metric_names.SAMPLES_PER_S] for row in mine.rows] == [rate] * 3
+    assert {row[metric_names.TOKENS_PER_S] for row in mine.rows} == {None}
+    assert {row[metric_names.MFU] is None for row in mine.rows} == {rate is None}
+    assert sum("samples=" in message for message in caplog.messages) == (rate is None)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -166,6 +210,17 @@ def test_files_and_memory_say_the_same(tmp_path: Path) -> None:
     assert lines(tmp_path / "run" / "metrics.jsonl") == mine.rows
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
     assert not list((tmp_path / "run").glob(".*.lock"))
+
+
+def test_memory_holds_the_last_readings_and_the_files_hold_all(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(run_log, "IN_MEMORY", 3)
+    monkeypatch.setattr(loss_scale_monitor, "IN_MEMORY", 3)
+    scale = LossScaleMonitor()
+    mine = watched(tmp_path, Regression(PLAIN, overflow_at=range(5)), callbacks=[scale], plugins=[plan_for("16-mixed")])
+    rows, events = (lines(tmp_path / "run" / name) for name in ("metrics.jsonl", "events.jsonl"))
+    assert (len(rows), len(events)) == (8, 5)
+    assert (mine.rows, [event.to_dict() for event in mine.events]) == (rows[-3:], events[-3:])
+    assert [row["step"] for row in scale.rows] == [5, 6, 7]
 
 
 @pytest.mark.parametrize("beside", [(), (LossScaleMonitor,)])

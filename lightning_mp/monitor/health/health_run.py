@@ -104,7 +104,7 @@ class HealthRun:
                 self._measured.begin()
         if self._reading and self._guard is None:
             self._replayer.remember(trainer, batch, batch_idx)
-        self.throughput.batch_starts(batch)
+        self.throughput.batch_starts(trainer, batch)
 
     def backward(self, loss: Any) -> None:
         """A backward pass begins."""
@@ -116,8 +116,6 @@ class HealthRun:
         """An optimizer is about to step: measure its gradients, and suppress the step if ``judge`` finds an event."""
         if not self._steps.begins(trainer):
             return
-        if self._automatic:
-            self.throughput.stop_counting()
         if self._count is not None:
             self._count.before_step()
         if self._reading:

@@ -178,14 +178,13 @@ class StepMeasurement:
     def _over_ranks(self, rows: Sequence[Sequence[float]]) -> Values:
         columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=True))
         seconds = _largest(columns["seconds"])
-        known = [tokens for tokens in columns["tokens"] if not math.isnan(tokens)]
         largest = {name: _largest(columns[name]) for name in ("allocated", "reserved", "peak")}
         return {
             metric_names.LOSS: sum(columns["loss"]) / len(rows) if self._losses else None,
-            metric_names.TOKENS_PER_S: sum(known) * self._share / seconds if known and seconds else None,
-            metric_names.SAMPLES_PER_S: sum(columns["samples"]) * self._share / seconds if seconds else None,
+            metric_names.TOKENS_PER_S: _rate(columns["tokens"], seconds, self._share),
+            metric_names.SAMPLES_PER_S: _rate(columns["samples"], seconds, self._share),
             "seconds": seconds or None,
-            "flops_per_s": sum(columns["flops"]) / seconds / len(rows) if seconds else None,
+            "flops_per_s": _rate(columns["flops"], seconds, 1 / len(rows)),
             metric_names.MEMORY_ALLOCATED: largest["allocated"],
             metric_names.MEMORY_RESERVED: largest["reserved"],
             metric_names.MEMORY_PEAK: largest["peak"],
@@ -194,6 +193,11 @@ class StepMeasurement:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+def _rate(amounts: Sequence[float], seconds: float | None, share: float) -> float | None:
+    total = sum(amounts)
+    return None if math.isnan(total) or not seconds else total * share / seconds
 
 
 def _largest(values: Sequence[float]) -> float | None:

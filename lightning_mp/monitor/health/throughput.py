@@ -1,9 +1,10 @@
-"""How much a run processes, and how fast: samples, tokens, FLOPs and the time they took."""
+"""How much a run processes, and how fast: samples, tokens, FLOPs and the time they took; what is not known is None."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,40 +14,43 @@ from torch import Tensor
 from lightning_mp.compat.lightning import Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.monitor.health.flops import CountFlops
+from lightning_mp.monitor.side_run import around_passes
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.nested import tensors_in
 from lightning_mp.numerics.tf32 import has_tf32
 from lightning_mp.policy import hardware
 from lightning_mp.policy.words import DTYPES_OF
 
-Tokens = Callable[[Any], "int | Tensor"]
+Count = Callable[[Any], "int | Tensor"]
 
 
 @dataclass(slots=True)
 class Processed:
-    """What one rank has processed since the last reading; ``tokens`` is ``None`` where batches have none."""
+    """What one rank has processed since the last reading; ``None`` where that is not known of a batch in it."""
 
-    samples: int = 0
-    tokens: Tensor | int | None = None
-    flops: float = 0.0
+    samples: Tensor | int | None = 0
+    tokens: Tensor | int | None = 0
+    flops: float | None = 0.0
     seconds: float = 0.0
 
 
 class Throughput:
-    """Counts what this rank processes, on the host; ``tokens(batch)`` is the number of tokens of a batch.
+    """Counts what this rank processes, on the host; ``tokens(batch)`` and ``samples(batch)`` are those of a batch.
 
     FLOPs are counted in the first batch; later ones are assumed to cost as much per token, or per sample without
     tokens.
     """
 
-    def __init__(self, tokens: Tokens | None, peak_flops: float | None) -> None:
-        self._tokens = tokens or default_tokens
+    def __init__(self, tokens: Count | None, samples: Count | None, peak_flops: float | None) -> None:
+        self._tokens, self._samples = tokens, samples
         self._given_peak = peak_flops
         self._counter: CountFlops | None = None
-        self._counted: tuple[float, Any, int] | None = None
+        self._uninstall: Callable[[], None] | None = None
+        #: the FLOPs of the first batch, its tokens and its samples
+        self._counted: tuple[float, Any, Any] | None = None
         self._last: float | None = None
         self._done = Processed()
-        self._batch: tuple[Any, int] = (None, 0)
+        self._batch: tuple[Any, Any] = (None, None)
         #: the peak FLOP/s of this rank's device, and its source
         self.peak: hardware.Peak | None = None
         self._fp8_peak: hardware.Peak | None = None
@@ -72,21 +76,37 @@ class Throughput:
         """Validation is over; its time does not count."""
         self._last = time.perf_counter()
 
-    def batch_starts(self, batch: Any) -> None:
-        """Count what is in ``batch``."""
+    def batch_starts(self, trainer: Trainer, batch: Any) -> None:
+        """Count what is in ``batch``; in the first one, have FLOPs counted."""
         if self._last is None:
             self._last = time.perf_counter()
-        self._batch = self._tokens(batch), samples_in(batch)
         if self._counted is None:
+            self._choose(trainer, batch)
             self._counter = CountFlops()
-            self._counter.__enter__()
+            self._uninstall = self._uninstall or around_passes(trainer, lambda: self._counter or nullcontext())
+        self._batch = tuple(None if count is None else count(batch) for count in (self._tokens, self._samples))
+
+    def _choose(self, trainer: Trainer, batch: Any) -> None:
+        """Without a function of the user's: the defaults, where what they say of the first batch can be right."""
+        ids = _token_ids(batch)
+        if self._tokens is None and ids is not None and ids.numel() and int(ids.max()) > 1:  # no multi-hot vectors
+            self._tokens = default_tokens
+        if self._samples is None and _is_whole_batch(samples_in(batch), trainer):
+            self._samples = samples_in
+        if self._samples is None and self._tokens is None:
+            rank_zero_info("TrainingHealth: how much a batch holds is not known; samples= or tokens= counts it")
 
     def stop_counting(self) -> None:
-        """The first batch's forward and backward are done, or failed."""
-        counter, self._counter = self._counter, None
+        """No more FLOPs are counted."""
+        self._counter, uninstall, self._uninstall = None, self._uninstall, None
+        if uninstall is not None:
+            uninstall()
+
+    def _conclude(self) -> None:
+        counter = self._counter
+        self.stop_counting()
         if counter is None:
             return
-        counter.__exit__(None, None, None)
         self._counted = float(counter.total), *self._batch
         if self.peak is not None and self._fp8_peak is not None and counter.fp8:
             self.peak = _mixed(self.peak, self._fp8_peak, counter.fp8 / counter.total)
@@ -98,14 +118,12 @@ class Throughput:
 
     def batch_ends(self) -> None:
         """Add the batch to what was processed."""
-        self.stop_counting()
+        self._conclude()
         now = time.perf_counter()
         done, (tokens, samples) = self._done, self._batch
         done.seconds += 0.0 if self._last is None else now - self._last
-        done.samples += samples
-        if tokens is not None:
-            done.tokens = tokens if done.tokens is None else done.tokens + tokens
-        done.flops += self._flops(tokens, samples)
+        done.samples, done.tokens = _sum(done.samples, samples), _sum(done.tokens, tokens)
+        done.flops = _sum(done.flops, self._flops(tokens, samples))
         self._last = now
 
     def take(self) -> Processed:
@@ -113,13 +131,18 @@ class Throughput:
         done, self._done = self._done, Processed()
         return done
 
-    def _flops(self, tokens: Any, samples: int) -> float:
+    def _flops(self, tokens: Any, samples: Any) -> float | None:
         if self._counted is None:
-            return 0.0
+            return None
         flops, first_tokens, first_samples = self._counted
-        if isinstance(tokens, int) and isinstance(first_tokens, int) and first_tokens:
-            return flops * tokens / first_tokens
-        return flops * samples / first_samples if first_samples else flops
+        for now, first in ((tokens, first_tokens), (samples, first_samples)):
+            if isinstance(now, int) and isinstance(first, int) and first:
+                return flops * now / first
+        return None
+
+
+def _sum(total: Any, value: Any) -> Any:
+    return None if total is None or value is None else total + value
 
 
 def _mixed(rest: hardware.Peak, fp8: hardware.Peak, share: float) -> hardware.Peak:
@@ -129,23 +152,44 @@ def _mixed(rest: hardware.Peak, fp8: hardware.Peak, share: float) -> hardware.Pe
 
 
 def default_tokens(batch: Any) -> int | None:
-    """The size of ``input_ids``, or of the first integer tensor with two dimensions; ``None`` without either."""
-    if isinstance(batch, Tensor):
-        return batch.numel() if batch.dim() == 2 and _whole(batch) else None
+    """The size of ``input_ids``, of a batch that is or begins with a 2-D integer tensor; ``None`` without either."""
+    ids = _token_ids(batch)
+    return None if ids is None else ids.numel()
+
+
+def _token_ids(batch: Any) -> Tensor | None:
+    if isinstance(batch, (tuple, list)) and batch:  # what comes later may be classes, several of a sample
+        batch = cast("list[Any]", batch)[0]
     if isinstance(batch, Mapping):
-        ids = batch.get("input_ids")
-        return ids.numel() if isinstance(ids, Tensor) and _whole(ids) else None
-    items = cast("list[Any]", batch) if isinstance(batch, (tuple, list)) else []
-    return next((count for count in map(default_tokens, items) if count is not None), None)
+        batch = cast("Mapping[str, Any]", batch).get("input_ids")
+    elif isinstance(batch, Tensor) and batch.dim() != 2:
+        return None
+    if not isinstance(batch, Tensor) or batch.is_floating_point() or batch.is_complex():
+        return None
+    return None if batch.dtype is torch.bool else batch
 
 
-def samples_in(batch: Any) -> int:
-    """The length of the first tensor of the batch; 0 where there is none."""
-    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0)
+def samples_in(batch: Any) -> int | None:
+    """The length on which all tensors of the batch agree; ``None`` where they do not, or there are none."""
+    lengths = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
+    return lengths.pop() if len(lengths) == 1 and not _lists_samples(batch) else None
 
 
-def _whole(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
+def _lists_samples(data: Any, top: bool = True) -> bool:
+    """Whether a list of mappings is in the batch, as a detector's targets: their tensors are of one sample each."""
+    if not isinstance(data, (tuple, list)):
+        return False
+    items = cast("list[Any]", data)
+    mappings = not top and bool(items) and all(isinstance(item, Mapping) for item in items)
+    return mappings or any(_lists_samples(item, top=False) for item in items)
+
+
+def _is_whole_batch(samples: int | None, trainer: Trainer) -> bool:
+    """Whether the first batch can have so many: as many as its loader puts into one, where that is known."""
+    drawn = getattr(trainer.train_dataloader, "batch_size", None)
+    if samples is None or not isinstance(drawn, int):
+        return samples is not None
+    return samples == drawn or (samples < drawn and trainer.num_training_batches == 1)
 
 
 def _compute_dtype(trainer: Trainer) -> str | None:
