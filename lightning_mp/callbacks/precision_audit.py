@@ -118,7 +118,7 @@ class PrecisionAudit(WritesRun):
         if self._watch is None:
             zero = hasattr(trainer.strategy, "deepspeed_engine")
             self._watch = Watch(modules_of(pl_module), gradient_hooks=zero)
-        self._watch.start()
+        self._watch.start(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         if self._watch is not None:

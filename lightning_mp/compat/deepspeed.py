@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -76,6 +76,39 @@ def trained_names(zero: Any, module: nn.Module) -> list[list[str]]:
     """Names of the parameters by param group of a ZeRO-1 or 2 optimizer."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [[names[id(one)] for one in group] for group in zero.bit16_groups]
+
+
+def partitions(optimizer: Any) -> list[tuple[Sequence[Tensor], Tensor]]:
+    """The flat partitions that a ZeRO optimizer steps, each with the parameters in it; empty for any other."""
+    for groups, flats in (
+        ("bit16_groups", "single_partition_of_fp32_groups"),  # stages 1 and 2
+        ("fp16_groups", "fp32_partitioned_groups_flat"),  # stage 3
+    ):
+        if hasattr(optimizer, flats):
+            return list(zip(getattr(optimizer, groups), getattr(optimizer, flats), strict=True))
+    return []
+
+
+def scale_of(engine: Any) -> tuple[float, int, int | None, float] | None:
+    """A stock ``DeepSpeedEngine``'s loss scale, clean steps in a row, hysteresis left and floor.
+
+    ``None`` where gradients are not scaled: bf16, fp32.
+    """
+    rule: Any = getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
+    scale = getattr(rule, "cur_scale", None)
+    if scale is None or not engine.fp16_enabled():
+        return None
+    clean = 0
+    if getattr(rule, "dynamic", False) or getattr(rule, "dynamic_loss_scale", False):
+        clean = (rule.cur_iter - rule.last_overflow_iter - 1) % rule.scale_window
+    floor = getattr(rule, "min_scale", None) or getattr(rule, "min_loss_scale", None) or 0.0
+    hysteresis = rule.cur_hysteresis if getattr(rule, "delayed_shift", 1) > 1 else None
+    return float(scale), clean, hysteresis, float(floor)
+
+
+def skipped_steps(engine: Any) -> int:
+    """How many steps a stock ``DeepSpeedEngine`` has skipped."""
+    return engine.skipped_steps
 
 
 class Zero:

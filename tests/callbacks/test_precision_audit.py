@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from lightning_mp import PlanError
 from lightning_mp.callbacks import DtypePinning
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 from support import audit_faults as faults
 from support.language import Language, gpt2, tokens
-from support.manual import Manual, Pair
+from support.manual import Manual, Pair, in_turn
 from support.models import Regression, batches, same_weights, weights
 from support.oracles import MODES, plan_for, stock_for
 from support.running import fit, trainer
@@ -105,6 +107,41 @@ def test_a_difference_can_stop_the_run(tmp_path: Path) -> None:
     )
     assert len(module.losses) == 1
     assert json.loads((tmp_path / "audit.json").read_text())["ok"] is False  # it was written all the same
+
+
+class _Stack(Callback):
+    """What is on torch's stack of dispatch modes around every batch, and in the step when it is made."""
+
+    def __init__(self) -> None:
+        self.outside: list[int] = []
+        self.within: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> Any:
+        self.outside.append(_len_torch_dispatch_stack())
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.within.append(_len_torch_dispatch_stack())
+
+    on_train_epoch_end = on_train_batch_start
+
+
+@pytest.mark.parametrize("how", ["an epoch left out", "a failure", "manual optimization", "more steps than there are"])
+def test_no_dispatch_mode_stays_on_torchs_stack(how: str, tmp_path: Path) -> None:
+    class Odd(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if how == "an epoch left out" and (self.current_epoch, batch_idx) in ((0, 2), (1, 0)) else None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if how == "a failure" and batch_idx == 2:
+                raise OSError("planned")
+            return loss
+
+    stack, module = _Stack(), Pair(in_turn) if how == "manual optimization" else Odd()
+    with pytest.raises(OSError, match="planned") if how == "a failure" else nullcontext():
+        fit(module, callbacks=[PrecisionAudit(99, run_dir=tmp_path), stack], max_epochs=3)
+    assert {_len_torch_dispatch_stack(), *stack.outside} == {0}
+    assert set(stack.within) == {1}
 
 
 def test_a_step_that_fails_tells_what_was_seen_until_then(tmp_path: Path) -> None:

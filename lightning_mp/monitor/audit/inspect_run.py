@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mp.compat.deepspeed import partitions
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.monitor.audit.judge import Declaration
 from lightning_mp.monitor.audit.observer import Observed, Watch, note_gradients
@@ -43,32 +44,14 @@ def states_of(optimizers: Iterable[Any]) -> dict[int, set[str]]:
 
 
 def _states(optimizer: Any) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
-    partitions = _partitions(optimizer)
-    state: Mapping[Any, Any] = _torch_optimizer(optimizer).state
-    if not partitions:
+    parts = partitions(optimizer)
+    while hasattr(optimizer, "optimizer"):  # of DeepSpeed's, Apex's and their like the optimizer inside
+        optimizer = optimizer.optimizer
+    state: Mapping[Any, Any] = optimizer.state
+    if not parts:
         yield from ((parameter, values) for parameter, values in state.items() if isinstance(parameter, Tensor))
-    for parameters, flat in partitions:
-        values = state.get(flat, {})
-        yield from ((parameter, values) for parameter in parameters)
-
-
-def _partitions(optimizer: Any) -> list[tuple[Sequence[Tensor], Tensor]]:
-    """ZeRO steps flat partitions: the parameters that lie in each."""
-    for groups, flats in (
-        ("bit16_groups", "single_partition_of_fp32_groups"),  # stages 1 and 2
-        ("fp16_groups", "fp32_partitioned_groups_flat"),  # stage 3
-    ):
-        if hasattr(optimizer, flats):
-            return list(zip(getattr(optimizer, groups), getattr(optimizer, flats), strict=True))
-    return []
-
-
-def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that DeepSpeed's, Apex's and their like keep inside."""
-    inner: Any = optimizer
-    while hasattr(inner, "optimizer"):
-        inner = inner.optimizer
-    return inner
+    for parameters, flat in parts:
+        yield from ((parameter, state.get(flat, {})) for parameter in parameters)
 
 
 def _kept(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[str]:
@@ -99,6 +82,7 @@ def one_pass(
             stack.callback(set_tf32("high" if declaration.tf32 else "highest"))
         watch.start()
         stack.callback(watch.stop)
+        stack.enter_context(watch)
         autocast = declaration.compute if declaration.autocast else None
         loss = _scalar(output_in(module, batch, device, autocast=autocast, storage=declaration.storage))
         if loss is not None and loss.requires_grad:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat import lightning
+from lightning_mp.compat.lightning import Trainer
 from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward_formula, is_compiled
 from lightning_mp.compat.torchao import held_dtype, product_node
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.modules.half_copies import HalfCopy, stored_dtype
 from lightning_mp.monitor.dtype_names import dtype_name
+from lightning_mp.monitor.side_run import around_passes
 from lightning_mp.numerics.dtypes import left_alone
 from lightning_mp.numerics.nested import floating_in
 from lightning_mp.numerics.tf32 import has_tf32
@@ -155,7 +158,8 @@ class Observed:
 class Watch(TorchDispatchMode):
     """Watches the modules of a model between ``start`` and ``stop``; every hook is gone after ``stop``.
 
-    ``modules`` are named as they are to be reported, the root under ``""``. ``gradient_hooks`` looks at gradients as
+    ``modules`` are named as they are to be reported, the root under ``""``. Operators are seen within ``with watch:``,
+    or within each forward and backward pass of the Trainer given to ``start``. ``gradient_hooks`` looks at gradients as
     they arrive, for engines that leave none in ``.grad`` (ZeRO).
     """
 
@@ -180,33 +184,26 @@ class Watch(TorchDispatchMode):
         self._attending: set[str] = set()
         #: the converted layer whose backward products are being computed
         self._backward_of: str | None = None
-        self._handles: list[Any] = []
-        self._on = False
+        self._undo = ExitStack()
 
-    def start(self) -> None:
-        """Put the hooks in place and begin."""
+    def start(self, trainer: Trainer | None = None) -> None:
+        """Put the hooks in place, and look within the passes of ``trainer``."""
         for name, module in self._modules.items():
             if name and not self.seen[name].hidden:
-                self._handles.append(
-                    module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
-                )
+                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                self._undo.callback(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
                 # always: a recomputed region is left by an exception once it has what it needs
-                self._handles.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
-            if self._gradient_hooks:
-                for parameter in module.parameters(recurse=False):
-                    if parameter.requires_grad:
-                        note = partial(self._note_gradient, name, isinstance(parameter, HalfCopy))
-                        self._handles.append(parameter.register_hook(note))
-        self.__enter__()
-        self._on = True
+                self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+            for parameter in module.parameters(recurse=False) if self._gradient_hooks else ():
+                if parameter.requires_grad:
+                    note = partial(self._note_gradient, name, isinstance(parameter, HalfCopy))
+                    self._undo.callback(parameter.register_hook(note).remove)
+        if trainer is not None:
+            self._undo.callback(around_passes(trainer, lambda: self))
 
     def stop(self) -> None:
         """Remove every hook; a second call does nothing."""
-        if self._on:
-            self._on = False
-            self.__exit__(None, None, None)
-        while self._handles:
-            self._handles.pop().remove()
+        self._undo.close()
         for name, ran in self._held.items():
             self.seen[name].ran.add(ran)
         self._held.clear()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from lightning_mp.compat import deepspeed
 from lightning_mp.compat.torch import GROWTH_TRACKER, scale_of
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
@@ -107,20 +108,11 @@ class DeepSpeedSource(ScaleSource):
 
     def scale(self) -> Scale | None:
         """``None`` where gradients are not scaled: bf16, fp32."""
-        optimizer = self._engine.optimizer
-        rule: Any = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
-        scale = getattr(rule, "cur_scale", None)
-        if scale is None or not self._engine.fp16_enabled():
-            return None
-        clean = 0
-        if getattr(rule, "dynamic", False) or getattr(rule, "dynamic_loss_scale", False):
-            clean = (rule.cur_iter - rule.last_overflow_iter - 1) % rule.scale_window
-        floor = getattr(rule, "min_scale", None) or getattr(rule, "min_loss_scale", None) or 0.0
-        hysteresis = getattr(rule, "cur_hysteresis", None)
-        return Scale(float(scale), clean, hysteresis if getattr(rule, "delayed_shift", 1) > 1 else None, float(floor))
+        found = deepspeed.scale_of(self._engine)
+        return None if found is None else Scale(*found)
 
     def skipped(self) -> Number:
-        return self._engine.skipped_steps
+        return deepspeed.skipped_steps(self._engine)
 
 
 class GuardedSource(ScaleSource):

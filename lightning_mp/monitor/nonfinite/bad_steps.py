@@ -121,7 +121,8 @@ class BadSteps:
         """Write a batch on the rank that had it, on every rank if that is not known: a dict.
 
         ``batch`` (inputs and targets as ``training_step`` got them, on the CPU), ``batch_idx``, ``step``, ``rank``,
-        ``rng`` (the generators before the forward), ``loss_scale``, ``event``. ``torch.load(weights_only=True)`` reads
+        ``accumulate`` (the micro-batches that a loss is divided by), ``rng`` (the generators before the forward),
+        ``loss_scale``, ``event``. ``torch.load(weights_only=True)`` reads
         it where the batch is of tensors in plain containers.
         """
         rank = self._trainer.global_rank
@@ -133,6 +134,7 @@ class BadSteps:
             "batch_idx": kept.batch_idx,
             "step": event.step,
             "rank": rank,
+            "accumulate": kept.parts,
             "rng": kept.rng,
             "loss_scale": None if kept.scale is None else float(kept.scale),
             "event": event.to_dict(),
@@ -166,7 +168,8 @@ def replay_saved(
 
     ``module`` holds the weights to run with (the file has none), on the device to run on; ``context`` is what the run's
     precision computed in: ``torch.autocast("cuda", torch.bfloat16)`` for ``bf16-mixed``, ``nullcontext()`` for
-    ``32-true``. Gradients stay in the parameters, and the generators advance as in the step.
+    ``32-true``. The loss is as ``training_step`` returned it. Gradients stay in the parameters, as the step made them:
+    divided by the number of its micro-batches, times the loss scale. The generators advance as in the step.
     """
     saved = torch.load(path, map_location="cpu", weights_only=weights_only)
     device = next(module.parameters()).device
@@ -179,7 +182,7 @@ def replay_saved(
             loss: Tensor | None = loss_of(step_output(module, batch, saved["batch_idx"]))
         if loss is not None:
             losses.append(loss.detach())
-            (loss.float() * (saved["loss_scale"] or 1.0)).backward()
+            (loss.float() / saved["accumulate"] * (saved["loss_scale"] or 1.0)).backward()
         return loss
 
     origin = nonfinite.locate(module, run)

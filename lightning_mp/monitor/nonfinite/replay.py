@@ -6,7 +6,7 @@ from collections import UserDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -28,8 +28,9 @@ from lightning_mp.compat.torch_sharding import unsummed_gradients
 from lightning_mp.engines.diagnosis import Found, first_bad_rank
 from lightning_mp.modules import fp8
 from lightning_mp.modules.patterns import plain_name
-from lightning_mp.monitor.side_run import loss_of, untouched
+from lightning_mp.monitor.side_run import loss_of, shadow, untouched
 from lightning_mp.numerics import nonfinite
+from lightning_mp.numerics.nested import map_tensors
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import RngState, rng_state, set_rng_state
 from lightning_mp.numerics.scaler import LossScaler
@@ -65,23 +66,44 @@ class Diagnosis:
 class KeptBatch:
     """A batch as ``training_step`` got it, with everything else that decides its result.
 
-    ``scale`` is the loss scale of its backward pass, a device scalar, ``None`` without loss scaling; ``numbers`` are
-    the LightningModule's own (counters), ``lengths`` those of its lists.
+    ``scale`` is the loss scale of its backward pass, a device scalar, ``None`` without loss scaling; ``parts`` are the
+    micro-batches that its loss is divided by; ``numbers`` are the LightningModule's own (counters), ``lengths`` those
+    of its lists; ``devices`` tells where tensors that were moved to the host came from, by their ``id`` there.
     """
 
     batch: Any
     batch_idx: int
+    parts: int
     step: int
     rng: RngState
     scale: Tensor | None
     numbers: dict[str, Any]
     lengths: dict[str, int]
+    devices: dict[int, torch.device] = field(default_factory=dict[int, torch.device])
+
+    def on_host(self) -> KeptBatch:
+        """The same in host memory; from a CUDA device the copy does not wait for it."""
+        devices: dict[int, torch.device] = {}
+
+        def moved(tensor: Tensor) -> Tensor:
+            if tensor.device.type == "cpu":
+                return tensor
+            copied = tensor.detach().to("cpu", non_blocking=tensor.is_cuda)  # pinned then
+            devices[id(copied)] = tensor.device
+            return copied
+
+        return replace(self, batch=map_tensors(self.batch, moved), devices=self.devices | devices)
+
+    def on_device(self) -> Any:
+        """The batch, with every tensor where ``training_step`` got it."""
+        return map_tensors(self.batch, lambda tensor: tensor.to(self.devices.get(id(tensor), tensor.device)))
 
 
 class Replayer:
-    """Keeps the batches of the open accumulation window, and runs them again when asked what went wrong.
+    """Keeps the micro-batches of the open accumulation window, and runs them again when asked what went wrong.
 
-    Batches are kept by reference: what ``training_step`` changes in a batch in place stays changed.
+    The one at hand is kept by reference: what ``training_step`` changes in it in place stays changed. The window's
+    earlier ones wait in host memory, so that no more than one stays on the device.
     """
 
     def __init__(self) -> None:
@@ -99,10 +121,13 @@ class Replayer:
             return  # a batch cannot be drawn twice
         device = trainer.strategy.root_device
         attributes = vars(module).items()
+        if self._window:
+            self._window[-1] = self._window[-1].on_host()
         self._window.append(
             KeptBatch(
                 _same_containers(batch),
                 batch_idx,
+                trainer.accumulate_grad_batches if module.automatic_optimization else 1,
                 trainer.global_step,
                 rng_state(device),
                 _scale(trainer, device),
@@ -180,7 +205,7 @@ def _step(trainer: Trainer, module: LightningModule, kept: KeptBatch, losses: li
             module.backward(scaled, *args, **kwargs)
         return loss
 
-    inputs = step_inputs(trainer, kept.batch, kept.batch_idx)
+    inputs = step_inputs(trainer, kept.on_device(), kept.batch_idx)
     with ExitStack() as stack:
         if not module.automatic_optimization:
             _hold_steps(trainer, stack, run_backward)
@@ -193,7 +218,7 @@ def _step(trainer: Trainer, module: LightningModule, kept: KeptBatch, losses: li
     if module.automatic_optimization:
         loss = loss_of(output)
         if loss is not None:
-            run_backward(loss / trainer.accumulate_grad_batches)
+            run_backward(loss / kept.parts)
 
 
 def _holds_whole_weights(strategy: Strategy) -> bool:
@@ -217,12 +242,12 @@ def _autocast_by_deepspeed(strategy: Strategy) -> AbstractContextManager[Any]:
 
 def _hold_steps(trainer: Trainer, stack: ExitStack, backward: Any) -> None:
     """Under manual optimization: backward is ours, and neither an optimizer nor a scheduler moves."""
-    _shadow(stack, trainer.strategy, "backward", lambda loss, _optimizer, *args, **kw: backward(loss, *args, **kw))
-    _shadow(stack, trainer.strategy, "optimizer_step", lambda _optimizer, closure, *_args, **_kwargs: closure())
+    shadow(stack, trainer.strategy, "backward", lambda loss, _optimizer, *args, **kw: backward(loss, *args, **kw))
+    shadow(stack, trainer.strategy, "optimizer_step", lambda _optimizer, closure, *_args, **_kwargs: closure())
     for optimizer in trainer.optimizers:
-        _shadow(stack, optimizer, "step", lambda closure=None: None if closure is None else closure())
+        shadow(stack, optimizer, "step", lambda closure=None: None if closure is None else closure())
     for config in trainer.lr_scheduler_configs:
-        _shadow(stack, config.scheduler, "step", lambda *_args, **_kwargs: None)
+        shadow(stack, config.scheduler, "step", lambda *_args, **_kwargs: None)
 
 
 # ---------------------------------------------------------------------- restoring everything
@@ -236,7 +261,7 @@ def _aside(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Genera
         stack.enter_context(untouched(module, device))
         stack.enter_context(unsummed_gradients(module))
         for name in ("log", "log_dict"):
-            _shadow(stack, module, name, lambda *_args, **_kwargs: None)
+            shadow(stack, module, name, lambda *_args, **_kwargs: None)
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         done = _steps_done(trainer)
@@ -268,12 +293,6 @@ def _on_fresh_parameters(module: nn.Module, function: Callable[[], Any]) -> Any:
         name: parameter.detach().requires_grad_(parameter.requires_grad) for name, parameter in call.named_parameters()
     }
     return functional_call(call, fresh, (), tie_weights=True)
-
-
-def _shadow(stack: ExitStack, owner: Any, name: str, stand_in: Any) -> None:
-    values = owner.__dict__
-    stack.callback(partial(values.__setitem__, name, values[name]) if name in values else partial(values.pop, name))
-    values[name] = stand_in
 
 
 # ---------------------------------------------------------------------- what is kept, and a diagnosis without a replay

@@ -25,11 +25,12 @@ def watched(
     watch = Watch(modules)
     watch.start()
     try:
-        with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            output = module(*inputs)
-        output = output[0] if isinstance(output, tuple) else output
-        if backward:
-            output.float().sum().backward()
+        with watch:
+            with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                output = module(*inputs)
+            output = output[0] if isinstance(output, tuple) else output
+            if backward:
+                output.float().sum().backward()
     finally:
         watch.stop()
     note_gradients(watch.seen, modules)
@@ -156,9 +157,10 @@ def test_backward_and_the_optimizer_are_not_the_root() -> None:
     modules = dict(module.named_modules())
     watch = Watch(modules)
     watch.start()
-    module(torch.randn(2, 8)).float().sum().backward()
-    with torch.no_grad():
-        module.weight @ module.weight  # an optimizer that orthogonalises
+    with watch:
+        module(torch.randn(2, 8)).float().sum().backward()
+        with torch.no_grad():
+            module.weight @ module.weight  # an optimizer that orthogonalises
     watch.stop()
     assert computed(watch.seen[""]) == {"bf16"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaling
-from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
+from lightning_mp.monitor.nonfinite.replay import Diagnosis, KeptBatch, Replayer
+from lightning_mp.numerics.rng import rng_state
 from support.manual import Pair, in_turn
 from support.models import Regression, same_weights, weights
 from support.nonfinite import BAD, FAULTS, STOCK, Breaks, Remembers
@@ -130,6 +133,27 @@ def test_what_a_step_rests_on_is_as_it_was(decide: Callable[[Any, int], bool], w
 def test_of_an_accumulation_window_the_bad_batch_is_named(batch: int) -> None:
     diagnosis = _asked(Breaks("gradient", (4 + batch,)), 7, accumulate_grad_batches=4)
     assert (diagnosis.batch_idx, diagnosis.origin and diagnosis.origin.module) == (4 + batch, "net.2")
+
+
+def test_a_window_waits_in_host_memory_and_is_gone_after_its_step() -> None:
+    """Of 8 micro-batches in two windows no more than one window lives; the earlier ones leave the device."""
+    alive: list[int] = []
+    seen: list[weakref.ref[Tensor]] = []
+
+    class Counts(Asks):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(weakref.ref(args[3][0]))
+            alive.append(sum(one() is not None for one in seen))
+            if len(seen) % 4 == 0:
+                self.replayer.forget()
+
+    fit(Breaks("gradient", ()), callbacks=[Counts(when="never")], accumulate_grad_batches=4)
+    assert max(alive) <= 5, alive  # and what the loop has fetched
+    with FakeTensorMode():
+        batch = {"x": torch.ones(2, device="cuda"), "lengths": torch.ones(2)}
+        there = KeptBatch(batch, 0, 4, 0, rng_state(torch.device("cpu")), None, {}, {}).on_host()
+        assert [tensor.device.type for tensor in there.batch.values()] == ["cpu", "cpu"]
+        assert [tensor.device.type for tensor in there.on_device().values()] == ["cuda", "cpu"]
 
 
 def test_a_healthy_window_is_healthy() -> None:

@@ -91,6 +91,26 @@ def test_it_runs_again_to_the_same_loss_and_the_same_module(tmp_path: Path, mode
     assert not torch.isfinite(again.net[0].weight.grad).all()
 
 
+def test_its_gradients_are_those_of_the_step_under_accumulation(tmp_path: Path) -> None:
+    """Lightning divides the loss of a micro-batch by their number."""
+    seen: dict[int, Tensor] = {}
+
+    class Overflows(Breaks):
+        def on_after_backward(self) -> None:
+            seen[len(self.losses) - 1] = self.net[4].weight.grad.clone()
+
+    module = Overflows("gradient", bad=(0,))
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    guard = NonFiniteGuard(run_dir=tmp_path)
+    fit(module, callbacks=[guard], accumulate_grad_batches=4, max_steps=1)
+    again = Alone("gradient")
+    again.net.pop(4)  # the dropout
+    again.load_state_dict(weights)
+    replay_saved(_saved(tmp_path)[0], again.train(), nullcontext())
+    assert guard.events[0].evidence["batch_idx"] == 0
+    assert torch.equal(again.net[4].weight.grad, seen[0])
+
+
 def test_only_so_many_are_saved(tmp_path: Path) -> None:
     guard = NonFiniteGuard(run_dir=tmp_path)
     fit(Breaks("loss", tuple(range(14))), callbacks=[guard], data=batches(rows=112))
