@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_mp.policy import FP8, Checkpointing, NonFinite, Pin, PrecisionPolicy
     from lightning_mp.policy.loss_scaling import LossScaling
     from lightning_mp.precision import MixedPrecisionPlan
-    from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
+    from lightning_mp.strategies.factory import make_strategy, register_plan, trainer_kwargs
 
 __version__ = "0.1.0"
 
@@ -45,6 +45,7 @@ _HOMES = {
     "consolidate": "checkpoints",
     "doctor": "monitor.doctor",
     "make_strategy": "strategies.factory",
+    "register_plan": "strategies.factory",
     "trainer_kwargs": "strategies.factory",
     "unpin": "modules.pins",
 }
@@ -71,6 +72,7 @@ __all__ = [
     "consolidate",
     "doctor",
     "make_strategy",
+    "register_plan",
     "trainer_kwargs",
     "unpin",
 ]
@@ -87,6 +89,7 @@ _OF_LIGHTNING = (
     "compare",
     "doctor",
     "make_strategy",
+    "register_plan",
     "trainer_kwargs",
 )
 

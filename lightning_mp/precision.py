@@ -5,9 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from lightning_mp.compat.lightning import (
     RunningStage,
     Trainer,
     TrainerFn,
+    TrainerStatus,
     check_copy,
     meet_other_copy,
     rank_zero_warn,
@@ -60,6 +63,25 @@ from lightning_mp.policy.expression import call
 
 if TYPE_CHECKING:
     from lightning_mp.monitor.plan_run import PlanRun
+
+
+#: what belongs to the run of one Trainer, and is put aside while another Trainer has the plan
+_OF_A_RUN = (
+    *("policy", "precision", "step_counter", "_fallen", "scaler", "_desired_input_dtype", "_autocast_dtype"),
+    *("_half_storage", "_device", "_trainer", "_stepped", "_engine", "_fp8", "_hooks", "_run", "_undo"),
+)
+
+
+def unpickled(declared: dict[str, Any], policy: dict[str, Any], state: dict[str, Any]) -> MixedPrecisionPlan:
+    """A plan that was pickled, of plain values, so that torch's ``weights_only=True`` takes it."""
+    plan: Any = MixedPrecisionPlan.from_policy(PrecisionPolicy.from_dict(declared))
+    plan.policy, plan._ran = PrecisionPolicy.from_dict(policy), True
+    plan._start_over()
+    plan.load_state_dict(state)
+    return plan
+
+
+torch.serialization.add_safe_globals([unpickled])
 
 
 class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
@@ -123,6 +145,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         self._run: PlanRun | None = None
         #: what puts back the process-global switches and the methods that a run changes
         self._undo = ExitStack()
+        #: what other Trainers' runs left here, and the Trainers within whose running fit this one runs
+        self._others: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
+        self._around: list[Trainer] = []
         self._start_over()
 
     @classmethod
@@ -168,8 +193,20 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run: neither what it runs on nor what would have to be put back.
-        detached = dict.fromkeys(("_trainer", "_engine", "_fp8", "_run"))
-        return {**self.__dict__, **detached, "_hooks": SkipAwareHooks(), "_undo": ExitStack()}
+        detached = dict.fromkeys(("_trainer", "_engine", "_fp8", "_run", "_original", "_latest"))
+        others = {"_others": WeakKeyDictionary[Any, Any](), "_around": []}
+        return {**self.__dict__, **detached, **others, "_hooks": SkipAwareHooks(), "_undo": ExitStack()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionPlan:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(deepcopy(self.__getstate__(), memo))
+        copied._original = weakref.ref(self)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is not MixedPrecisionPlan:
+            return super().__reduce_ex__(protocol)
+        return unpickled, (self._declared.to_dict(), self.policy.to_dict(), self.state_dict())
 
     def __repr__(self) -> str:
         precision, *others = self._declared.arguments().items()
@@ -198,6 +235,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         faults = Faults()
         device = describe(self._device)
         self._resolve(device, module, trainer)
+        if self._around and self._around[-1].strategy.lightning_module is module and not for_strategy.shards(trainer):
+            return None  # prepared already, by the run around this one
         device_rules.check(self.policy, device, faults)
         strategy = None if trainer is None else trainer.strategy
         engine = for_strategy.make_engine(
@@ -240,17 +279,34 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         return layout
 
     def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:
-        self._release()
+        before = self.trainer
+        running = before is not None and before.state.status == TrainerStatus.RUNNING and self._engine is not None
+        if running and before is not trainer:
+            self._around.append(cast("Trainer", before))  # until the teardown of this one
+        else:
+            self._release()
         if trainer is None:
             first = next(module.parameters(), None)
             self._device = torch.device("cpu") if first is None else first.device
             return
-        self._device = trainer.strategy.root_device
-        before = self.trainer
         if self._ran and before is not trainer:  # a new run, not the next stage of this one
-            self.policy = self._declared
-            self._start_over()
+            self._put_aside(before)
+            if trainer in self._others:
+                self.__dict__.update(self._others.pop(trainer))
+            else:
+                self.policy = self._declared
+                self._start_over()
+        self._device = trainer.strategy.root_device
         self._trainer, self._ran = weakref.ref(trainer), True
+        original = None if self._original is None else self._original()
+        if original is not None and not original._ran:
+            original._latest = self  # its counts are asked for, which only a copy has
+
+    def _put_aside(self, trainer: Trainer | None) -> None:
+        if trainer is not None:
+            self._others[trainer] = {name: self.__dict__.get(name) for name in _OF_A_RUN}
+        self._engine, self._fp8, self._run = None, None, None
+        self._hooks, self._undo = SkipAwareHooks(), ExitStack()
 
     def _resolve(self, device: hardware.Device, module: nn.Module, trainer: Trainer | None) -> None:
         policy = self.policy
@@ -391,6 +447,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """Put back every process-global that was set; Lightning calls this after success and after failure."""
         announce.ended(self, self.trainer)
         self._release()
+        if self._around:  # a run in a callback of another run, which goes on
+            outer = self._around.pop()
+            self._put_aside(self.trainer)
+            self.__dict__.update(self._others.pop(outer))
+            outer.lightning_module.trainer = outer
 
     def _release(self) -> None:
         self._hooks.remove()

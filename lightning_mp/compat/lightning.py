@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.deepspeed import remove_module_hooks as remove_module_hooks
     from lightning.pytorch.trainer.states import RunningStage as RunningStage
     from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
+    from lightning.pytorch.trainer.states import TrainerStatus as TrainerStatus
     from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
     from lightning.pytorch.utilities import rank_zero_only as rank_zero_only
     from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
@@ -146,6 +147,39 @@ def _refuse(what: str, subject: str) -> NoReturn:
 
 
 # ------------------------------------------------------------------ private names
+
+
+def _connector_that_calls(*functions: str) -> tuple[Any, Mapping[str, Any]]:
+    """The ``_AcceleratorConnector`` of a Trainer being made, among the callers, and the locals of its function."""
+    frame: Any = inspect.currentframe()
+    for _ in range(8):  # a property and a builder lie between
+        if frame is None:
+            break
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name in functions and type(owner).__name__ == "_AcceleratorConnector":
+            return owner, frame.f_locals
+        frame = frame.f_back
+    return None, {}
+
+
+def precision_word(plugin: Precision) -> Any:
+    """The ``precision=`` of the Trainer being made, ``"32-true"`` where none is given; ``None`` if not its maker.
+
+    On a CPU Lightning makes a bf16 plugin of ``"16-mixed"``; the Trainer's own argument is the only place that has
+    the word. ``None`` where the user gave ``plugin`` in ``plugins=``, or no Trainer is being made.
+    """
+    connector, given = _connector_that_calls("__init__")
+    if connector is None or connector._precision_plugin_flag is plugin:
+        return None
+    return "32-true" if given["precision"] is None else given["precision"]
+
+
+def give_new_trainer(strategy: Strategy | None) -> bool:
+    """Whether a Trainer being made reads what its ``strategy=`` holds; if so it uses ``strategy``, unless ``None``."""
+    connector, _ = _connector_that_calls("_check_config_and_set_final_flags")
+    if connector is not None and strategy is not None:
+        connector._strategy_flag = strategy
+    return connector is not None
 
 
 def trainer_of(module: Any) -> Trainer | None:

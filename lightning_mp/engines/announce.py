@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -41,14 +40,8 @@ def no_step_applied(tried: int, scale: float | None) -> str:
 
 
 def hyperparameters(policy: PrecisionPolicy) -> dict[str, Any]:
-    """The policy as one flat mapping: ``precision_plan/loss_scaling/init_scale`` and so on; pins as one string."""
-    values = policy.to_dict() | {"pins": str({pin.pattern: pin.dtype for pin in policy.pins})}
-    return dict(_flat("precision_plan", values))
+    """The policy under one key, ``precision_plan``, beside the module's own; pins as one string.
 
-
-def _flat(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    if not isinstance(value, Mapping):
-        yield name, str(value) if isinstance(value, list) else value
-        return
-    for key, item in cast("Mapping[str, Any]", value).items():
-        yield from _flat(f"{name}/{key}", item)
+    Loggers that have no nested names make ``precision_plan/loss_scaling/init_scale`` of it.
+    """
+    return {"precision_plan": policy.to_dict() | {"pins": str({pin.pattern: pin.dtype for pin in policy.pins})}}

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat.lightning import rank_zero_info
-from lightning_mp.compat.torch import has_step_hooks, makes_optimizer_state
+from lightning_mp.compat.torch import cpu_has, has_step_hooks, makes_optimizer_state
 from lightning_mp.engines import diagnosis, optimizer_facts, reduce
 from lightning_mp.engines.diagnosis import AT_MIN, BAD_LOSS, Verdict
 from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
@@ -84,8 +84,22 @@ class StepEngine(ABC):
             pinned = [member.module for member in self._pin_map.members]
             self.fp8 = fp8.Conversion(module, self.policy.fp8, pinned, faults)
         outside_reads.check(module, self._pin_map, self.policy.compute_dtype, faults)
+        self._check_lstms(module, faults)
         if self.policy.checkpointing is not None:
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
+
+    def _check_lstms(self, module: nn.Module, faults: Faults) -> None:
+        """OneDNN has no fp16 LSTM for a CPU without fp16 products, and its own message names neither."""
+        if self.device.type != "cpu" or self.policy.compute_dtype != "fp16" or cpu_has(torch.float16):
+            return
+        pinned = {id(member.module) for member in self._pin_map.members if member.pin.dtype != "fp16"}
+        named = [name for name, one in module.named_modules() if isinstance(one, nn.LSTM) and id(one) not in pinned]
+        if named:
+            faults.add(
+                f"nn.LSTM {named[0]!r} in fp16 on this CPU, whose oneDNN has none",
+                "an LSTM in fp32 here; a GPU runs it in fp16",
+                "pin it: pins={'LSTM': 'fp32'}",
+            )
 
     @property
     def pin_map(self) -> pins.PinMap:

@@ -18,6 +18,7 @@ from lightning_mp.compat.lightning import (
     SingleDeviceStrategy,
     Strategy,
     TorchSyncBatchNorm,
+    Trainer,
     ddp_hooks,
     layer_sync_of,
     mesh_of,
@@ -60,6 +61,11 @@ def make_engine(
         distributed=isinstance(strategy, ParallelStrategy) and strategy.world_size > 1,
         global_step=global_step,
     )
+
+
+def shards(trainer: Trainer | None) -> bool:
+    """Whether the Trainer's strategy lays the module out anew for each run."""
+    return trainer is not None and engine_of(trainer.strategy) is not EagerEngine
 
 
 def describe(strategy: Strategy) -> str:

@@ -45,6 +45,16 @@ class PlanBase:
     _engine: StepEngine | None = None
     _trainer: weakref.ref[Trainer] | None = None
     _fp8: Conversion | None = None
+    #: the plan that this one is a deep copy of; of the original, the copy that ran last while it ran nothing itself
+    _original: weakref.ref[Any] | None = None
+    _latest: PlanBase | None = None
+    _ran = False
+
+    @property
+    def _counted(self) -> StepCounter:
+        """The counts of its own run, or of its deep copy's, as packages make one of their arguments."""
+        copied = None if self._ran else self._latest
+        return self.step_counter if copied is None else copied._counted
 
     @property
     def fp8_layers(self) -> list[FP8Layer]:
@@ -54,17 +64,17 @@ class PlanBase:
     @property
     def step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped; the first question after a step is a device sync."""
-        return self.step_counter.step_skipped
+        return self._counted.step_skipped
 
     @property
     def skipped_steps(self) -> int:
         """How many optimizer steps were skipped since the run began."""
-        return self.step_counter.skipped_steps
+        return self._counted.skipped_steps
 
     @property
     def applied_steps(self) -> int:
         """How many optimizer steps were applied since the run began."""
-        return self.step_counter.applied_steps
+        return self._counted.applied_steps
 
     @property
     def engine(self) -> StepEngine | None:

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.compat.lightning import (
-    DeepSpeedPrecision,
-    FSDPPrecision,
     ParallelStrategy,
     Precision,
     Strategy,
     SubprocessScriptLauncher,
     TorchSyncBatchNorm,
     check_copy,
+    give_new_trainer,
+    precision_word,
+    rank_zero_info,
 )
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.precision import MixedPrecisionPlan
@@ -39,16 +40,42 @@ def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
     fault = Fault(
         f"{type(strategy).__name__} with {_written(plugin)}",
         "a MixedPrecisionPlan, which says what to run",
-        "write Trainer(plugins=[MixedPrecisionPlan(...)], strategy=...), or use make_strategy or trainer_kwargs",
+        "write Trainer(precision=..., strategy=...), or Trainer(plugins=[MixedPrecisionPlan(...)], strategy=...)",
     )
     raise PlanError([fault], "strategy")
 
 
 class RunsPlan(_Base):
-    """Runs the plan it was made for, or the one that the Trainer has; anything else is refused where it is given."""
+    """Runs the plan it was made for, the one that the Trainer has, or the one that ``precision=`` names.
+
+    Anything else is refused where it is given. One object serves many Trainers: each but the first gets a copy, as it
+    was made.
+    """
 
     #: the plan that ``make_strategy`` was given
     made_for: MixedPrecisionPlan | None = None
+    #: the name under which ``register_plan`` keeps that plan
+    plan_name: str | None = None
+    #: the attributes before the first Trainer set its own
+    _as_made: dict[str, Any] | None = None
+
+    def _read_accelerator(self) -> Any:
+        # The first that a Trainer reads of a strategy object. What an earlier one has set would contradict its own
+        # accelerator=, plugins= and devices=.
+        if give_new_trainer(None):
+            if self._as_made is None:
+                self._as_made = _copied(self.__dict__)
+            else:
+                fresh: Any = object.__new__(type(self))
+                vars(fresh).update(_copied(self._as_made), _as_made=self._as_made)
+                give_new_trainer(fresh)
+                return vars(fresh)["_accelerator"]
+        return vars(self).get("_accelerator")
+
+    def _set_accelerator(self, value: Any) -> None:
+        vars(self)["_accelerator"] = value
+
+    _accelerator: Any = cast("Any", property(_read_accelerator, _set_accelerator))
 
     @property
     def precision_plugin(self) -> Any:
@@ -67,11 +94,30 @@ class RunsPlan(_Base):
         if not isinstance(plugin, MixedPrecisionPlan):
             check_copy(plugin, type(self).__name__)
         plan = self.made_for
-        if plan is None or plugin is None or plan.same_as(plugin):
+        if plugin is None or (plan is not None and plan.same_as(plugin)):
             return plugin
-        if type(plugin) in (Precision, FSDPPrecision, DeepSpeedPrecision) and plugin.precision == "32-true":
-            return plan  # what a Trainer chooses where nothing is given
+        word = precision_word(plugin)
+        if plan is None:
+            return plugin if word is None else self._plan_of(word)
+        if word == "32-true":
+            return plan  # also what a Trainer has where nothing is given
+        if word is not None and self.plan_name is not None:
+            rank_zero_info(f"precision={word!r} is not used: the plan {self.plan_name!r} is the run's, {plan!r}")
+            return plan
         raise PlanError([_another(plan, plugin)], "Trainer")
+
+    def _plan_of(self, word: Any) -> MixedPrecisionPlan:
+        plan = MixedPrecisionPlan(word)
+        note = "; fp16 on a CPU too" if plan.precision.startswith("16") else ""
+        rank_zero_info(f"{type(self).__name__} has no plan: it runs the Trainer's precision={word!r} as {plan!r}{note}")
+        return plan
+
+
+def _copied(value: Any) -> Any:
+    """Containers anew, what is in them as it is: keywords may hold a user's modules."""
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in cast("dict[Any, Any]", value).items()}
+    return [_copied(item) for item in cast("list[Any]", value)] if type(value) is list else value
 
 
 def _another(plan: MixedPrecisionPlan, plugin: Precision) -> Fault:

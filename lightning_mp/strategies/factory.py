@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from os import PathLike
 from typing import Any, cast
 
 from lightning_mp.compat.lightning import Precision, Strategy
@@ -31,6 +35,32 @@ def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Stra
     with Faults("make_strategy") as faults:
         _check_plan(plan, faults)
     return _built(name, plan, overrides)
+
+
+def register_plan(name: str, plan: MixedPrecisionPlan | Mapping[str, Any] | str | PathLike[str]) -> None:
+    """Make ``strategy="mp_<strategy>@<name>"`` known to Lightning for every strategy: a plan for who takes words alone.
+
+    Every Trainer gets its own copy of the plan, which is the run's beside any ``precision=``. The same name again
+    replaces. Capitals make no difference, as Lightning reads strategies' names.
+
+    Args:
+        name: letters, digits, ``_`` and ``-``.
+        plan: a plan, a mapping of its arguments, or the path of a YAML file.
+
+    Raises:
+        PlanError: another name, or a plan that cannot be built.
+    """
+    with Faults("register_plan") as faults:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # pyright: ignore[reportUnnecessaryIsInstance]
+            faults.add(f"name={name!r}", "letters, digits, '_' and '-'", "choose a name such as 'mine'")
+    made = plan if isinstance(plan, MixedPrecisionPlan) else MixedPrecisionPlan.from_config(plan)
+    registry.register_named(name.lower(), partial(_named, plan=made, plan_name=name))
+
+
+def _named(strategy: str, plan: MixedPrecisionPlan, plan_name: str) -> Strategy:
+    built = _built(strategy, deepcopy(plan), {})
+    cast(RunsPlan, built).plan_name = plan_name
+    return built
 
 
 def trainer_kwargs(

@@ -164,6 +164,16 @@ def _keywords(callables: Iterable[Callable[..., Any]]) -> list[str]:
 def register() -> None:
     """Make every name known to Lightning, as ``mp_<name>``; what is saved on any of them loads on any."""
     lightning.load_files_by_device()
+    _register("", lambda name: build(name, None, {}))
+
+
+def register_named(plan: str, builder: Callable[[str], Strategy]) -> None:
+    """Make ``mp_<name>@<plan>`` known for every name; ``builder`` is given the strategy's name."""
+    _register(f"@{plan}", builder)
+
+
+def _register(ending: str, builder: Callable[[str], Strategy]) -> None:
     for name, entry in STRATEGIES.items():
-        builder: Any = partial(build, name, None, {})
-        lightning.StrategyRegistry.register(PREFIX + name, builder, description=entry.description, override=True)
+        made: Any = partial(builder, name)
+        registered = f"{PREFIX}{name}{ending}"
+        lightning.StrategyRegistry.register(registered, made, description=entry.description, override=True)

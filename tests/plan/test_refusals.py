@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_mp import MixedPrecisionPlan, PlanError
+from lightning_mp.compat.torch import cpu_has
 from support.language import Language, gpt2, tokens
 from support.models import Regression, batches, same_weights, weights
 from support.oracles import plan_for
@@ -210,3 +211,21 @@ def test_an_optimizer_that_turns_out_to_evaluate_its_closure_is_refused_by_name(
 
     with pytest.raises(PlanError, match="which evaluates its closure again, with precision="):
         fit(Regression(partial(Sharp, lr=1e-3)), plugins=[plan_for(mode)])
+
+
+class Recurrent(Regression):
+    """The regression on what an LSTM makes of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss((self.lstm(batch[0].unsqueeze(1))[0].squeeze(1), batch[1]))
+
+
+@pytest.mark.skipif(cpu_has(torch.float16), reason="this CPU has fp16 products, and oneDNN an LSTM of them")
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_an_lstm_in_fp16_is_refused_where_onednn_has_none_with_the_pin_that_helps(precision: str) -> None:
+    assert "pins={'LSTM': 'fp32'}" in str(_refused(Recurrent(), MixedPrecisionPlan(precision)))
+    assert fit(Recurrent(), plugins=[MixedPrecisionPlan(precision, pins={"LSTM": "fp32"})]).state.finished

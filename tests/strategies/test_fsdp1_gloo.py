@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.plugins import FSDPPrecision
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
@@ -285,7 +286,7 @@ WAYS: dict[str, Callable[[], Any]] = {
     "manual": lambda: _fitted(Manual()),
     "ignored": lambda: _ignoring(Ranked()),
     "adagrad": lambda: _fitted(Ranked(optimizer="adagrad")),
-    "no plan": lambda: fit(Ranked(), precision="bf16-mixed", **fsdp1()),
+    "no plan": lambda: fit(Ranked(), plugins=[FSDPPrecision("bf16-mixed")], **fsdp1()),
     "wrap": lambda: _fitted(Ranked(), wrap="Lineal"),
     "another plan": _stored_twice,
 }

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -357,7 +358,7 @@ class Unfit(Ranked):
 
 WAYS: dict[str, Callable[[], Any]] = {
     "weights": lambda: _fitted(Unfit(), fsdp2()),
-    "no plan": lambda: fit(Ranked(), precision="bf16-mixed", **fsdp2()),
+    "no plan": lambda: fit(Ranked(), plugins=[HalfPrecision("bf16-true")], **fsdp2()),
     "wrap": lambda: _fitted(Ranked(), fsdp2(wrap="Lineal")),
     "wrap class": lambda: _fitted(Ranked(), fsdp2(wrap=[nn.Linear, nn.Bilinear])),
     "wrap empty": lambda: _fitted(Ranked(), fsdp2(wrap="ReLU")),

@@ -1,0 +1,270 @@
+"""A plan as words: ``precision=`` with an ``mp_*`` name, plans by name, and the lives that packages lead with them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import AsyncCheckpointIO, DoublePrecision
+
+from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy, register_plan, trainer_kwargs
+from lightning_mp.strategies.registry import STRATEGIES
+from support.models import Regression, batches, same_weights, weights
+from support.ranks import in_a_process
+from support.running import fit, trainer
+
+every_name = pytest.mark.parametrize("name", STRATEGIES)
+#: Lightning's own word on what it makes of fp16 on a CPU, which does not hold here
+ON_A_CPU = "ignore:.*AMP with fp16 is not supported on CPU"
+#: torch's own word on the scaler that Lightning makes for FSDP1, which is not used here
+NO_CUDA = "ignore:torch.cuda.amp.GradScaler is enabled"
+DEFAULTS = {"accelerator": "cpu", "devices": 1, "logger": False}
+
+
+def _plan_of(**given: Any) -> MixedPrecisionPlan:
+    plan = Trainer(**{**DEFAULTS, **given}).precision_plugin
+    assert isinstance(plan, MixedPrecisionPlan)
+    return plan
+
+
+@pytest.mark.filterwarnings(ON_A_CPU, NO_CUDA, "ignore:.*for historical reasons")
+@pytest.mark.parametrize("word", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", 16, "bf16", None])
+@every_name
+def test_lightnings_word_is_the_plan(name: str, word: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        plan = _plan_of(strategy=f"mp_{name}", **({} if word is None else {"precision": word}))
+    expected = MixedPrecisionPlan("32-true" if word is None else word)
+    assert plan.same_as(expected)
+    assert repr(expected) in caplog.text
+
+
+@every_name
+def test_a_word_that_no_plan_has_is_refused(name: str) -> None:
+    with pytest.raises((PlanError, ValueError), match="64-true"):
+        _plan_of(strategy=f"mp_{name}", precision="64-true")
+
+
+@pytest.mark.filterwarnings(ON_A_CPU)
+@pytest.mark.parametrize("name", ["auto", "ddp"])
+def test_a_run_by_word_is_that_of_the_plan_in_fp16_on_a_cpu(name: str) -> None:
+    worded, planned, plan = Regression(), Regression(), MixedPrecisionPlan("16-mixed")
+    run = fit(worded, strategy=f"mp_{name}", precision="16-mixed")
+    fit(planned, plugins=[plan])
+    assert same_weights(weights(worded), weights(planned))
+    assert run.precision_plugin.skipped_steps == plan.skipped_steps > 0
+    assert run.precision == "16-mixed"
+
+
+@every_name
+def test_a_plan_by_name_is_the_runs_beside_any_precision(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    plan = MixedPrecisionPlan("bf16-mixed")
+    register_plan("Mine_1-x", plan)
+    alone = _plan_of(strategy=f"mp_{name}@Mine_1-x")
+    with caplog.at_level(logging.INFO):
+        beside = _plan_of(strategy=f"mp_{name}@mine_1-x", precision="16-true", plugins=[AsyncCheckpointIO()])
+    assert "precision='16-true' is not used" in caplog.text
+    assert plan.same_as(alone)
+    assert plan.same_as(beside)
+    assert len({id(plan), id(alone), id(beside)}) == 3
+    with pytest.raises(PlanError, match="DoublePrecision"):
+        _plan_of(strategy=f"mp_{name}@mine_1-x", plugins=[DoublePrecision()])
+
+
+def test_a_name_is_registered_again_from_whatever_makes_a_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump({"precision": "bf16-mixed", "pins": {"norms": "fp32"}}))
+    ways: list[tuple[Any, MixedPrecisionPlan]] = [
+        ({"precision": "16-mixed"}, MixedPrecisionPlan("16-mixed")),
+        (file, MixedPrecisionPlan("bf16-mixed", pins={"norms": "fp32"})),
+        (MixedPrecisionPlan("32-true"), MixedPrecisionPlan("32-true")),
+    ]
+    for given, made in ways:
+        register_plan("again", given)
+        assert _plan_of(strategy="mp_ddp@again").same_as(made)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a@b", "ä", "x.y", None, 3])
+def test_another_name_is_refused(name: Any) -> None:
+    with pytest.raises(PlanError, match="letters, digits"):
+        register_plan(name, MixedPrecisionPlan("32-true"))
+
+
+@dataclass(frozen=True)
+class Words:
+    """A fit of four steps by words alone; what its plan was, and the weights."""
+
+    name: str
+    steps: int = 4
+
+    def __call__(self) -> Any:
+        register_plan("mine", MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"}))
+        module = Regression(lambda p: torch.optim.AdamW(p, lr=1e-2))
+        run = fit(module, strategy=f"mp_{self.name}@mine", precision="32-true", max_steps=self.steps)
+        plan = run.precision_plugin
+        return repr(plan), plan.applied_steps + plan.skipped_steps
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero2"])
+def test_a_sharding_strategy_runs_the_plan_of_that_name(name: str) -> None:
+    plan, steps = in_a_process(Words(name))
+    assert plan == repr(MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"}))
+    assert steps == 4
+
+
+# ------------------------------------------------------------------ lives of packages
+
+
+def _ways(plan: MixedPrecisionPlan) -> dict[str, dict[str, Any]]:
+    quiet = {"accelerator": "cpu", "devices": 1}
+    return {
+        "a factory's arguments": {**trainer_kwargs(plan, strategy="ddp"), **quiet},
+        "a strategy object": {"strategy": make_strategy("ddp", plan), **quiet},
+        "both": {"strategy": make_strategy("ddp", plan), "plugins": [plan, AsyncCheckpointIO()], **quiet},
+        "a name": {"strategy": "mp_ddp", "plugins": [plan]},
+        "stock": {"plugins": [plan]},
+    }
+
+
+WAYS = list(_ways(MixedPrecisionPlan("32-true")))
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@every_way
+def test_arguments_are_kept_and_used_for_many_trainers(way: str) -> None:
+    kept = _ways(MixedPrecisionPlan("bf16-mixed"))[way]
+    modules = [Regression() for _ in range(3)]
+    runs = [fit(module, **kept) for module in modules]
+    assert all(same_weights(weights(modules[0]), weights(module)) for module in modules)
+    assert [run.precision_plugin.applied_steps for run in runs[2:]] == [8]
+    assert len({id(run.strategy) for run in runs}) == 3
+
+
+def test_a_kept_strategy_takes_the_devices_of_each_trainer() -> None:
+    strategy = make_strategy("fsdp2", MixedPrecisionPlan("32-true"))
+    one = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+    other = Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+    assert (one.num_devices, other.num_devices) == (2, 1)
+    assert one.strategy is strategy
+
+
+class Predicting(Regression):
+    """The regression, predicted and validated too."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+class RunsInside(Callback):
+    """Predicts and validates with a Trainer of its own after the third step of a fit."""
+
+    def __init__(self, arguments: dict[str, Any], same: bool) -> None:
+        self.arguments, self.same, self.dtypes = arguments, same, set[Any]()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            module = pl_module if self.same else Predicting()
+            inner = _quiet(self.arguments)
+            predicted = inner.predict(module, batches())
+            self.dtypes = {one.dtype for one in predicted}
+            _quiet(self.arguments).validate(module, batches(), verbose=False)
+            pl_module.train()
+
+
+def _quiet(arguments: dict[str, Any]) -> Trainer:
+    return trainer(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("same", [False, True], ids=["another module", "the same module"])
+@every_way
+def test_a_trainer_inside_a_fit_leaves_the_run_around_it_alone(way: str, same: bool) -> None:
+    plan = MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"})
+    kept = _ways(plan)[way]
+    oracle, module = Predicting(), Predicting()
+    alone = MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"})
+    fit(oracle, plugins=[alone])
+    inside = RunsInside(kept, same)
+    run = fit(module, **kept, callbacks=[inside])
+    assert module.losses == oracle.losses
+    assert same_weights(weights(module), weights(oracle))
+    assert run.precision_plugin.state_dict() == alone.state_dict()
+    assert plan.engine is None
+    assert inside.dtypes == {torch.float16}
+    assert module.trainer is run
+
+
+def test_trainers_that_take_turns_keep_their_scales() -> None:
+    plan = MixedPrecisionPlan("16-mixed")
+    alone = [MixedPrecisionPlan("16-mixed") for _ in range(2)]
+
+    def seen(plans: list[MixedPrecisionPlan]) -> list[dict[str, Any]]:
+        modules = Regression(overflow_at=(6,)), Regression()
+        runners = [trainer(plugins=[one], max_epochs=1) for one in plans]
+        states: list[dict[str, Any]] = []
+        for turn in (1, 2):
+            for runner, module, one in zip(runners, modules, plans, strict=True):
+                runner.fit_loop.max_epochs = turn
+                runner.fit(module, batches())
+                states.append(one.state_dict())
+        return states
+
+    assert seen([plan, plan]) == seen(alone)
+
+
+def _counts(run: Trainer) -> tuple[int, int]:
+    plan = run.precision_plugin
+    assert isinstance(plan, MixedPrecisionPlan)
+    assert plan.applied_steps > 0
+    return plan.applied_steps, plan.skipped_steps
+
+
+class Keeps(Regression):
+    """Saves a plan, or a package's arguments, among its hyperparameters."""
+
+    def __init__(self, plan: MixedPrecisionPlan, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_plan_among_hyperparameters_is_loaded_again(tmp_path: Path) -> None:
+    plan = MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"})
+    module, logger = Keeps(plan), CSVLogger(tmp_path)
+    run = fit(module, plugins=[plan], logger=logger)
+    run.save_checkpoint(tmp_path / "kept.ckpt")
+    loaded = Keeps.load_from_checkpoint(tmp_path / "kept.ckpt")
+    assert loaded.hparams["plan"].policy == plan.policy
+    written = Path(logger.log_dir, "hparams.yaml").read_text()
+    assert [line.split(":")[0] for line in written.splitlines() if line[0] not in " -"] == [
+        "lr",
+        "plan",
+        "precision_plan",
+    ]
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda kept: {**kept, "plugins": [copy.deepcopy(kept["plugins"][0])]}])
+def test_the_counts_of_a_deep_copy_are_read_on_the_plan_that_was_copied(way: Any) -> None:
+    plan = MixedPrecisionPlan("16-mixed")
+    run = fit(Regression(), **way({"plugins": [plan]}))
+    assert run.precision_plugin is not plan
+    assert (plan.applied_steps, plan.skipped_steps) == _counts(run)
+    fit(Regression(), plugins=[plan], max_steps=4)
+    assert plan.applied_steps + plan.skipped_steps == 4
+
+
+def test_the_counts_of_a_plan_by_name_are_read_on_the_plan_that_was_registered() -> None:
+    plan = MixedPrecisionPlan("16-mixed")
+    register_plan("counted", plan)
+    run = fit(Regression(), strategy="mp_ddp@counted")
+    assert (plan.applied_steps, plan.skipped_steps) == _counts(run)
