@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -170,6 +170,11 @@ FSDP1_WRAPPER = "._fsdp_wrapped_module"
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The module's own buffers, to be changed in place."""
     return vars(module)["_buffers"]
+
+
+def versions(tensors: Iterable[Tensor | None]) -> list[int | None]:
+    """How often each was written to; tensors made in inference mode do not count it."""
+    return [None if one is None or one.is_inference() else one._version for one in tensors]
 
 
 def saved_buffers(module: nn.Module) -> Iterator[Tensor]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_mp.compat import torch as compat
+from lightning_mp.compat.torch_fake import is_fake
 from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.modules import class_swap
 from lightning_mp.modules.patterns import called_in, matches, named_submodules, no_match
 from lightning_mp.policy import Checkpointing
 
+Values = dict[str, Tensor | None]
 #: What ``mode="selective"`` keeps by default: matrix products and attention, whose recomputation costs the most for
 #: what it saves (the list of torchtitan's distributed/activation_checkpoint.py, for one device).
 DEFAULT_SAVE_OPS = (
@@ -40,6 +43,17 @@ class CheckpointState:
 
     save_ops: frozenset[str] | None
     preserve_rng: bool
+    #: it stands for the container above it, where code iterates over that one and never calls it
+    in_container: bool = False
+
+
+class _Running(threading.local):
+    """Whether the forward of a checkpointed module is under way, or is run again."""
+
+    on = False
+
+
+_running = _Running()
 
 
 class CheckpointedForward(class_swap.Swapped):
@@ -51,63 +65,107 @@ class CheckpointedForward(class_swap.Swapped):
         """The module's own forward, checkpointed wherever gradients are on."""
         run = cast("Any", super()).forward
         state = self.__dict__.get("_lmp_checkpoint")
-        if state is None or not torch.is_grad_enabled():
+        compiling = torch.compiler.is_compiling()
+        if state is None or not torch.is_grad_enabled() or (state.in_container and (compiling or _running.on)):
             return run(*args, **kwargs)
         options: dict[str, Any] = {"preserve_rng_state": state.preserve_rng}
-        if torch.compiler.is_compiling():  # a compiled graph changes buffers at its end, once
+        if compiling:  # a compiled graph changes buffers at its end, once
             if state.save_ops is not None:
                 options["context_fn"] = partial(_selective_contexts, state.save_ops)
         else:
-            options["context_fn"] = partial(_contexts, state.save_ops, _SameBuffers(cast("nn.Module", self)))
+            options["context_fn"] = partial(_contexts, state.save_ops, _Buffers(cast("nn.Module", self)))
+            run = partial(_marked, run)
         # Not the reentrant form: with frozen inputs (LoRA) it computes no gradients at all.
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
 
-class _SameBuffers:
-    """Within, a module's buffers are as they were when this was made; afterwards as they were before.
+def _marked(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before, _running.on = _running.on, True
+    try:
+        return run(*args, **kwargs)
+    finally:
+        _running.on = before
+
+
+class _Buffers:
+    """The buffers below a module as they were before a forward, for where it is run again.
 
     Else the recomputation would count a batch twice in the statistics of a batch norm, and compute something else where
-    an output depends on a buffer that forward changes (the vectors of a spectral norm, an EMA).
+    an output depends on a buffer that forward changes (the vectors of a spectral norm, an EMA). Copied are those that
+    changed in the first forward, in training and in evaluation, or in a later one.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        owners = (compat.buffers_of(submodule) for submodule in module.modules())
-        self._found = [(buffers, _copied(buffers)) for buffers in owners if buffers]
-        self._now: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+        learnt: dict[tuple[str, bool], dict[str, bool]] = module.__dict__.setdefault("_lmp_changing", {})
+        #: which change, by name; the buffers themselves; as they were; copies of those that may change
+        self._found: list[tuple[dict[str, bool], Values, Values, Values]] = []
+        for name, one in module.named_modules():
+            buffers = compat.buffers_of(one)
+            if buffers:
+                known = learnt.setdefault((name, one.training), {})
+                may_change = {key: old for key, old in buffers.items() if known.get(key, True)}
+                self._found.append((known, buffers, dict(buffers), _copied(may_change)))
+        self._versions = [compat.versions(before.values()) for _, _, before, _ in self._found]
+
+    def learn(self) -> None:
+        """After the forward: let go of the copies of what it left as it was."""
+        for (known, buffers, before, copies), versions in zip(self._found, self._versions, strict=True):
+            written = [one != two for one, two in zip(versions, compat.versions(before.values()), strict=True)]
+            for (key, old), changed in zip(before.items(), written, strict=True):
+                moved = changed or buffers.get(key) is not old
+                if key not in known and not moved and old is not None and not is_fake(old):
+                    moved = not torch.equal(old, cast("Tensor", copies[key]))  # written to through .data
+                known[key] = known.get(key, False) or moved
+                if not known[key]:
+                    copies.pop(key, None)
+
+    @contextmanager
+    def restored(self) -> Generator[None, None, None]:
+        """Within, they are as they were; afterwards as they were before."""
+        # Other tensors for the time being: to write into those that are there would spoil what autograd has saved.
+        now = [dict(buffers) for _, buffers, _, _ in self._found]
+        for _, buffers, before, copies in self._found:
+            buffers.update({**before, **_copied(copies)})
+        try:
+            yield
+        finally:
+            for (_, buffers, _, _), values in zip(self._found, now, strict=True):
+                buffers.update(values)
+
+
+@contextmanager
+def _learning(buffers: _Buffers) -> Generator[None, None, None]:
+    yield
+    buffers.learn()
+
+
+class _Again:
+    """A context as often as it is entered, made anew each time."""
+
+    def __init__(self, *contexts: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._contexts = contexts
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        # Other tensors for the time being: to write into those that are there would spoil what autograd has saved.
-        self._now = [(buffers, dict(buffers)) for buffers, _ in self._found]
-        for buffers, found in self._found:
-            buffers.update(_copied(found))
+        stack = ExitStack()
+        for make in self._contexts:
+            stack.enter_context(make())
+        self._entered.append(stack)
 
-    def __exit__(self, *_: object) -> None:
-        for buffers, values in self._now:
-            buffers.update(values)
-        self._now = []
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
-class _Both(ExitStack):
-    """Two context managers as one, as often as it is entered."""
-
-    def __init__(self, *both: AbstractContextManager[Any]) -> None:
-        super().__init__()
-        self._both = both
-
-    def __enter__(self) -> Any:
-        for one in self._both:
-            self.enter_context(one)
-
-
-def _contexts(save_ops: frozenset[str] | None, same_buffers: _SameBuffers) -> tuple[Any, Any]:
+def _contexts(save_ops: frozenset[str] | None, buffers: _Buffers) -> tuple[Any, Any]:
     """Around the forward, and around each time it is run again."""
+    learning = _learning(buffers)
     if save_ops is None:
-        return nullcontext(), same_buffers
+        return learning, _Again(buffers.restored)
     forward, again = _selective_contexts(save_ops)
-    return forward, _Both(same_buffers, again)
+    return _Again(lambda: learning, lambda: forward), _Again(buffers.restored, lambda: again)
 
 
-def _copied(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+def _copied(buffers: Mapping[str, Tensor | None]) -> Values:
     return {name: None if tensor is None else tensor.detach().clone() for name, tensor in buffers.items()}
 
 
@@ -167,8 +225,9 @@ def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) 
     applied = Applied()
     names = None if config.mode == "full" else frozenset(_op_names(config.save_ops or DEFAULT_SAVE_OPS))
     state = CheckpointState(names, config.preserve_rng)
-    for module in modules:
-        object.__setattr__(module, "_lmp_checkpoint", state)
+    chosen = list(modules)
+    for module, each in [*((module, state) for module in chosen), *_iterated(chosen, state)]:
+        object.__setattr__(module, "_lmp_checkpoint", each)
         class_swap.swap_in(module, CheckpointedForward)
         applied.after(partial(_remove, module))
     _without_cache(root, applied)
@@ -176,9 +235,19 @@ def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) 
     return applied
 
 
+def _iterated(modules: Iterable[nn.Module], state: CheckpointState) -> Iterable[tuple[nn.Module, CheckpointState]]:
+    """What code calls that iterates over a ``Sequential`` instead of calling it: what is in it stands for it then."""
+    for module in modules:
+        if class_swap.original_class(module).forward is nn.Sequential.forward:
+            inner = list({id(called): called for child in module.children() for called in called_in(child)}.values())
+            yield from ((one, replace(state, in_container=True)) for one in inner)
+            yield from _iterated(inner, state)
+
+
 def _remove(module: nn.Module) -> None:
     class_swap.swap_out(module, CheckpointedForward)
-    del module.__dict__["_lmp_checkpoint"]
+    for name in ("_lmp_checkpoint", "_lmp_changing"):
+        module.__dict__.pop(name, None)
 
 
 def _without_cache(root: nn.Module, applied: Applied) -> None:

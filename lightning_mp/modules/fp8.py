@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -15,6 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from lightning_mp.compat import torchao
+from lightning_mp.compat.transformers import conv1d
 from lightning_mp.errors import Faults
 from lightning_mp.modules import class_swap, fp8_watch
 from lightning_mp.modules.patterns import matches, named_submodules, no_match
@@ -67,12 +68,13 @@ def select(
         if not usual and not any(matches(pattern, name, module) for name, module in named):
             no_match(pattern, root, "fp8 pattern", faults)
     pins, adapters = {id(module) for module in pinned}, _adapters(root)
-    tied = _tied(root)
+    tied, linear = _tied(root), (nn.Linear, *conv1d())
+    kinds: dict[str, str] = {}
     layers: list[FP8Layer] = []
     chosen: list[nn.Module] = []
     seen: set[int] = set()
     for name, module in named:
-        if id(module) in seen or not _is_linear(module):
+        if id(module) in seen or not isinstance(module, linear):
             continue
         seen.add(id(module))
         weight, shape = cast("nn.Parameter", module.weight), _shape(module)
@@ -88,8 +90,10 @@ def select(
         layers.append(FP8Layer(name, reason is None, reason, shape))
         if reason is None:
             chosen.append(module)
+        elif reason == "kind":
+            kinds[name] = class_swap.original_class(module).__name__
     if not chosen:
-        faults.add(*_nothing(layers))
+        faults.add(*_nothing(layers, kinds))
     return layers, chosen
 
 
@@ -115,11 +119,6 @@ def _covered(named: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) ->
         if above or any(matches(pattern, name, module) for pattern in patterns):
             found.add(name)
     return found
-
-
-def _is_linear(module: nn.Module) -> bool:
-    conv1d = class_swap.original_class(module).__name__ == "Conv1D" and isinstance(module.weight, nn.Parameter)
-    return isinstance(module, nn.Linear) or conv1d
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -155,12 +154,16 @@ def _tied(root: nn.Module) -> set[int]:
 # ------------------------------------------------------------------ in words
 
 
-def table(layers: Iterable[FP8Layer]) -> list[str]:
-    """A line for each kind of layer: ``2 x model.layers.*.mlp.up_proj (256, 64): size``; names differ by index."""
+def table(layers: Iterable[FP8Layer], kinds: Mapping[str, str] = {}) -> list[str]:
+    """A line for each form of layer: ``2 x model.layers.*.mlp.up_proj (256, 64): size``; names differ by index.
+
+    ``kinds`` are the classes, by layer, of those that are no plain Linear.
+    """
     counts: dict[tuple[str, tuple[int, ...], str], int] = {}
     for layer in layers:
         form = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.name)
-        key = form, layer.shape, layer.reason or "fp8"
+        kind = f", a {kinds[layer.name]}" if layer.name in kinds else ""
+        key = form, layer.shape, f"{layer.reason or 'fp8'}{kind}"
         counts[key] = counts.get(key, 0) + 1
     return [
         f"{f'{count} x ' if count > 1 else ''}{form} {shape}: {reason}"
@@ -176,8 +179,8 @@ def summary(layers: Sequence[FP8Layer]) -> str:
     return f"{len(layers) - len(reasons)} of {many} in fp8" + (f"; left in bf16: {left}" if left else "")
 
 
-def _nothing(layers: Sequence[FP8Layer]) -> tuple[str, str, str]:
-    found = "; ".join(table(layers)) or "it has no Linear"
+def _nothing(layers: Sequence[FP8Layer], kinds: Mapping[str, str]) -> tuple[str, str, str]:
+    found = "; ".join(table(layers, kinds)) or "it has no Linear"
     fixes: list[str] = []
     if any(layer.reason == "size" for layer in layers):
         fixes.append("write FP8(small='convert') to convert small layers too, which is slower than bf16")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,8 +17,9 @@ from lightning_mp.errors import Faults
 from lightning_mp.modules import class_swap
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
 from lightning_mp.numerics.dtypes import (
-    cast_floating,
+    HALF,
     cast_module_,
+    cast_within_range,
     default_dtype,
     floating_dtype,
     left_alone,
@@ -31,10 +35,12 @@ class PinnedModule:
     name: str
     module: nn.Module
     pin: Pin
-    #: it is called from outside what the pin covers, so its inputs and outputs cross the boundary
+    #: nothing that the pin covers calls it, so its inputs and outputs cross the boundary
     entry: bool
-    #: the dtype of the pin whose region lies around it, if one does
+    #: the dtype of the pin whose region lies around that of its own, if one does
     inside: str | None
+    #: an attention calls it, which combines what it hands on with what others do
+    in_attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +82,12 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
         if index is None or id(module) in seen:
             continue
         seen.add(id(module))
-        above = _nearest_called_above(name, modules, index_of)
-        pin = pins[index]
-        inside = None if above is None or above == index else pins[above].dtype
-        members.append(PinnedModule(name, module, pin, entry=above != index, inside=inside))
+        callers = list(_called_above(name, modules))
+        around = [index_of.get(caller) for caller in callers]
+        outer = next((above for above in around if above != index), None)
+        inside = None if outer is None else pins[outer].dtype
+        attends = callers[:1] and _ATTENTION.search(class_swap.original_class(modules[callers[0]]).__name__)
+        members.append(PinnedModule(name, module, pins[index], around[:1] != [index], inside, bool(attends)))
     used = set(index_of.values())
     shadowed = [pin.pattern for index, pin in enumerate(pins) if index not in used]
     return PinMap(tuple(members), tuple(shadowed))
@@ -154,14 +162,15 @@ def _check_root_ties(
                 )
 
 
-def _nearest_called_above(name: str, modules: dict[str, nn.Module], index_of: dict[str, int]) -> int | None:
-    """The pin of the nearest module above that is itself called; a ModuleList hands nothing to what it holds."""
-    parent = name.rpartition(".")[0]
-    while parent:
-        if has_own_forward(modules[parent]):
-            return index_of.get(parent)
-        parent = parent.rpartition(".")[0]
-    return None
+#: in the name of a class
+_ATTENTION = re.compile("atten|attn", re.IGNORECASE)
+
+
+def _called_above(name: str, modules: dict[str, nn.Module]) -> Iterator[str]:
+    """The names of the modules above that have a forward, nearest first; a ModuleList calls nothing."""
+    while name := name.rpartition(".")[0]:
+        if has_own_forward(modules[name]):
+            yield name
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +181,34 @@ class PinState:
     output: torch.dtype | None
     to_input_dtype: bool
     device_type: str
-    #: it owns weights, to whose dtype models cast what goes in (Mamba's norms, ViT's projection): that dtype is the
+    #: it has weights, to whose dtype models cast what goes in (Mamba's norms, ViT's projection): that dtype is the
     #: pin's, and ``output`` is what follows expects
-    weighted: bool = False
+    weighted: bool
+    #: what calls it is not of the pin, or it has tensors of its own to run with
+    entry: bool
+    owns: bool
+    #: names of its own tensors that no cast changes: quantized ones
+    kept: frozenset[str]
+
+
+class _Region(threading.local):
+    """The dtype of the innermost pinned forward under way."""
+
+    dtype: torch.dtype | None = None
+
+
+_region = _Region()
+
+
+@contextmanager
+def _inside(dtype: torch.dtype) -> Generator[None, None, None]:
+    """Within, what a pinned module makes (positions, masks) is of its dtype, and calls come from inside."""
+    before, _region.dtype = _region.dtype, dtype
+    try:
+        with default_dtype(dtype):
+            yield
+    finally:
+        _region.dtype = before
 
 
 class PinnedForward(class_swap.Swapped):
@@ -184,31 +218,39 @@ class PinnedForward(class_swap.Swapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cast floating inputs, run outside autocast, cast floating outputs as the pin says."""
-        pin = self.__dict__.get("_lmp_pin")
+        pin, run = self.__dict__.get("_lmp_pin"), cast("Any", super()).forward
         if pin is None:
-            return cast("Any", super()).forward(*args, **kwargs)
-        came_in = (floating_dtype(args) or floating_dtype(kwargs)) if pin.to_input_dtype else None
-        args, kwargs = cast_floating(args, pin.dtype), cast_floating(kwargs, pin.dtype)
-        run: Any = cast("Any", super()).forward
+            return run(*args, **kwargs)
+        compiling, entry = torch.compiler.is_compiling(), pin.entry
+        if not entry and not compiling:
+            # Code may iterate over a container and never call it. What was called from inside once stays inside: where
+            # it is recomputed in a backward pass, nothing is around it.
+            if _region.dtype == pin.dtype:
+                self.__dict__["_lmp_pin_inside"] = True
+            entry = "_lmp_pin_inside" not in self.__dict__
+        if not (entry or pin.owns):
+            return run(*args, **kwargs)
+        came_in = (floating_dtype(args) or floating_dtype(kwargs)) if entry and pin.to_input_dtype else None
+        args, kwargs = cast_within_range(args, pin.dtype), cast_within_range(kwargs, pin.dtype)
         with torch.autocast(pin.device_type, enabled=False):
-            if torch.compiler.is_compiling() or torch.get_default_dtype() == pin.dtype:  # set, it would break the graph
+            if compiling:  # to set a default dtype would break the graph
                 output = run(*args, **kwargs)
             else:
-                with default_dtype(pin.dtype):  # what the module makes (positions, masks) is of its dtype too
+                with _inside(pin.dtype):
                     output = run(*args, **kwargs)
         wanted = pin.output if pin.weighted and came_in == pin.dtype else came_in or pin.output
-        return output if wanted is None else cast_floating(output, wanted)
+        return cast_within_range(output, wanted) if entry and wanted is not None else output
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         pin = self.__dict__.get("_lmp_pin")
         if pin is None:
             return cast("Any", super())._apply(fn, recurse)
         dtype, module = pin.dtype, cast("nn.Module", self)
-        quantized = left_alone(module)
+        kept = {id(getattr(module, name, None)) for name in pin.kept}
 
         def keeping_the_pin(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if id(tensor) in quantized or not moved.is_floating_point() or moved.dtype == dtype:
+            if id(tensor) in kept or not moved.is_floating_point() or moved.dtype == dtype:
                 return moved
             # From the original, not from ``moved``: a trip through a narrower dtype would lose bits.
             return tensor.to(device=moved.device, dtype=dtype)
@@ -225,27 +267,29 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
     ``compute_dtype`` is what a module with no floating input (an embedding) returns to under the true modes.
     """
     for member in pin_map.members:
-        module, dtype = member.module, to_torch(member.pin.dtype)
-        cast_module_(module, dtype)
-        owns = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
-        if not owns and not (member.entry and has_own_forward(module)):
-            remove([module])  # the pin of an earlier run
-            continue
-        object.__setattr__(module, "_lmp_pin", _state(member, mixed, compute_dtype, device_type))
-        class_swap.swap_in(module, PinnedForward)
+        module = member.module
+        cast_module_(module, to_torch(member.pin.dtype))
+        module.__dict__.pop("_lmp_pin_inside", None)  # of an earlier run
+        state = _state(member, mixed, compute_dtype, device_type)
+        if state.owns or has_own_forward(module):
+            object.__setattr__(module, "_lmp_pin", state)
+            class_swap.swap_in(module, PinnedForward)
 
 
 def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
-    dtype, output = to_torch(member.pin.dtype), member.pin.output
-    if not member.entry or output == "pin":
-        return PinState(dtype, None, to_input_dtype=False, device_type=device_type)
-    if output is not None and output != "input":
-        return PinState(dtype, to_torch(output), to_input_dtype=False, device_type=device_type)
+    module, dtype, output = member.module, to_torch(member.pin.dtype), member.pin.output
+    own = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
+    left = left_alone(module)
+    kept = frozenset(name for name, tensor in own.items() if id(tensor) in left)
     # Inside another pinned region autocast is off, so nothing there would cast what comes out.
-    returns = output == "input" or not mixed or member.inside is not None
-    fallback = to_torch(member.inside) if member.inside else compute_dtype
-    weighted = output is None and next(member.module.parameters(), None) is not None
-    return PinState(dtype, fallback if returns else None, returns, device_type, weighted)
+    returns = output == "input" or (output is None and (not mixed or member.inside is not None))
+    wanted = None if output in (None, "pin", "input") else to_torch(output)
+    if returns:
+        wanted = to_torch(member.inside) if member.inside else compute_dtype
+    elif output is None and member.in_attention and dtype in HALF and dtype != compute_dtype:
+        wanted = torch.float32  # what attention combines it with is of autocast's half format, and two cannot be mixed
+    weighted = output is None and next(module.parameters(), None) is not None
+    return PinState(dtype, wanted, returns, device_type, weighted, member.entry, bool(own), kept)
 
 
 def unpin(module: nn.Module) -> None:
@@ -262,3 +306,4 @@ def remove(modules: Iterable[nn.Module]) -> None:
         if "_lmp_pin" in module.__dict__:
             class_swap.swap_out(module, PinnedForward)
             del module.__dict__["_lmp_pin"]
+            module.__dict__.pop("_lmp_pin_inside", None)

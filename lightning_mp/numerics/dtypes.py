@@ -37,6 +37,23 @@ def cast_floating(data: Any, dtype: torch.dtype) -> Any:
     return map_tensors(data, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
+def cast_within_range(data: Any, dtype: torch.dtype) -> Any:
+    """As ``cast_floating``; what needs no gradient (a mask of fp32's lowest number) stays finite where it is.
+
+    Activations that overflow become inf, so that the step is seen to overflow.
+    """
+
+    def within(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        result, largest = tensor.to(dtype), torch.finfo(dtype).max
+        if tensor.requires_grad or torch.finfo(tensor.dtype).max <= largest:
+            return result
+        return torch.where(tensor.isinf(), result, result.clamp(-largest, largest))
+
+    return map_tensors(data, within)
+
+
 def floating_dtype(data: Any) -> torch.dtype | None:
     """The dtype of the first real floating tensor in nested ``data``, or ``None``."""
     found = floating_in(data)

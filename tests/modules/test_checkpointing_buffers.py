@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import utils
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.callbacks import ActivationCheckpointing
+from lightning_mp.modules import checkpointing
+from lightning_mp.policy import Checkpointing
 from support.comparing import same
 from support.models import FEATURES
 from support.norms import STEPS, Normed, conv_net, run
@@ -72,3 +75,71 @@ def test_nor_does_the_callback_count_twice() -> None:
     module = Normed()
     fit(module, max_steps=STEPS, callbacks=[ActivationCheckpointing("net")])
     assert module.net[1].num_batches_tracked == STEPS
+
+
+class Tables(nn.Module):
+    """Reads a table that it never changes, and from its third forward on changes a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(1000, 4))
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            self.count += 1
+        return torch.tanh(self.linear(x) * self.table[0])
+
+
+def _copied_bytes(root: nn.Module) -> int:
+    """What a forward and its backward pass copy."""
+
+    class Copies(TorchDispatchMode):
+        bytes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.clone.default:
+                self.bytes += args[0].nbytes
+            return func(*args, **(kwargs or {}))
+
+    with Copies() as copies:
+        root(torch.ones(2, 4)).sum().backward()
+    return copies.bytes
+
+
+def test_buffers_that_no_forward_changes_are_copied_in_the_first_one_alone() -> None:
+    root = nn.Sequential(nn.Sequential(Tables(), nn.BatchNorm1d(4)))
+    table = root[0][0].table.nbytes
+    checkpointing.apply(root, [root[0]], Checkpointing(modules="0"))
+    assert _copied_bytes(root) >= table
+    assert _copied_bytes(root) < table / 10, "the statistics of the batch norm, twice"
+    assert root[0][1].num_batches_tracked == 2
+    root.eval()
+    _copied_bytes(root)
+    assert _copied_bytes(root) < table / 10
+    assert root[0][1].num_batches_tracked == 2
+
+
+def test_a_batch_norm_that_is_trained_after_it_was_frozen_counts_a_batch_once() -> None:
+    root = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())).eval()
+    checkpointing.apply(root, [root[0]], Checkpointing(modules="0"))
+    for _ in range(2):
+        _copied_bytes(root)
+    root.train()
+    for _ in range(2):
+        _copied_bytes(root)
+    assert root[0][1].num_batches_tracked == 2
+
+
+def test_a_buffer_that_begins_to_change_later_is_restored_from_then_on() -> None:
+    tables = Tables()
+    root = nn.Sequential(nn.Sequential(tables, nn.Tanh()))
+    checkpointing.apply(root, [root[0]], Checkpointing(modules="0"))
+    for _ in range(3):
+        _copied_bytes(root)
+    before = tables.count.clone()
+    _copied_bytes(root)
+    assert tables.count == before + 1

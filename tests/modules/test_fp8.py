@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lightning_mp import FP8, FP8Layer, MixedPrecisionPlan, PlanError
 from lightning_mp.errors import Faults
@@ -35,20 +36,12 @@ class Model(nn.Module):
         self.patched = nn.Linear(16, 16)
         self.patched.forward = torch.relu  # type: ignore[method-assign]
         self.own = Doubled(16, 16)
-        self.conv1d = Conv1D()
+        self.conv1d = Conv1D(32, 16)
 
 
 class Doubled(nn.Linear):
     def forward(self, input: Any) -> Any:
         return 2 * super().forward(input)
-
-
-class Conv1D(nn.Module):
-    """As transformers' class of that name: its weight is (in, out)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(16, 32))
 
 
 def selected(root: nn.Module, rule: FP8, **pinned: str) -> dict[str, str | None]:
@@ -121,7 +114,7 @@ def test_adapters_and_what_they_adapt_are_left() -> None:
 @pytest.mark.parametrize(
     ("model", "rule", "says", "fix"),
     [
-        (gpt2, FP8(small="convert"), "c_attn (16, 48): kind", "use precision='bf16-mixed'"),
+        (gpt2, FP8(small="convert"), "c_attn (16, 48): kind, a Conv1D", "use precision='bf16-mixed'"),
         (llama, FP8(), "2 x model.layers.*.self_attn.q_proj (16, 16): size", "FP8(small='convert')"),
         (nn.Identity, FP8(), "it has no Linear", "bf16-mixed"),
     ],

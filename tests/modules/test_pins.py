@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 import lightning_mp
-from lightning_mp.modules import pins
-from lightning_mp.policy import Pin
+from lightning_mp.modules import checkpointing, pins
+from lightning_mp.policy import Checkpointing, Pin
 from support.pinning import Ran, pin, products, resolve, stored
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -153,6 +153,116 @@ def test_code_between_modules_of_a_pinned_block_sees_the_blocks_dtype(inner: str
     with autocast(FP16):
         root["block"](X, torch.tensor([1]))
     assert root["block"].met == BF16
+
+
+class Iterates(nn.Module):
+    """Never calls its container, as transformers' ResNet."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(Residual() for _ in range(depth)))
+        self.nested = nn.ModuleDict({"a": nn.Sequential(Residual(), nn.Softmax(-1))})
+        self.head = Probe(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x = self.nested["a"][1](self.nested["a"][0](x))
+        return self.head(self.layers[-1](self.layers[:1](x)))
+
+
+class Residual(nn.Module):
+    """Owns no weight itself, and computes between those that do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Probe(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.met = torch.softmax(x, -1).dtype
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "head"),
+    [("bf16-true", "fp32", BF16), ("16-true", "fp32", FP16), ("bf16-mixed", "fp32", BF16), ("bf16-true", "fp16", BF16)],
+)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_pin_on_a_container_that_is_never_called_covers_what_is_in_it(
+    mode: str, dtype: str, head: torch.dtype, checkpointed: bool
+) -> None:
+    root = pin(Iterates(), {"layers": dtype, "nested": dtype}, mode=mode)
+    if checkpointed:
+        checkpointing.apply(root, [*root.layers], Checkpointing(modules="*"))
+    wanted = {"fp32": FP32, "fp16": FP16}[dtype]
+    for _ in range(2):
+        with Ran("addmm") as ran, torch.autocast("cpu", BF16, enabled=mode.endswith("mixed")):
+            loss = root(X.to(FP32 if mode.endswith("mixed") else head)).float().sum()
+        loss.backward()
+        assert ran.dtypes == [wanted] * 5 + [head]
+        assert [layer.met for layer in root.layers] == [wanted] * 2
+    with torch.autocast("cpu", BF16, enabled=mode.endswith("mixed")):
+        called = root.layers(X.to(FP32 if mode.endswith("mixed") else head))
+    assert called.dtype == (FP32 if mode.endswith("mixed") else head)
+
+
+def test_a_module_of_a_called_container_crosses_no_border_where_it_is_recomputed_alone() -> None:
+    plain, root = (nn.Sequential(nn.Sequential(Residual(), Residual())) for _ in range(2))
+    root.load_state_dict(plain.state_dict())
+    pin(root, {"0": "fp32"}, mode="bf16-true")
+    root[0][0](X.to(BF16))  # by hand, before
+    checkpointing.apply(root, [*root[0]], Checkpointing(modules="*"))
+    plain(X.to(BF16).float()).to(BF16).float().sum().backward()
+    root(X.to(BF16)).float().sum().backward()
+    for one, other in zip(root.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+class SelfAttention(nn.Module):
+    """Rotates its queries and keys by ``torch.cat``, in which autocast mixes no two half formats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.v_proj = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, v = self.q_proj(x), self.v_proj(x)
+        q = q + torch.cat((-q[..., 2:], q[..., :2]), -1)
+        return torch.softmax((q @ q.mT).float() + mask.float(), -1) @ v.float()
+
+
+@pytest.mark.parametrize(("pinned", "run"), [("fp16", BF16), ("bf16", FP16)])
+def test_a_projection_in_the_other_half_format_can_be_combined_in_attention(pinned: str, run: torch.dtype) -> None:
+    root = pin(
+        nn.ModuleDict({"a": SelfAttention()}), {"q_proj": pinned}, mode="bf16-mixed" if run is BF16 else "16-mixed"
+    )
+    with autocast(run), Ran("addmm") as ran:
+        assert root["a"](X, torch.zeros(3, 3)).isfinite().all()
+    assert ran.dtypes == [{"fp16": FP16, "bf16": BF16}[pinned], run]
+
+
+@pytest.mark.parametrize(
+    ("lowest", "mask_dtype"), [(torch.finfo(FP32).min, FP32), (-1e9, FP32), (torch.finfo(BF16).min, BF16)], ids=str
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_mask_stays_finite_at_the_border_and_inf_stays_inf(
+    lowest: float, dtype: str, mask_dtype: torch.dtype
+) -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            self.mask = mask
+            return torch.softmax(x @ x.mT + mask, -1)
+
+    root = pin(nn.ModuleDict({"a": Takes()}), {"a": dtype})
+    mask = torch.full((3, 3), lowest).to(mask_dtype)
+    assert root["a"](X, mask=mask).isfinite().all(), "also in a row that is masked as a whole"
+    root["a"](X, mask=torch.tensor([[0.0, -torch.inf, torch.nan]]))
+    assert root["a"].mask.isinf().tolist() == [[False, True, False]]
+    assert root["a"].mask.isnan().tolist() == [[False, False, True]]
+    overflows = torch.full((3, 3), 3.4e38, requires_grad=True)
+    root["a"](X, overflows)
+    assert root["a"].mask.isinf().all(), "an activation that overflows is seen to"
 
 
 class Positions(nn.Module):
@@ -365,8 +475,8 @@ def test_another_pin_replaces_that_of_a_module_that_owns_nothing() -> None:
     root = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))))
     pin(root, {"0.1": "bf16"})
     pin(root, {"0": "fp32"})
-    assert type(root[0][1]) is nn.Sequential
     assert root(X).dtype == FP32
+    assert root[0][1](X.to(BF16)).dtype == FP32
 
 
 def test_removal_gives_the_forward_back_and_leaves_what_is_stored() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule
 from lightning_mp.compat.torch import has_forward_hooks, is_compiled, is_loss, reentrant
-from lightning_mp.compat.transformers import checkpointing_function
+from lightning_mp.compat.transformers import checkpointing_function, conv1d
 from lightning_mp.errors import Faults
 from lightning_mp.modules import fp8
 from lightning_mp.modules.class_swap import original_class
@@ -153,14 +153,9 @@ def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def _multiplies_in_fp32(case: ModelUnderTest, module: nn.Module) -> bool:
-    if not (isinstance(module, (nn.Linear, nn.Bilinear, nn.MultiheadAttention)) or _conv1d(module)):
+    if not isinstance(module, (nn.Linear, nn.Bilinear, nn.MultiheadAttention, *conv1d())):
         return False
     return (case.pinned.get(id(module)) or case.compute) == "fp32"
-
-
-def _conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' ``Conv1D``, GPT-2's linear layer."""
-    return original_class(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
@@ -197,7 +192,7 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of a layer that multiplies."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    if _conv1d(module):
+    if isinstance(module, conv1d()):
         weight = cast("Any", module).weight
         return int(weight.shape[0]), int(weight.shape[1])
     return None
