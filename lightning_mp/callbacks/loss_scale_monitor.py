@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, check_copy, rank_zero_info
+import torch
+
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, check_copy, logged_step, rank_zero_info
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.callback_utils import StepTracker, log, scale_source
-from lightning_mp.monitor.health.scale_sources import Scale, ScaleSource, SkipCount, read_together
+from lightning_mp.monitor.callback_utils import StepTracker, log
+from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, StockSource, scale_source
+from lightning_mp.monitor.health.to_host import Read, ToHost
 from lightning_mp.monitor.run_log import IN_MEMORY, is_fresh
 
 
@@ -24,7 +28,8 @@ class LossScaleMonitor(Callback):
     one. Without a loss scale it says so once and logs nothing.
 
     Args:
-        every_n_steps: steps from one reading to the next; other steps do not synchronise with the device.
+        every_n_steps: steps from one reading to the next. No step waits for the device: on CUDA, values are logged up
+            to 3 steps later.
 
     Raises:
         PlanError: ``every_n_steps`` is not a whole number >= 1.
@@ -49,6 +54,7 @@ class LossScaleMonitor(Callback):
         self._source: ScaleSource | None = None
         self._skips: SkipCount | None = None
         self._until_reading = 0
+        self._to_host = ToHost(torch.device("cpu"))
         if self._bar is not None:
             self._bar.remove()
         self._bar = None
@@ -61,7 +67,9 @@ class LossScaleMonitor(Callback):
             self._rows.clear()
         source = scale_source(trainer)
         if source is not None and source.scale() is not None:
-            self._source, self._skips = source, SkipCount(source)
+            self._source = source
+            self._skips = SkipCount(source.skipped, source if isinstance(source, StockSource) else None)
+            self._to_host = ToHost(trainer.strategy.root_device, trainer.world_size)
             bar: Any = trainer.progress_bar_callback
             self._bar = _OnBar(bar) if getattr(bar, "is_enabled", bar is not None) else None
         elif not self._said_none:
@@ -92,26 +100,44 @@ class LossScaleMonitor(Callback):
             self._until_reading = self.every_n_steps
             scale = self._source.scale()
             assert scale is not None, "the scale was there when training began"
-            self._log(trainer, _read(scale, self._skips, trainer.strategy.root_device))
+            values = {
+                metric_names.LOSS_SCALE: scale.scale,
+                metric_names.GROWTH_TRACKER: scale.growth_tracker,
+                metric_names.HYSTERESIS: scale.hysteresis,
+                metric_names.SKIPPED_STEPS: self._skips.total,
+                metric_names.SKIPPED_IN_A_ROW: self._skips.in_a_row,
+                metric_names.SKIP_RATE: self._skips.since,
+            }
+            at = self._steps.step, logged_step(trainer), self._skips.attempts
+            self._to_host.send(values, then=lambda read, _: self._log(trainer, read, *at))
         self._until_reading -= 1
+        self._to_host.deliver()
 
-    def _log(self, trainer: Trainer, values: dict[str, float]) -> None:
-        self._rows.append({metric_names.STEP: self._steps.step, **values})
-        log(trainer, values)
+    def _log(self, trainer: Trainer, read: Read, step: int, logged_at: int, attempts: int) -> None:
+        values = {name: value for name, value in read.items() if value is not None}
+        values[metric_names.SKIP_RATE] /= attempts
+        self._rows.append({metric_names.STEP: step, **values})
+        log(trainer, values, logged_at)
         if self._bar is not None:
             self._bar.show(scale=values[metric_names.LOSS_SCALE], skipped=values[metric_names.SKIPPED_STEPS])
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the last steps."""
+        self._to_host.deliver(wait=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release the scaler."""
         self._reset()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Release the scaler: Lightning calls no ``teardown`` of a callback after a failure."""
+        """Log the last steps, and release the scaler: Lightning calls no ``teardown`` of a callback after a failure."""
+        with suppress(RuntimeError):  # of a device that has failed nothing arrives
+            self._to_host.deliver(wait=True)
         self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy (a spawned process, a sweep) belongs to no run.
-        return {**self.__dict__, "_source": None, "_skips": None, "_bar": None}
+        return {**self.__dict__, "_source": None, "_skips": None, "_bar": None, "_to_host": ToHost(torch.device("cpu"))}
 
 
 class _OnBar:
@@ -134,20 +160,3 @@ class _OnBar:
     def remove(self) -> None:
         """Give the bar its own method back."""
         self._bar.__dict__.pop("get_metrics", None)
-
-
-def _read(scale: Scale, skips: SkipCount, device: Any) -> dict[str, float]:
-    read, _ = read_together(
-        {
-            metric_names.LOSS_SCALE: scale.scale,
-            metric_names.GROWTH_TRACKER: scale.growth_tracker,
-            metric_names.HYSTERESIS: scale.hysteresis,
-            metric_names.SKIPPED_STEPS: skips.total,
-            metric_names.SKIPPED_IN_A_ROW: skips.in_a_row,
-            "since": skips.since,
-        },
-        device,
-    )
-    since = read.pop("since") or 0.0
-    values = {name: value for name, value in read.items() if value is not None}
-    return {**values, metric_names.SKIP_RATE: since / skips.attempts}

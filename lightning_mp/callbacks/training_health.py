@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -13,26 +14,57 @@ from torch.optim import Optimizer
 from lightning_mp.callbacks.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
 from lightning_mp.compat.deepspeed import is_partitioned
-from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, rank_zero_warn
+from lightning_mp.compat.lightning import (
+    DeepSpeedStrategy,
+    LightningModule,
+    Trainer,
+    check_copy,
+    logged_step,
+    rank_zero_warn,
+)
+from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.monitor import actions as acts
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.actions import Action, ActionLike, ReduceLR
-from lightning_mp.monitor.alerts import Alerts, AlertSettings
-from lightning_mp.monitor.callback_utils import callbacks_of
+from lightning_mp.monitor.alerts import Alerts, AlertSettings, Operand, Reading
+from lightning_mp.monitor.callback_utils import StepTracker, callbacks_of, log
 from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.health.health_run import HealthRun
+from lightning_mp.monitor.health.measurement import Measured, StepMeasurement, Values, unscales_in_step
+from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, StockSource, scale_source
 from lightning_mp.monitor.health.throughput import Count, Throughput
+from lightning_mp.monitor.health.to_host import Tables, ToHost
+from lightning_mp.monitor.nonfinite.events import NonFiniteClassifier
 from lightning_mp.monitor.nonfinite.plan_guard import PlanGuard
+from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 from lightning_mp.monitor.run_log import RunDir, RunLog, WritesRun, is_fresh
 from lightning_mp.numerics.device import describe
 
 _NAME = "TrainingHealth"
 #: what LightningModules log it under
 _VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss")
+#: what LossScaleMonitor logs too
+_SCALES = (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW)
+_SKIPPED = "skipped"
+#: what a written reading holds behind the loss and the gradient norms
+_AFTER_GROUPS = (
+    metric_names.PARAM_NORM,
+    metric_names.UPDATE_RATIO,
+    metric_names.LOST_UPDATES,
+    metric_names.FP8_FLUSHED,
+    *_SCALES,
+    metric_names.LR,
+    metric_names.TOKENS_PER_S,
+    metric_names.SAMPLES_PER_S,
+    metric_names.MFU,
+    metric_names.MEMORY_ALLOCATED,
+    metric_names.MEMORY_RESERVED,
+    metric_names.MEMORY_PEAK,
+)
 
 
 class TrainingHealth(WritesRun):
@@ -61,9 +93,10 @@ class TrainingHealth(WritesRun):
     - ``val/loss``: what validation logged as ``val/loss`` or ``val_loss``, in a row of its own.
     - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory.
 
-    Numbers stay on the device and are read together, once per reading; other steps only count skips. Where nothing
-    else keeps a non-finite step from being applied (a stock plugin without a scaler), and for ``"skip"``, there is a
-    second device sync before the step.
+    Nothing waits for the device: numbers are copied together, once per reading, and looked at when they have arrived,
+    on CUDA at most 3 steps later. So late a ``"stop"``, ``ReduceLR`` or callable acts there, and a non-finite step that
+    nothing keeps from being applied (a stock plugin without a scaler) has been applied by then. Only ``"skip"`` waits:
+    before each step that is measured.
 
     Args:
         run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
@@ -108,7 +141,7 @@ class TrainingHealth(WritesRun):
         self._alert_settings = AlertSettings.of(alerts)
         self._alerts = Alerts(self._alert_settings)
         self._log = RunLog(_NAME)
-        self._run: HealthRun | None = None
+        self._run: _Run | None = None
         self._findings: list[Finding] | None = None
 
     @property
@@ -130,7 +163,7 @@ class TrainingHealth(WritesRun):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run the doctor, while the model is as the user made it."""
-        check_copy(trainer, "TrainingHealth")
+        check_copy(trainer, _NAME)
         begins = stage == "fit" and trainer.is_global_zero and not any(map(_is_split, pl_module.parameters()))
         self._findings = _examined(trainer, pl_module) if begins else None
 
@@ -145,25 +178,12 @@ class TrainingHealth(WritesRun):
         if is_fresh(trainer):
             self._alerts = Alerts(self._alert_settings)
         self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
-        throughput = Throughput(self.tokens, self.samples, self.peak_flops)
-        beside = callbacks_of(trainer)
-        self._run = HealthRun(
-            trainer,
-            pl_module,
-            self.groups,
-            skips=self._skips,
-            throughput=throughput,
-            guard=next(filter(_writes_bad_steps, beside), None),
-            scale_logged=any(isinstance(callback, LossScaleMonitor) for callback in beside),
-        )
+        run = _Run(trainer, pl_module, self)
         self._log.open(trainer, self.run_dir, fresh=is_fresh(trainer))
         if self._findings is not None:
             self._log.findings(self._findings)
-        throughput.start(trainer)
-
-    @property
-    def _skips(self) -> list[Kind]:
-        return [kind for kind, action in self.actions.items() if action == "skip"]
+        run.throughput.start(trainer)
+        self._run = run
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not time the start of the data loader."""
@@ -173,56 +193,145 @@ class TrainingHealth(WritesRun):
         """Do not time validation, and write the loss that it logged."""
         if self._run is None:
             return
+        self._run.to_host.deliver(wait=True)
         self._run.throughput.resumes()
         logged = trainer.callback_metrics
         loss = next((logged[name] for name in _VAL_LOSSES if name in logged), None)
         if loss is not None and not trainer.sanity_checking:
-            self._log.row(trainer, trainer.global_step, {metric_names.VAL_LOSS: float(loss)}, {})
+            self._log.row(trainer.global_step, {metric_names.VAL_LOSS: float(loss)})
 
     # ------------------------------------------------------------------ the step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a reading, if one is due."""
-        self._here.batch_starts(trainer, batch, batch_idx)
+        run = self._here
+        run.steps.batch_starts(trainer)
+        run.batch_idx, run.suppressed = batch_idx, False
+        if not run.in_window:
+            run.in_window, run.measures = True, run.until_reading == 0
+            run.early, run.early_events, run.replayer = None, [], Replayer()
+            if run.measures:
+                run.measured.begin()
+        if run.measures and run.guard is None:
+            run.replayer.remember(trainer, batch, batch_idx)
+        run.throughput.batch_starts(trainer, batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Record the loss."""
-        self._here.backward(loss)
+        run = self._here
+        run.steps.backward()
+        if run.measures:
+            run.measured.add_loss(loss, run.source)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the gradients; where the step may have to be skipped, run the alerts now."""
-        factor = math.prod(reduction.still_to_come for reduction in self._reductions())
-        self._here.before_step(trainer, optimizer, partial(self._alerts.judge, only=self._skips), factor)
+        run = self._here
+        if not run.steps.begins(trainer):
+            return
+        if run.count is not None:
+            run.count.before_step()
+        if run.measures:
+            factor = math.prod(reduction.still_to_come for reduction in self._reductions())
+            run.measured.before_step(optimizer, run.source, factor)
+            if run.looks_before and run.early is None:
+                self._look_before(run, trainer, optimizer)
+
+    def _look_before(self, run: _Run, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Read what is known before the step, and leave the step out where the user wants that."""
+        run.early = run.to_host.read({**run.measured.take(), **run.scale_values()})
+        reading = run.taken(trainer).reading(run.measured.derived(run.early))
+        found = self._alerts.judge(reading, only=self._skips)
+        if run.automatic:
+            run.early_events = self._nonfinite(trainer, run.taken(trainer), reading, changed=False)
+        bad = [event for event in run.early_events if event.is_alert and event.kind in self._skips]
+        if found or bad:
+            run.suppressed = True
+            applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
+            run.early_events = [applied_nothing(event) if event.is_alert else event for event in run.early_events]
+            acts.suppress(optimizer, scaled=unscales_in_step(optimizer, run.source))
+            if not run.hooks.active:
+                run.hooks.install(trainer, trainer.lightning_module, lambda: run.suppressed)
+        run.early_events += found
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Read, log, run the alerts, act."""
-        finished = self._here.batch_ends(trainer, self.every_n_steps)
-        if finished is not None:
-            values, reading, events = finished
-            self._log.row(trainer, reading.step, values, self._here.logged(values))
-            if reading.fp8:
-                self._log.fp8(reading.step, reading.fp8)
-            for event in (*events, *self._alerts.judge(reading)):
-                self._log.event(trainer, self._act(event, trainer, pl_module))
+        """Send the step's numbers to the host; log those that have arrived, run the alerts, act."""
+        run = self._here
+        run.throughput.batch_ends()
+        if run.steps.batch_ends():
+            run.step_ends(self.every_n_steps)
+            if run.measures:
+                self._send(run, trainer)
+            run.to_host.deliver()
         for reduction in self._reductions():
             reduction.after_batch(trainer)
 
+    def _send(self, run: _Run, trainer: Trainer) -> None:
+        run.measured.after_step()
+        fp8 = run.measured.fp8
+        tables = [] if fp8 is None else [fp8.watch.end()]
+        values = {**run.measured.take(run.throughput.take()), metric_names.LR: run.measured.lr, **run.scale_values()}
+        taken, run.steps_done = run.taken(trainer), 0
+        run.to_host.send(values, *tables, then=partial(self._arrived, trainer, taken))
+
+    def _arrived(self, trainer: Trainer, taken: _Taken, late: Values, tables: Tables) -> None:
+        """The numbers of a step are on the host."""
+        run = self._here
+        values = run.measured.derived({**(taken.early or {}), **late})
+        operands: dict[tuple[str, str], Operand] = {}
+        if tables and run.measured.fp8 is not None:
+            found = run.measured.fp8.watch.operands(tables[0])
+            operands = {place: Operand(*numbers) for place, numbers in found.items()}
+            values[metric_names.FP8_FLUSHED] = max((one.flushed for one in operands.values()), default=None)
+        taken.count_suppressed(values)
+        reading = replace(taken.reading(values), fp8=operands)
+        row = _row(values, run.throughput)
+        self._log.row(taken.step, row)
+        left_out = _SCALES if run.scale_logged and row[metric_names.LOSS_SCALE] is not None else ()
+        log(trainer, {name: v for name, v in row.items() if v is not None and name not in left_out}, taken.logged_step)
+        if operands:
+            self._log.fp8(taken.step, operands)
+        events = taken.early_events
+        if not (run.looks_before and run.automatic):
+            # skipped for what was finite when it was measured: a hook that came later changed it
+            finite = all(value is not None and math.isfinite(value) for value in (reading.loss, reading.grad_norm))
+            changed = reading.skipped and not taken.suppressed and finite
+            events = [*self._nonfinite(trainer, taken, reading, changed=changed), *events]
+        taken.replayer.forget()
+        for event in (*events, *self._alerts.judge(reading)):
+            self._log.event(trainer, self._act(event, trainer, taken))
+
+    def _nonfinite(self, trainer: Trainer, taken: _Taken, reading: Reading, *, changed: bool) -> list[Event]:
+        """The event of a non-finite step; a NonFiniteGuard writes its own."""
+        run = self._here
+        if run.guard is not None:
+            return []
+        step = run.classifier.judge(reading, changed=changed)
+        if step is None:
+            return []
+        locates = step.alert and not run.failed
+        diagnosis = taken.replayer.locate(trainer, trainer.lightning_module) if locates else Diagnosis()
+        return [step.event(diagnosis, batch_idx=taken.batch_idx, under_plan=self._alerts.under_plan)]
+
     @property
-    def _here(self) -> HealthRun:
+    def _here(self) -> _Run:
         assert self._run is not None, "on_train_start comes first"
         return self._run
 
+    @property
+    def _skips(self) -> list[Kind]:
+        return [kind for kind, action in self.actions.items() if action == "skip"]
+
     # ------------------------------------------------------------------ acting
 
-    def _act(self, event: Event, trainer: Trainer, pl_module: LightningModule) -> Event:
+    def _act(self, event: Event, trainer: Trainer, taken: _Taken) -> Event:
         """Carry out the action for ``event``; the event with the action taken."""
         action = self.actions.get(event.kind, "log")
-        if not event.is_alert or action == "log":
+        if not event.is_alert or action == "log" or self._here.failed:
             return event
         if action == "skip":
-            return replace(event, action="skip" if self._here.suppressed else "log")
+            return replace(event, action="skip" if taken.suppressed else "log")
         if action == "stop":
             trainer.should_stop = True
         elif isinstance(action, ReduceLR):
@@ -230,13 +339,13 @@ class TrainingHealth(WritesRun):
                 reduction.release()
             action.start(trainer)
         else:
-            return self._call(action, event, trainer, pl_module)
+            return self._call(action, event, trainer)
         return replace(event, action=acts.describe(action))
 
-    def _call(self, action: Any, event: Event, trainer: Trainer, pl_module: LightningModule) -> Event:
+    def _call(self, action: Any, event: Event, trainer: Trainer) -> Event:
         acted = replace(event, action=acts.describe(action))
         try:
-            action(acted, trainer, pl_module)
+            action(acted, trainer, trainer.lightning_module)
         except Exception as error:
             failed = f"{acted.action} failed: {type(error).__name__}: {error}"
             if self.strict_actions:
@@ -252,7 +361,9 @@ class TrainingHealth(WritesRun):
     # ------------------------------------------------------------------ the end, and checkpoints
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Undo what the actions changed, before the precision plugin undoes its own changes."""
+        """Look at the last steps, and undo what the actions changed, before the precision plugin undoes its changes."""
+        if self._run is not None:
+            self._run.to_host.deliver(wait=True)
         self._undo_actions()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -262,9 +373,13 @@ class TrainingHealth(WritesRun):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same after a failure: Lightning calls no ``teardown`` of a callback then."""
-        if self._run is not None and isinstance(exception, NonFiniteError):
-            for event in self._run.raised(exception):
-                self._log.event(trainer, event)
+        run = self._run
+        if run is not None:
+            run.failed = True  # other ranks may go on: nothing is run again, and nobody is called
+            with suppress(RuntimeError):  # of a device that has failed nothing arrives
+                run.to_host.deliver(wait=True)
+            if isinstance(exception, NonFiniteError) and run.guard is None:
+                self._log.event(trainer, _raised(exception, run))
         self._close()
         self._log.close(trainer, report=self.report, error=exception)
 
@@ -281,6 +396,8 @@ class TrainingHealth(WritesRun):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the state of the alerts, and the name of the folder."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self._run is not None and not self._run.failed:
+            self._run.to_host.deliver(wait=True)
         checkpoint[_NAME] = self._alerts.state_dict()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -291,6 +408,178 @@ class TrainingHealth(WritesRun):
     def __getstate__(self) -> dict[str, Any]:
         # A copy (a spawned process, a sweep) belongs to no run.
         return {**self.__dict__, "_run": None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What belongs to a step whose numbers are under way, as it was when they were taken."""
+
+    step: int
+    batch_idx: int
+    logged_step: int
+    #: the lowest loss scale
+    floor: float
+    #: steps since the last reading, and how many of the run were left out for an alert: in all, in a row, this one
+    steps_done: int
+    suppressed_in_all: int
+    suppressed_in_a_row: int
+    suppressed: bool
+    early: Values | None
+    early_events: list[Event]
+    replayer: Replayer
+
+    def count_suppressed(self, values: Values) -> None:
+        """Add the steps that were left out for an alert to those that a scaler or plan skipped."""
+        if values[_SKIPPED] or self.suppressed:
+            values[metric_names.LOST_UPDATES] = None  # there was no update
+        values[metric_names.SKIPPED_STEPS] = (values[metric_names.SKIPPED_STEPS] or 0.0) + self.suppressed_in_all
+        row = values[metric_names.SKIPPED_IN_A_ROW] or 0.0
+        values[metric_names.SKIPPED_IN_A_ROW] = max(row, float(self.suppressed_in_a_row))
+
+    def reading(self, values: Values) -> Reading:
+        """The numbers as the alerts want them."""
+        scale, seconds = values[metric_names.LOSS_SCALE], values["seconds"]
+        return Reading(
+            step=self.step,
+            loss=values.get(metric_names.LOSS),
+            grad_norm=values.get(metric_names.GRAD_NORM),
+            update_ratio=values.get(metric_names.UPDATE_RATIO),
+            lost_updates=values.get(metric_names.LOST_UPDATES),
+            loss_scale=scale,
+            skipped=bool(values[_SKIPPED]) or self.suppressed,
+            skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),
+            scale_at_floor=scale is not None and scale <= self.floor,
+            lr=values.get(metric_names.LR),
+            tokens_per_s=values[metric_names.TOKENS_PER_S],
+            samples_per_s=values[metric_names.SAMPLES_PER_S],
+            seconds=None if seconds is None else seconds / self.steps_done,
+            memory_gib=values[metric_names.MEMORY_ALLOCATED],
+        )
+
+
+class _Run:
+    """The state of one run, and of the step at hand."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, health: TrainingHealth) -> None:
+        skips = "skip" in health.actions.values()
+        with Faults(_NAME) as faults:
+            if skips:
+                _check_skips(trainer, module, faults)
+            self.measured = StepMeasurement(trainer, module, health.groups, faults)
+        device, beside = trainer.strategy.root_device, callbacks_of(trainer)
+        self.throughput = Throughput(health.tokens, health.samples, health.peak_flops)
+        self.guard = next(filter(_writes_bad_steps, beside), None)
+        #: whether a LossScaleMonitor hands the scale and the skips to the loggers already
+        self.scale_logged = any(isinstance(callback, LossScaleMonitor) for callback in beside)
+        self.to_host = ToHost(device, trainer.world_size)
+        source = self.source = scale_source(trainer)
+        self.count: SkipCount | None = None
+        if (guard := self.guard) is not None:
+            self.count = SkipCount(lambda: guard.skipped_steps)
+        elif source is not None:
+            self.count = SkipCount(source.skipped, source if isinstance(source, StockSource) else None)
+        self.automatic = module.automatic_optimization
+        applied = self.automatic and not (self.guard or _skips_bad_steps(trainer, source))
+        #: whether numbers are read before the optimizer's step: to leave it out, or for free to find out what went
+        #: wrong while weights are as they were
+        self.looks_before = skips or (applied and device.type != "cuda")
+        self.steps, self.replayer, self.hooks = StepTracker(), Replayer(), SkipAwareHooks()
+        self.classifier = NonFiniteClassifier()
+        self.until_reading = self.batch_idx = self.steps_done = 0
+        self.measures = self.in_window = self.failed = False
+        self.suppressed_in_all = self.suppressed_in_a_row = 0
+        #: whether the step of the batch at hand was left out
+        self.suppressed = False
+        self.early: Values | None = None
+        self.early_events: list[Event] = []
+
+    def scale_values(self) -> Measured:
+        """The loss scale and the skips."""
+        scale, count = None if self.source is None else self.source.scale(), self.count
+        return {
+            metric_names.LOSS_SCALE: None if scale is None else scale.scale,
+            metric_names.SKIPPED_STEPS: None if count is None else count.total,
+            metric_names.SKIPPED_IN_A_ROW: None if count is None else count.in_a_row,
+            _SKIPPED: None if count is None else count.skipped_last,
+        }
+
+    def taken(self, trainer: Trainer) -> _Taken:
+        """What belongs to the step at hand."""
+        scale = None if self.source is None else self.source.scale()
+        return _Taken(
+            step=self.steps.step,
+            batch_idx=self.batch_idx,
+            logged_step=logged_step(trainer),
+            floor=0.0 if scale is None else scale.floor,
+            steps_done=max(1, self.steps_done),
+            suppressed_in_all=self.suppressed_in_all,
+            suppressed_in_a_row=self.suppressed_in_a_row,
+            suppressed=self.suppressed,
+            early=self.early,
+            early_events=self.early_events,
+            replayer=self.replayer,
+        )
+
+    def step_ends(self, every_n_steps: int) -> None:
+        """An optimizer stepped in the batch that ends."""
+        self.in_window = False
+        if self.count is not None:
+            self.count.after_batch()
+        self.steps_done += 1
+        self.suppressed_in_all += self.suppressed
+        self.suppressed_in_a_row = (self.suppressed_in_a_row + 1) * self.suppressed
+        self.until_reading = (self.until_reading or every_n_steps) - 1
+
+    def close(self) -> None:
+        """Let schedulers and weight averages move again, and drop the batches."""
+        self.throughput.stop_counting()
+        self.hooks.remove()
+        self.replayer.forget()
+
+
+def _row(values: Values, throughput: Throughput) -> Values:
+    """A reading as it is written: every name, always in the same order."""
+    flops = values["flops_per_s"]
+    mfu = flops / throughput.peak.flops_per_s if flops and throughput.peak is not None else None
+    groups = sorted(name for name in values if name.startswith(f"{metric_names.GRAD_NORM}/"))
+    names = (metric_names.LOSS, metric_names.GRAD_NORM, *groups, *_AFTER_GROUPS)
+    return {name: mfu if name == metric_names.MFU else values.get(name) for name in names}
+
+
+def _raised(error: NonFiniteError, run: _Run) -> Event:
+    """The event of the error with which the plan has ended the run."""
+    return Event(
+        step=run.steps.step,
+        kind="nonfinite_loss" if run.measured.loss_is_bad() else "nonfinite_grad",
+        severity="error",
+        rank=error.rank,
+        module=error.module,
+        parameter=error.parameter,
+        evidence={"batch_idx": run.batch_idx},
+        cause="see run.json for the error that ended the run",
+        action="raise",
+    )
+
+
+def _skips_bad_steps(trainer: Trainer, source: ScaleSource | None) -> bool:
+    """Whether the precision plugin or its scaler skips a non-finite step."""
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, PlanBase):
+        return plugin.scaler is not None or plugin.policy.nonfinite.action != "ignore"
+    return source is not None
+
+
+def _check_skips(trainer: Trainer, module: LightningModule, faults: Faults) -> None:
+    """Note why a step cannot be left out."""
+    given = "an action 'skip'"
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        what = f"{given} under DeepSpeed, whose gradients are in its own partitions"
+        faults.add(what, "'log', 'stop', 'reduce_lr' or a callable", "use reduce_lr, or strategy='mp_fsdp2'")
+    if not module.automatic_optimization and len(trainer.optimizers) > 1:
+        faults.add(f"{given} with {len(trainer.optimizers)} optimizers", "one optimizer", "use reduce_lr")
+    for optimizer in filter(optimizer_facts.calls_closure_again, trainer.optimizers):
+        what = f"{given} with {type(optimizer).__name__}, which moves weights between two evaluations of its closure"
+        faults.add(what, "an optimizer that evaluates once a step", "use AdamW or SGD")
 
 
 def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None:

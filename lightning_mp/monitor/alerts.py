@@ -183,7 +183,6 @@ class Reading:
     step: int
     loss: float | None = None
     grad_norm: float | None = None
-    param_norm: float | None = None
     update_ratio: float | None = None
     lost_updates: float | None = None
     loss_scale: float | None = None

@@ -1,4 +1,4 @@
-"""Shared by the monitoring callbacks: which batches step an optimizer, the run's loss scale, and its loggers."""
+"""Shared by the monitoring callbacks: which batches step an optimizer, and the run's loggers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from lightning_mp.compat.checks import require_versions
-from lightning_mp.compat.lightning import (
-    Callback,
-    DeepSpeedStrategy,
-    Trainer,
-    accumulates,
-    logged_step,
-)
-from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, PlanSource, ScaleSource, StockSource
+from lightning_mp.compat.lightning import Callback, Trainer, accumulates
 
 
 class StepTracker:
@@ -54,24 +46,13 @@ class StepTracker:
         return tried
 
 
-def scale_source(trainer: Trainer) -> ScaleSource | None:
-    """The object that scales this run's loss or skips its steps; ``None`` where there is none."""
-    plugin = trainer.precision_plugin
-    if isinstance(plugin, PlanBase):
-        return PlanSource(plugin.scaler, plugin.step_counter)
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
-        return DeepSpeedSource(trainer.strategy.deepspeed_engine)
-    scaler = cast("Any", getattr(plugin, "scaler", None))
-    return StockSource(scaler, trainer.strategy.root_device) if scaler is not None and scaler.is_enabled() else None
-
-
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """The callbacks of a run."""
     return cast("Any", trainer).callbacks
 
 
-def log(trainer: Trainer, values: Mapping[str, float]) -> None:
-    """Send ``values`` to every logger now, under the step at which Lightning logs this batch's own metrics."""
+def log(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
+    """Send ``values`` to every logger; ``step`` is :func:`logged_step` as it was when they were measured."""
     if values and trainer.is_global_zero:
         for logger in trainer.loggers:
-            logger.log_metrics(dict(values), step=logged_step(trainer))
+            logger.log_metrics(dict(values), step=step)

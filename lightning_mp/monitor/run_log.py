@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, rank_zero_info
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, logged_step, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.monitor import metric_names
@@ -243,8 +243,8 @@ class RunLog:
         if self._folder is not None:
             self._folder.write(FINDINGS, {"findings": [finding.to_dict() for finding in found]})
 
-    def row(self, trainer: Trainer, step: int, values: Mapping[str, float | None], logged: Mapping[str, float]) -> None:
-        """Write a reading; ``logged`` of it goes to the loggers.
+    def row(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Write a reading.
 
         A second validation of a step, in the middle of an accumulation window, is of the same weights: left out.
         """
@@ -253,7 +253,6 @@ class RunLog:
         self.rows.append({metric_names.STEP: step, **values})
         if self._folder is not None:
             self._folder.metrics(step, values)
-        log(trainer, logged)
 
     def fp8(self, step: int, operands: Mapping[tuple[str, str], Operand]) -> None:
         """Write what became of FP8's operands in a reading: of each at first, later of one in twenty."""
@@ -274,7 +273,7 @@ class RunLog:
         self._counts[event.kind] += 1
         if self._folder is not None:
             self._folder.event(event)
-        log(trainer, {f"{EVENT_COUNT}/{event.kind}": float(self._counts[event.kind])})
+        log(trainer, {f"{EVENT_COUNT}/{event.kind}": float(self._counts[event.kind])}, logged_step(trainer))
         if event.is_alert and trainer.is_global_zero:
             _LOGGER.warning("%s: %s", self._writer, event)
         else:

@@ -55,12 +55,13 @@ def test_no_mode_stays_behind(order: tuple[str, ...], module: Any, epochs: int, 
         assert len(counted[0].rows) == 8 * (epochs if module is Regression else 1)
 
 
-def test_none_is_there_between_the_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+def test_none_is_there_between_the_passes(order: tuple[str, ...], tmp_path: Path) -> None:
     found: list[bool] = []
 
     class Looks(Regression):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             found.append(is_in_torch_dispatch_mode())
 
-    trainer(callbacks=[WATCHING["health"](tmp_path)]).fit(Looks(), batches())
+    trainer(callbacks=[WATCHING[name](tmp_path) for name in order]).fit(Looks(), batches())
     assert found == [False] * 8

@@ -14,12 +14,10 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
 
 from lightning_mp import LossScaling, PlanError
 from lightning_mp.callbacks import LossScaleMonitor
 from lightning_mp.monitor import metric_names
-from support.counting import Counts
 from support.manual import Pair
 from support.models import Regression
 from support.oracles import UNSCALED, plan_for, stock_for
@@ -126,23 +124,6 @@ def test_a_scale_that_is_no_power_of_two_is_written_out(capsys: Any) -> None:
     plan = plan_for("16-mixed", LossScaling(init_scale=1000.0))
     fit(Regression(), callbacks=[LossScaleMonitor(), TQDMProgressBar()], enable_progress_bar=True, plugins=[plan])
     assert "scale=1000,skipped=0" in "".join(capsys.readouterr().out.split())
-
-
-@keepers
-def test_other_steps_read_nothing(keeper: str) -> None:
-    class Quiet(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.loss(batch)
-
-    def reads(*callbacks: Callback) -> list[int]:
-        counts = Counts()
-        fit(Quiet(OPTIMIZERS["fused"]), callbacks=[*callbacks, counts], **KEEPERS[keeper]())
-        return counts.counts
-
-    without, monitor = reads(), LossScaleMonitor(3)
-    extra = [ours - theirs for ours, theirs in zip(reads(monitor), without, strict=True)]
-    assert extra[1:] == [0, 0, 1, 0, 0, 1, 0]
-    assert [row[metric_names.STEP] for row in monitor.rows] == [0, 3, 6]
 
 
 def test_skips_between_readings_are_counted() -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_mp import PlanError
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth, loss_scale_monitor
 from lightning_mp.monitor import metric_names, run_log
-from lightning_mp.monitor.health import flops, throughput
+from lightning_mp.monitor.health import flops, throughput, to_host
 from lightning_mp.monitor.health.throughput import default_tokens, samples_in
 from support import health
 from support.clock import SteadyClock
@@ -309,21 +309,59 @@ class Quiet(Regression):
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize(
-    ("host", "mode", "once"), [("plan", "16-mixed", 1), ("stock", "16-mixed", 1), ("stock", "32-true", 2)]
-)
-def test_a_reading_is_read_at_once_and_other_steps_are_not(
-    host: str, mode: str, once: int, every: int, tmp_path: Path
-) -> None:
-    """Twice where a non-finite step would be applied if nobody looked before."""
-    plain, mine = Counts(), Counts()
+@pytest.mark.parametrize(("host", "mode"), [("plan", "16-mixed"), ("stock", "16-mixed"), ("stock", "32-true")])
+def test_every_step_is_measured_and_no_tensor_is_asked(host: str, mode: str, every: int, tmp_path: Path) -> None:
+    """But for the first, in which the memory is made to which numbers are copied from then on."""
+    plain, mine, scale = Counts(), Counts(), LossScaleMonitor(every)
     fit(Quiet(FUSED), callbacks=[plain], **host_of(host, mode))
+    callbacks = [scale, mine]
     health_of = watched(
-        tmp_path, Quiet(FUSED), monitor={"every_n_steps": every}, callbacks=[mine], **host_of(host, mode)
+        tmp_path, Quiet(FUSED), monitor={"every_n_steps": every}, callbacks=callbacks, **host_of(host, mode)
     )
     extra = [ours - theirs for ours, theirs in zip(mine.counts, plain.counts, strict=True)]
-    assert extra == [once * (step % every == 0) for step in range(8)]
-    assert [row[metric_names.STEP] for row in health_of.rows] == list(range(0, 8, every))
+    assert extra[1:] == [0] * 7
+    for rows in (health_of.rows, scale.rows if mode == "16-mixed" else health_of.rows):
+        assert [row[metric_names.STEP] for row in rows] == list(range(0, 8, every))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_numbers_that_arrive_late_say_the_same_of_the_same_steps(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU that is behind: the same rows, events and logged steps, in files and loggers."""
+
+    class Event:
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            pass
+
+    def run(name: str) -> Any:
+        folder = tmp_path / name
+        module = Regression(PLAIN, overflow_at=(3, 7))
+        logger, scale = CSVLogger(folder), LossScaleMonitor()
+        options = host_of("plan", "16-mixed") | {"logger": logger, "log_every_n_steps": 1}
+        mine = watched(folder, module, callbacks=[scale], **options)
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            written = [(int(row["step"]), row[metric_names.GRAD_NORM]) for row in csv.DictReader(file)]
+        rows = [{key: value for key, value in row.items() if "_per_s" not in key} for row in mine.rows]
+        for row in rows:
+            row.pop(metric_names.MEMORY_ALLOCATED), row.pop(metric_names.MEMORY_PEAK)
+        events = lines(folder / "run" / "events.jsonl")
+        assert [event["step"] for event in events] == [3, 7]
+        return repr((rows, events, scale.rows, sorted(row for row in written if row[1])))
+
+    at_once = run("at once")
+    start = to_host.ToHost._start
+
+    def late(self: Any, *args: Any) -> Any:
+        sent = start(self, *args)
+        sent.event, self._ranks = Event(), ranks
+        return sent
+
+    monkeypatch.setattr(to_host.ToHost, "_start", late)
+    assert run("late") == at_once
 
 
 def test_a_group_that_matches_nothing_is_refused_and_nothing_is_opened(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.health.measurement import StepMeasurement
 from lightning_mp.monitor.health.throughput import Processed
+from lightning_mp.monitor.health.to_host import ToHost
 from support import sharded_hosts
 from support.models import Regression, batches
 from support.oracles import plan_for
@@ -185,7 +186,8 @@ class Totals:
             def on_train_start(self, trainer: Any, pl_module: Any) -> None:
                 rank = trainer.global_rank
                 done = Processed(samples=8 + rank, tokens=100 * (1 + rank), flops=6e9, seconds=2.0 - rank)
-                found.update(StepMeasurement(trainer, pl_module, {}, Faults()).read({}, done))
+                measured, to_host = StepMeasurement(trainer, pl_module, {}, Faults()), ToHost(torch.device("cpu"))
+                found.update(measured.derived(to_host.read(measured.take(done))))
 
         fit(Ranked(), callbacks=[Reads()], max_steps=1, **two(_stock_ddp("32-true")))
         return found

@@ -26,7 +26,7 @@ from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest
 from lightning_mp.monitor.doctor.table import fact
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.health.norms import some
+from lightning_mp.monitor.health.measurement import some
 from lightning_mp.monitor.side_run import loss_of, output_in, untouched
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.step_counter import StepCounter

@@ -1,42 +1,59 @@
-"""The measurement of one step: collected on the device in the course of the step, and read together at its end."""
+"""The measurement of one step on whole or sharded parameters: norms, what the step changed, lost updates, memory.
+
+Everything stays on the device until :class:`~lightning_mp.monitor.health.to_host.ToHost` has brought it over.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.compat import deepspeed as compat
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer
 from lightning_mp.compat.torch import takes_flag
+from lightning_mp.engines.optimizer_facts import keeps_small_updates
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.sharded import flat_groups
 from lightning_mp.errors import Faults
+from lightning_mp.modules.half_copies import HalfCopy
+from lightning_mp.modules.patterns import matches, no_match, plain_name
+from lightning_mp.modules.remote import is_remote
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.alerts import Operand
-from lightning_mp.monitor.health.lost_updates import LOST, MOVED, LostUpdates
-from lightning_mp.monitor.health.memory import memory
-from lightning_mp.monitor.health.norms import Snapshot, SquareSums, in_groups, named_parameters
-from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource, read_together
-from lightning_mp.monitor.health.shards import Layout, Shard
+from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource
 from lightning_mp.monitor.health.throughput import Processed
+from lightning_mp.numerics.dtypes import HALF
+from lightning_mp.numerics.grad_norm import Groups, shard_groups, squares
+from lightning_mp.numerics.grads import gradients, local
 
 Values = dict[str, float | None]
-_CHANGE, _BEFORE, _SIZE = "change", "before", "size"
-#: what every rank reports about itself, in this order
-_COLUMNS = ("loss", "samples", "tokens", "flops", "seconds", "allocated", "reserved", "peak")
+Measured = dict[str, Number | None]
+GIB = 2**30
+#: of a larger local shard, so many evenly spaced pieces of so many elements are copied for the update ratio
+PIECES, PIECE = 16, 1024
+_CHANGE, _BEFORE, _SIZE, _LOST, _MOVED = "change", "before", "size", "lost", "moved"
+#: of every rank: what is added up, and of what the largest counts
+_ADDED = (metric_names.LOSS, metric_names.SAMPLES_PER_S, metric_names.TOKENS_PER_S, "flops_per_s")
+_LARGEST = ("seconds", metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_RESERVED, metric_names.MEMORY_PEAK)
 
 
 class StepMeasurement:
-    """Collects a step's numbers on the device of the run; ``read`` copies all of them to the host together."""
+    """Collects a step's numbers on the device of the run; ``groups`` are names and module patterns.
+
+    A pattern that matches nothing is noted in ``faults``.
+    """
 
     def __init__(self, trainer: Trainer, module: LightningModule, groups: Mapping[str, str], faults: Faults) -> None:
         strategy = trainer.strategy
-        self._device, self._world, self._rank = strategy.root_device, trainer.world_size, trainer.global_rank
+        self._device, self._world = strategy.root_device, trainer.world_size
         over = getattr(strategy, "parameter_groups", ())
         self._layout = Layout(flat_groups(trainer.model), isinstance(strategy, DeepSpeedStrategy), over)
         self._named, self._groups = named_parameters(module), in_groups(module, groups, faults)
@@ -46,24 +63,20 @@ class StepMeasurement:
         #: ranks that share one batch (tensor parallel) count it once
         self._share = sampler.get("num_replicas", self._world) / self._world
         plugin = trainer.precision_plugin
-        engine = plugin.engine if isinstance(plugin, PlanBase) else None
-        self._fp8 = None if engine is None else engine.fp8
-        #: of the last reading: what became of FP8's operands
-        self.operands: dict[tuple[str, str], Operand] = {}
+        #: what FP8 does in this run, if anything
+        self.fp8 = plugin.engine.fp8 if isinstance(plugin, PlanBase) and plugin.engine is not None else None
         self.begin()
 
     def begin(self) -> None:
         """A step that is to be measured begins."""
         self._losses: list[Tensor] = []
         self._seen: set[int] = set()
-        self._snapshot: Snapshot | None = None
-        self._norm_before: float | None = None
-        self._lost = LostUpdates(self._layout)
+        self._before: dict[object, Shard] = {}
+        self._half = HalfWeights(self._layout)
         self._trained = {name: value for name, value in self._named.items() if value.requires_grad}
-        self._sums = self._no_sums()
-        self.operands = {}
-        if self._fp8 is not None:
-            self._fp8.watch.begin(self._fp8.converted, self._device)
+        self._sums = SquareSums(self._device, self._order)
+        if self.fp8 is not None:
+            self.fp8.watch.begin(self.fp8.converted, self._device)
         #: of the first group of the first optimizer that stepped
         self.lr: Number | None = None
 
@@ -72,6 +85,10 @@ class StepMeasurement:
         loss = loss.detach().float().sum()
         scale = None if source is None or isinstance(source, DeepSpeedSource) else source.scale()
         self._losses.append(loss if scale is None else loss / scale.scale)
+
+    def loss_is_bad(self) -> bool:
+        """Whether a loss of the step at hand is not finite on this rank; a device sync."""
+        return bool(self._losses) and not bool(torch.isfinite(torch.stack(self._losses)).all())
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer, source: ScaleSource | None, lr_factor: float) -> None:
@@ -83,85 +100,58 @@ class StepMeasurement:
         if not self._seen:
             lr = optimizer.param_groups[0]["lr"]
             self.lr = None if lr is None else lr * lr_factor  # Adafactor may have its own
-            self._snapshot = Snapshot(self._parameters())
-            self._snapshot.add_before(self._sums, _BEFORE)
+            self._before = copied(self._parameters())
+            self._sums.add(list(self._before.values()), {_BEFORE: None})
         if not self._layout.zero:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} - self._seen
             parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
         elif self._seen:
             return
         self._seen.update(map(id, parameters.values()))
-        self._lost.before_step(optimizer, parameters)
+        self._half.before_step(optimizer, parameters)
         shards = [self._layout.gradient(parameter) for parameter in parameters.values()]
-        self._sums.add_size(shards, _SIZE)
-        wanted = {
-            f"{metric_names.GRAD_NORM}/{group}": {place for place, name in enumerate(parameters) if name in members}
-            for group, members in self._groups.items()
-        }
-        self._sums.add(
-            shards, {metric_names.GRAD_NORM: None, **wanted}, divisor=_divisor(optimizer, source, self._layout)
-        )
+        for groups in dict.fromkeys(shard.groups for shard in shards):
+            size = sum(shard.tensor.numel() for shard in shards if shard.groups == groups)
+            self._sums.count(groups, {_SIZE: torch.full((), float(size), device=self._device)})
+        wanted: dict[str, Collection[int] | None] = {metric_names.GRAD_NORM: None}
+        for group, members in self._groups.items():
+            places = {place for place, name in enumerate(parameters) if name in members}
+            wanted[f"{metric_names.GRAD_NORM}/{group}"] = places
+        scale = source.scale() if source and (self._layout.zero or unscales_in_step(optimizer, source)) else None
+        self._sums.add(shards, wanted, divisor=None if scale is None else scale.scale)
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Measure the parameters as they are now, and how far the step has moved them."""
-        assert self._snapshot is not None, "before_step() comes first"
         shards = self._parameters()
-        self._snapshot.add_change(shards, self._sums, _CHANGE)
+        now = copied(shards)
+        for kind, shard in now.items():
+            shard.tensor.sub_(self._before[kind].tensor)
+        self._sums.add(list(now.values()), {_CHANGE: None})
         self._sums.add(shards, {metric_names.PARAM_NORM: None})
-        self._lost.after_step(self._sums)
-        self._snapshot = None
+        self._half.after_step(self._sums)
+        self._before = {}
 
-    def read(self, others: Mapping[str, Number | None], done: Processed | None = None) -> Values:
-        """Everything measured since the last read, and ``others``, in one device sync, the same on every rank.
+    def take(self, done: Processed | None = None) -> Measured:
+        """What was measured since the last call, the same on every rank: for :meth:`derived`, once it is on the host.
 
-        ``done`` is what this rank has processed; without it, memory and FP8's operands are not read either.
+        ``done`` is what this rank has processed since the last reading; without it, memory is not looked at.
         """
-        tables = [] if done is None or self._fp8 is None else [self._fp8.watch.end()]
-        norms, self._sums = self._sums.norms(), self._no_sums()
-        mine = dict(zip(_COLUMNS, self._mine(done), strict=True))
-        if self._world == 1:
-            read, found = read_together({**norms, **others, **mine}, self._device, *tables)
-            rows = [[_number(read.pop(name)) for name in _COLUMNS]]
-        else:
-            tables = [self._table(list(mine.values())), *tables]
-            read, (rows, *found) = read_together({**norms, **others}, self._device, *tables)
-        if found and self._fp8 is not None:
-            named = self._fp8.watch.operands(found[0])
-            self.operands = {place: Operand(*numbers) for place, numbers in named.items()}
-            read[metric_names.FP8_FLUSHED] = max((one.flushed for one in self.operands.values()), default=None)
-        self._norm_before = read.pop(_BEFORE, self._norm_before)
-        change = read.pop(_CHANGE, None)
-        if change is not None and self._norm_before:
-            read[metric_names.UPDATE_RATIO] = change / self._norm_before
-        lost, moved = read.pop(LOST, None), read.pop(MOVED, None)
-        if lost is not None and moved:
-            read[metric_names.LOST_UPDATES] = lost / moved
-        if read.pop(_SIZE, None) == 0.0:  # the step was dropped already
-            read = {name: None if name.startswith(metric_names.GRAD_NORM) else value for name, value in read.items()}
-        return {**read, **self._over_ranks(rows)}
-
-    def loss_is_bad(self) -> bool:
-        """Whether a loss of the step at hand is not finite on this rank; a device sync."""
-        return bool(self._losses) and not bool(torch.isfinite(torch.stack(self._losses)).all())
-
-    def _parameters(self) -> list[Shard]:
-        return [self._layout.parameter(parameter) for parameter in self._trained.values()]
-
-    def _no_sums(self) -> SquareSums:
-        return SquareSums(self._device, self._order)
-
-    def _mine(self, done: Processed | None) -> list[Number | None]:
-        """What this rank reports about itself, in the order of the columns."""
+        norms, self._sums = self._sums.norms(), SquareSums(self._device, self._order)
         loss = torch.stack(self._losses).sum() if self._losses else None
         if loss is not None and self._accumulates:
             loss = loss * (self._accumulates / len(self._losses))
-        if done is None:
-            return [loss, *[None] * (len(_COLUMNS) - 1)]
-        return [loss, done.samples, done.tokens, done.flops, done.seconds, *memory(self._device)]
+        added, largest = [loss, None, None, None], [None] * len(_LARGEST)
+        if done is not None:
+            added = [loss, done.samples, done.tokens, done.flops]
+            largest = [done.seconds, *memory(self._device)]
+        if self._world > 1:
+            added, largest = self._reduced(added, dist.ReduceOp.SUM), self._reduced(largest, dist.ReduceOp.MAX)
+            added[0] = None if loss is None else added[0]
+        return {**norms, **dict(zip(_ADDED, added, strict=True)), **dict(zip(_LARGEST, largest, strict=True))}
 
-    def _table(self, mine: Sequence[Number | None]) -> Tensor:
-        """One row per rank, shape (world, len(_COLUMNS)), the same on every rank."""
+    def _reduced(self, mine: Sequence[Number | None], op: Any) -> list[Number | None]:
+        """Over all ranks; NaN where one does not know."""
         known = [math.nan if value is None or isinstance(value, Tensor) else float(value) for value in mine]
         row = torch.tensor(known, dtype=torch.float32)
         if self._device.type == "cuda":
@@ -170,38 +160,31 @@ class StepMeasurement:
         for place, value in enumerate(mine):
             if isinstance(value, Tensor):
                 row[place] = value
-        table = row.new_zeros(self._world, len(row))
-        table[self._rank] = row
-        dist.all_reduce(table)  # a sum with zeros: an all-gather that every backend has
-        return table
+        dist.all_reduce(row, op=op)
+        return list(row)
 
-    def _over_ranks(self, rows: Sequence[Sequence[float]]) -> Values:
-        columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=True))
-        seconds = _largest(columns["seconds"])
-        largest = {name: _largest(columns[name]) for name in ("allocated", "reserved", "peak")}
-        return {
-            metric_names.LOSS: sum(columns["loss"]) / len(rows) if self._losses else None,
-            metric_names.TOKENS_PER_S: _rate(columns["tokens"], seconds, self._share),
-            metric_names.SAMPLES_PER_S: _rate(columns["samples"], seconds, self._share),
-            "seconds": seconds or None,
-            "flops_per_s": _rate(columns["flops"], seconds, 1 / len(rows)),
-            metric_names.MEMORY_ALLOCATED: largest["allocated"],
-            metric_names.MEMORY_RESERVED: largest["reserved"],
-            metric_names.MEMORY_PEAK: largest["peak"],
-        }
+    def derived(self, read: Values) -> Values:
+        """The values of a step, from what :meth:`take` gave, on the host."""
+        found = {name: None if value is None or math.isnan(value) else value for name, value in read.items()}
+        values = {**read, **{name: found.get(name) for name in (*_ADDED[1:], *_LARGEST)}}
+        if read.get(metric_names.LOSS) is not None:
+            values[metric_names.LOSS] = cast("float", read[metric_names.LOSS]) / self._world
+        seconds = values["seconds"] = values["seconds"] or None
+        for name in _ADDED[1:]:
+            amount, share = values[name], 1 / self._world if name == "flops_per_s" else self._share
+            values[name] = None if amount is None or seconds is None else amount * share / seconds
+        change, before = values.pop(_CHANGE, None), values.pop(_BEFORE, None)
+        if change is not None and before:
+            values[metric_names.UPDATE_RATIO] = change / before
+        lost, moved = values.pop(_LOST, None), values.pop(_MOVED, None)
+        if lost is not None and moved:
+            values[metric_names.LOST_UPDATES] = lost / moved
+        if values.pop(_SIZE, None) == 0.0:  # the step was dropped already
+            values |= {name: None for name in values if name.startswith(metric_names.GRAD_NORM)}
+        return values
 
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _rate(amounts: Sequence[float], seconds: float | None, share: float) -> float | None:
-    total = sum(amounts)
-    return None if math.isnan(total) or not seconds else total * share / seconds
-
-
-def _largest(values: Sequence[float]) -> float | None:
-    return None if any(map(math.isnan, values)) else max(values)
+    def _parameters(self) -> list[Shard]:
+        return [self._layout.parameter(parameter) for parameter in self._trained.values()]
 
 
 def unscales_in_step(optimizer: Optimizer, source: ScaleSource | None) -> bool:
@@ -209,9 +192,220 @@ def unscales_in_step(optimizer: Optimizer, source: ScaleSource | None) -> bool:
     return isinstance(source, StockSource) and takes_flag(optimizer)
 
 
-def _divisor(optimizer: Optimizer, source: ScaleSource | None, layout: Layout) -> Number | None:
-    """What gradients are still multiplied by."""
-    if source is None or not (layout.zero or unscales_in_step(optimizer, source)):
-        return None
-    scale = source.scale()
-    return None if scale is None else scale.scale
+def memory(device: torch.device) -> tuple[float | None, float | None, float | None]:
+    """GiB in use, reserved by the allocator, and the peak in use, without a device sync; ``None`` where not counted.
+
+    On a CPU it is the process's resident memory, which includes code.
+    """
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return allocated / GIB, reserved / GIB, torch.cuda.max_memory_allocated(device) / GIB
+    if device.type == "mps":
+        return torch.mps.current_allocated_memory() / GIB, torch.mps.driver_allocated_memory() / GIB, None
+    if device.type != "cpu" or sys.platform == "win32":
+        return None, None, None
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) of either
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    pages = Path("/proc/self/statm")  # only Linux tells what is resident now
+    resident = int(pages.read_text(encoding="ascii").split()[1]) if pages.exists() else None
+    return None if resident is None else resident * resource.getpagesize() / GIB, None, peak
+
+
+# ---------------------------------------------------------------------- shards
+
+
+class Shard(NamedTuple):
+    """A shard of a tensor (empty where this rank has none) and the process groups the tensor is split over."""
+
+    tensor: Tensor
+    groups: Groups
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How parameters and gradients are stored: whole, as DTensors, as FSDP1's views, or with ``zero`` as ZeRO's shards.
+
+    Call it under ``torch.no_grad()``. ``whole`` are the groups over which *plain* tensors are sharded, as FSDP1's are;
+    ZeRO shards over all ranks. ``over`` are the groups of every tensor where that is the same for all, as for the
+    stages of a pipeline.
+    """
+
+    whole: Groups = ()
+    zero: bool = False
+    over: Groups = ()
+
+    def _groups(self, tensor: Tensor) -> Groups:
+        return self.over or shard_groups(tensor, self.whole)
+
+    def parameter(self, parameter: Tensor) -> Shard:
+        """This rank's shard of ``parameter``."""
+        if self.zero and compat.is_partitioned(parameter):
+            return Shard(compat.local_part(parameter), _everyone())
+        if isinstance(parameter, HalfCopy):
+            return Shard(compat.master_part(parameter), _everyone())
+        if is_remote(parameter):
+            return Shard(parameter.new_empty(0), self._groups(parameter))
+        shard = local(parameter)
+        return Shard(torch.view_as_real(shard) if shard.is_complex() else shard, self._groups(parameter))
+
+    def gradient(self, parameter: Tensor) -> Shard:
+        """This rank's shard of its gradient, with the same groups on every rank whether or not there is one."""
+        if parameter.grad is None:
+            shard = compat.local_gradient(parameter) if self.zero else None
+            if shard is not None:
+                return Shard(shard, _everyone())
+            return Shard(parameter.new_empty(0), self._groups(parameter))
+        gradient = cast("Any", parameter.grad)
+        if hasattr(gradient, "to_local") and any(kind.is_partial() for kind in gradient.placements):
+            # still to be summed over ranks: tensor parallel leaves such
+            gradient = gradient.redistribute(gradient.device_mesh, cast("Any", parameter).placements)
+            return Shard(local(gradient), self._groups(gradient))
+        return Shard(gradients([parameter])[0], self._groups(gradient))
+
+
+def _everyone() -> Groups:
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return () if group is None or group.size() == 1 else (group,)
+
+
+class SquareSums:
+    """Sums of squares by name, added over ranks in one all-reduce for each set of process groups.
+
+    ``order`` is that of the all-reduces, which has to be the same on every rank.
+    """
+
+    def __init__(self, device: torch.device, order: Iterable[Groups]) -> None:
+        self._device = device
+        self._sums: dict[Groups, dict[str, Tensor]] = {groups: {} for groups in order}
+        self._counts: set[str] = set()
+
+    def add(
+        self, shards: Sequence[Shard], names: Mapping[str, Collection[int] | None], divisor: Number | None = None
+    ) -> None:
+        """Add the squares of ``shards`` (over ``divisor``) under each name, or of those at the name's places alone.
+
+        Every rank has to add shards with the same process groups under the same names.
+        """
+        values = squares([shard.tensor for shard in shards], self._device)
+        if divisor is not None:
+            values = (values.sqrt() / divisor).square()  # a scale's square may be past fp32
+        for groups in dict.fromkeys(shard.groups for shard in shards):
+            places = {place for place, shard in enumerate(shards) if shard.groups == groups}
+            self._add(
+                groups,
+                {name: _at(values, places if at is None else places.intersection(at)) for name, at in names.items()},
+            )
+
+    def count(self, groups: Groups, counts: Mapping[str, Tensor]) -> None:
+        """Add numbers that are added up over ``groups`` as they are."""
+        self._counts.update(counts)
+        self._add(groups, {name: value.float() for name, value in counts.items()})
+
+    def _add(self, groups: Groups, values: Mapping[str, Tensor]) -> None:
+        sums = self._sums.setdefault(groups, {})
+        for name, value in values.items():
+            sums[name] = sums[name] + value if name in sums else value
+
+    def norms(self) -> dict[str, Tensor]:
+        """The 2-norm, or the count, under every name: fp32 scalars on the device."""
+        total: dict[str, Tensor] = {}
+        for groups, sums in self._sums.items():
+            if not sums:
+                continue
+            values = torch.stack(list(sums.values()))
+            for group in groups:
+                dist.all_reduce(values, group=group)
+            for name, value in zip(sums, values, strict=True):
+                total[name] = total[name] + value if name in total else value
+        return {name: value if name in self._counts else value.sqrt() for name, value in total.items()}
+
+
+def _at(values: Tensor, places: Collection[int]) -> Tensor:
+    if len(places) == len(values):
+        return values.sum()
+    return torch.stack([values[place] for place in sorted(places)]).sum() if places else values.new_zeros(())
+
+
+Kind = tuple[Groups, torch.dtype, torch.device, int]
+
+
+def copied(shards: Iterable[Shard]) -> dict[object, Shard]:
+    """Copies of the parameters, those of a kind behind each other in one tensor; pieces of large ones."""
+    found: dict[Kind, list[Tensor]] = {}
+    for tensor, groups in shards:
+        kept = some(tensor)
+        found.setdefault((groups, tensor.dtype, tensor.device, kept.dim()), []).append(kept)
+    return {kind: Shard(torch.cat(members), kind[0]) for kind, members in found.items()}
+
+
+def some(tensor: Tensor) -> Tensor:
+    """All of a tensor, flat; of a large one :data:`PIECES` rows."""
+    flat = tensor.reshape(-1)
+    if flat.numel() <= PIECES * PIECE:
+        return flat
+    return flat.as_strided((PIECES, PIECE), (flat.numel() // PIECES, 1))
+
+
+class HalfWeights:
+    """The half-precision weights with a gradient as they were before a step, and which of them the step left there.
+
+    A weight whose gradient is 0, or its learning rate, has no update to lose and is not counted. Under ZeRO, whose
+    gradients are not where its weights are, nothing is counted.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._steps: list[tuple[list[Tensor], dict[object, Shard], dict[object, Tensor]]] = []
+
+    def before_step(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+        """Copy those of ``parameters``, which ``optimizer`` is about to move, that are stored in half precision."""
+        if self._layout.zero or keeps_small_updates(optimizer):
+            return
+        still = {id(p) for group in optimizer.param_groups if _is_zero(group["lr"]) for p in group["params"]}
+        half = [value for value in parameters.values() if value.dtype in HALF and id(value) not in still]
+        moves: dict[object, list[Tensor]] = {}
+        for parameter in half:
+            (weight, groups), gradient = self._layout.parameter(parameter), self._layout.gradient(parameter).tensor
+            kept, whole = some(weight), gradient.numel() == weight.numel()
+            moved = some(gradient) != 0 if whole else torch.zeros_like(kept, dtype=torch.bool)
+            moves.setdefault((groups, weight.dtype, weight.device, kept.dim()), []).append(moved)
+        self._steps.append((half, self._now(half), {kind: torch.cat(found) for kind, found in moves.items()}))
+
+    def after_step(self, sums: SquareSums) -> None:
+        """Add to ``sums`` how many of them were to move, and how many did not."""
+        for half, before, moves in self._steps:
+            for kind, (now, groups) in self._now(half).items():
+                stayed = (now == before[kind].tensor) & moves[kind]
+                sums.count(groups, {_LOST: stayed.sum(), _MOVED: moves[kind].sum()})
+        self._steps = []
+
+    def _now(self, half: list[Tensor]) -> dict[object, Shard]:
+        return copied(map(self._layout.parameter, half))
+
+
+def _is_zero(lr: object) -> bool:
+    return isinstance(lr, float | int) and lr == 0  # a rate on the device is not read; Adafactor may have none
+
+
+# ---------------------------------------------------------------------- names
+
+
+def named_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``root`` by the names they have without wrappers; a tied one once."""
+    return {plain_name(name): parameter for name, parameter in root.named_parameters()}
+
+
+def in_groups(root: nn.Module, groups: Mapping[str, str], faults: Faults) -> dict[str, set[str]]:
+    """The names of the parameters in or below the modules that each pattern means."""
+    modules = [(plain_name(name), module) for name, module in root.named_modules(remove_duplicate=False) if name]
+    found: dict[str, set[str]] = {}
+    for group, pattern in groups.items():
+        chosen = [module for name, module in modules if matches(pattern, name, module)]
+        if not chosen:
+            no_match(pattern, root, f"group {group!r}:", faults)
+        inside = {id(parameter) for module in chosen for parameter in module.parameters()}
+        named = root.named_parameters(remove_duplicate=False)
+        found[group] = {plain_name(name) for name, parameter in named if id(parameter) in inside}
+    return found

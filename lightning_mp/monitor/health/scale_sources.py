@@ -5,7 +5,7 @@ Every number is a Python one where the host knows it, else a device scalar, so t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from lightning_mp.compat import deepspeed
+from lightning_mp.compat.lightning import DeepSpeedStrategy, Trainer
 from lightning_mp.compat.torch import GROWTH_TRACKER, scale_of
+from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.numerics.step_counter import StepCounter
 
@@ -31,25 +33,7 @@ class Scale:
     floor: float
 
 
-class ScaleSource:
-    """What has the loss scale, or skips steps without one; by itself neither."""
-
-    def scale(self) -> Scale | None:
-        """The scale now; ``None`` without one."""
-        return None
-
-    def before_step(self) -> None:
-        """An optimizer is about to step; for a source that does not count by itself."""
-
-    def after_step(self) -> None:
-        """Every step that began is over."""
-
-    def skipped(self) -> Number:
-        """How many steps were skipped up to the last :meth:`after_step`."""
-        raise NotImplementedError
-
-
-class PlanSource(ScaleSource):
+class PlanSource:
     """The scaler and the counts of a MixedPrecisionPlan; ``scaler`` is ``None`` in a mode without scaling."""
 
     def __init__(self, scaler: LossScaler | None, step_counter: StepCounter) -> None:
@@ -66,7 +50,7 @@ class PlanSource(ScaleSource):
         return self._step_counter.skipped
 
 
-class StockSource(ScaleSource):
+class StockSource:
     """torch's ``GradScaler``, which counts nothing: its scale falls if and only if it skipped the step."""
 
     def __init__(self, scaler: GradScaler, device: torch.device) -> None:
@@ -100,7 +84,7 @@ class StockSource(ScaleSource):
         return self._scaler.scale(self._one)
 
 
-class DeepSpeedSource(ScaleSource):
+class DeepSpeedSource:
     """A stock ``DeepSpeedEngine``, whose scale and counts are Python numbers."""
 
     def __init__(self, engine: Any) -> None:
@@ -115,28 +99,30 @@ class DeepSpeedSource(ScaleSource):
         return deepspeed.skipped_steps(self._engine)
 
 
-class GuardedSource(ScaleSource):
-    """The run's loss scale, and the skips that ``guard``, a NonFiniteGuard or a plan that saves batches, counts."""
+ScaleSource = PlanSource | StockSource | DeepSpeedSource
 
-    def __init__(self, source: ScaleSource | None, guard: Any) -> None:
-        self._source, self._guard = source, guard
 
-    def scale(self) -> Scale | None:
-        return None if self._source is None else self._source.scale()
-
-    def skipped(self) -> Number:
-        return self._guard.skipped_steps
+def scale_source(trainer: Trainer) -> ScaleSource | None:
+    """The object that scales this run's loss or skips its steps; ``None`` where there is none."""
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, PlanBase):
+        return PlanSource(plugin.scaler, plugin.step_counter)
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        return DeepSpeedSource(trainer.strategy.deepspeed_engine)
+    scaler: Any = getattr(plugin, "scaler", None)
+    return StockSource(scaler, trainer.strategy.root_device) if scaler is not None and scaler.is_enabled() else None
 
 
 class SkipCount:
     """Skipped steps in total, in a row, and of how many; over a run, and over what it resumed from.
 
-    A training batch in which several optimizers stepped is skipped where none of them was applied.
+    ``skipped`` says how many were skipped by now; ``stock`` is whose scale has to be compared for that. A training
+    batch in which several optimizers stepped is skipped where none of them was applied.
     """
 
-    def __init__(self, source: ScaleSource) -> None:
-        self._source = source
-        self._first = self._last = _kept(source.skipped())
+    def __init__(self, skipped: Callable[[], Number], stock: StockSource | None = None) -> None:
+        self._skipped, self._stock = skipped, stock
+        self._first = self._last = _kept(skipped())
         self._attempts = 0  # in the batch at hand
         self.attempts = 0
         self.in_a_row: Number = 0
@@ -145,7 +131,8 @@ class SkipCount:
 
     def before_step(self) -> None:
         """An optimizer is about to step."""
-        self._source.before_step()
+        if self._stock is not None:
+            self._stock.before_step()
         self._attempts += 1
 
     def after_batch(self) -> None:
@@ -153,15 +140,13 @@ class SkipCount:
         tried, self._attempts = self._attempts, 0
         if not tried:
             return
-        self._source.after_step()
-        now = self._source.skipped()
+        if self._stock is not None:
+            self._stock.after_step()
+        now = self._skipped()
         self.attempts += tried
-        if isinstance(now, Tensor) or isinstance(self._last, Tensor):
-            self.skipped_last = torch.as_tensor(now - self._last >= tried).float()
-            self.in_a_row = (self.in_a_row + tried) * self.skipped_last
-        else:
-            self.skipped_last = now - self._last >= tried
-            self.in_a_row = (self.in_a_row + tried) * self.skipped_last
+        skipped = now - self._last >= tried
+        self.skipped_last = skipped.float() if isinstance(skipped, Tensor) else skipped
+        self.in_a_row = (self.in_a_row + tried) * self.skipped_last
         self._last = _kept(now)
 
     @property
@@ -178,24 +163,3 @@ class SkipCount:
 def _kept(value: Number) -> Number:
     """The value as it is now, whatever is added to it in place later."""
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def read_together(
-    values: Mapping[str, Number | None], device: torch.device, *tables: Tensor
-) -> tuple[dict[str, float | None], list[list[list[float]]]]:
-    """Every value as a Python number, and the rows of each table, with one device sync for all that are on a device."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    columns = [value.detach().reshape(1).to(device, torch.float32) for value in tensors.values()]
-    columns += [table.reshape(-1) for table in tables]
-    numbers: list[float] = torch.cat(columns).tolist() if columns else []
-    read = {name: numbers[place] for place, name in enumerate(tensors)}
-    found = {
-        name: read[name] if isinstance(value, Tensor) else None if value is None else float(value)
-        for name, value in values.items()
-    }
-    start, read_tables = len(tensors), list[list[list[float]]]()
-    for table in tables:
-        rows, width = numbers[start : start + table.numel()], table.shape[-1]
-        read_tables.append([rows[first : first + width] for first in range(0, len(rows), width)])
-        start += table.numel()
-    return found, read_tables

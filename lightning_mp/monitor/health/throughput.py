@@ -21,7 +21,7 @@ from lightning_mp.numerics.tf32 import has_tf32
 from lightning_mp.policy import hardware
 from lightning_mp.policy.words import DTYPES_OF
 
-Count = Callable[[Any], "int | Tensor"]
+Count = Callable[[Any], "int | Tensor | None"]
 
 
 @dataclass(slots=True)
@@ -84,7 +84,8 @@ class Throughput:
             self._choose(trainer, batch)
             self._counter = CountFlops()
             self._uninstall = self._uninstall or around_passes(trainer, lambda: self._counter or nullcontext())
-        self._batch = tuple(None if count is None else count(batch) for count in (self._tokens, self._samples))
+        tokens, samples = (None if count is None else count(batch) for count in (self._tokens, self._samples))
+        self._batch = tokens, samples
 
     def _choose(self, trainer: Trainer, batch: Any) -> None:
         """Without a function of the user's: the defaults, where what they say of the first batch can be right."""

@@ -1,7 +1,8 @@
-"""SquareSums of squares by name, snapshots, and which parameters a group means: against torch's own norms."""
+"""Sums of squares by name, copies, which parameters a group means, memory: against torch's own norms."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,9 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_mp.errors import Faults
-from lightning_mp.monitor.health import norms
-from lightning_mp.monitor.health.norms import Snapshot, SquareSums, in_groups, named_parameters
-from lightning_mp.monitor.health.shards import Layout, Shard
+from lightning_mp.monitor.health import measurement
+from lightning_mp.monitor.health.measurement import (
+    Layout,
+    Shard,
+    SquareSums,
+    copied,
+    in_groups,
+    memory,
+    named_parameters,
+)
 from lightning_mp.numerics.grad_norm import squares
 from support.models import Regression
 
@@ -65,29 +73,22 @@ def test_what_is_added_later_counts_too_and_a_divisor_divides() -> None:
     assert found.norms()["all"].item() == 3.0
 
 
-def test_a_snapshot_tells_the_change_of_small_and_non_contiguous_parameters() -> None:
-    now = [torch.randn(7, 5).t(), torch.randn(3), torch.empty(0), torch.randn(4).double()]
-    before = [tensor.clone() for tensor in now]
-    found, snapshot = sums(), Snapshot(shards(*now))
-    for tensor in now:
-        tensor.add_(torch.randn_like(tensor))
-    snapshot.add_before(found, "before")
-    snapshot.add_change(shards(*now), found, "change")
-    seen = {name: value.item() for name, value in found.norms().items()}
-    change = [new - old for new, old in zip(now, before, strict=True)]
-    assert seen == pytest.approx({"before": norm(*before), "change": norm(*change)}, rel=1e-5)
+def test_copies_are_of_small_and_non_contiguous_parameters_of_a_kind_in_one() -> None:
+    tensors = [torch.randn(7, 5).t(), torch.randn(3), torch.empty(0), torch.randn(4).double()]
+    kept = copied(shards(*tensors))
+    assert [shard.tensor.tolist() for shard in kept.values()] == [
+        torch.cat([tensor.reshape(-1) for tensor in tensors[:3]]).tolist(),
+        tensors[3].tolist(),
+    ]
+    tensors[1].zero_()
+    assert norm(*(shard.tensor for shard in kept.values())) > norm(*tensors)
 
 
 def test_of_a_large_parameter_pieces_from_all_of_it_are_kept() -> None:
-    large = torch.randn(3 * norms.PIECES * norms.PIECE + 5)
-    found, snapshot = sums(), Snapshot(shards(large))
-    snapshot.add_before(found, "before")
-    whole = norm(large)
-    large.mul_(1.01)
-    snapshot.add_change(shards(large), found, "change")
-    seen = {name: value.item() for name, value in found.norms().items()}
-    assert seen["before"] == pytest.approx(whole / 3**0.5, rel=0.05)
-    assert seen["change"] / seen["before"] == pytest.approx(0.01, rel=1e-3)
+    large = torch.randn(3 * measurement.PIECES * measurement.PIECE + 5)
+    (shard,) = copied(shards(large)).values()
+    assert norm(shard.tensor) == pytest.approx(norm(large) / 3**0.5, rel=0.05)
+    assert shard.tensor[-1, -1] in large[-large.numel() // 16 :]
 
 
 @pytest.mark.parametrize(
@@ -140,3 +141,16 @@ def test_gradients_of_every_kind_have_their_norm() -> None:
     dense = torch.tensor([2.0] * 4 + [1.0] * 4)
     assert found.norms()["all"].item() == pytest.approx(norm(dense, torch.view_as_real(wave.grad)), rel=1e-6)
     assert layout.parameter(wave).tensor.shape == (3, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is resident now")
+def test_on_a_cpu_memory_is_what_the_process_holds_and_its_peak() -> None:
+    before, _, _ = memory(CPU)
+    held = torch.ones(2**27)  # half a GiB
+    assert before is not None
+    now, reserved, peak = memory(CPU)
+    assert now == pytest.approx(before + held.nbytes / 2**30, abs=0.1)
+    assert reserved is None
+    assert peak is not None
+    assert peak >= before + held.nbytes / 2**30 - 0.1
+    assert memory(torch.device("meta")) == (None, None, None)
