@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_mp.compat.torch import in_backward
+
 # ------------------------------------------------------------------ DDP
 
 
@@ -160,17 +162,57 @@ def in_backward_pass(group: Any) -> bool:
     return group._training_state.name == "PRE_BACKWARD"
 
 
-def before_reduction(group: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """Call ``call`` each time before the group's gradients are reduced over ranks; what is returned ends that."""
-    reduce = group.post_backward
+def holds_sums_of_shards(group: Any) -> bool:
+    """Whether gradients of earlier micro-batches wait to be summed over replicas (HSDP)."""
+    return group._partial_reduce_output is not None
 
-    def post_backward(*hook: Any) -> None:
-        if group.reduce_grads:
-            call()
-        reduce(*hook)
 
-    group.post_backward = post_backward
-    return lambda: vars(group).pop("post_backward", None)
+def sum_over_replicas(model: nn.Module, *, now: bool) -> None:
+    """Whether backward passes sum over HSDP's replicas what they summed over shards, or keep it for a later one."""
+    for unit in _units(model):
+        unit.set_requires_all_reduce(now, recurse=False)
+
+
+def drop_sums_of_shards(model: nn.Module) -> None:
+    """Forget what waits to be summed over replicas."""
+    for group in groups_below(model):
+        group._partial_reduce_output = None
+
+
+class Uses:
+    """Counts the forwards of a group's unit, each of which a backward pass may end in a reduction, until ``release``.
+
+    ``call`` comes before each reduction, told whether the unit's forwards have all been passed by then.
+    """
+
+    def __init__(self, group: Any, call: Callable[[bool], None]) -> None:
+        self._group, self._left = group, 0
+        forward, reduce = group.pre_forward, group.post_backward
+
+        def pre_forward(*given: Any) -> Any:
+            self._left += torch.is_grad_enabled() and not in_backward()
+            return forward(*given)
+
+        def post_backward(*hook: Any) -> None:
+            self._left -= 1
+            if group.reduce_grads:
+                call(self._left <= 0)
+            reduce(*hook)
+
+        group.pre_forward, group.post_backward = pre_forward, post_backward
+
+    def ends_window(self) -> bool:
+        """Whether this pass summed gradients over all ranks, replicas of shards included."""
+        return self._group.all_reduce_grads
+
+    def reset(self) -> None:
+        """A backward pass is over."""
+        self._left = 0
+
+    def release(self) -> None:
+        """Let go of the group."""
+        for name in ("pre_forward", "post_backward"):
+            vars(self._group).pop(name, None)
 
 
 def keep_alike(group: Any) -> Callable[[], None]:
@@ -242,7 +284,7 @@ def reset_units(model: nn.Module) -> None:
     Gradients would stay unsummed until they are set back to it, and a backward pass that did not end seem under way.
     """
     for unit in _units(model):
-        unit.set_requires_gradient_sync(True, recurse=False)
+        unit.set_requires_gradient_sync(True, recurse=False)  # over shards and over replicas
         for parameter in fsdp2_parameters(unit):
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
@@ -250,6 +292,7 @@ def reset_units(model: nn.Module) -> None:
         reset = getattr(unit, "reset_iter_state", None)  # torch 2.11 has none
         if reset is not None and _fsdp2_state(unit)._is_root:
             reset()
+    drop_sums_of_shards(model)
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:

@@ -17,6 +17,9 @@ from lightning_mp.errors import Fault, PlanError
 from lightning_mp.numerics import grad_norm, grads
 
 _NORM: Any = Tensor.norm
+_CASTS_AS = (Tensor.type_as, Tensor.to)
+#: set on what was made of a sharded weight and has no gradient, to the weight's name
+_MADE_OF = "lmp_made_of"
 
 
 class WholeNorms(TorchFunctionMode):
@@ -80,17 +83,22 @@ class ShardReads(TorchFunctionMode):
         self._read: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # of what is cast like a second tensor, the values of that one are not read
+        name = self._name_in(args[:1] if func in _CASTS_AS else (*args, *(kwargs or {}).values()))
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
-            self._read = self._name_in((*args, *(kwargs or {}).values())) or self._read
+            self._read = name or self._read
             self.explain(error)
             raise
-        used = isinstance(result, Tensor) and result.requires_grad and result is not args[0]
-        name = self._name_in((*args, *(kwargs or {}).values())) if used else None
-        if name is not None and self._silent:
-            raise PlanError([_fault(name)])
-        self._read = self._read or name
+        if name is None or not isinstance(result, Tensor) or result is args[0]:
+            return result
+        if result.requires_grad:
+            if self._silent:
+                raise PlanError([_fault(name)])
+            self._read = self._read or name
+        elif isinstance(result, DTensor):
+            setattr(result, _MADE_OF, name)
         return result
 
     def explain(self, error: RuntimeError) -> None:
@@ -108,7 +116,8 @@ class ShardReads(TorchFunctionMode):
             if isinstance(one, (list, tuple)):
                 name = self._name_in(cast("Iterable[Any]", one))
             else:
-                name = self._names.get(id(one)) if isinstance(one, Tensor) and self._away(one) else None
+                away = isinstance(one, Tensor) and self._away(one)
+                name = self._names.get(id(one)) or getattr(one, _MADE_OF, None) if away else None
             if name is not None:
                 return name
         return None

@@ -23,7 +23,7 @@ from lightning_mp.engines.diagnosis import Verdict
 from lightning_mp.engines.same_order import FirstForward
 from lightning_mp.engines.shard_reads import ShardReads, WholeNorms, sum_total_norms
 from lightning_mp.engines.unused import UnusedParameters
-from lightning_mp.errors import Faults, NonFiniteError
+from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
 from lightning_mp.numerics import grad_norm, grads
 
 
@@ -96,13 +96,21 @@ class ShardedEngine(StepEngine):
             yield
 
     def explain(self, error: RuntimeError) -> None:
-        """Say which weight a backward pass failed for.
+        """Say why a backward pass failed.
 
         Raises:
-            PlanError: where a sharded one was used in the step.
+            PlanError: a sharded weight was used in the step, or the pass went through one before it.
         """
         if self._reads is not None:
             self._reads.explain(error)
+        if "setStorage" in str(error):
+            fault = Fault(
+                "a backward pass through another one (create_graph=True, as for a gradient penalty) met weights that "
+                "the first one had let go: they are gathered for one pass",
+                "",
+                "use strategy='mp_ddp', or leave out wrap=, which keeps a small model in one unit",
+            )
+            raise PlanError([fault], "strategy") from error
 
     def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
         """The loss, times the scale where there is one; the ranks compare their first losses."""

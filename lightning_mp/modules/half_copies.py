@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from lightning_mp.compat.torch import in_backward
 from lightning_mp.errors import Fault, PlanError
+from lightning_mp.numerics.autocast_weight import AutocastWeight
+from lightning_mp.numerics.nested import map_tensors, tensors_in
 
 _DATA: Any = cast("Any", Tensor.data)
 _DTYPE: Any = cast("Any", Tensor.dtype)
@@ -38,17 +40,17 @@ class Run:
     def __init__(self, advice: str) -> None:
         #: where a strategy's fp32 values are found, for messages
         self.advice = advice
-        self._in_step = False
+        self.in_step = False
         self._warned = False
 
     @contextmanager
     def step(self) -> Generator[None, None, None]:
         """Around a step of the user's: training, validation, test or prediction."""
-        self._in_step = True
+        self.in_step = True
         try:
             yield
         finally:
-            self._in_step = False
+            self.in_step = False
 
     def read(self, weight: HalfCopy) -> None:
         """Somebody reads ``weight`` who cannot know that it is a copy.
@@ -57,7 +59,7 @@ class Run:
             PlanError: in a step, whose result would not be the one of the fp32 value.
         """
         given = f"{weight.label}, held in {_DTYPE.__get__(weight)} for autocast's products alone, read"
-        if self._in_step:
+        if self.in_step:
             name = weight.label.rpartition(".")[0]
             fault = Fault(
                 f"{given} in another way in a step",
@@ -87,10 +89,15 @@ class HalfCopy(nn.Parameter):
         name, asked = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
         tells = asked in _VALUES or asked == "dtype" if name in ("__get__", "__set__") else name not in _NO_VALUES
         stranger = tells and not _is_known(inspect.currentframe())
-        weight = next((one for one in args if isinstance(one, cls)), None) if stranger else None
+        given: Any = [args, kwargs or {}]
+        weight = next((one for one in tensors_in(given) if isinstance(one, cls)), None) if stranger else None
         if weight is not None:
             if asked == "dtype":  # what the code that asks does then is what it does under other strategies
                 return torch.float32
+            recomputed = torch.is_grad_enabled() and in_backward()
+            if (weight.run.in_step or recomputed) and name != "__set__":
+                args, kwargs = map_tensors(given, lambda one: one.in_step() if isinstance(one, cls) else one)
+                return func(*args, **kwargs)
             weight.run.read(weight)
         if name.endswith("_hook") and not _is_known(inspect.currentframe()):
             args = args[0], args[0].for_hook(args[1], after=name != "register_hook"), *args[2:]
@@ -98,6 +105,12 @@ class HalfCopy(nn.Parameter):
         if weight is not None and asked == "data" and name == "__get__":
             vars(weight).setdefault("handed_out", []).append((result, result._version))
         return result
+
+    def in_step(self) -> Tensor:
+        """What a step of the user's gets for it: an fp32 weight that autocast may cast, and nobody else may read."""
+        if torch.is_grad_enabled() and not in_backward():
+            self.uses += 2  # a view of it may be used several times
+        return cast("Any", _Use).apply(self, AutocastWeight)
 
     def for_hook(self, hook: Any, *, after: bool) -> Any:
         """What to register in place of a user's ``hook``, which sees and returns the gradient in fp32."""
@@ -144,16 +157,17 @@ class _Use(torch.autograd.Function):
     """The half values for one product; its gradient is noted in fp32 where there are others."""
 
     @staticmethod
-    def forward(ctx: Any, weight: HalfCopy) -> Tensor:
+    def forward(ctx: Any, weight: HalfCopy, wrap: Any = None) -> Tensor:
         ctx.weight = weight
-        return _DATA.__get__(weight)
+        data = _DATA.__get__(weight)
+        return data if wrap is None else wrap(data, weight.label)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,), weight = gradients, ctx.weight
         if weight.uses > 1:
             weight.total = gradient.float() if weight.total is None else weight.total.add_(gradient)
-        return gradient
+        return gradient, None
 
 
 def hold(weight: nn.Parameter, dtype: torch.dtype, label: str, run: Run, in_fp32: Callable[[], bool]) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +12,13 @@ from torch import Tensor
 
 from lightning_mp.compat.torch import NO_TORCH_FUNCTION, TorchDispatchMode, as_wrapper
 from lightning_mp.errors import Fault, PlanError
+from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.numerics.nested import floating_in
 
 #: set on views of a weight, to its name
 _PART_OF = "lmp_part_of"
+#: modules that a user's call goes through
+_NOT_THE_USERS = ("torch.", "deepspeed.", "lightning_mp.", "lightning.", "pytorch_lightning.")
 
 
 class AutocastWeight(Tensor):
@@ -56,22 +61,32 @@ class AutocastWeight(Tensor):
                 return held.detach()
             if func.is_view:
                 return _wrapped(func(held, *args[1:], **kwargs), label)
-            if name.endswith("_like"):
+            if _reads_no_value(name):
                 return func(held, *args[1:], **{"dtype": torch.float32, **kwargs})
-        label = next(item.label for item in floating_in([args, kwargs]) if isinstance(item, AutocastWeight))
-        raise other_use(label, func)
+        other = next(item for item in floating_in([args, kwargs]) if isinstance(item, AutocastWeight))
+        raise other_use(other.label, other.held.dtype, func)
 
 
 def _wrapped(found: Any, label: str) -> Any:
     return AutocastWeight(found, label) if isinstance(found, Tensor) else [AutocastWeight(one, label) for one in found]
 
 
-def other_use(name: str, func: Any) -> PlanError:
-    """What to say where ``func`` takes the weight ``name``."""
+def _reads_no_value(name: str) -> bool:
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def other_use(name: str, dtype: torch.dtype, func: Any) -> PlanError:
+    """What to say where ``func`` takes the weight ``name``, of which only its values in ``dtype`` are there."""
+    frame = inspect.currentframe()
+    while frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    where = f", {Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+    word = next(word for word, named in TORCH_DTYPES.items() if named is dtype)
     fault = Fault(
-        f"{name}, which is gathered in half precision for autocast's products alone, in {func.overloadpacket}",
-        "matrix products and convolutions under autocast, which read it in the dtype they compute in",
-        f"write pins={{{name.rpartition('.')[0]!r}: 'fp32'}}, which gathers it in fp32, or leave that use out",
+        f"{name} is {word} under this strategy, where autocast alone computes with it; something reads it "
+        f"outside a matmul ({func.overloadpacket.__name__}{where})",
+        "",
+        f"pin it: pins={{{name.rpartition('.')[0]!r}: 'fp32'}}",
     )
     return PlanError([fault], "MixedPrecisionPlan")
 
@@ -106,11 +121,11 @@ class CastAlone(TorchDispatchMode):
                 for view in floating_in([found]):
                     setattr(view, _PART_OF, name)
             elif not _reads_in_half(func, kwargs or {}, self._dtype):
-                raise other_use(name, func)
+                raise other_use(name, self._dtype, func)
         return found
 
 
 def _reads_in_half(func: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> bool:
     """Whether it casts to ``dtype``, or reads no value."""
     name = func.overloadpacket.__name__
-    return name.endswith("_like") or (name == "_to_copy" and kwargs.get("dtype") is dtype)
+    return _reads_no_value(name) or (name == "_to_copy" and kwargs.get("dtype") is dtype)

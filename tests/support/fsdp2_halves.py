@@ -38,7 +38,15 @@ def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **quiet, bos_token_id=0, eos_token_id=0))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"llama": _llama, "gpt2": _gpt2}
+def _twice() -> nn.Module:
+    """A Llama whose blocks are the first one, so that it runs three times."""
+    model: Any = _llama()
+    layers = model.model.layers
+    layers[1] = layers[2] = layers[0]
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": _llama, "gpt2": _gpt2, "one block": _twice}
 
 
 def text() -> DataLoader[Tensor]:
@@ -98,10 +106,12 @@ class Bytes:
     kind: str
     mode: str = "bf16-mixed"
     options: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
         module, moved = Counted(self.kind), Moved()
-        sharded = trained(self.mode, fsdp2(wrap=None), module, data=text(), callbacks=[moved], **self.options)
+        host = fsdp2(wrap=None, **self.strategy)
+        sharded = trained(self.mode, host, module, data=text(), callbacks=[moved], **self.options)
         other = trained(self.mode, ddp(), Counted(self.kind), data=text(), **self.options)
         return {"sharded": sharded, "ddp": other, "steps": moved.steps, "kept": module.kept}
 
@@ -129,6 +139,19 @@ class Kinds(nn.Module):
         return (rows + self.attention(rows, rows, rows, need_weights=False)[0]).view_as(x)
 
 
+class Asking(Kinds):
+    """Asks weights for more than their values, and reads views of them as autocast does, which any module may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight, kernel = super().forward(x), self.one.weight, self.conv.weight.squeeze(1)
+        x = x + weight.new_zeros(x.shape) + weight.new_full((1,), 0.1) + torch.ones_like(self.up.weight)[0]
+        x = x.double().type_as(weight).to(weight) * x.new_tensor(weight.size(0) / weight.numel())
+        for _ in range(2):
+            x = x + nn.functional.conv1d(x.unsqueeze(1), kernel.unsqueeze(1), padding=1).mean(1)
+        rows = [nn.functional.linear(x, part) for part in self.up.weight.chunk(2)]
+        return x + (torch.cat(rows, 1) @ self.up.weight) + torch.finfo(weight.dtype).eps
+
+
 class Many(Ranked):
     """Two blocks of :class:`Kinds`, and a head."""
 
@@ -144,6 +167,16 @@ class Penalised(Many):
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + self.net[2].weight.float().pow(2).sum()
+
+
+class AskingMany(Many):
+    """Blocks of :class:`Asking`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(Asking(), Asking(), nn.Linear(FEATURES, 1))
 
 
 class Lora(LightningModule):
@@ -236,12 +269,14 @@ LORA = {"data": hf.token_batches()}
 EQUAL: dict[str, Any] = {
     "bf16": Both("bf16-mixed", Many, {}, KINDS),
     "16 with skips": Both("16-mixed", partial(Many, bad=(2, 5)), {}, KINDS),
+    "weights asked for no value": Both("bf16-mixed", AskingMany, {}, KINDS),
     "checkpointed": Both("16-mixed", Many, {"checkpointing": "Kinds"}, KINDS),
     "pinned linears": Both("bf16-mixed", Many, {"pins": {"down": "fp32", "net.2": "bf16"}}, KINDS),
     "a penalty on a pinned weight": Both("16-mixed", Penalised, HEAD, KINDS),
     "resharded to fewer": Both("bf16-mixed", Many, {}, {**KINDS, "reshard_after_forward": 1}),
     "offloaded": Both("16-mixed", Many, {}, {**KINDS, "cpu_offload": True}),
     "replicas": Both("16-mixed", Many, {}, {**KINDS, "device_mesh": (2, 1)}),
+    "replicas, accumulated": Both("16-mixed", Many, {"accumulate_grad_batches": 3}, {**KINDS, "device_mesh": (2, 1)}),
     "all in the root": Both("bf16-mixed", Many, {}, {"wrap": None}),
     "adapters": Both("bf16-mixed", Lora, LORA, {"wrap": None}),
     "ignored": Ignored(),

@@ -356,7 +356,28 @@ class Unfit(Ranked):
         self.logit_scale, self.table = nn.Parameter(torch.tensor(1.0)), nn.Embedding(4, 4, max_norm=0.5)
 
 
+class Reads(Ranked):
+    """What the step makes of a weight of another unit, or of a gradient, is in the loss."""
+
+    def __init__(self, read: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.read = read
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return super().loss((x, y)) + self.read(self.net, x)
+
+
+def _gradient_penalty(net: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(net(x).sum(), x, create_graph=True)[0].pow(2).sum()
+
+
 WAYS: dict[str, Callable[[], Any]] = {
+    "penalty": lambda: _fitted(Reads(lambda net, x: net[0].weight.float().pow(2).sum()), fsdp2(wrap="Linear")),
+    "zeros": lambda: _fitted(Reads(lambda net, x: (x + net[0].weight.new_zeros(16)).sum()), fsdp2(wrap="Linear")),
+    "detached": lambda: _fitted(Reads(lambda net, x: (x * net[0].weight[0].detach()).sum()), fsdp2(wrap="Linear")),
+    "gradient penalty": lambda: _fitted(Reads(_gradient_penalty), fsdp2(wrap="Linear")),
     "weights": lambda: _fitted(Unfit(), fsdp2()),
     "no plan": lambda: fit(Ranked(), plugins=[HalfPrecision("bf16-true")], **fsdp2()),
     "wrap": lambda: _fitted(Ranked(), fsdp2(wrap="Lineal")),

@@ -19,7 +19,7 @@ from lightning_mp import NonFiniteError, PlanError
 from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.strategies.deepspeed import shadow_weights
 from support.collectives import Moved
-from support.fsdp2_halves import Many, Text, text
+from support.fsdp2_halves import AskingMany, Many, Text, text
 from support.models import FEATURES
 from support.oracles import plan_for
 from support.running import fit
@@ -112,6 +112,7 @@ MODULES: dict[str, Callable[[], LightningModule]] = {
     "llama": lambda: Text("llama"),
     "gpt2": lambda: Text("gpt2"),
     "kinds": Many,
+    "asking": AskingMany,
     "skips": lambda: Many(bad=(1, 3)),
     "shared": Shared,
     "grouped": Grouped,

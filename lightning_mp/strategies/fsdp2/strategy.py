@@ -127,7 +127,7 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
         self._replicas_and_shards: tuple[int, int] | None = device_mesh
         self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
         self._shards, self._tp_plan = data_parallel_size, tp_plan
-        self._sharded = False
+        self._sharded = self._in_window = False
         self._root: RootUnit | None = None
         self._fp8_gather: FP8Gather | None = None
         self._evaluates_in_fp8 = False
@@ -299,6 +299,28 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
         if method != "training_step" or manual or output is None:  # else backward follows, and shards again
             root.reshard()
         return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within a window HSDP sums over shards alone, and over its replicas in the last micro-batch."""
+        assert self.model is not None
+        self._in_window = self._replicas_and_shards is not None
+        if self._in_window:
+            sharding_compat.sum_over_replicas(self.model, now=False)
+        try:
+            yield
+        finally:
+            if self._in_window:
+                sharding_compat.sum_over_replicas(self.model, now=True)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning does; a window whose last micro-batch had no loss leaves nothing to the next one."""
+        try:
+            return super().optimizer_step(*args, **kwargs)
+        finally:
+            if self._in_window and self.model is not None:
+                sharding_compat.drop_sums_of_shards(self.model)
+            self._in_window = False
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         assert self._root is not None

@@ -22,6 +22,8 @@ RUNS: dict[str, tuple[Any, ...]] = {
     "gpt2, stage 2": ("gpt2", "2"),
     "ties, a weight used twice, convolutions, attention": ("kinds", "1"),
     "the same, stage 2": ("kinds", "2"),
+    "weights asked for no value": ("asking", "2"),
+    "the same, recomputed": ("asking", "1", "16-mixed", {"checkpointing": "Asking"}),
     "fp16 with skips": ("skips", "1", "16-mixed"),
     "fp16 with skips, stage 2": ("skips", "2", "16-mixed"),
     "gradients accumulated": ("kinds", "1", "bf16-mixed", {"accumulate_grad_batches": 3}),

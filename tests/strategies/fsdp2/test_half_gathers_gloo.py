@@ -31,6 +31,20 @@ def test_bytes_gathered_and_kept(ranks: Ranks, kind: str) -> None:
         assert result["kept"] == [0] * len(result["kept"])
 
 
+def test_a_block_that_runs_several_times_is_reduced_once(ranks: Ranks) -> None:
+    block, rest = ELEMENTS["llama"]
+    for result in ranks.run(Bytes("one block")):
+        assert same_runs(result["ddp"], result["sharded"], 1e-5)
+        assert all(sorted(step["reduced"]) == [4 * rest, 4 * block] for step in result["steps"][1:])
+
+
+def test_replicas_are_summed_once_a_window(ranks: Ranks) -> None:
+    window = {"accumulate_grad_batches": 2}
+    for result in ranks.run(Bytes("llama", options=window, strategy={"device_mesh": (2, 1)})):
+        assert same_runs(result["ddp"], result["sharded"], 0.0)
+        assert [sum(step["reduced"]) for step in result["steps"][2:]] == [0, 572_672]  # 4 an element
+
+
 @pytest.mark.parametrize("case", EQUAL)
 def test_steps_are_ddps_to_the_last_bit(ranks: Ranks, case: str) -> None:
     results = ranks.run(EQUAL[case])
@@ -41,7 +55,7 @@ def test_steps_are_ddps_to_the_last_bit(ranks: Ranks, case: str) -> None:
 
 def test_a_weight_read_elsewhere_is_refused_on_every_rank_with_the_pin_to_write(ranks: Ranks) -> None:
     for said in ranks.run(Read()):
-        assert all(words in said for words in ("net.2.weight", "aten.pow", "pins={'net.2': 'fp32'}"))
+        assert all(words in said for words in ("net.2.weight is fp16", "(pow, ", "pins={'net.2': 'fp32'}"))
 
 
 def test_after_a_run_the_module_computes_in_fp32(ranks: Ranks) -> None:

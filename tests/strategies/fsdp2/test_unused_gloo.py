@@ -119,7 +119,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "blocks": {"wrap": "Block"},
     "replicas": {"wrap": "Block", "device_mesh": (2, 1)},
 }
-CASES = [("plain", name) for name in STRATEGIES]
+CASES = [("plain", name) for name in STRATEGIES] + [("accumulated", "replicas")]
 CASES += [(name, "one unit" if name == "dropped" else "blocks") for name in OPTIONS if name != "plain"]
 
 
