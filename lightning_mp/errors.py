@@ -197,6 +197,27 @@ def is_whole(value: Any) -> TypeIs[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 step``, ``1,000 steps``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def in_short(count: float) -> str:
+    """``98.7M``, ``7.24B``, ``135B``."""
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= unit:
+            return f"{count / unit:.3g}{letter}"
+    return f"{count:,.0f}"
+
+
+def in_bytes(size: float) -> str:
+    """Bytes in the unit that fits: ``12 bytes``, ``1.5 KiB``, ``49.4 GiB``."""
+    if abs(size) < 1024:
+        return counted(round(size), "byte")
+    power = min(int(math.log(abs(size), 1024)), 3)
+    return f"{size / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
 def one_line(error: BaseException) -> str:
     """An exception's text without its line breaks."""
     return " ".join(str(error).split())

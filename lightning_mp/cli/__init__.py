@@ -19,7 +19,14 @@ from lightning_mp.cli.init import init
 from lightning_mp.cli.report import report
 from lightning_mp.cli.train import train
 
-app = typer.Typer(name="lightning-mp", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="lightning-mp",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text, which a wide terminal does not stretch
+    context_settings={"max_content_width": 100},
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -34,7 +41,11 @@ def root(
         bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Mixed precision for PyTorch Lightning: say once which numbers live in which format, and that is what runs."""
+    """Mixed precision for PyTorch Lightning: say once which numbers live in which format, and that is what runs.
+
+    Begin with `lightning-mp demo`, or with a config of your own: `lightning-mp init llama_tiny` writes llama_tiny.yaml,
+    `lightning-mp train llama_tiny.yaml plan=bf16` runs it. `lightning-mp COMMAND --help` has an example of each.
+    """
 
 
 for _command in (demo, init, train, compare, advise, audit, doctor, report, consolidate, env):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
 import warnings
@@ -14,16 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, cast
 
 import typer
 
-from lightning_mp.cli.output import console, refusals, refuse
+from lightning_mp.cli.output import console, progress, refusals, refuse
 from lightning_mp.cli.train import Arguments, ConfigDirs
-from lightning_mp.errors import Faults, one_line
+from lightning_mp.errors import Faults, counted, in_bytes, in_short, one_line
 
 if TYPE_CHECKING:
     from lightning_mp.cli.config import Composed
     from lightning_mp.cli.parts import Regime
-    from lightning_mp.planner import Advice, ModelShape
+    from lightning_mp.planner import Advice
+    from lightning_mp.tracing.fitting import Fit
 
-_GIB, _MIB = 2**30, 2**20
+_GIB = 2**30
 _SHOWN = 5
 # Of a run that calibrates: readings in which allocators and kernels find their pace, and those that are enough.
 _WARM_UP, _CALIBRATED = 5, 100
@@ -36,7 +36,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     context: typer.Context,
     arguments: Arguments = None,
     params: Annotated[Number, typer.Option(help="Parameters, as 7e9: a Llama of that size.")] = None,
-    config: Annotated[File, typer.Option(help="A transformers config.json instead.")] = None,
+    config: Annotated[File, typer.Option(help="A transformers config.json instead; --out writes that model.")] = None,
     gpu: Annotated[str, typer.Option(help="a100-40, a100-80, h100-80, h200-141, v100-32, t4-16, l4-24, …")] = "h100-80",
     gpus: Annotated[int, typer.Option(help="How many.")] = 8,
     nvlink: Annotated[str, typer.Option(help="full, pairs or none.")] = "full",
@@ -58,9 +58,11 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     check: Annotated[bool, typer.Option("--check", help="With a CONFIG: run two steps here, measure.")] = False,
     config_dir: ConfigDirs = None,
 ) -> None:
-    """Say what fits these GPUs: precision, strategy, degrees; how fast, at what cost; and write the YAML that runs it.
+    """Say what fits these GPUs, how fast and at what cost.
 
-    With a CONFIG of `train`, its memory by part, the largest micro-batch, and what checkpointing buys on --gpu.
+    Precision, strategy, degrees, micro-batch; --out writes the YAML that runs it.
+
+    With a CONFIG of `train`: its memory by part, the largest micro-batch, and what checkpointing buys on --gpu.
 
     Example: lightning-mp advise --params 7e9 --gpus 8 --gpu h100-80 --out run.yaml
     """
@@ -81,24 +83,24 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
         "nvlink": nvlink,
         "interconnect_gbps": gbps,
         "gpus_per_node": gpus_per_node,
+        "seq_len": seq_len,
         "global_batch": global_batch,
         "micro_batch": micro_batch,
         "tokens": tokens,
         "precision": precision,
         "offload": offload,
     }
-    if price is not None and not 0 <= price < math.inf:
-        refuse("advise", f"--price {price:g}: give what a GPU costs for an hour, 0 or more")
     with refusals("advise", ValueError):
-        shape = _shape(params, config, seq_len)
-        found = ask(shape, **keywords)
+        given = _given(params, config)
+        found = ask(given, **keywords)
         if calibrate is not None:
-            found = ask(shape, **keywords, calibration=_measured(calibrate) / found.best.tokens_per_s.mid)
+            found = ask(given, **keywords, calibration=_measured(calibrate) / found.best.tokens_per_s.mid)
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=2))
-            _ = found.best  # refuses where nothing fits
-        else:
-            _show(found, price)
+        best = found.best  # refuses where nothing fits
+        money = None if price is None else best.estimate.cost(price, tokens)
+        if not as_json:
+            _show(found, money)
         if out is not None:
             out.write_text(found.yaml(), encoding="utf-8")
             typer.echo(f"written: {out}; run it: lightning-mp train {out}", err=as_json)
@@ -113,27 +115,30 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, chec
     with refusals("advise"), redirect_stdout(sys.stderr):
         faults = Faults("advise")
         device = faults.sound(find(gpu, faults))
-        name, found, measured = _advised(arguments, config_dirs, faults, device.memory * USABLE, measure=check)
-    prediction, ways = found["prediction"], found["fits"]
+        name, found = _advised(arguments, config_dirs, faults, device.memory * USABLE, measure=check)
+    prediction, ways, measured = found["prediction"], found["fits"], found["measured"]
     if as_json:
-        plain = {**found, "prediction": asdict(prediction), "fits": list(map(asdict, ways))}
-        typer.echo(json.dumps({**plain, "strategy": name, "measured": measured}, indent=2))
+        plain = {**found, "strategy": name, "prediction": asdict(prediction), "fits": list(map(asdict, ways))}
+        typer.echo(json.dumps(plain, indent=2))
         return
-    typer.echo(f"{name} on {found['devices']}, {found['rows']} rows a micro-batch, on one rank:\n")
+    devices, rows = counted(found["devices"], "device"), counted(found["rows"], "row")
+    typer.echo(f"Memory of one rank: {name} on {devices}, {rows} a micro-batch\n")
     typer.echo(prediction.to_markdown())
     if measured is not None:
-        said, true = prediction.peak_bytes / _MIB, measured / _MIB
-        typer.echo(f"two steps here: predicted {said:,.1f} MiB, measured {true:,.1f} MiB ({said / true - 1:+.1%})")
+        said, off = in_bytes(prediction.peak_bytes), prediction.peak_bytes / measured - 1
+        typer.echo(f"two steps here: predicted {said}, measured {in_bytes(measured)} ({off:+.1%})")
     for each in ways:
-        size = f"{each.prediction.peak_bytes / _MIB:,.1f} MiB"
-        rows = f"{each.rows} rows{' or more' if each.rows == MOST_ROWS else ''}"
-        typer.echo(f"checkpointing {each.checkpointing}: {size}; up to {rows} on {device.word}")
+        most = counted(each.rows, "row") + " or more" * (each.rows == MOST_ROWS)
+        size = in_bytes(each.prediction.peak_bytes)
+        typer.echo(f"checkpointing {each.checkpointing}: {size}; up to {most} on {device.word}")
+    if not ways and measured is None:
+        typer.echo("the largest micro-batch is not known, since activations were not counted")
 
 
 def _advised(
     arguments: list[str], config_dirs: list[Path], faults: Faults, memory: float, *, measure: bool
-) -> tuple[str, dict[str, Any], int | None]:
-    """The strategy's name, what is predicted of the run as it is written, and bytes measured here, if any."""
+) -> tuple[str, dict[str, Any]]:
+    """The strategy's name, and what is predicted of the run as it is written; with ``measure`` what it takes here."""
     from lightning_mp.cli import parts
     from lightning_mp.cli.config import composed
     from lightning_mp.tracing.fitting import fits, rows_of
@@ -148,14 +153,19 @@ def _advised(
         name = str(written if isinstance(written, str) else written.get("name", written.get("_target_", "auto")))
         given = {key: value for key, value in trainer.items() if key not in {*LEFT_OUT, "strategy", "devices"}}
         how: dict[str, Any] = {"devices": devices, "trainer_args": given}
+        progress("tracing two steps without memory ...")
         prediction = predict_memory(model, batch, regime.plan, strategy=trainer["strategy"], **how)
 
         def strategy(plan: Any) -> Any:
             return parts.strategy_of(written, plan, faults)
 
-        ways = [] if measure else list(fits(model, batch, regime.plan, memory, strategy, **how))
+        ways: list[Fit] = []
+        if prediction.parts["activations"] and not measure:
+            for way in fits(model, batch, regime.plan, memory, strategy, **how):
+                progress(f"checkpointing {way.checkpointing}: {counted(way.rows, 'row')}")
+                ways.append(way)
         found = {"prediction": prediction, "devices": devices, "rows": rows_of(batch), "fits": ways}
-        return name, found, _measured_here(job, faults) if measure else None
+        return name, {**found, "measured": _measured_here(job, faults) if measure else None}
 
 
 def _parts(job: Composed, faults: Faults) -> tuple[dict[str, Any], Regime, Any, Any]:
@@ -216,28 +226,28 @@ def _measured(given: str) -> float:
     return statistics.median(rates) / int(machine.get("processes") or 1)
 
 
-def _shape(params: float | None, config: Path | None, seq_len: int | None) -> ModelShape:
+def _given(params: float | None, config: Path | None) -> Any:
+    """What the planner is asked about: a Llama of a size, or the fields of a transformers config."""
     from lightning_mp.planner import ModelShape
 
     if (params is None) == (config is None):
         refuse("advise", "give --params 7e9, or --config with a transformers config.json")
-    if config is not None:
-        try:
-            said = json.loads(config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            refuse("advise", f"--config {config}: {one_line(error)}; give a transformers config.json")
-        return ModelShape.from_config(said, seq_len=seq_len)
-    assert params is not None
-    return ModelShape.of_size(params, seq_len=seq_len)
+    if config is None:
+        return ModelShape.of_size(cast("float", params))
+    try:
+        return json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        refuse("advise", f"--config {config}: {one_line(error)}; give a transformers config.json")
 
 
-def _show(found: Advice, price: float | None) -> None:
+def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
     from rich.table import Table
 
-    shape, best = found.shape, found.best.estimate  # refuses where nothing fits
-    typer.echo(f"{shape.params / 1e9:.3g}B parameters, {shape.seq_len} tokens a sequence, on {best.layout.gpus} x")
+    shape, best = found.shape, found.best.estimate
+    typer.echo(f"{in_short(shape.params)} parameters, {shape.seq_len} tokens a sequence, on {best.layout.gpus} x")
     typer.echo(f"{found.gpu.word} ({found.gpu.source}). Precision: {found.precision_reason}.\n")
-    table = Table("", "strategy", "data x tensor x pipeline", "checkpointing", "batch", "GiB", "tokens/s a GPU", "MFU")
+    heads = "strategy", "data x tensor x pipeline", "checkpointing", "micro-batch", "GiB", "tokens/s a GPU", "MFU"
+    table = Table("", *heads)
     for rank, each in enumerate(found.choices[:_SHOWN], start=1):
         low, mid, high = each.tokens_per_s
         degrees = f"{each.data} x {each.tensor} x {each.pipeline}"
@@ -251,7 +261,7 @@ def _show(found: Advice, price: float | None) -> None:
     typer.echo(f"   GiB by part: {parts}. {found.best.reason}.")
     budget = found.tokens or shape.tokens
     low, mid, high = best.days(budget)
-    cost = "" if price is None else ", {0:,.0f} to {2:,.0f} in money".format(*best.cost(price, budget))
-    typer.echo(f"   {budget / 1e9:,.0f}B tokens: {mid:,.1f} days ({low:,.1f} to {high:,.1f}){cost}")
+    cost = "" if money is None else f", {money[0]:,.0f} to {money[2]:,.0f} in money"
+    typer.echo(f"   {in_short(budget)} tokens: {mid:,.1f} days ({low:,.1f} to {high:,.1f}){cost}")
     for line in found.lost:
         typer.echo(f"   - {line}")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightning_mp.cli.output import console, refusals
+from lightning_mp.cli.output import console, progress, refusals
 from lightning_mp.cli.train import Arguments, ConfigDirs
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, counted
 
 if TYPE_CHECKING:
     from lightning_mp.monitor.audit import AuditReport
@@ -22,12 +22,14 @@ def audit(
     steps: Annotated[int, typer.Option("--steps", help="How many optimizer steps are looked at.")] = 1,
     config_dir: ConfigDirs = None,
 ) -> None:
-    """Train the first steps of what `train` would run, and show which dtypes each module was declared and ran in.
+    """Show which dtypes each module of a run really ran in.
 
-    Exit status 0 if all is as declared, 1 if a module is not, 2 for bad input.
+    Trains the first steps of what `train` would run, and holds dtypes against what was declared. Exit status 0 if all
+    is as declared, 1 if a module is not, 2 for bad input.
 
     Example: lightning-mp audit experiment=llama_tiny plan=fp16
     """
+    progress(f"auditing {counted(steps, 'step')} ...")
     with refusals("audit"):
         report, folder = _audited(arguments or [], steps, config_dir or [])
     typer.echo(report.to_text(console().width))

@@ -39,9 +39,10 @@ def compare(
     ] = None,
     config_dir: ConfigDirs = None,
 ) -> None:
-    """Train what `train` would run under several plans: speed, memory, and the paired difference of their losses.
+    """Compare what `train` would run under several plans.
 
-    Within a seed every plan begins from the same weights and sees the same batches. Exit status 1 if a run failed.
+    Speed, memory, and the paired difference of losses: within a seed every plan begins from the same weights and sees
+    the same batches. Exit status 1 if a run failed.
 
     Example: lightning-mp compare experiment=neox_wide --plans bf16-mixed,fp8-mixed --seeds 8
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from lightning_mp.policy import precision_word
 from lightning_mp.policy.load import HYDRA_KEYS
 from lightning_mp.policy.places import Places
 from lightning_mp.policy.presets import PRESETS
+from lightning_mp.policy.words import precision_fix
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -138,10 +140,13 @@ def _hydras_own(faults: Faults, path: Path | None) -> Generator[None]:
         said = " ".join(str(error.__cause__ if isinstance(error.__cause__, HydraException) else error).split())
         said = said.partition(" Config search path:")[0].replace(_STORED, path.name if path else "train.yaml")
         fix = "+key=value adds a key, and a value with commas, braces or spaces wants quotes"
+        missing = re.search(r"Could not find '([^']*)/([^']*)' Available options in '\S+': (.*)", said)
         if "'*" in said:
             fix = "write plan.pins=\"[{pattern:'*norm*',dtype:fp32}]\""
-        elif "ptions in '" in said:
-            fix = "choose one of these, or check --config-dir"
+        elif missing is not None:
+            group, option, known = missing.groups()
+            words = precision_fix(option, (), known.split()) if group == "plan" else did_you_mean(option, known.split())
+            fix = words if "mean" in words else "choose one of these, or check --config-dir"
         faults.add(f"a config that does not compose: {said}", "what Hydra composes", fix)
         faults.raise_if_any()
 
@@ -150,7 +155,7 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The config file, wherever it stands, and the other arguments; a path may have ``=`` in it."""
     for index, text in enumerate(arguments):
         names_file = text.endswith((".yaml", ".yml")) and Path(text).is_file()
-        if names_file or (index == 0 and "=" not in text and not text.startswith("~")):
+        if names_file or ("=" not in text and not text.startswith("~")):
             return Path(text), [*arguments[:index], *arguments[index + 1 :]]
     return None, list(arguments)
 
@@ -308,6 +313,8 @@ def _run(name: str, overrides: list[str]) -> DictConfig:
 
 def _choice(override: Override) -> list[str]:
     """A choice from a group as Hydra takes it: a plan by its precision, a strategy by its name in a Trainer."""
+    from lightning_mp.strategies.registry import LIGHTNINGS
+
     key, value, text = override.key_or_group, override.value(), str(override.input_line)
     word = precision_word(value) if key == "plan" and value not in PRESETS else None
     if word is not None:
@@ -315,7 +322,8 @@ def _choice(override: Override) -> list[str]:
     if key in SECTIONS and value is None and text.startswith(key):
         return [f"~{key}"]
     if key == "strategy" and isinstance(value, str):
-        return [f"strategy={value.removeprefix('mp_')}"]
+        name, also = LIGHTNINGS.get(value.lower(), (value.removeprefix("mp_"), {}))
+        return [f"strategy={name}", *(f"++strategy.{keyword}={setting}" for keyword, setting in also.items())]
     return [f"++{text}"] if key in SECTIONS and isinstance(value, dict) and text.startswith(key) else [text]
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from lightning_mp.cli.output import refusals
+from lightning_mp.errors import counted, in_bytes
 
 
 def consolidate(
@@ -28,7 +29,9 @@ def consolidate(
         bool, typer.Option("--trust", help="Unpickle objects too, from a .ckpt file whose origin you trust.")
     ] = False,
 ) -> None:
-    """Write the weights of any checkpoint, sharded or DeepSpeed's too, as one plain state dict.
+    """Write a checkpoint's weights as one plain state dict.
+
+    Of any checkpoint of this package's, sharded or DeepSpeed's too.
 
     Example: lightning-mp consolidate last.ckpt weights.safetensors --dtype bf16
     """
@@ -39,6 +42,5 @@ def consolidate(
         written = write_consolidated(checkpoint, output, dtype, prefix=prefix, weights_only=False if trust else None)
     if written.left_out:
         typer.echo(f"left out, since they are no tensors: {', '.join(written.left_out)}", err=True)
-    unit, name = (2**20, "MiB") if written.size >= 2**20 else (2**10, "KiB")
-    size = f"{written.size / unit:.1f} {name}"
-    typer.echo(f"{written.path}: {written.tensors} tensors, {size}, {', '.join(written.dtypes)}")
+    size = f"{counted(written.tensors, 'tensor')}, {in_bytes(written.size)}"
+    typer.echo(f"{written.path}: {size}, {', '.join(written.dtypes)}")

@@ -31,9 +31,9 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option(help="Where the page and its numbers are written.")] = Path("lightning_mp_demo"),
 ) -> None:
-    """Train one small GPT-2 on Python's own sources under five plans, and compare speed, memory and loss.
+    """Compare five plans on one small GPT-2 and built-in text.
 
-    It is `lightning-mp compare` on a built-in model, with three seeds.
+    It is `lightning-mp compare` of speed, memory and loss, on Python's own sources, with three seeds.
 
     Example: lightning-mp demo --steps 20
     """

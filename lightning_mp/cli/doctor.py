@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lightning_mp.cli.output import console, refusals
+from lightning_mp.cli.output import console, progress, refusals
 from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults, nearest, one_line
 
@@ -30,7 +30,9 @@ def doctor(
     gpu: Annotated[str, typer.Option(help="The GPU it will run on: t4-16, a100-80, …; else this machine's.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead.")] = False,
 ) -> None:
-    """Say what will go wrong in what `train` would run, before it does; exit status 1 with warnings, 2 with errors.
+    """Say what will go wrong in a run, before it does.
+
+    Exit status 1 with warnings, 2 with errors.
 
     Example: lightning-mp doctor experiment=llama_tiny plan=fp16
     """
@@ -38,6 +40,7 @@ def doctor(
     from lightning_mp.policy.gpus import find
 
     # what the model's own code prints is no part of the answer
+    progress("examining ...")
     with refusals("doctor"), redirect_stdout(sys.stderr):
         with Faults("doctor") as faults:
             chosen = find(gpu, faults) if gpu else None

@@ -29,7 +29,7 @@ _PACKAGES = (
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, to paste into an issue.")] = False,
 ) -> None:
-    """Say what is installed, which devices there are, and what each mode would do on them.
+    """Say what is installed, and what each mode would do here.
 
     Example: lightning-mp env --json > env.json
     """

@@ -23,7 +23,7 @@ def init(
         typer.Argument(help="An experiment, or GROUP/NAME; without one all are listed.", show_default=False),
     ] = None,
 ) -> None:
-    """List the configs that come with the package, or copy one here to edit.
+    """List the package's configs, or copy one here to edit.
 
     Example: lightning-mp init llama_tiny && lightning-mp train llama_tiny.yaml plan=bf16
     """

@@ -47,6 +47,11 @@ def refuse(command: str, message: str) -> NoReturn:
     raise typer.Exit(_USAGE_ERROR) from None
 
 
+def progress(text: str) -> None:
+    """Say on stderr what takes its time."""
+    typer.echo(text, err=True)
+
+
 def console() -> Console:
     """Where tables are printed."""
     from rich.console import Console

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
+
 from lightning_mp.cli.config import RUN_DIR, located, parameters
 from lightning_mp.comparison.run import environment_kept, fit_arguments
 from lightning_mp.compat.lightning import (
@@ -21,6 +23,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.demo.text_windows import InputError
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
+from lightning_mp.monitor.side_run import loss_of
 from lightning_mp.policy.load import HYDRA_KEYS
 from lightning_mp.policy.places import Places, plan_fault
 from lightning_mp.precision import MixedPrecisionPlan
@@ -35,6 +38,24 @@ class Regime:
 
     plan: MixedPrecisionPlan
     trainer: Mapping[str, Any]
+
+
+class LastLoss(Callback):
+    """Keeps the loss of the last batch, on its device."""
+
+    loss: Any = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Lightning divided it by the number of micro-batches, under automatic optimization."""
+        times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        loss = loss_of(outputs)
+        self.loss = loss.detach() * times if isinstance(loss, Tensor) else None
+
+    def in_words(self) -> str:
+        """As the end of a sentence; empty without a loss."""
+        return "" if self.loss is None else f", last loss {float(self.loss.float().mean()):.4g}"
 
 
 def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime | None:

@@ -24,7 +24,9 @@ def report(
     ] = False,
     port: Annotated[int, typer.Option(help="The port for --serve; 0 takes any.", min=0, max=65535)] = 8765,
 ) -> None:
-    """Write what a run did, or how several compare, as one HTML file that opens without a network.
+    """Write what a run did, or how several compare, as HTML.
+
+    One file that opens without a network.
 
     Example: lightning-mp report runs/a runs/b
     """

@@ -45,7 +45,9 @@ def train(
     config_dir: ConfigDirs = None,
     show: Annotated[bool, typer.Option("--show", help="Print the config that would run, and leave.")] = False,
 ) -> None:
-    """Train what a YAML file describes: any LightningModule, under a plan and a strategy; Hydra composes the parts.
+    """Train what a YAML file describes.
+
+    Any LightningModule, under a plan and a strategy; Hydra composes the parts.
 
     Example: lightning-mp train experiment=llama_tiny plan=bf16 trainer.max_steps=100
     """
@@ -118,18 +120,21 @@ def _as_yaml(config: dict[str, Any]) -> str:
 def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
     from lightning_mp.cli import parts
     from lightning_mp.compat.lightning import rank_zero_only
-    from lightning_mp.errors import Faults
+    from lightning_mp.errors import Faults, counted
 
     faults, folder = Faults("train"), Path(config["run_dir"])
     with parts.running(folder, faults):
-        trainer = parts.trainer(regime.trainer, faults)
+        watch = parts.LastLoss()
+        trainer = parts.trainer({**regime.trainer, "callbacks": [*regime.trainer["callbacks"], watch]}, faults)
         model, data = parts.parts(config, faults)
         if getattr(rank_zero_only, "rank", 0) == 0:
             _write_config(config, folder, say, faults)
         trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
     if trainer.is_global_zero:
-        page, steps = folder / "report.html", trainer.global_step
-        say(f"{folder}: {steps} step{'s' * (steps != 1)}" + (f", {page}" if page.exists() else ""))
+        page, skipped = folder / "report.html", int(regime.plan.skipped_steps)
+        lost = f", {skipped} of them skipped" if skipped else ""
+        report = f"; report: {page}" if page.exists() else ""
+        say(f"{folder}: {counted(trainer.global_step, 'step')}{lost}{watch.in_words()}{report}")
     return 1 if trainer.interrupted else 0
 
 

@@ -19,8 +19,8 @@ import torch
 from lightning_mp.comparison.page import write
 from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses
 from lightning_mp.comparison.run import OWN, Recipe, Runs, environment_kept, quiet
-from lightning_mp.compat.lightning import LightningModule, Strategy
-from lightning_mp.errors import Fault, Faults, PlanError, is_number, one_line
+from lightning_mp.compat.lightning import LightningModule, Strategy, rank_zero_only
+from lightning_mp.errors import Fault, Faults, PlanError, counted, is_number, one_line
 from lightning_mp.monitor.run_log import machine, versions
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy, precision_word
@@ -126,6 +126,8 @@ def _run_all(
     """The results of every plan, by seed."""
     results = {name: list[RunResult]() for name in named}
     _refuse(named, lambda policy: runs.arguments(MixedPrecisionPlan.from_policy(policy)))
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        say(f"{counted(len(named), 'plan')}, two steps of each first ...")
     peaks = _refuse(named, lambda policy: _attempt(partial(runs.trial, policy, 0)))
     if all(isinstance(peak, Exception) for peak in peaks.values()):
         raise next(iter(peaks.values()))  # the user's own, with its traceback
@@ -246,7 +248,7 @@ def read_plans(plans: Plans | str, faults: Faults) -> dict[str, PrecisionPolicy]
             number = sum(other == name or other.startswith(f"{name} (") for other in found)
             found[f"{name} ({number + 1})" if number else name] = policy
     if len(plans) < 2:
-        faults.add(f"{len(plans)} plan{'s' * (len(plans) != 1)}", "two or more", "write bf16-mixed,fp8-mixed")
+        faults.add(counted(len(plans), "plan"), "two or more", "write bf16-mixed,fp8-mixed")
     return found
 
 

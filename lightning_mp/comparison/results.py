@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_mp.errors import is_number
+from lightning_mp.errors import counted, is_number
 from lightning_mp.policy import PrecisionPolicy
 
 Verdict = Literal["same", "better", "worse", "undecided"]
@@ -23,7 +23,6 @@ Verdict = Literal["same", "better", "worse", "undecided"]
 MARGIN_SHARE = 0.005
 _CONFIDENCE = 0.95
 NOTHING = "-"
-MIB = 2**20
 _FEW = 100
 _PAIRED = ("minus first, mean", "95 % interval", "verdict")
 
@@ -220,7 +219,7 @@ def _verdict(
         seeds = ", ".join(map(str, diverged))
         return "worse", f"its loss was not finite in seed {seeds}, where the first plan's was"
     if interval is None:
-        return "undecided", f"{count} paired seed{'s' * (count != 1)}: an interval needs two"
+        return "undecided", f"{counted(count, 'paired seed')}: an interval needs two"
     low, high = interval
     if -margin <= low and high <= margin:
         return "same", "the interval lies within the margin"
@@ -283,8 +282,14 @@ def _to_text(comparison: Comparison, width: int) -> str:
 
 def heads(comparison: Comparison) -> list[str]:
     """The columns' names; a comma is where a narrow one may break."""
-    unit = comparison.plans[0].unit
-    return ["plan", f"{unit}/s, mean ± sd", "speed", "peak MiB, mean ± sd", "final loss, mean ± sd", *_PAIRED]
+    first = comparison.plans[0]
+    peak = f"peak {_memory_unit(first)[0]}, mean ± sd"
+    return ["plan", f"{first.unit}/s, mean ± sd", "speed", peak, "final loss, mean ± sd", *_PAIRED]
+
+
+def _memory_unit(first: PlanResult) -> tuple[str, int]:
+    """MiB; KiB for a model that takes less than one."""
+    return ("KiB", 2**10) if first.peak_bytes and first.peak_bytes.mean < 2**20 else ("MiB", 2**20)
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
@@ -300,7 +305,7 @@ def _alone(plan: PlanResult, first: PlanResult) -> list[str]:
         plan.name,
         _with_sd(rate, "{:,.0f}" if rate and rate.mean >= _FEW else "{:.3g}"),
         f"{rate.mean / base.mean:.2f}x" if rate and base else NOTHING,
-        _with_sd(peak, "{:,.1f}", MIB),
+        _with_sd(peak, "{:,.1f}", _memory_unit(first)[1]),
         _with_sd(plan.final_loss, "{:.4f}"),
     ]
 
@@ -333,10 +338,9 @@ def notes(comparison: Comparison) -> list[str]:
     count = len(comparison.seeds)
     cpu = comparison.about["machine"]["type"] == "cpu"
     margins = dict.fromkeys(f"{one.margin:.4g}" for one in comparison.differences)
-    mean = "training loss of the last" if last == 1 else f"mean training loss of the last {last}"
-    final = f"final loss: the {mean} of {comparison.steps} steps"
+    mean = "training loss of the last step" if last == 1 else f"mean training loss of the last {last} steps"
     lines = [
-        f"{final}, over {count} seed{'s' * (count != 1)}.",
+        f"final loss: the {mean} of {comparison.steps}, over {counted(count, 'seed')}.",
         f"minus first: {first}'s of the same seed, weights and batches taken away; interval: Student's t over seeds.",
         f"verdict: same with the interval within the margin, ±{', ±'.join(margins)}, else worse or better without 0.",
         *(f"{one.second}: {one.verdict}, {one.reason}." for one in comparison.differences),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from lightning_mp.errors import Faults, is_number
+from lightning_mp.errors import Faults, in_short, is_number
 from lightning_mp.planner import yaml_file
 from lightning_mp.planner.estimate import Estimate, of_layout
 from lightning_mp.planner.layout import CHECKPOINTING, Layout, checked
@@ -91,7 +91,7 @@ class Advice:
         if not self.choices:
             with Faults("advise") as faults:
                 fix = f"use {self.nearest_gpus} GPUs" if self.nearest_gpus else "use a larger GPU, or offload=True"
-                given = f"{self.shape.params / 1e9:.3g}B parameters, {self.missing_bytes / _GIB:.1f} GiB too many a GPU"
+                given = f"{in_short(self.shape.params)} parameters, {self.missing_bytes / _GIB:,.1f} GiB too many a GPU"
                 faults.add(given, f"{self.gpu.memory / _GIB:.1f} GiB on {self.gpu.word}", fix)
         return self.choices[0]
 
@@ -140,7 +140,7 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
     """What to run on ``gpus`` GPUs: by the precision rules of ``policy.hardware``, then the fastest layout that fits.
 
     Args:
-        shape_or_module: a :class:`ModelShape`, or a module with a transformers ``config``.
+        shape_or_module: a :class:`ModelShape`, or a transformers config as a mapping, or a module that has one.
         gpu: a word of ``lightning_mp.policy.gpus``.
         gpus: how many.
         nvlink: ``"full"`` between all GPUs of a node, ``"pairs"``, or ``"none"``.
@@ -196,10 +196,12 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
 def _shape_of(given: Any, seq_len: int | None) -> tuple[ModelShape, Any]:
     if isinstance(given, ModelShape):
         return (given if seq_len is None else replace(given, seq_len=seq_len)), None
+    if isinstance(given, Mapping):
+        return ModelShape.from_config(given, seq_len=seq_len), given
     config = getattr(given, "config", getattr(getattr(given, "model", None), "config", None))
     with Faults("advise") as faults:
         if config is None or not hasattr(given, "parameters"):
-            allowed = "a ModelShape, or a module with a transformers config"
+            allowed = "a ModelShape, or a transformers config as a mapping, or a module that has one"
             faults.add(f"{type(given).__name__}", allowed, "give ModelShape(params, layers, hidden, ...)")
     params = sum(parameter.numel() for parameter in given.parameters())
     return ModelShape.from_config(config, params=params, seq_len=seq_len), given
@@ -299,7 +301,7 @@ def _lost(kept: Iterable[Estimate], fitting: list[Estimate]) -> tuple[str, ...]:
     for each in kept:
         if not each.fits:
             missing = each.missing_bytes / _GIB
-            lines.append(f"{_label(each.layout)} does not fit: {missing:.1f} GiB missing at its smallest")
+            lines.append(f"{_label(each.layout)} does not fit: {missing:,.1f} GiB missing at its smallest")
     for each in fitting[1:]:
         slower = round(100 * (1 - each.tokens_per_s.mid / fitting[0].tokens_per_s.mid))
         speed = f"{slower}% slower" if slower > 0 else f"{-slower}% faster" if slower else "as fast"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, is_number
 from lightning_mp.planner.layout import Layout, checked
 from lightning_mp.planner.memory import STRATEGIES, memory, usable
 from lightning_mp.planner.shape import CONVENTIONS, ModelShape, flops_per_token
@@ -67,7 +67,14 @@ class Estimate:
         return seconds[0] / _DAY, seconds[1] / _DAY, seconds[2] / _DAY
 
     def cost(self, price: float, tokens: float | None = None) -> tuple[float, float, float]:
-        """The same in money, at ``price`` an hour of one GPU."""
+        """The same in money, at ``price`` an hour of one GPU.
+
+        Raises:
+            PlanError: a price that is no finite number of at least 0.
+        """
+        with Faults("estimate") as faults:
+            if not is_number(price) or price < 0:
+                faults.add(f"price={price!r}", "what a GPU costs for an hour, 0 or more", "write 2.5")
         hourly = 24 * price * self.layout.gpus
         low, mid, high = self.days(tokens)
         return low * hourly, mid * hourly, high * hourly

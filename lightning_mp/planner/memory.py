@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_mp.errors import in_bytes
 from lightning_mp.planner.layout import Layout
 from lightning_mp.planner.shape import ModelShape
 
@@ -83,7 +84,6 @@ STRATEGIES = {
 
 #: what a peak is made of
 PARTS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state", "activations", "buffers", "other")
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class MemoryPrediction:
 
     def to_markdown(self) -> str:
         """A table: a line a part, and the peak."""
-        lines = ["| part | MiB | share |", "| --- | --- | --- |"]
+        lines = ["| part | size | share |", "| --- | --- | --- |"]
         for name, size in (*self.parts.items(), ("peak", self.peak_bytes)):
-            lines.append(f"| {name} | {size / _MIB:,.1f} | {size / max(self.peak_bytes, 1):.1%} |")
+            lines.append(f"| {name} | {in_bytes(size)} | {size / max(self.peak_bytes, 1):.1%} |")
         said = "".join(f"\n{note}." for note in (f"By: {self.method}", *self.notes))
         return "\n".join(lines) + f"\n{said}\n"
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, in_short
 from lightning_mp.planner.estimate import Estimate
 from lightning_mp.planner.layout import Layout
 from lightning_mp.planner.shape import ModelShape
 from lightning_mp.policy import PRECISIONS
+
+_CAUSAL_LM = "lightning_mp.demo.language_model.CausalLM"
+#: of a config.json what says how it was saved
+_NOT_OF_A_MODEL = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "quantization_config")
 
 
 def blocked(layout: Layout) -> str:
@@ -30,7 +35,7 @@ def write(shape: ModelShape, module: Any, found: Estimate, reason: str, tokens: 
     """The file: groups that the package ships, and what this run sets in them."""
     layout = found.layout
     lines = [
-        f"# {shape.params / 1e9:.3g}B parameters on {layout.gpus} x {layout.gpu.word}: {found}.",
+        f"# {in_short(shape.params)} parameters on {layout.gpus} x {layout.gpu.word}: {found}.",
         f"# {reason}.",
         "defaults:",
         "  - plan: auto",
@@ -50,7 +55,7 @@ def write(shape: ModelShape, module: Any, found: Estimate, reason: str, tokens: 
             f"    mode: {layout.checkpointing}",
         ]
     lines += _strategy(layout)
-    lines += _llama(shape) if module is None else _of_module(module)
+    lines += _model(shape, module)
     rows = layout.micro_batch * (layout.accumulate if layout.pipeline > 1 else 1)  # a pipeline cuts its batches itself
     lines += ["data:", f"  vocab: {shape.vocab}", f"  context: {shape.seq_len}", f"  batch_size: {rows}"]
     lines += ["trainer:", f"  devices: {min(layout.gpus, layout.gpus_per_node)}", f"  num_nodes: {layout.nodes}"]
@@ -64,6 +69,8 @@ def write(shape: ModelShape, module: Any, found: Estimate, reason: str, tokens: 
 
 def _blocks(shape: ModelShape, module: Any) -> str:
     """The name of the list that holds the layers: ``layers`` in Llama, ``h`` in GPT-2."""
+    if isinstance(module, Mapping):
+        return "h" if "n_layer" in module or module.get("model_type") == "falcon" else "layers"
     lists = [] if module is None else list(module.named_modules())
     names = (name for name, each in lists if type(each).__name__ == "ModuleList" and len(each) == shape.layers)
     return next(names, "layers").rpartition(".")[2]
@@ -81,17 +88,27 @@ def _strategy(layout: Layout) -> list[str]:
     return ["strategy:", f"  tensor_parallel: {layout.tensor}"] if layout.tensor > 1 else []
 
 
-def _llama(shape: ModelShape) -> list[str]:
-    return [
-        "model:",
-        "  config:",
-        f"    hidden_size: {shape.hidden}",
-        f"    intermediate_size: {shape.intermediate}",
-        f"    num_hidden_layers: {shape.layers}",
-        f"    num_attention_heads: {shape.heads}",
-        f"    num_key_value_heads: {shape.kv_heads}",
-        "  lr: 3.0e-4",
-    ]
+def _model(shape: ModelShape, module: Any) -> list[str]:
+    """The module, the architecture that a transformers config is of, or a Llama of that size."""
+    if module is not None and not isinstance(module, Mapping):
+        return _of_module(module)
+    config, lines = cast("Mapping[str, Any] | None", module), list[str]()
+    if config is None:
+        fields = {
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.intermediate,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+        }
+    else:
+        with Faults("advise") as faults:
+            if not config.get("model_type"):
+                faults.add("a config without model_type", "one that a model can be made from", "add model_type to it")
+        fields = {key: value for key, value in config.items() if key not in _NOT_OF_A_MODEL}
+        lines = [f"  _target_: {_CAUSAL_LM}", f"  architecture: {config['model_type']}"]
+    values = [f"    {key}: {json.dumps(value)}" for key, value in fields.items()]
+    return ["model:", *lines, "  config:", *values, "  lr: 3.0e-4"]
 
 
 def _of_module(module: Any) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from lightning_mp.errors import did_you_mean
+from lightning_mp.errors import did_you_mean, nearest
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8-mixed", "auto"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -66,6 +66,6 @@ def precision_fix(value: object, presets: Iterable[str] = (), others: Iterable[s
     near = [*PRECISIONS, *others]
     if "bf" in text or "brain" in text:
         near = [word for word in near if "bf16" in word]
-    elif "16" in text or "half" in text:
-        near = [word for word in near if word.startswith(("16", "fp16"))]
+    elif "16" in text or nearest(text, ["half"]):
+        return f"did you mean {', '.join(repr(word) for word in near if word.startswith(('16', 'fp16')))}?"
     return did_you_mean(text, near)

@@ -75,7 +75,7 @@ STRATEGIES: dict[str, Entry] = {
 }
 
 #: Lightning's own words for them, and what they fix besides
-_LIGHTNINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
+LIGHTNINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "deepspeed": ("deepspeed_zero2", {}),
     **{f"deepspeed_stage_{stage}": (f"deepspeed_zero{stage}", {}) for stage in (1, 2, 3)},
     **{f"deepspeed_stage_{stage}_offload": (f"deepspeed_zero{stage}_offload", {}) for stage in (1, 2, 3)},
@@ -109,7 +109,7 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
     Raises:
         PlanError: an unknown name or keyword, with near ones; whatever the strategy itself refuses.
     """
-    name, also = _LIGHTNINGS.get(name.lower(), (name, {})) if isinstance(name, str) else (name, {})
+    name, also = LIGHTNINGS.get(name.lower(), (name, {})) if isinstance(name, str) else (name, {})
     overrides = {**also, **overrides}
     entry = _entry(name)
     cls = _load(entry.home)

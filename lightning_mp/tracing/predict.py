@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -95,10 +97,15 @@ def _check(module: object, plan: object, devices: object) -> None:
 
 
 def why(error: BaseException) -> str:
-    """What could not be traced, by the operator's name where torch says it."""
+    """What could not be traced, by the operator's name where torch says it; and what the user's own code raised."""
     said = one_line(error)
     operator = re.search(r"\b(?:aten|prims|[a-z_0-9]+)\.[a-z_0-9]+\.[a-z_A-Z0-9]+\b", said)
-    return f"{type(error).__name__}: {operator.group() if operator else said[:160]}"
+    name = f"{type(error).__name__}: {operator.group() if operator else said[:160]}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    libraries = Path(torch.__file__).parents[1], Path(__file__).parents[1]
+    if operator or any(folder in Path(last.filename).parents for folder in libraries):
+        return name
+    return f"{last.name} raised {name} ({Path(last.filename).name}:{last.lineno}), as a run may too"
 
 
 # ---------------------------------------------------------------------- from a trace

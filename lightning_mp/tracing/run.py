@@ -35,7 +35,9 @@ from lightning_mp.tracing.storages import Storages, alive, peak, strided
 STEPS = 2
 ALONE: Mapping[str, Any] = {**BARE, "max_steps": STEPS}
 #: of a run's Trainer arguments, those that this run decides, and those that write
-LEFT_OUT = frozenset(("max_time", "plugins", "callbacks", "logger", "profiler", "ckpt_path", "default_root_dir"))
+LEFT_OUT = frozenset(
+    ("max_time", "num_nodes", "plugins", "callbacks", "logger", "profiler", "ckpt_path", "default_root_dir")
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
     storages = Storages("cuda" if on_cuda else "cpu")
     follow = _Follow(storages)
     given = {key: value for key, value in trainer_args.items() if key not in LEFT_OUT}
-    arguments: dict[str, Any] = {"accelerator": "cuda" if on_cuda else "cpu", **given, **ALONE, "callbacks": [follow]}
+    device_type = "cuda" if on_cuda else "cpu"  # also for a device that this machine lacks: sizes are the same
+    arguments: dict[str, Any] = {**given, "accelerator": device_type, **ALONE, "callbacks": [follow]}
     ranks = arguments.get("devices", 1)
     with ExitStack() as stack:
         stack.enter_context(_kept())

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from lightning_mp.cli import app
 from monitor.report.runs import write_run
+from support.training import PLAIN, write
 
 
 def _advised(*arguments: str) -> Any:
@@ -27,6 +28,48 @@ def test_a_run_is_predicted_on_a_gpu(tmp_path: Path, own_folder: None) -> None:
     assert said["prediction"]["peak_bytes"] == none > selective > full
     assert all(each["rows"] >= said["rows"] for each in said["fits"])
     assert not any(tmp_path.iterdir())
+
+
+OWN = """
+from support.training import Net, loader
+
+class Unstepped(Net):
+    def training_step(self, batch, batch_idx):
+        raise KeyError("input_ids")
+
+class Endless:
+    def __iter__(self):
+        while True:
+            yield from loader(4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("training.Net", "training.Net"), "on 1 device, "),
+        (("accelerator: cpu\n  devices: 1", "accelerator: gpu\n  devices: [0, 1]"), "By: traced"),
+        (("accelerator: cpu\n  devices: 1", "accelerator: gpu\n  devices: '0,1'"), "on 2 devices"),
+        (("accelerator: cpu\n  devices: 1", "accelerator: gpu\n  devices: auto"), "on 1 device, "),
+        (("support.training.loader\n  rows: 12", "own_parts.Endless"), "By: traced"),
+        (
+            ("support.training.Net", "own_parts.Unstepped"),
+            "raised KeyError: 'input_ids' (own_parts.py:6)",
+        ),
+        (("support.training.Net", "own_parts.Unstepped"), "the largest micro-batch is not known"),
+    ],
+)
+def test_a_config_is_predicted_where_its_devices_are_not_and_what_cannot_be_is_said(
+    change: tuple[str, str], said: str, tmp_path: Path, own_folder: None
+) -> None:
+    assert change[0] in PLAIN
+    write(tmp_path, OWN, "own_parts.py")
+    path = write(tmp_path, PLAIN.replace(*change))
+    found = CliRunner().invoke(app, ["advise", path])
+    assert found.exit_code == 0, found.output
+    assert said in found.stdout
+    refused = CliRunner().invoke(app, ["advise", path, "--gpus", "4", "--price", "2"])
+    assert (refused.exit_code, "--gpus, --price next to a CONFIG" in refused.output) == (2, True)
 
 
 @pytest.mark.slow

@@ -33,7 +33,9 @@ def test_train_without_arguments_shows_how_it_is_used() -> None:
 
 @pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
 def test_every_help_has_an_example(command: str) -> None:
-    assert f"Example: lightning-mp {command}" in " ".join(_run(command, "--help").output.split())
+    said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    assert f"Example: lightning-mp {command}" in " ".join(said.split())
+    assert max(map(len, said.splitlines())) <= 100
 
 
 def test_the_version_is_printed() -> None:

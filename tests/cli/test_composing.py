@@ -60,6 +60,12 @@ COMPOSED: dict[str, tuple[str | None, str, dict[str, Any]]] = {
     "a preset in the file": (f"plan: a100\n{GROUPS}", "", {"plan.precision": "bf16-mixed", "plan.tf32": "high"}),
     "a field of it": (f"plan: a100\n{GROUPS}", "plan.tf32=highest", {"plan.tf32": "highest"}),
     "a strategy by its name in a Trainer": (None, "strategy=mp_fsdp2", {"strategy.name": "fsdp2"}),
+    "a strategy by Lightning's word": (None, "strategy=deepspeed_stage_2", {"strategy.name": "deepspeed_zero2"}),
+    "a strategy by Lightning's word, and what it sets": (
+        None,
+        "strategy=ddp_find_unused_parameters_true",
+        {"strategy.name": "ddp", "strategy.find_unused_parameters": True},
+    ),
     "a list for a mapping": (None, f"plan=longspec {LIST}", {"plan.pins": [{"pattern": "ln_*", "dtype": "fp32"}]}),
     "an experiment as a file": (EXPERIMENT, "", {"plan.precision": "16-mixed", "seed": 5}),
     **{

@@ -65,7 +65,7 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
     "misspelt option": (
         ("plan:", "defaults: [{data: library_txt}]\nplan:"),
         "Could not find 'data/library_txt' Available options in 'data': library_text",
-        "choose one",
+        "'library_text'",
     ),
     "mandatory choice": (("data:", "defaults:\n  - data: ???\nold:"), "You must specify 'data'", ""),
     "arguments of LightningCLI": (
@@ -82,7 +82,11 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
     "parts that do not fit": (("data:", "unused:"), "train_dataloader", ""),
 }  # fmt: skip
 ARGUMENTS = {
-    "plan=fp61": ("Could not find 'plan/fp61' Available options in 'plan': a100", "choose one"),
+    "plan=fp61": ("Could not find 'plan/fp61' Available options in 'plan': a100", "'fp16'"),
+    "plan=fp-16": ("Could not find 'plan/fp-16'", "did you mean '16-mixed', '16-true', 'fp16', 'fp16_true'?"),
+    "plan=haff": ("Could not find 'plan/haff'", "'16-mixed'"),
+    "strategy=fsdp3": ("Could not find 'strategy/fsdp3'", "'fsdp2'"),
+    "gone.yaml": ("'gone.yaml', which is no file", "'run.yaml'"),
     "plan=fp32,bf16": ("several values, 'plan=fp32,bf16'", "add -m"),
     "plan.precison=16-mixed": ("unknown key precison (on the command line)", "'precision'"),
     "plan.precision=17-mixed": ("precision='17-mixed' (on the command line)", "'16-mixed'"),
@@ -94,7 +98,7 @@ ARGUMENTS = {
     "strategy={name: fsdp2, rap: 3}": ("unknown keyword 'rap'", "'wrap'"),
     "seed=abc": ("seed='abc'", "seed=0"),
     "seed=[1": ("a config that does not compose", "quotes"),
-    "experiment=lama_tiny": ("Could not find 'experiment/lama_tiny'", "choose one"),
+    "experiment=lama_tiny": ("Could not find 'experiment/lama_tiny'", "'llama_tiny'"),
     "trainer.max_steps=many": ("trainer: ", "fix the trainer"),
     "run_dir=run.yaml": ("run_dir=run.yaml: ", "choose another"),
 }
@@ -121,7 +125,7 @@ def test_a_fault_is_named_with_a_way_out(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_a_bad_argument_is_named_with_a_way_out(argument: str, tmp_path: Path) -> None:
     given, fix = ARGUMENTS[argument]
-    (fault,) = refusal(write(tmp_path, PLAIN), argument)
+    (fault,) = refusal(argument, write(tmp_path, PLAIN))
     assert given in fault.given
     assert fix in fault.fix
 

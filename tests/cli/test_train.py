@@ -135,6 +135,14 @@ def test_a_folder_that_holds_another_run_is_said(tmp_path: Path) -> None:
     assert "out holds an earlier run" in said
 
 
+def test_a_run_ends_with_what_happened_in_words(tmp_path: Path) -> None:
+    scaled = PLAIN.replace("bf16-mixed", "16-mixed\n  loss_scaling: {init_scale: 1.0e+30}")
+    *_, said = run(write(tmp_path, scaled), "run_dir=out", "trainer.max_steps=2")
+    assert said.startswith("out: 2 steps, 2 of them skipped, last loss ")
+    assert said.endswith("; report: out/report.html")
+    assert run(write(tmp_path, PLAIN), "run_dir=one", "trainer.max_steps=1")[-1].startswith("one: 1 step, last loss ")
+
+
 def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:
     run(write(tmp_path, PLAIN))
     (folder,) = (tmp_path / "runs").iterdir()

@@ -72,6 +72,7 @@ def test_a_plan_against_itself_is_exactly_0(tmp_path: Path) -> None:
     assert [run.losses for run in one.runs] == [run.losses for run in other.runs]
     assert one.runs[0].losses != one.runs[1].losses, "seeds differ"
     assert [line.partition(":")[0] for line in said] == [
+        "2 plans, two steps of each first ...",
         "seed 1 of 2, bf16-mixed",
         "seed 1 of 2, bf16-mixed (2)",
         "seed 2 of 2, bf16-mixed (2)",

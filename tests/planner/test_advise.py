@@ -205,6 +205,9 @@ def test_days_and_cost_are_for_chinchillas_budget() -> None:
     assert low < mid < high
     assert found.cost(2.0)[1] == pytest.approx(mid * 24 * 8 * 2.0)
     assert found.days(1e9)[1] == pytest.approx(mid * 1e9 / SEVEN.tokens)
+    for price in (-1.0, math.nan, math.inf):
+        with pytest.raises(PlanError, match="price="):
+            found.cost(price)
 
 
 # ---------------------------------------------------------------------- the command and the file
@@ -235,18 +238,31 @@ def test_the_file_is_composed_by_train_as_it_is(tmp_path: Path) -> None:
 def test_the_command_prints_json_and_what_is_wrong(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["advise", "--params", "7e9", "--json"])
     assert json.loads(found.output)["choices"][0]["strategy"] == "fsdp2"
+    nothing = CliRunner().invoke(app, ["advise", "--params", "70e9", "--gpus", "1", "--json"])
+    assert (nothing.exit_code, json.loads(nothing.stdout)["choices"]) == (2, [])
     refused = CliRunner().invoke(app, ["advise", "--params", "7e9", "--gpu", "h100"])
     assert refused.exit_code == 2
     assert "'h100-80'" in refused.output
     assert CliRunner().invoke(app, ["advise"]).exit_code == 2
     assert "params=0" in CliRunner().invoke(app, ["advise", "--params", "0"]).output
-    assert "--price -1" in CliRunner().invoke(app, ["advise", "--params", "7e9", "--price", "-1"]).output
+    assert "price=-1" in CliRunner().invoke(app, ["advise", "--params", "7e9", "--price", "-1"]).output
     for name, text in {"half": "{", "absent": None}.items():
         if text is not None:
             (tmp_path / name).write_text(text)
         assert f"--config {tmp_path / name}: " in CliRunner().invoke(
             app, ["advise", "--config", str(tmp_path / name)]
         ).output.replace("\n", "")
+
+
+def test_the_file_names_the_architecture_of_a_transformers_config(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    config, run = tmp_path / "gpt2.json", tmp_path / "run.yaml"
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512, "n_positions": 128}
+    config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}))
+    told = CliRunner().invoke(app, ["advise", "--config", str(config), "--gpus", "1", "--out", str(run)])
+    assert told.exit_code == 0, told.output
+    model = yaml.safe_load(CliRunner().invoke(app, ["train", str(run), "--show"]).output)["model"]
+    assert (model["architecture"], model["config"]) == ("gpt2", sizes)
 
 
 class Saving(LightningModule):
