@@ -51,7 +51,7 @@ test-oldest: $(OLDEST)/.done ## fit, save and resume under every strategy, on th
 	@OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(OLDEST_EXTENSIONS)" \
 	    $(OLDEST)/bin/python -m pytest tests/oldest tests/compat $(ARGS)
 
-conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.md (about an hour)
+conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.txt and its summary (about an hour)
 	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
 	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m conformance $(ARGS)
 

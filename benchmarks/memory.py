@@ -1,4 +1,4 @@
-"""Predicted memory beside the allocator's, written into docs/planner.md.
+"""Predicted memory beside the allocator's, written into docs/reference/planner.md.
 
 ``python -m benchmarks.memory``: all cells of one device, an hour on a busy machine; the slow tests hold them.
 """
@@ -181,9 +181,9 @@ def _found() -> Iterator[tuple[tuple[str, ...], int, Sequence[float]]]:
 def write(
     head: list[str], found: Iterable[tuple[tuple[str, ...], int, Sequence[float]]], marks: tuple[str, str]
 ) -> None:
-    """Write a table into docs/planner.md, between the two ``marks``."""
+    """Write a table into docs/reference/planner.md, between the two ``marks``."""
     # takes long: what is written of the page meanwhile stays
-    page, written = DOCS / "planner.md", table(head, summed_up(found))
+    page, written = DOCS / "reference" / "planner.md", table(head, summed_up(found))
     before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
     page.write_text(f"{before}{marks[0]}\n\n{written}\n{marks[1]}{rest.partition(marks[1])[2]}", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What the planner says, as pages: docs/PARALLELISM_GUIDE.md, and the tables of docs/planner.md.
+"""What the planner says, as pages: docs/PARALLELISM_GUIDE.md, and the tables of docs/reference/planner.md.
 
 python -m benchmarks.planner_pages      # writes both; tests/planner/test_pages.py holds them to the code
 """
@@ -20,7 +20,7 @@ from lightning_mp.planner.speed import SPREAD, bubble, data_bytes, fit, predicte
 from lightning_mp.policy.gpus import GPUS
 
 DOCS = Path(__file__).parents[1] / "docs"
-#: between these two lines of docs/planner.md everything is written here
+#: between these two lines of docs/reference/planner.md everything is written here
 MARKS = ("<!-- written by benchmarks/planner_pages.py -->", "<!-- as far as here -->")
 GIB = 2**30
 SHARDED = ("ddp", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "fsdp2")
@@ -56,18 +56,19 @@ def guide() -> str:
 
 _HEAD = """# Which precision, which strategy, which degrees
 
-Written by `python -m benchmarks.planner_pages` from the code that `lightning-mp advise` runs; a test holds it to that
-code. [The planner](planner.md) says how near its figures are to published runs.
+You know the model and the GPUs. This page says how to split the run. `python -m benchmarks.planner_pages` writes it
+from the code that `lightning-mp advise` runs. [How good the planner is](reference/planner.md) compares its figures
+with published runs.
 
-1. **Precision.** bf16 natively (Ampere and newer): `bf16-mixed`. None (V100, T4): `16-mixed`, with loss scaling. Under
-   100M parameters that fit easily: `32-true` with TF32. fp8 (Hopper, Ada and newer) only where you ask for it.
-2. **Does a whole copy fit on one GPU** with its activations? Then `ddp`: it sends least, once a step.
-3. **If not, shard:** `fsdp2`. Selective or full checkpointing before more GPUs.
-4. **If a micro-batch of one still does not fit, or gathering takes longer than computing:** tensor parallelism, within
-   a node and over NVLink; 2 before 4 before 8. Over PCIe rather not.
-5. **If nodes are slow:** `hsdp` (shards in a node, replicas across), where a node holds the model; else pipeline stages
-   across nodes, with four micro-batches a stage or more.
-6. **If nothing fits:** more GPUs; `advise` names the count. Offload only if you must: PCIe and the CPU bound it.
+1. **Precision.** GPUs with bf16 (Ampere and newer): `bf16-mixed`. Without (V100, T4): `16-mixed`, with loss scaling.
+   Under 100M parameters that fit easily: `32-true` with TF32. fp8 (Hopper, Ada and newer) only if you ask for it.
+2. **Does a whole copy fit on one GPU**, activations included? Use `ddp`. It sends least, once a step.
+3. **If not, shard** with `fsdp2`. Use selective or full checkpointing before more GPUs.
+4. **If a micro-batch of one still does not fit, or gathering takes longer than computing**, add tensor parallelism
+   within a node with NVLink: 2 before 4 before 8. Avoid it over PCIe.
+5. **If the network between nodes is slow** (Ethernet, no InfiniBand), use `hsdp` where one node holds the model. Else
+   use pipeline stages across nodes, with four micro-batches a stage or more.
+6. **If nothing fits**, use more GPUs: `advise` says how many. Offload is the last choice: PCIe and the CPU limit it.
 """
 
 
@@ -76,18 +77,18 @@ def _bytes() -> str:
         [f"`{mode}`", *HELD[mode], *(f"{bytes_per_parameter(mode, name, ranks):.4g}" for name, ranks in _COLUMNS)]
         for mode in PRECISIONS
     ]
-    head = ["mode", "weights", "gradients", "AdamW", *(f"`{name}` x {ranks}" for name, ranks in _COLUMNS)]
+    head = ["mode", "weights", "gradients", "AdamW", *(f"{_SHORT[name]} x {ranks}" for name, ranks in _COLUMNS)]
     return (
-        "## Bytes a parameter\n\nHeld on each rank at the step, AdamW's state included; by strategy and "
-        "data-parallel ranks. `fsdp1` is as `fsdp2`, `hsdp`\nas `fsdp2` on the ranks of one node; tensor parallelism "
-        "divides all of it, offloading leaves nothing on the GPU. DeepSpeed's\nranks have their part of the weights "
-        "twice, and under stage 1 too their part of the gradients alone\n([measured](strategies.md#bytes-a-parameter))."
-        " Beside these come DDP's buckets (the gradients once more, and in fp32\ntoo where they are half), units that "
-        "are gathered, and activations. ZeRO-3 refuses weights that are stored in half.\n\n" + table(head, rows)
+        "## Bytes a parameter\n\nWhat each rank holds at the step, with AdamW's state, by strategy and data-parallel "
+        "ranks. `fsdp1` is as `fsdp2`.\n`hsdp` is as `fsdp2` on the ranks of one node. Tensor parallelism divides all "
+        "of it. DeepSpeed's ranks hold their\npart of the weights twice ([measured](reference/strategies.md"
+        "#bytes-a-parameter)). DDP's buckets, gathered units and\nactivations come on top. ZeRO-3 refuses weights "
+        "that are stored in half precision.\n\n" + table(head, rows)
     )
 
 
 _COLUMNS = [(name, 8) for name in SHARDED] + [("fsdp2", 64)]
+_SHORT = dict(zip(SHARDED, ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"), strict=True))
 
 
 def _reach() -> str:
@@ -130,11 +131,11 @@ def _examples() -> str:
         _row(size, word, gpus, advise(ModelShape.of_size(size, seq_len=4096), gpu=word, gpus=gpus).best)
         for size, word, gpus in EXAMPLES
     ]
-    head = ["model", "GPUs", "precision", "strategy", "data x tensor x pipeline", "checkpointing", "micro-batch", "GiB",
-            "tokens/s a GPU", "days"]  # fmt: skip
+    head = ["model", "GPUs", "precision", "strategy", "degrees", "recomputed", "batch", "GiB", "tokens/s a GPU", "days"]
     return (
-        "## Examples from 125M to 405B\n\n4096 tokens, nodes of 8 with NVLink; days for 20 tokens a parameter. "
-        "`lightning-mp advise` prints what lost, and why.\n\n" + table(head, rows)
+        "## Examples from 125M to 405B\n\n4096 tokens, nodes of 8 with NVLink. Degrees are data x tensor x "
+        "pipeline, *batch* is the micro-batch, *days* are for\n20 tokens a parameter. `lightning-mp advise` "
+        "also prints the other choices, and why they lost.\n\n" + table(head, rows)
     )
 
 
@@ -147,21 +148,21 @@ def _traffic() -> str:
         rows.append([f"`{name}`", f"{each:g}", f"{once:g}"])
     head = ["strategy", "every micro-batch", "every optimizer step"]
     return (
-        "## What is sent\n\nBytes a parameter that each rank sends under `bf16-mixed`, times (n - 1)/n; gradients are "
-        "reduced in fp32, weights\ngathered in bf16 for the forward and again for the backward pass.\n\n"
+        "## What is sent\n\nBytes a parameter that each rank sends under `bf16-mixed`, times (n - 1)/n. Gradients are "
+        "reduced in fp32. Weights\nare gathered in bf16 for forward, and again for backward.\n\n"
         + table(head, rows)
-        + "\n`hsdp` sends what `fsdp2` does between the GPUs of a node, and across nodes 8 bytes over the number "
-        "of those,\na step. Tensor parallelism sends 4 all-reduces of the activations a layer and micro-batch "
-        "(6 under full checkpointing),\nand waits for each. Data parallelism's traffic runs beside computation: the "
-        "longer counts.\n"
+        + "\n`hsdp` sends the same as `fsdp2` within a node, and 8 bytes over the number of its GPUs across nodes, "
+        "once a step.\nTensor parallelism sends 4 all-reduces of the activations a layer and micro-batch (6 under full "
+        "checkpointing), and\nwaits for each. Data parallelism sends while it computes: the longer of the two counts.\n"
     )
 
 
 def _bubbles() -> str:
     stages, batches = (2, 4, 8, 16), (4, 8, 16, 32, 64)
     rows = [[f"{p} stages", *(f"{bubble(p, m):.0%}" for m in batches)] for p in stages]
-    return "## The pipeline's bubble\n\n(p - 1)/(m + p - 1) of a step, by micro-batches m.\n\n" + table(
-        ["", *(f"m = {m}" for m in batches)], rows
+    return (
+        "## The pipeline's bubble\n\nThe share of a step that stages wait, (p - 1)/(m + p - 1), for m micro-batches.\n"
+        "\n" + table(["", *(f"m = {m}" for m in batches)], rows)
     )
 
 
@@ -183,13 +184,13 @@ def _rules() -> str:
     said = [f"{predicted(run.shape, run.layout):,.0f}" for run in (alone, split)]
     rules = {
         "6 FLOPs a parameter and token": f"without attention: {attention:.0%} more for 8B at 8192 tokens",
-        "20 tokens a parameter": "a budget, no speed: `--tokens` says another",
-        "DDP, then FSDP, then tensor, then pipeline": "holds. Sharding costs little over fast links: "
+        "20 tokens a parameter": "a budget, not a speed: `--tokens` changes it",
+        "DDP, FSDP, tensor, pipeline": "holds. Sharding is cheap over fast links: "
         f"1B on {one.layout.gpus} to {many.layout.gpus} H100, {one.tokens_per_s:,.0f} to {many.tokens_per_s:,.0f}",
-        "tensor parallelism is for speed": "it is for memory: 8B on H100, FSDP to FSDP x 8 tensor, measured "
-        f"{alone.tokens_per_s:,.0f} to {split.tokens_per_s:,.0f}, predicted {said[0]} to {said[1]} a GPU",
+        "tensor parallelism is for speed": "it is for memory: 8B, tensor=8, "
+        f"{alone.tokens_per_s:,.0f} to {split.tokens_per_s:,.0f} a GPU ({said[0]} to {said[1]} predicted)",
         "fp8 is 2 to 4 times faster": f"measured {fp8.tokens_per_s / alone.tokens_per_s:.2f} times for 8B on 8 H100",
-        "the bubble is what a pipeline costs": "in part: 405B on 512 H100, interleaved stages gave "
+        "the bubble is what a pipeline costs": "in part: 405B, interleaved stages gave "
         f"{interleaved.tokens_per_s / plain.tokens_per_s:.2f} times the speed of 1F1B",
         "bf16 halves memory": "activations; weights, gradients and AdamW's state stay 16 bytes a parameter",
     }
@@ -200,7 +201,7 @@ def _rules() -> str:
 
 
 def coverage() -> str:
-    """The tables of docs/planner.md."""
+    """The tables of docs/reference/planner.md."""
     rows, worst = _speed()
     text = (
         "Tokens/s, each model left out of the fit in turn; the range is the middle times and over "
@@ -274,7 +275,7 @@ def with_tables(page: str) -> str:
 def main() -> None:
     """Write both."""
     (DOCS / "PARALLELISM_GUIDE.md").write_text(guide(), encoding="utf-8")
-    page = DOCS / "planner.md"
+    page = DOCS / "reference" / "planner.md"
     page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 

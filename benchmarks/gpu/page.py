@@ -1,4 +1,4 @@
-"""The results as the page that ``docs/gpu.md`` is."""
+"""The results as a page."""
 
 from __future__ import annotations
 

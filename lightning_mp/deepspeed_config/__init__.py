@@ -28,7 +28,7 @@ class DeepSpeedJson:
         """A plan from a DeepSpeed JSON: a mapping, an OmegaConf ``DictConfig`` or the path of a file.
 
         ``fp16`` is ``"16-mixed"``, ``bf16`` ``"bf16-mixed"``, neither ``"32-true"``; ``"auto"`` that nothing decides is
-        ``"auto"``. ``deepspeed_notes`` says of every key whether the plan took it (``docs/deepspeed.md``).
+        ``"auto"``. ``deepspeed_notes`` says of every key whether the plan took it (``docs/how-to/deepspeed.md``).
 
         Raises:
             PlanError: no JSON, or one that asks for formats a plan cannot carry out; every fault is named at once.

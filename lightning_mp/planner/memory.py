@@ -1,7 +1,7 @@
 """Bytes on one GPU by formula: by mode and strategy a parameter, by checkpointing a token.
 
 Sources: Rajbhandari et al. 2020 (ZeRO) for what is held and sharded; Korthikanti et al. 2022 for activations, without
-the scores that fused attention never stores; this package's modes (docs/modes.md) for the dtypes.
+the scores that fused attention never stores; this package's modes (docs/reference/modes.md) for the dtypes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ STRATEGIES = {
     "fsdp": _ALL,
     "fsdp1": _ALL,
     "hsdp": Sharded(weights=True, gradients=True, optimizer=True, within_node=True),
-    # DeepSpeed reduces gradients in buckets under stage 1 too, and keeps a rank's own (docs/strategies.md, measured)
+    # DeepSpeed reduces gradients in buckets under stage 1 too, and keeps a rank's own (docs/reference/strategies.md, measured)
     "deepspeed_zero1": Sharded(gradients=True, optimizer=True, copies=True, halves=True),
     "deepspeed_zero2": Sharded(gradients=True, optimizer=True, copies=True, halves=True),
     "deepspeed_zero3": Sharded(weights=True, gradients=True, optimizer=True, copies=True),

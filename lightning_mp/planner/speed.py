@@ -16,7 +16,7 @@ from lightning_mp.planner.memory import HELD, STRATEGIES, compute_bytes
 from lightning_mp.planner.runs import Run, published
 from lightning_mp.planner.shape import ModelShape, flops_per_token
 
-#: High over low. Leaving each model out in turn, as much as this covers is in docs/planner.md; tests hold it.
+#: High over low. Leaving each model out in turn, as much as this covers is in docs/reference/planner.md; tests hold it.
 SPREAD = 2.0
 #: of what no run was published for: another GPU, fp16 or fp32, offload
 UNMEASURED_SPREAD = 2.5

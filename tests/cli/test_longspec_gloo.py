@@ -1,4 +1,4 @@
-"""``experiment=longspec`` in two processes under ZeRO-1: what docs/longspec.md claims, seen in real runs."""
+"""``experiment=longspec`` in two processes under ZeRO-1: what docs/how-to/lora.md claims, seen in real runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m conformance``: the whole matrix, written down in docs/conformance.md."""
+"""``python -m conformance``: the whole matrix, into docs/conformance.txt and docs/reference/conformance.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from conformance import matrix, moved, report, sample
+from conformance import matrix, moved, report, sample, summary
 from conformance.judge import Verdict
 from conformance.rows import TABLES
 from conformance.strategies import STRATEGIES
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--table", nargs="+", default=list(TABLES), choices=TABLES)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES, metavar="NAME")
     parser.add_argument("--rows", nargs="+", metavar="PATTERN", default=["*"], help='such as "*+pins*" or "moe *"')
-    parser.add_argument("--out", type=Path, help="by default docs/conformance.md, if nothing is filtered")
+    parser.add_argument("--out", type=Path, help="by default docs/conformance.txt, if nothing is filtered")
     parser.add_argument("--sample", metavar="SEED", help="cells that cover each two of strategy, mode and flags")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="where a run that was interrupted is resumed from")
     options = parser.parse_args(arguments)
@@ -46,10 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
         whole, cells = False, sample.choose(cells, options.sample)
         print(f"{len(cells)} cells chosen by the seed {options.sample!r}")
     result = matrix.run(cells, _progress, options.keep)
-    out = options.out or (ROOT / "docs" / "conformance.md" if whole else None)
+    out = options.out or (summary.FULL if whole else None)
     if out is not None:
         out.write_text(report.text(result))
         print(f"wrote {out}")
+    if whole:
+        words = {key: verdict.word for key, verdict in result.verdicts.items()}
+        summary.PAGE.write_text(summary.summary(words))
     passed = moved.main() if whole else 0
     bad = [key for key, verdict in result.verdicts.items() if not verdict.good]
     print(f"{len(result.verdicts) - len(bad)} of {len(result.verdicts)} cells are as declared, {result.seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""``python -m conformance.moved``: bytes a parameter, formula beside figure, into docs/strategies.md."""
+"""``python -m conformance.moved``: bytes a parameter, formula beside figure, into docs/reference/strategies.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.hf import loss_of
 from support.ranks import Ranks
 from support.running import fit
 
-PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "strategies.md"
 BEGIN, END = "<!-- bytes: written by python -m conformance.moved -->", "<!-- bytes: end -->"
 COLUMNS = ("parameters", "masters", "gradients", "optimizer", "gathered", "reduced")
 WORLD = 2
@@ -223,8 +223,8 @@ def table(measured: dict[tuple[str, str], dict[str, float]]) -> str:
     for (name, mode), row in measured.items():
         by = formulas(name, mode)
         cells = [f"{by[column]}: {row[column]:.2f}" if by[column] != "0" else "0" for column in COLUMNS]
-        shown = name if name in STOCK else f"`mp_{name}`"
-        lines.append(f"| {shown} | {mode or 'bf16'} | {' | '.join(cells)} |")
+        shown = name.replace(", torch_", " ").replace(",", "") if name in STOCK else f"mp_{name}"
+        lines.append(f"| {shown} | {'fp32' if mode == '32-true' else 'bf16'} | {' | '.join(cells)} |")
     h, b = sum(of.halves) / of.all, (of.halves[0] + of.others[0]) / of.all
     shares = f"h = {h:.3f}, b = {b:.3f}, hb = {of.halves[0] / of.all:.3f}"
     return "\n".join((*lines, "", f"A Llama of {of.all:,} parameters on W = {WORLD} processes: {shares}."))

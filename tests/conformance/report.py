@@ -1,4 +1,4 @@
-"""The tables as a page, with their footnotes, then what was observed under every policy, a table a strategy."""
+"""The full tables, docs/conformance.txt: footnotes, then what was observed under every policy, a table a strategy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = ("parameters", "gradients", "optimizer")
 
 HEADER = """# Conformance
 
-`make conformance` wrote this page: what every policy declares, models and optimizers that people use, under every
+`make conformance` wrote these tables: what every policy declares, models and optimizers that people use, under every
 strategy, beside a plain torch loop. Nothing here is written by hand.
 
 {cells}: {same} the same, {refused} refused, {other} otherwise; {seconds:.0f} seconds on {cores} cores.

@@ -1,4 +1,4 @@
-"""The table of bytes in docs/strategies.md: no figure passes its formula, and the page is what was measured."""
+"""The bytes in docs/reference/strategies.md: no figure passes its formula, and the page is what was measured."""
 
 from __future__ import annotations
 

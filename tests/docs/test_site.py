@@ -8,6 +8,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -72,24 +73,29 @@ def test_every_public_name_has_its_entry_in_the_reference(pages: dict[str, _Page
     assert [name for name in public if name not in ids] == []
 
 
-def test_the_list_of_public_names_is_complete() -> None:
-    page = text("docs/reference/index.md")
-    for name in (*lightning_mp.__all__, *callbacks.__all__):
-        assert f"[`{name}`](" in page, name
-
-
 def test_a_page_of_the_reference_shows_arguments_fields_and_what_is_raised(site: Path) -> None:
-    page = re.sub(r"<[^>]+>", "", (site / "reference" / "plan.html").read_text(encoding="utf-8"))
+    page = re.sub(r"<[^>]+>", "", (site / "reference" / "api.html").read_text(encoding="utf-8"))
     for shown in ("module patterns and the dtype each is stored and run in", "growth_interval", "Raises:", "PlanError"):
         assert shown in page
     assert ":class:" not in page
-    settings = (site / "reference" / "callbacks.html").read_text(encoding="utf-8")
-    assert "skips in a row; warm-up under a scale of 65,536" in settings
+    assert "skips in a row; warm-up under a scale of 65,536" in page
+
+
+def test_the_page_of_the_command_line_has_every_command_and_option(site: Path) -> None:
+    import typer
+
+    from lightning_mp.cli import app
+
+    page = re.sub(r"<[^>]+>", "", (site / "reference" / "cli.html").read_text(encoding="utf-8"))
+    commands: Any = typer.main.get_command(app)
+    for name, command in commands.commands.items():
+        assert f"lightning-mp {name}" in page
+        assert all(option in page for parameter in command.params for option in parameter.opts if option[0] == "-")
 
 
 @pytest.mark.parametrize("code", CODES.values())
-def test_every_code_of_the_doctor_has_its_page(code: str, pages: dict[str, _Page]) -> None:
-    assert f"doctor/{code}.html" in pages
+def test_every_code_of_the_doctor_has_its_anchor(code: str, pages: dict[str, _Page]) -> None:
+    assert code.lower() in pages["reference/doctor.html"].ids
 
 
 def test_every_page_is_in_the_table_of_contents_once() -> None:
@@ -100,9 +106,7 @@ def test_every_page_is_in_the_table_of_contents_once() -> None:
     Loader.add_multi_constructor("tag:", lambda *_: None)
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
     listed = re.findall(r"[\w/-]+\.md", str(config["nav"]))
-    codes = [f"doctor/{code}.md" for code in CODES.values()]  # the doctor's page lists them
-    assert sorted(listed + codes) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
-    assert all(f"]({code}.md)" in text("docs/doctor/index.md") for code in CODES.values())
+    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
 def test_nothing_is_loaded_from_another_server(site: Path, pages: dict[str, _Page]) -> None:
@@ -114,7 +118,11 @@ def test_nothing_is_loaded_from_another_server(site: Path, pages: dict[str, _Pag
 
 def test_the_search_knows_the_pages(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
-    for wanted in ("My loss scale keeps falling", "LMP012", "GradScalerKwargs", "Attempting to unscale FP16 gradients"):
+    for wanted in (
+        "The loss scale keeps falling",
+        "LMP012",
+        "Attempting to unscale FP16 gradients",
+    ):
         assert wanted in index
 
 
@@ -127,16 +135,3 @@ def test_links_of_the_readme_lead_to_pages() -> None:
     """They are followed in a repository browser, and mkdocs does not see them."""
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", text("README.md")):
         assert (ROOT / target).exists(), target
-
-
-#: what users of this field complain about, each with words that it is looked for by
-COMPLAINTS = (
-    "schedule", "EMA", "fused", "manual optimization", "fp16 with FSDP2|FSDP2.*fp16", "pins vanish", "masters",
-    "eval mode", "LoRA", "emulated", "unscale FP16", "NaN", "which module", "logging", "TF32", "fp8",
-    "custom loss scaler", "activation checkpointing exists for FSDP only", "cache", "norm differs",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("words", COMPLAINTS)
-def test_what_users_complain_about_is_found_by_symptom(words: str) -> None:
-    assert re.search(words, " ".join(text(str(path.relative_to(ROOT))) for path in (DOCS / "how-to").glob("*.md")))

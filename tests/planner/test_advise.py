@@ -183,7 +183,7 @@ def test_bytes_a_parameter(precision: str) -> None:
     assert bytes_per_parameter(precision, "ddp", 8) == whole
     assert bytes_per_parameter(precision, "fsdp2", 8) == whole / 8
     # weights, half copies where they are computed with in half precision; gradients, moments and the weights once more
-    # on an eighth: as docs/strategies.md has it, measured
+    # on an eighth: as docs/reference/strategies.md has it, measured
     copies = 4 if precision == "32-true" else 2
     assert bytes_per_parameter(precision, "deepspeed_zero1", 8) == copies + whole / 8
     assert bytes_per_parameter(precision, "deepspeed_zero2", 8) == copies + whole / 8

@@ -13,14 +13,14 @@ def test_the_guide_is_written_by_the_code() -> None:
 
 
 def test_the_tables_of_coverage_are_written_by_the_code() -> None:
-    page = text("docs/planner.md")
+    page = text("docs/reference/planner.md")
     assert page == planner_pages.with_tables(page), "run: python -m benchmarks.planner_pages"
 
 
 def test_each_of_ten_questions_has_one_command_and_what_it_prints() -> None:
     """tests/docs runs the commands, and compares the output."""
     questions = re.split(
-        r"^\*\*", text("docs/planner.md").split("## Ten questions")[1].split("\n## ")[0], flags=re.MULTILINE
+        r"^\*\*", text("docs/how-to/plan-a-run.md").split("## Ten questions")[1].split("\n## ")[0], flags=re.MULTILINE
     )[1:]
     assert len(questions) == 10
     for each in questions:

@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[\w-]*)[^\n]*$")
+#: a file of the checkout that the site shows in its place
+_INCLUDED = re.compile(r'^--8<-- "([\w/.-]+)"$')
 #: `# train.py` as the first line says that the block is that file
 _FILE = re.compile(r"^# ([\w./-]+\.(?:py|ya?ml|json|sbatch))(?:[ :,].*)?$")
 
@@ -59,7 +61,8 @@ def blocks(page: str) -> list[Block]:
         for _, below in lines:
             if below.strip() == opening["ticks"]:
                 break
-            inside.append(below.removeprefix(opening["indent"]))
+            included = _INCLUDED.match(below)
+            inside += text(included[1]).splitlines() if included else [below.removeprefix(opening["indent"])]
         else:
             raise ValueError(f"{page}:{number}: the block has no end")
         found.append(Block(page, number, opening["language"], "\n".join(inside) + "\n"))

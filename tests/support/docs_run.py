@@ -66,8 +66,7 @@ class PageRun:
         self._python(block, new)
 
     def _text(self, block: Block, code: str) -> None:
-        real = self.setup.texts.pop(0)() if self.setup.texts else self.printed
-        docs_check.shown(code, real, block.place)
+        docs_check.shown(code, self.printed, block.place, loose=self.setup.loose)
 
     def _yaml(self, block: Block, code: str) -> None:
         docs_check.yaml_file(code, block)

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from support.docs import DOCS
-
 Namespace = dict[str, Any]
 
 RUN = """\
@@ -39,8 +37,10 @@ class Setup:
     elsewhere: Sequence[str] = ()
     #: the beginning of a ``lightning-mp`` command, and the exit status it is to have
     status: Mapping[str, int] = field(default_factory=dict[str, int])
-    #: where text blocks come from, in order, if not from what was printed before them
-    texts: list[Callable[[], str]] = field(default_factory=list[Callable[[], str]])
+    #: the whole page starts processes or takes long: in the slow tests
+    all_slow: bool = False
+    #: any number of a text block will do: losses and speeds are those of the machine that the page was written on
+    loose: bool = False
 
 
 def run_yaml() -> None:
@@ -124,25 +124,6 @@ def accelerate_loop() -> Namespace:
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------------- single pages
-
-
-def saved_batch() -> Namespace:
-    """A batch that ``NonFiniteGuard`` saved in a real run, under the name that the page gives it."""
-    from pathlib import Path
-
-    from lightning.pytorch import Trainer
-    from my_project import MyData, MyModule
-
-    from lightning_mp.callbacks import NonFiniteGuard
-
-    module, quiet = MyModule(), {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    Trainer(callbacks=[NonFiniteGuard(run_dir=".")], max_epochs=1, **quiet).fit(module, MyData(bad_row=20))
-    (saved,) = Path("nonfinite").glob("*.pt")
-    saved.rename("nonfinite/step_000017_rank1.pt")
-    return {"module": module}
-
-
 def a_run() -> None:
     """``run.yaml``, and the run in ``runs/x`` that the page goes on from."""
     from lightning_mp.cli.train import run as train
@@ -152,102 +133,54 @@ def a_run() -> None:
     assert train(["run.yaml", "run_dir=runs/x", "trainer.max_epochs=1", *quiet], lambda _: None) == 0
 
 
-def plan_error() -> str:
-    """The error that the README shows."""
-    from lightning_mp import MixedPrecisionPlan, PlanError
-
-    scaling: Any = {"growth_factor": 0.5}
-    try:
-        MixedPrecisionPlan("fp16-mixd", loss_scaling=scaling, pins={"*norm*": "fp23"})  # type: ignore[arg-type]
-    except PlanError as error:
-        return str(error)
-    raise AssertionError
-
-
-def deepspeed_error() -> str:
-    """The error that the strategies' page shows."""
-    from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError, make_strategy
-
-    fp16 = {"enabled": True, "inital_scale_power": 12, "loss_scale_window": 500}
-    try:
-        plan = MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling(growth_interval=1000))
-        make_strategy("deepspeed_zero2", plan, config={"fp16": fp16})
-    except PlanError as error:
-        return str(error)
-    raise AssertionError
-
-
-def demo_table() -> str:
-    """The README's measured figures as the demo prints them: means, ratios, differences and intervals are its own."""
-    from lightning_mp import PrecisionPolicy
-    from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses
-
-    # of each seed: final loss, tokens a second, bytes at the peak
-    half = 59774356
-    measured = {
-        "fp32": ((5.97722, 2530, 95448548), (6.03795, 1182, 83790228), (5.93732, 1836, 83790228)),
-        "bf16": ((5.97724, 1327, half), (6.03707, 641, half), (5.93764, 992, half)),
-        "bf16-ckpt": ((5.97724, 608, 28730516), (6.03707, 449, 28730516), (5.93764, 622, 28730516)),
-        "fp16": ((5.97722, 712, half), (6.05016, 998, half), (5.93728, 788, half)),
-    }
-    plans: list[PlanResult] = []
-    for name, figures in measured.items():
-        runs = (RunResult(seed, (), loss, rate, "tokens", peak) for seed, (loss, rate, peak) in enumerate(figures))
-        plans.append(PlanResult(name, PrecisionPolicy(), tuple(runs)))
-    losses = [(plan.name, {run.seed: run.final_loss for run in plan.runs}) for plan in plans]
-    differences = tuple(compare_losses(losses[0], other, None) for other in losses[1:])
-    return str(Comparison(tuple(plans), differences, (0, 1, 2), 40, 4, {"machine": {"type": "cpu"}}))
-
-
 _ON_ONE = {
     'strategy="mp_fsdp2", devices=8)\nwith': 'strategy="mp_fsdp2", devices=1, max_steps=2)\nwith',
     "devices=8": "devices=1",
 }
-_SYMPTOMS = sorted(f"docs/how-to/{path.name}" for path in (DOCS / "how-to").glob("*.md"))
+_SHORT_RUN = Setup(prepare=run_yaml, shorter={"train": TWO_STEPS})
 
 SETUPS: dict[str, Setup] = {
-    # LongSpec's recipe is run, and looked into, by tests/training/test_longspec_gloo.py
-    "README.md": Setup(
-        prepare=names,
-        texts=[demo_table, plan_error],
-        shorter={"train": TWO_STEPS, "compare": ("--seeds=1", "--steps=2")},
-        slow=("train experiment", "compare"),
-        elsewhere=("train experiment=longspec",),
+    "README.md": Setup(prepare=names, changes=_ON_ONE),
+    "docs/tutorial.md": Setup(all_slow=True, loose=True),
+    "docs/how-to/index.md": _SHORT_RUN,
+    "docs/how-to/pick-a-mode.md": Setup(
+        prepare=run_yaml, shorter={"compare": ("--seeds=1", "--steps=2")}, slow=("compare",)
     ),
-    "docs/quickstart.md": Setup(
-        prepare=names,
-        shorter={"train": ("trainer.max_steps=3",), "compare": ("--seeds=1", "--steps=2")},
-        slow=("train", "compare"),
+    **dict.fromkeys(
+        (f"docs/how-to/{page}.md" for page in ("nan", "loss-scale-falls", "no-speed-up", "out-of-memory",
+                                               "norm-not-fp32", "bf16-true")),
+        _SHORT_RUN,
     ),
+    "docs/how-to/migrate.md": Setup(prepare=names, shorter={"train": TWO_STEPS}),
+    "docs/how-to/migrate-accelerate.md": Setup(prepare=accelerate_loop),
+    # LongSpec's recipe is run, and looked into, by tests/cli/test_longspec_gloo.py
+    "docs/how-to/lora.md": Setup(elsewhere=("train experiment",)),
+    "docs/how-to/fsdp2.md": Setup(prepare=names, changes=_ON_ONE),
+    "docs/how-to/deepspeed.md": Setup(prepare=names, changes=_ON_ONE),
     # FP8 on a CPU takes seconds a step: tests/cli/test_compare.py runs both, small or in the slow tests
-    "docs/compare.md": Setup(
+    "docs/how-to/compare.md": Setup(
         prepare=names,
         changes={"seeds=8, steps=300": "seeds=1, steps=2"},
         shorter={"compare": ("--seeds=1", "--steps=2")},
         elsewhere=("compare experiment",),
     ),
-    "docs/planner.md": Setup(prepare=config_json, status={"advise --params 70e9": 2}, slow=("advise experiment",)),
-    "docs/modes.md": Setup(prepare=run_yaml, shorter={"train": TWO_STEPS}),
-    "docs/configs.md": Setup(
+    "docs/how-to/plan-a-run.md": Setup(
+        prepare=config_json, status={"advise --params 70e9": 2}, slow=("advise experiment",)
+    ),
+    "docs/how-to/hydra.md": Setup(
         prepare=a_run,
-        shorter={**dict.fromkeys(("train trainer", "train run"), TWO_STEPS), "compare": ("--seeds=1", "--steps=2")},
+        shorter={
+            "train runs/x/config.yaml run_dir": ("trainer.max_steps=1",),
+            **dict.fromkeys(("train trainer", "train run.yaml", "train -m"), TWO_STEPS),
+            "compare": ("--seeds=1", "--steps=2"),
+        },
         slow=("train", "compare"),
     ),
-    "docs/strategies.md": Setup(prepare=names, changes=_ON_ONE, texts=[deepspeed_error]),
-    "docs/health.md": Setup(prepare=saved_batch),
-    "docs/migrating/lightning.md": Setup(prepare=names),
-    "docs/migrating/accelerate.md": Setup(prepare=accelerate_loop),
-    "docs/migrating/deepspeed.md": Setup(prepare=names),
-    "docs/longspec.md": Setup(elsewhere=("train experiment",)),
-    "docs/lightning_cli.md": Setup(prepare=names),
-    **dict.fromkeys(_SYMPTOMS, Setup(prepare=run_yaml, shorter={"train": TWO_STEPS})),
-}
+    "docs/how-to/lightning-cli.md": Setup(prepare=names),
+    "docs/reference/strategies.md": Setup(prepare=names, changes=_ON_ONE),
+}  # fmt: skip
 
 
 def setup_of(page: str) -> Setup:
     """The page's own table, or an empty one."""
-    from copy import copy
-
-    setup = copy(SETUPS.get(page, Setup()))
-    setup.texts = list(setup.texts)
-    return setup
+    return SETUPS.get(page, Setup())

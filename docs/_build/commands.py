@@ -1,0 +1,37 @@
+"""A hook of mkdocs: the reference of the command line, written from the commands as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+_MARK = "<!-- commands: docs/_build/commands.py writes them here -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put the commands where the page has its mark."""
+    return markdown.replace(_MARK, "\n".join(_commands())) if _MARK in markdown else markdown
+
+
+def _commands() -> Iterator[str]:
+    from lightning_mp.cli import app
+
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        about, _, example = (command.help or "").partition("Example:")
+        yield f"## lightning-mp {name}\n\n{about.strip()}\n"
+        if example:
+            yield f"```bash\n{' '.join(example.split())}\n```\n"
+        options = [_option(parameter) for parameter in command.params]
+        if options:
+            yield "| | |\n| --- | --- |\n" + "\n".join(options) + "\n"
+
+
+def _option(parameter: Any) -> str:
+    names = ", ".join(parameter.opts) if parameter.param_type_name == "option" else parameter.metavar or parameter.name
+    meaning = (getattr(parameter, "help", None) or "").replace("|", "\\|")
+    shown = getattr(parameter, "show_default", None)
+    default = shown if isinstance(shown, str) else parameter.default if parameter.default not in (None, False) else None
+    return f"| `{names}` | {meaning} |" if default in (None, "") else f"| `{names}` | {meaning} Default: {default}. |"
