@@ -15,6 +15,8 @@ import pytest
 import torch
 from packaging.metadata import Metadata
 
+import lightning_mp
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +85,7 @@ def test_the_sdist_holds_what_the_wheel_is_built_of(built: Built) -> None:
 
 def test_an_index_can_show_what_it_is(built: Built) -> None:
     about = built.metadata()
-    assert (about.name, str(about.version)) == ("lightning-mp", "0.1.0")
+    assert (about.name, str(about.version)) == ("lightning-mp", lightning_mp.__version__)
     assert about.description_content_type == "text/markdown"
     assert about.description == (ROOT / "README.md").read_text(encoding="utf-8")
     assert about.license_expression == "Apache-2.0"

@@ -19,7 +19,7 @@ def test_the_files_and_folders_that_it_names_are_there() -> None:
 
 def test_what_it_sends_one_to_in_them_is_there() -> None:
     names = {word for word in WORDS if re.fullmatch(r"[A-Z]{4,}|_?[a-z]+_[a-z_]+", word)}
-    assert len(names) > 8
+    assert len(names) >= 6
     sources = [path for folder in ("lightning_mp", "tests") for path in (ROOT / folder).rglob("*.py")]
     whole = "\n".join(path.read_text(encoding="utf-8") for path in (*sources, ROOT / "pyproject.toml"))
     assert [name for name in names if not re.search(rf"^\s*(?:def )?{name}\b", whole, re.MULTILINE)] == []
