@@ -70,7 +70,7 @@ STRATEGIES = {
     "fsdp": _ALL,
     "fsdp1": _ALL,
     "hsdp": Sharded(weights=True, gradients=True, optimizer=True, within_node=True),
-    # DeepSpeed reduces gradients in buckets under stage 1 too, and keeps a rank's own (docs/reference/strategies.md, measured)
+    # DeepSpeed reduces gradients in buckets under stage 1 too, and keeps a rank's own (measured)
     "deepspeed_zero1": Sharded(gradients=True, optimizer=True, copies=True, halves=True),
     "deepspeed_zero2": Sharded(gradients=True, optimizer=True, copies=True, halves=True),
     "deepspeed_zero3": Sharded(weights=True, gradients=True, optimizer=True, copies=True),

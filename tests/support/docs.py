@@ -28,7 +28,7 @@ class Block:
 
     @property
     def place(self) -> str:
-        """``docs/modes.md:17``."""
+        """``docs/index.md:17``."""
         return f"{self.page}:{self.line}"
 
     @property
