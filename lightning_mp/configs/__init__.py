@@ -1,1 +1,1 @@
-"""Hydra configs, found by ``hydra.searchpath: [pkg://lightning_mp.configs]``; ``docs/how-to/hydra.md`` says what each is."""
+"""Hydra configs, found by ``hydra.searchpath: [pkg://lightning_mp.configs]``; see ``docs/how-to/hydra.md``."""
