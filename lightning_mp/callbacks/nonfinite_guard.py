@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from lightning_mp.callbacks.acting import ActingCallback
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer, TrainerFn
 from lightning_mp.compat.torch import waits_for_unscale
-from lightning_mp.engines import diagnosis, optimizer_facts, reduce
+from lightning_mp.engines import optimizer_facts, reduce
+from lightning_mp.engines.diagnosis import Verdict
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.actions import ReduceLR, describe
@@ -116,6 +117,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
                     "use AdamW or SGD",
                 )
         bad_steps = BadSteps(trainer, self.run_dir, _NAME, rewinds=self.on_trip == "rewind")
+        bad_steps.events = self.events
         self._run = _Run(trainer, pl_module, bad_steps, self._check)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -181,34 +183,24 @@ class NonFiniteGuard(ActingCallback, WritesRun):
     def _explain(self, run: _Run, trainer: Trainer, pl_module: LightningModule) -> None:
         found, step = run.bad_steps.locate(pl_module, None if run.bad_loss else run.at_hand), run.steps.step
         if run.scale is not None and is_ordinary(run.scale, run.bad_loss, run.scale <= _FLOOR):
-            self.events.append(run.bad_steps.overflow(found, step=step, scale=run.scale))
+            run.bad_steps.overflow(found, step=step, scale=run.scale)
             return
         self._in_a_row += 1
         allowed = 0 if self.on_trip == "raise" else self.max_consecutive
-        over = self._in_a_row > allowed
+        what = (
+            f"{self._in_a_row} in a row with a non-finite {'loss' if run.bad_loss else 'gradient'}, {allowed} allowed"
+        )
         event = run.bad_steps.bad_step(
             found,
             step=step,
             bad_loss=run.bad_loss,
-            action="raise" if over else describe(self._reduce) if self._reduce is not None else str(self.on_trip),
+            action=describe(self._reduce) if self._reduce is not None else str(self.on_trip),
             in_a_row=self._in_a_row,
             allowed=allowed,
             scale=run.scale,
-            under_plan=False,  # beside which it is refused
+            verdict=Verdict(what) if self._in_a_row > allowed else None,
+            budget="NonFiniteGuard(on_trip=..., max_consecutive=...)",
         )
-        self.events.append(event)
-        if over:
-            what = f"{self._in_a_row} in a row with a non-finite {'loss' if run.bad_loss else 'gradient'}"
-            raise diagnosis.named(
-                found.rank,
-                found.origin,
-                run.bad_loss,
-                what=f"{what}, {allowed} allowed",
-                step=step,
-                scale=run.scale,
-                at_min=False,
-                budget="NonFiniteGuard(on_trip=..., max_consecutive=...)",
-            )
         if self._reduce is not None:
             self._reduce.start(trainer)
         elif self.on_trip == "rewind":

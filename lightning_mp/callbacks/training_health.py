@@ -584,10 +584,17 @@ def _check_skips(trainer: Trainer, module: LightningModule, faults: Faults) -> N
 
 def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None:
     """What the doctor finds without creating an optimizer; ``None`` for a precision plugin it does not know."""
-    arguments = {"accumulate_grad_batches": trainer.accumulate_grad_batches}
+    stock_zero = isinstance(trainer.strategy, DeepSpeedStrategy) and not isinstance(trainer.precision_plugin, PlanBase)
+    strategy = "deepspeed" if stock_zero else trainer.strategy  # into whose JSON Lightning has written
+    arguments = {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "callbacks": callbacks_of(trainer),
+        "devices": trainer.num_devices,
+        "num_nodes": trainer.num_nodes,
+    }
     device = describe(trainer.strategy.root_device)
     try:
-        return doctor(module, trainer.precision_plugin, trainer_args=arguments, optimizer=(), device=device)
+        return doctor(module, trainer.precision_plugin, strategy, arguments, optimizer=(), device=device)
     except PlanError:
         return None
 

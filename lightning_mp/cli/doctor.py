@@ -115,7 +115,7 @@ def _examined(
             strategy = parts.instantiated(strategy, "strategy", faults)
     faults.raise_if_any()
     case = case_of(model, plan, strategy, trainer, target=device)
-    if regime is not None and case.device.memory is not None and isinstance(model, LightningModule):
+    if isinstance(model, LightningModule) and (case.device.memory is not None or not missing.found):
         case = replace(case, rows=_batch(config, model, missing))
     return examine(case)
 

@@ -37,6 +37,8 @@ CODES: dict[str, str] = {
     "updates_vanish": "LMP019",
     "will_not_fit": "LMP020",
     "pipeline_bubble": "LMP021",
+    "precision_refused": "LMP022",
+    "step_raises": "LMP023",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import warnings
@@ -25,8 +26,10 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.compat.torch_fake import FakeTensorMode, fake_ranks, moved_in_place, resizes_told
 from lightning_mp.compat.transformers import fakes_unnoticed
 from lightning_mp.engines.optimizer_facts import calls_closure_again
+from lightning_mp.errors import PlanError
 from lightning_mp.monitor.side_run import BARE
 from lightning_mp.numerics.rng import rng_state, set_rng_state
+from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import trainer_kwargs
 from lightning_mp.tracing.fakes import FakeCopies, fake_batch, fake_module, known
@@ -174,3 +177,26 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
     again = [type(one).__name__ for one in trainer.optimizers if calls_closure_again(one)]
     notes = tuple(f"{name} goes on for as long as numbers say that are not known: it needs more" for name in again)
     return Traced(*peak(events, follow.first or 0, end), alive(events, end), notes)
+
+
+def step_error(module: nn.Module, batch: Any, policy: PrecisionPolicy | None, precision: str) -> Exception | None:
+    """What a copy of ``module`` raises when a Trainer makes one step of it with ``batch``, for real and on the CPU.
+
+    ``policy`` is the plan's, or ``None`` where ``precision`` is one of Lightning's own. ``None`` where nothing is
+    raised, or a plan refuses to run on this machine.
+    """
+    copied = cast("Any", copy.deepcopy(module))
+    copied.configure_callbacks, copied.prepare_data = list, lambda: None
+    regime: dict[str, Any] = {"precision": precision}
+    if policy is not None:
+        regime = {"plugins": [MixedPrecisionPlan.from_policy(policy)]}
+    with _kept():
+        alone = {**BARE, "max_epochs": 1, "limit_train_batches": 1, "logger": DummyLogger()}
+        trainer = Trainer(accelerator="cpu", devices=1, **alone, **regime)
+        try:
+            trainer.fit(copied, train_dataloaders=Again(batch))
+        except PlanError:
+            return None
+        except Exception as error:
+            return error
+    return None

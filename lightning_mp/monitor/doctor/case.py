@@ -17,7 +17,7 @@ from lightning_mp.modules import pins, storage
 from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.numerics import device
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.policy import FP8, PrecisionPolicy, hardware
+from lightning_mp.policy import FP8, Pin, PrecisionPolicy, hardware
 from lightning_mp.policy.loss_scaling import LossScaling
 from lightning_mp.policy.words import DTYPES_OF, STOCK_PRECISIONS, precision_word
 
@@ -73,6 +73,11 @@ class ModelUnderTest:
         return (item for item in self.parameters if item[2].requires_grad)
 
     @property
+    def pins(self) -> tuple[Pin, ...]:
+        """The plan's pins."""
+        return () if self.policy is None else self.policy.pins
+
+    @property
     def fp8(self) -> FP8 | None:
         """The plan's rule of FP8 products."""
         return None if self.policy is None else self.policy.fp8
@@ -80,7 +85,7 @@ class ModelUnderTest:
     @cached_property
     def _resolved(self) -> tuple[pins.PinMap, Faults]:
         faults = Faults()
-        return pins.resolve(self.model, () if self.policy is None else self.policy.pins, faults), faults
+        return pins.resolve(self.model, self.pins, faults), faults
 
     @property
     def pin_faults(self) -> Faults:

@@ -27,18 +27,14 @@ _log = logging.getLogger(__name__)
 CHEAP: tuple[Check, ...] = (of_model.eval_mode, of_model.no_input_gradients, of_model.use_cache)
 CHECKS: tuple[Check, ...] = (
     *CHEAP,
-    of_model.loaded_in_half,
-    of_model.stored_in_half,
-    of_model.fp16_under_a_scaler,
+    of_model.half_weights,
     of_model.tied_pins,
-    of_model.bf16_emulated,
+    of_model.device_cannot,
     of_model.tf32_off,
     of_model.not_aligned,
-    of_model.fp8_converts_nothing,
-    of_model.fp8_not_compiled,
-    of_model.fp8_tensorwise_is_not_causal,
-    of_model.norm_in_half,
-    of_model.norm_eps_underflows,
+    of_model.fp8_layers,
+    of_model.half_norms,
+    of_run.step_raises,
     of_run.scale_overflows_at_once,
     of_run.accumulation_overflows,
     of_run.optimizer_eps_underflows,
@@ -72,7 +68,8 @@ def doctor(
         strategy: a strategy or its name; a DeepSpeed JSON as a mapping; ``None``: what ``trainer_args`` says.
         trainer_args: the Trainer's arguments: ``accelerator``, ``accumulate_grad_batches``, ``gradient_clip_val``, ….
         optimizer: what ``configure_optimizers`` would return, where it cannot be called without a Trainer.
-        batch: one batch; with it a copy of the model is run forward and backward to see whether the loss scale fits.
+        batch: one batch; with it a copy of a LightningModule makes one step, to see whether it raises, and a copy of
+            the model is run forward and backward, to see whether the loss scale fits.
         device: the device it will run on, where that is not the one ``trainer_args`` chooses on this machine.
 
     Raises:

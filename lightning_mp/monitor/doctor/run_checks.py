@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import sysconfig
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from inspect import unwrap
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from traceback import FrameSummary, extract_tb
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +24,11 @@ from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, St
 from lightning_mp.deepspeed_config.merge import add_trainer, compose
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.engines.optimizer_facts import keeps_small_updates
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Fault, Faults, PlanError, one_line
 from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest
 from lightning_mp.monitor.doctor.table import fact
+from lightning_mp.monitor.events import Severity
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.health.measurement import some
 from lightning_mp.monitor.side_run import loss_of, output_in, untouched
@@ -32,7 +36,7 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.step_counter import StepCounter
 from lightning_mp.planner.memory import USABLE, degrees, held, name_of
 from lightning_mp.planner.speed import bubble
-from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy import PrecisionPolicy, hardware
 from lightning_mp.policy.loss_scaling import FP32_MAX, TORCH_INIT_SCALE, LossScaling
 
 FP16_MAX = 65504.0
@@ -53,6 +57,34 @@ _BLOCK = ".enabled="
 _GIB = 2**30
 
 
+# ---------------------------------------------------------------------- a step
+
+
+def step_raises(case: ModelUnderTest) -> Iterator[Finding]:
+    """A step of the LightningModule that raises: one is made for real, of a copy, on the CPU."""
+    batch = case.rows if case.batch is None else case.batch
+    parameters = [parameter for _, _, parameter in case.parameters]
+    huge = case.batch is None and sum(parameter.numel() for parameter in parameters) > hardware.SMALL_MODEL
+    if batch is None or huge or any(one.is_meta for one in parameters) or not isinstance(case.model, LightningModule):
+        return
+    error = planner.step_error(case.model, batch, case.policy, case.precision)
+    if error is None:
+        return
+    frame = _users_frame(error)
+    where = f"{Path(frame.filename).name}:{frame.lineno}"
+    what = f"a step raises {type(error).__name__}: {one_line(error)}"
+    severity: Severity | None = None if case.device.type == "cpu" else "warning"  # what it was made on
+    line = f"`{frame.line}`" + (", on the CPU" if severity else "")
+    yield fact("step_raises", what, where, severity, place=f"{where}, in {frame.name}", line=line)
+
+
+def _users_frame(error: BaseException) -> FrameSummary:
+    """The last line of the user's own code that the error went through; else the one that raised it."""
+    frames = extract_tb(error.__traceback__)
+    ours = ("site-packages", "dist-packages", str(Path(planner.__file__).parents[1]), sysconfig.get_path("stdlib"))
+    return next((f for f in reversed(frames) if not any(part in f.filename for part in ours)), frames[-1])
+
+
 # ---------------------------------------------------------------------- the loss scale
 
 
@@ -67,15 +99,10 @@ def scale_overflows_at_once(case: ModelUnderTest) -> Iterator[Finding]:
         if start > HIGH_SCALE:
             stuck = rule.floor > HIGH_SCALE
             down = f"; about {_steps(rule, TORCH_INIT_SCALE)} steps are skipped until the scale is down to 65536"
-            yield fact(
-                "scale_overflows_at_once:size",
-                f"the loss scale starts at {start:g}",
-                where,
-                "error" if rule.floor > HOPELESS_SCALE else None,
-                gradient=FP16_MAX / start,
-                steps=f", and {never}: such steps are skipped forever" if stuck else down,
-                scaling=_starting(case, rule, TORCH_INIT_SCALE),
-            )
+            steps = f", and {never}: such steps are skipped forever" if stuck else down
+            words = {"gradient": FP16_MAX / start, "steps": steps, "scaling": _starting(case, rule, TORCH_INIT_SCALE)}
+            severity: Severity | None = "error" if rule.floor > HOPELESS_SCALE else None
+            yield fact("scale_overflows_at_once:size", f"the loss scale starts at {start:g}", where, severity, **words)
         return
     fits = highest_fitting_scale(case, rule)
     what = f"the given batch overflows at the initial loss scale, {start:g}"
@@ -85,17 +112,10 @@ def scale_overflows_at_once(case: ModelUnderTest) -> Iterator[Finding]:
         yield fact("scale_overflows_at_once:forward", what, where, raising=raising, pins=pins)
     elif fits != start:
         skipped, low = _steps(rule, fits), fits < rule.floor
-        yield fact(
-            "scale_overflows_at_once:batch",
-            what,
-            where,
-            "error" if low else "info" if skipped <= _WARM_UP else None,
-            fits=fits,
-            steps=f", and {never}" if low else f"; about {skipped} steps are skipped on the way there",
-            scaling=f"use {_starting(case, rule, fits)}"
-            if low
-            else f"set {_starting(case, rule, min(fits, TORCH_INIT_SCALE))}",
-        )
+        steps = f", and {never}" if low else f"; about {skipped} steps are skipped on the way there"
+        scaling = _starting(case, rule, fits if low else min(fits, TORCH_INIT_SCALE))
+        severity = "error" if low else "info" if skipped <= _WARM_UP else None
+        yield fact("scale_overflows_at_once:batch", what, where, severity, fits=fits, steps=steps, scaling=scaling)
 
 
 def _steps(rule: LossScaling, scale: float) -> int:
@@ -199,19 +219,13 @@ def optimizer_eps_underflows(case: ModelUnderTest) -> Iterator[Finding]:
     if not any(case.stored(parameter) == "fp16" for _, _, parameter in case.trained):
         return
     for optimizer in configured(case)[0]:
-        eps = [group["eps"] for group in optimizer.param_groups if _vanishes(case, group)]
+        groups = [group for group in optimizer.param_groups if not group.get("fused")]
+        given = [g.get("eps") for g in groups if any(case.stored(parameter) == "fp16" for parameter in g["params"])]
+        eps = [one for one in given if isinstance(one, float) and one > 0 and torch.tensor(one).half().item() == 0]
         if eps:
             name = type(optimizer).__name__
             what = f"{name}(eps={min(eps)!r}) with weights and state in fp16, where that is 0"
             yield fact("eps_underflows:optimizer", what, "configure_optimizers", optimizer=name)
-
-
-def _vanishes(case: ModelUnderTest, group: Mapping[str, Any]) -> bool:
-    eps = group.get("eps")
-    if group.get("fused") or not isinstance(eps, float) or eps <= 0:
-        return False
-    zero = torch.tensor(eps, dtype=torch.float16).item() == 0
-    return zero and any(case.stored(parameter) == "fp16" for parameter in group["params"])
 
 
 def schedule_counts_skips(case: ModelUnderTest) -> Iterator[Finding]:
@@ -309,81 +323,65 @@ def _interval(scheduler: Any) -> tuple[Any, str]:
 # ---------------------------------------------------------------------- DeepSpeed's JSON
 
 
-class Json(NamedTuple):
-    """What the user wrote for DeepSpeed, and the strategy it was written for."""
-
-    config: Mapping[str, Any]
-    stage: int
-    #: Lightning's own strategy, which lets the JSON win where it does not refuse it
-    stock: bool
-    offloads: Mapping[str, bool]
-
-
 def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
     """Every key of the JSON that contradicts plan or Trainer, with both values."""
-    json = _json(case.strategy)
-    if json is None:
+    own: Any = case.strategy
+    config, stage, offloads = own, None, {}
+    if isinstance(own, DeepSpeedStrategy):
+        config = getattr(own, "config", None)
+        if hasattr(own, "plan_engine"):
+            config, stage = own._given or {}, own._stage
+            offloads = dict(zip(("offload_optimizer", "offload_parameters"), own._offloads, strict=True))
+    if not isinstance(config, Mapping):
         return
-    faults = _faults(_against_plan, json, case)
+    # Lightning's own strategy lets the JSON win where it does not refuse it
+    stock = isinstance(own, DeepSpeedStrategy) and stage is None
+    json = cast("Mapping[str, Any]", config)
+    stage = stage or int((json.get("zero_optimization") or {}).get("stage") or 1)
+    faults = _faults(partial(_against_plan, case, json, stage, offloads))
     if case.trainer:
-        faults += [fault for fault in _faults(_against_trainer, json, case) if fault not in faults]
+        faults += [fault for fault in _faults(partial(_against_trainer, case, json, stock)) if fault not in faults]
     for fault in faults:
         # Lightning adds the block of its own precision to the other, and DeepSpeed takes no two
         two = case.mixed or case.storage in HALF
-        refused = not json.stock or case.policy is not None or _STEPS in fault.given or (_BLOCK in fault.given and two)
+        refused = not stock or case.policy is not None or _STEPS in fault.given or (_BLOCK in fault.given and two)
         kind = "refused" if refused else "silent"
         key = fault.given.partition("=")[0]
         yield fact(f"deepspeed_contradicts_trainer:{kind}", fault.given, key, change=fault.fix)
 
 
-def _json(strategy: Any) -> Json | None:
-    """The JSON behind a strategy, or that ``strategy`` is itself."""
-    if not isinstance(strategy, (Mapping, DeepSpeedStrategy)):
-        return None
-    own = cast("Any", strategy)
-    if hasattr(strategy, "plan_engine"):
-        optimizer, parameters = own._offloads
-        return Json(
-            own._given or {}, own._stage, False, {"offload_optimizer": optimizer, "offload_parameters": parameters}
-        )
-    stock = isinstance(strategy, DeepSpeedStrategy)
-    config: Any = own.config if stock else own
-    config = config if isinstance(config, Mapping) else {}
-    return Json(config, int((config.get("zero_optimization") or {}).get("stage") or 1), stock, {})
-
-
-def _faults(check: Any, json: Json, case: ModelUnderTest) -> list[Fault]:
+def _faults(check: Callable[[], None]) -> list[Fault]:
     try:
-        check(json, case)
+        check()
     except PlanError as error:
         return list(error.faults)
     return []
 
 
-def _against_plan(json: Json, case: ModelUnderTest) -> None:
+def _against_plan(case: ModelUnderTest, json: Mapping[str, Any], stage: int, offloads: Mapping[str, bool]) -> None:
     """Raise what the JSON says otherwise than the plan does, or a precision of Lightning's."""
     if case.policy is not None:
-        compose(case.policy, json.config, stage=json.stage, **json.offloads)
+        compose(case.policy, json, stage=stage, **offloads)
         return
     with Faults() as faults:
         for block in HALF:
             half = case.precision.startswith(block.removeprefix("fp"))
-            if not half and (json.config.get(block) or {}).get("enabled") is True:
+            if not half and (json.get(block) or {}).get("enabled") is True:
                 given = f"{block}{_BLOCK}True in the JSON and precision={case.precision!r} in the Trainer"
                 faults.add(given, "the same in both", f"set {block}.enabled to false, or train in it")
 
 
-def _against_trainer(json: Json, case: ModelUnderTest) -> None:
+def _against_trainer(case: ModelUnderTest, json: Mapping[str, Any], stock: bool) -> None:
     """Raise what the JSON says otherwise than the Trainer's arguments."""
     devices, nodes = case.argument("devices", "auto"), case.argument("num_nodes", 1)
     world = devices * nodes if isinstance(devices, int) and devices > 0 else None
     # without a known number of devices nothing can be said of the whole batch
-    config = {key: value for key, value in json.config.items() if world is not None or key != "train_batch_size"}
+    config = {key: value for key, value in json.items() if world is not None or key != "train_batch_size"}
     by_norm = case.argument("gradient_clip_algorithm", "norm") == "norm"
     accumulate = int(case.argument("accumulate_grad_batches", 1))
     clip = case.argument("gradient_clip_val") if by_norm else None
     add_trainer(config, clip_norm=clip, accumulate=accumulate, world_size=world or 1, micro_batch=None)
-    if json.stock and _STEPS in config:
+    if stock and _STEPS in config:
         given = f"{_STEPS}={config[_STEPS]!r} in the JSON and Trainer(accumulate_grad_batches={accumulate})"
         fix = f"remove {_STEPS} from the JSON: Lightning's DeepSpeedStrategy takes the Trainer's alone"
         raise PlanError([Fault(given, "the Trainer's alone", fix)])
@@ -416,6 +414,8 @@ def will_not_fit(case: ModelUnderTest) -> Iterator[Finding]:
     devices = [case.argument(key, 1) for key in ("devices", "num_nodes")]
     ranks = devices[0] * devices[1] if all(isinstance(each, int) and each > 0 for each in devices) else 1
     fix = "shard with strategy='mp_fsdp2' on more devices; lightning-mp advise says how many"
+    if name_of(strategy) not in ("auto", "ddp", "deepspeed_zero1", "deepspeed_zero2"):
+        fix = "use more devices, or larger ones; lightning-mp advise says how many"
     batch = case.rows if case.batch is None else case.batch
     if batch is None or not isinstance(case.model, LightningModule):
         shards, tensor = degrees(strategy, ranks)

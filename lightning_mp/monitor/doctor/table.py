@@ -17,13 +17,14 @@ class Rule(NamedTuple):
 
 
 _LOAD = "load them in fp32: from_pretrained(..., dtype=torch.float32)"
+_LOST = "{dtype} has {bits} bits of precision: an update below 2**-{bits} of its weight is lost"
 _CACHE_OFF = "set model.config.use_cache = False for training, and on again to generate"
 
 #: by the finding's name, and behind a colon the case
 RULES: dict[str, Rule] = {
     "no_fp32_masters:stock": Rule(
         "warning",
-        "{precision} updates them in place, without fp32 master weights; {lost}",
+        f"{{precision}} updates them in place, without fp32 master weights; {_LOST}",
         f"{_LOAD}, or model.float() before training; a MixedPrecisionPlan('{{precision}}') stores them in fp32 itself",
     ),
     "no_fp32_masters:plan": Rule(
@@ -33,7 +34,7 @@ RULES: dict[str, Rule] = {
     ),
     "no_fp32_masters:mode": Rule(
         "warning",
-        "there are no fp32 master weights; {lost}",
+        f"there are no fp32 master weights; {_LOST}",
         "use '{mixed}', which keeps fp32 weights and computes in {dtype}",
     ),
     "no_fp32_masters:pin": Rule(
@@ -51,7 +52,8 @@ RULES: dict[str, Rule] = {
     ),
     "eval_mode": Rule(
         "warning",
-        "{effect}; from_pretrained() returns models in eval mode, and Trainer.fit does not change it",
+        "dropout, batch statistics and transformers' gradient checkpointing are off there; from_pretrained() returns "
+        "models in eval mode, and Trainer.fit does not change it",
         "call {module}.train() where the model is made, or before fit",
     ),
     "lora_checkpoint_no_input_grads": Rule(
@@ -77,10 +79,12 @@ RULES: dict[str, Rule] = {
         "info", "the plan turns it off while it runs, and back on afterwards", _CACHE_OFF
     ),
     "bf16_emulated": Rule("warning", "{effect}", "use {instead} on this device, or precision='auto'"),
+    "precision_refused": Rule("error", "the run is refused before its first step: it takes {needed}", "{change}"),
+    "step_raises": Rule("error", "{place}: {line}", "mend it; a run prints the whole traceback"),
     "tf32_off": Rule(
         "info",
         "its tensor cores take fp32 products in TF32 (10 bits of mantissa, fp32's range), several times faster",
-        "{high}, or torch.set_float32_matmul_precision('high'); {highest} says that IEEE fp32 is intended",
+        "{high}, or torch.set_float32_matmul_precision('high'); 'highest' says that IEEE fp32 is intended",
     ),
     "dims_not_aligned": Rule(
         "info",
@@ -106,7 +110,9 @@ RULES: dict[str, Rule] = {
         "its loss, or a gradient of it, is not finite in fp16 at any scale: the overflow is in the forward pass",
         "find the module with {raising}, pin it, {pins}, or use 'bf16-mixed', without loss_scaling",
     ),
-    "scale_overflows_at_once:batch": Rule("warning", "its gradients fit up to a scale of {fits:g}{steps}", "{scaling}"),
+    "scale_overflows_at_once:batch": Rule(
+        "warning", "its gradients fit up to a scale of {fits:g}{steps}", "use {scaling}"
+    ),
     "scale_overflows_at_once:size": Rule(
         "warning", "a gradient of {gradient:.1g} overflows fp16 once scaled{steps}", "use {scaling}"
     ),

@@ -20,6 +20,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_warn,
 )
 from lightning_mp.engines import reduce
+from lightning_mp.engines.diagnosis import Verdict, named
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite import events
@@ -49,6 +50,7 @@ class BadSteps:
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, writer: str, *, saves: bool = True, rewinds: bool) -> None:
         self._trainer, self._writer, self._rewinds = trainer, writer, rewinds
+        self.events: list[Event] = []
         self._folder = folder = open_folder(trainer, run_dir, writer)
         before = [] if folder is None else list((folder.path / BATCHES).glob(BATCH_FILES))
         left = MAX_STEPS - len({path.name.rpartition("_")[0] for path in before}) if saves else 0
@@ -71,15 +73,45 @@ class BadSteps:
         """Run the batches of the step again, to see what broke it; see :meth:`Replayer.locate`."""
         return self._replayer.locate(self._trainer, module, at_hand)
 
-    def overflow(self, diagnosis: Diagnosis, *, step: int, scale: float) -> Event:
+    def overflow(self, diagnosis: Diagnosis, *, step: int, scale: float) -> None:
         """Write the event of an ordinary overflow, and print it."""
-        return self._write(events.overflow(diagnosis, step=step, scale=scale))
+        self._write(events.overflow(diagnosis, step=step, scale=scale))
 
-    def bad_step(self, diagnosis: Diagnosis, *, step: int, **known: Any) -> Event:
-        """Save the batch, write the event (of :func:`events.bad_step`) and print it."""
-        event = events.bad_step(diagnosis, step=step, saved=self._next_name(diagnosis, step), **known)
-        self._save(self._replayer.kept(diagnosis.batch_idx), event)
-        return self._write(event)
+    def bad_step(
+        self,
+        found: Diagnosis,
+        *,
+        step: int,
+        bad_loss: bool,
+        action: str,
+        in_a_row: int,
+        allowed: int,
+        scale: float | None,
+        verdict: Verdict | None,
+        budget: str | None = None,
+    ) -> Event:
+        """Save the batch, write the event and print it; ``budget`` is how the skips allowed are written without a plan.
+
+        Raises:
+            NonFiniteError: ``verdict`` says why the run ends.
+            LossScaleError: it ends by an overflow at the minimum loss scale.
+        """
+        event = events.bad_step(
+            found,
+            step=step,
+            bad_loss=bad_loss,
+            severity="warning" if verdict is None else "error",
+            action=action if verdict is None else "raise",
+            evidence={"skips_in_a_row": in_a_row, "allowed": allowed, "loss_scale": scale},
+            under_plan=budget is None,
+            saved=self._next_name(found, step),
+        )
+        self._save(self._replayer.kept(found.batch_idx), event)
+        self._write(event)
+        if verdict is None:
+            return event
+        known: dict[str, Any] = {"step": step, "scale": scale} | ({} if budget is None else {"budget": budget})
+        raise named(found.rank, found.origin, bad_loss, what=verdict.what, at_min=verdict.at_min, **known)
 
     def rewind(self, event: Event) -> None:
         """Load the newest checkpoint with finite weights.
@@ -106,11 +138,11 @@ class BadSteps:
         if folder is not None:
             end_run(folder, self._trainer, self._writer, error)
 
-    def _write(self, event: Event) -> Event:
+    def _write(self, event: Event) -> None:
+        self.events.append(event)
         if self._folder is not None:
             self._folder.event(event)
         rank_zero_info(f"{self._writer}: {event}")
-        return event
 
     def _next_name(self, diagnosis: Diagnosis, step: int) -> str | None:
         """What will be written, seen from the run folder, the same on every rank; ``None`` if nothing will."""

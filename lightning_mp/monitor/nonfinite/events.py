@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.alerts import Reading
-from lightning_mp.monitor.events import Event
+from lightning_mp.monitor.events import Event, Severity
 from lightning_mp.monitor.nonfinite.replay import Diagnosis
 from lightning_mp.numerics.nonfinite import Origin
 
@@ -23,32 +24,25 @@ def bad_step(
     *,
     step: int,
     bad_loss: bool,
+    severity: Severity,
     action: str,
-    in_a_row: int,
-    allowed: int,
-    scale: float | None,
-    saved: str | None,
+    evidence: Mapping[str, Any],
     under_plan: bool,
+    saved: str | None = None,
 ) -> Event:
-    """The event of a step that was skipped and counts against the budget."""
-    numbers: dict[str, Any] = {
-        "role": None if diagnosis.origin is None else diagnosis.origin.role,
-        "batch_idx": diagnosis.batch_idx,
-        "skips_in_a_row": in_a_row,
-        "allowed": allowed,
-        "loss_scale": scale,
-    }
-    replay = "" if saved is None else f"; its batch is in {saved}"
+    """The event of a step that is no ordinary overflow; numbers of ``evidence`` that are ``None`` are left out."""
+    known = {"role": diagnosis.origin and diagnosis.origin.role, "batch_idx": diagnosis.batch_idx, **evidence}
+    advice = _advice(diagnosis.origin, bad_loss, under_plan)
     return Event(
         step=step,
         kind="nonfinite_loss" if bad_loss else "nonfinite_grad",
-        severity="error" if action == "raise" else "warning",
+        severity=severity,
         rank=diagnosis.rank,
         module=diagnosis.module,
         parameter=diagnosis.parameter,
-        evidence={name: number for name, number in numbers.items() if number is not None},
+        evidence={name: number for name, number in known.items() if number is not None},
         cause=_cause(diagnosis),
-        advice=_advice(diagnosis.origin, bad_loss, under_plan) + replay,
+        advice=advice if saved is None else f"{advice}; its batch is in {saved}",
         action=action,
     )
 
@@ -95,26 +89,21 @@ def _cause(diagnosis: Diagnosis) -> str:
 def _advice(origin: Origin | None, bad_loss: bool, under_plan: bool) -> str:
     if origin is None:
         return "lower the learning rate, or clip gradients"
-    if origin.input_bad:
-        return _advice_on_input(origin, under_plan)
     if origin.phase == "loss":
         return "check the loss function and the targets"
     if origin.phase == "after backward":
         return "look at what changes gradients after the backward pass: hooks, and clipping of your own"
-    first = "check its weights and lower the learning rate" if bad_loss else "clip gradients"
-    if not origin.module:  # the root, which no pin covers
-        return first
-    return f"{first}; under half precision run it in fp32: {pinning([origin.module], under_plan=under_plan)}"
-
-
-def _advice_on_input(origin: Origin, under_plan: bool) -> str:
-    if origin.after is None:
+    if origin.input_bad and origin.after is None:
         return "check the data of the batch"
-    around = origin.module.rpartition(".")[0]
-    first = "check the data of the batch; if it is finite, an operation overflows: under half precision"
-    if not around:  # the root, which no pin covers
-        return f"{first} cast to fp32 there"
-    return f"{first} run {around!r} in fp32: {pinning([around], under_plan=under_plan)}"
+    if origin.input_bad:
+        first = "check the data of the batch; if it is finite, an operation overflows"
+        module = origin.module.rpartition(".")[0]
+    else:
+        first = "check its weights and lower the learning rate" if bad_loss else "clip gradients"
+        module = origin.module
+    if not module:  # the root, which no pin covers
+        return f"{first}: cast to fp32 there" if origin.input_bad else first
+    return f"{first}; under half precision run {module!r} in fp32: {pinning([module], under_plan=under_plan)}"
 
 
 # ---------------------------------------------------------------------- by readings, without a guard
@@ -142,21 +131,17 @@ class NonFiniteStep:
         if not self.alert:
             assert self.scale is not None, "only a loss scale makes an overflow ordinary"
             return overflow(diagnosis, step=self.step, scale=self.scale)
-        event = bad_step(
+        if diagnosis.batch_idx is None:
+            diagnosis = replace(diagnosis, batch_idx=batch_idx)
+        return bad_step(
             diagnosis,
             step=self.step,
             bad_loss=self.bad_loss,
+            severity="error" if self.applied else "warning",
             action="log",
-            in_a_row=self.in_a_row,
-            allowed=0,
-            scale=self.scale,
-            saved=None,
+            evidence={"loss_scale": self.scale, "bad_steps_in_a_row": self.in_a_row},
             under_plan=under_plan,
         )
-        evidence = {"batch_idx": batch_idx, **event.evidence, "bad_steps_in_a_row": self.in_a_row}
-        for name in ("allowed", "skips_in_a_row"):  # the guard's budget
-            evidence.pop(name, None)
-        return replace(event, severity="error" if self.applied else "warning", evidence=evidence)
 
 
 class NonFiniteClassifier:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_mp.compat.lightning import LightningModule, Trainer
-from lightning_mp.engines import diagnosis
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.diagnosis import Verdict
 from lightning_mp.engines.plan_base import PlanBase
@@ -123,28 +122,18 @@ class PlanGuard(WritesRun):
         if verdict is None and scale is not None and is_ordinary(scale, found.bad_loss, at_floor=streak > 0):
             self._log.overflow(found, step=step, scale=scale)
             return
-        ends = verdict is not None and (verdict.at_min or not self.rewinds)
+        rewinds = verdict is not None and self.rewinds and not verdict.at_min
         event = self._log.bad_step(
             found,
             step=step,
             bad_loss=found.bad_loss,
-            action="raise" if ends else "rewind" if verdict is not None else "skip",
+            action="rewind" if rewinds else "skip",
             in_a_row=max(streak, 1),
             allowed=0 if self.rule.action == "raise" else self.rule.max_consecutive,
             scale=scale,
-            under_plan=True,
+            verdict=None if rewinds else verdict,
         )
-        if verdict is not None and ends:
-            raise diagnosis.named(
-                found.rank,
-                found.origin,
-                found.bad_loss,
-                what=verdict.what,
-                step=step,
-                scale=scale,
-                at_min=verdict.at_min,
-            )
-        if verdict is not None:
+        if rewinds:
             self._rewind(event)
 
     def _rewind(self, event: Event) -> None:

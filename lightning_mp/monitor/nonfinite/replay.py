@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -125,7 +124,7 @@ class Replayer:
             self._window[-1] = self._window[-1].on_host()
         self._window.append(
             KeptBatch(
-                _same_containers(batch),
+                apply_to_collection(batch, Tensor, lambda tensor: tensor),
                 batch_idx,
                 trainer.accumulate_grad_batches if module.automatic_optimization else 1,
                 trainer.global_step,
@@ -304,15 +303,6 @@ def _steps_done(trainer: Trainer) -> Any:
     if trainer.lightning_module.automatic_optimization:
         return loop.automatic_optimization.optim_progress.optimizer.step.total
     return loop.manual_optimization.optim_step_progress.total
-
-
-def _same_containers(batch: Any) -> Any:
-    """The same tensors in containers of our own: ``training_step`` may take labels out of a dict."""
-    if type(batch) in (list, tuple):
-        return type(batch)(_same_containers(item) for item in batch)
-    if type(batch) is dict:
-        return {key: _same_containers(value) for key, value in cast("dict[Any, Any]", batch).items()}
-    return copy(batch) if isinstance(batch, (Mapping, UserDict)) else batch  # HF's BatchEncoding is a UserDict
 
 
 def _scale(trainer: Trainer, device: torch.device) -> Tensor | None:

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_mp import FP8, MixedPrecisionPlan
 from lightning_mp.policy.hardware import Device
 from support import hf
-from support.doctor import found
+from support.doctor import A100, found
 
 H100 = Device("cuda", "NVIDIA H100", (9, 0))
 WIDE = (4096, 4096)
@@ -49,3 +49,13 @@ def test_dimensions_are_to_be_multiples_of_16() -> None:
     model = nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 32), nn.Linear(32, 32))
     assert "not multiples of 16" in found(model, fp8(small="convert"))["dims_not_aligned"].what
     assert found(model, "bf16-mixed") == {}
+
+
+def test_fp8_on_a_gpu_that_the_run_refuses_is_an_error() -> None:
+    finding = found(net(), fp8(), device=A100)["precision_refused"]
+    assert finding.severity == "error"
+    assert "capability 8.9" in finding.why
+    assert "'bf16-mixed'" in finding.fix
+    for plan, device in ((fp8(emulate=True), A100), (fp8(), H100), ("bf16-mixed", A100)):
+        assert "precision_refused" not in found(net(), plan, device=device)
+    assert "precision_refused" not in found(net(), fp8(), None, {"accelerator": "gpu"}, device=None)  # one not here

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mp import MixedPrecisionPlan
+from lightning_mp import MixedPrecisionPlan, make_strategy
 from lightning_mp.planner import predict_memory
 from lightning_mp.policy.hardware import Device
 from support.doctor import Wrapped, found
@@ -70,3 +70,11 @@ def test_the_change_that_is_named_fits() -> None:
 def test_without_a_batch_weights_and_gradients_are_looked_at(memory: int, expected: bool) -> None:
     device: Any = Device("cuda", "a small GPU", (8, 0), memory=memory)
     assert ("will_not_fit" in found(_module(), PLAN, "auto", {}, device=device)) == expected
+
+
+@pytest.mark.parametrize(("strategy", "advised"), [("ddp", True), ("fsdp2", False), ("deepspeed_zero3", False)])
+def test_sharding_that_is_in_use_is_not_advised(strategy: str, advised: bool) -> None:
+    device = Device("cuda", "a small GPU", (8, 0), memory=2**16)
+    made = strategy if strategy == "ddp" else make_strategy(strategy, PLAN)
+    fix = found(_module(), PLAN, made, {"devices": 2}, device=device)["will_not_fit"].fix
+    assert ("mp_fsdp2" in fix) == advised

@@ -205,14 +205,9 @@ def test_a_batch_whose_dict_the_step_empties_is_replayed() -> None:
 def test_a_replay_that_fails_says_so_and_looks_at_the_gradients() -> None:
     class Fails(Breaks):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch.pop() is None:
-                raise KeyError("planned")
-            return super().training_step(batch, batch_idx)
+            return super().training_step((batch[0], next(batch[1])), batch_idx)
 
-    class Drawn(list[Any]):
-        """A kind of batch that is not copied, and is used up."""
-
-    data = [Drawn([torch.ones(4, 16), torch.ones(4, 1), 1]) for _ in range(5)]
+    data = [(torch.ones(4, 16), iter([torch.ones(4, 1)])) for _ in range(5)]  # used up
     diagnosis = _asked(Fails("gradient"), data=DataLoader(data, batch_size=None))
     assert "the replay of batch 3 failed" in str(diagnosis.note)
     assert diagnosis.origin is not None
