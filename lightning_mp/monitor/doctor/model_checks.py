@@ -75,7 +75,7 @@ def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
     if found and (case.policy is not None or case.storage is None):
         dtype = next(iter(found.values()))
         what = f"{many(len(found), 'trained weight')} in {dtype} under {case.precision}: {listed(found)}"
-        words = {"precision": case.precision, "dtype": dtype, "bits": _BITS[dtype]}
+        words: dict[str, Any] = {"precision": case.precision, "dtype": dtype, "bits": _BITS[dtype]}
         yield fact(f"no_fp32_masters:{by}", what, next(iter(found)), **words)
     refused = [name for name, dtype in found.items() if dtype == "fp16"]
     sharded = isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)

@@ -325,17 +325,18 @@ def _interval(scheduler: Any) -> tuple[Any, str]:
 
 def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
     """Every key of the JSON that contradicts plan or Trainer, with both values."""
-    own: Any = case.strategy
-    config, stage, offloads = own, None, {}
-    if isinstance(own, DeepSpeedStrategy):
-        config = getattr(own, "config", None)
-        if hasattr(own, "plan_engine"):
-            config, stage = own._given or {}, own._stage
-            offloads = dict(zip(("offload_optimizer", "offload_parameters"), own._offloads, strict=True))
+    own: Any = cast("Any", case.strategy)
+    stock = DeepSpeedStrategy in type(own).__mro__
+    config, stage, offloads = own, None, dict[str, bool]()
+    if hasattr(own, "plan_engine") and stock:
+        config, stage = own._given or {}, own._stage
+        offloads = {"offload_optimizer": own._offloads[0], "offload_parameters": own._offloads[1]}
+    elif stock:
+        config = own.config
     if not isinstance(config, Mapping):
         return
     # Lightning's own strategy lets the JSON win where it does not refuse it
-    stock = isinstance(own, DeepSpeedStrategy) and stage is None
+    stock = stock and stage is None
     json = cast("Mapping[str, Any]", config)
     stage = stage or int((json.get("zero_optimization") or {}).get("stage") or 1)
     faults = _faults(partial(_against_plan, case, json, stage, offloads))
