@@ -325,7 +325,7 @@ def _interval(scheduler: Any) -> tuple[Any, str]:
 
 def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
     """Every key of the JSON that contradicts plan or Trainer, with both values."""
-    own: Any = cast("Any", case.strategy)
+    own: Any = case.strategy
     stock = DeepSpeedStrategy in type(own).__mro__
     config, stage, offloads = own, None, dict[str, bool]()
     if hasattr(own, "plan_engine") and stock:
