@@ -18,6 +18,7 @@ from lightning_mp.compat.torch_fake import is_fake
 from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.modules import class_swap
 from lightning_mp.modules.patterns import called_in, matches, named_submodules, no_match
+from lightning_mp.numerics.dtypes import default_dtype
 from lightning_mp.policy import Checkpointing
 
 Values = dict[str, Tensor | None]
@@ -159,10 +160,12 @@ class _Again:
 def _contexts(save_ops: frozenset[str] | None, buffers: _Buffers) -> tuple[Any, Any]:
     """Around the forward, and around each time it is run again."""
     learning = _learning(buffers)
+    # a true mode sets the default dtype for the forward alone, and the backward pass runs after it
+    same_dtype = partial(default_dtype, torch.get_default_dtype())
     if save_ops is None:
-        return learning, _Again(buffers.restored)
+        return learning, _Again(buffers.restored, same_dtype)
     forward, again = _selective_contexts(save_ops)
-    return _Again(lambda: learning, lambda: forward), _Again(buffers.restored, lambda: again)
+    return _Again(lambda: learning, lambda: forward), _Again(buffers.restored, same_dtype, lambda: again)
 
 
 def _copied(buffers: Mapping[str, Tensor | None]) -> Values:

@@ -16,6 +16,7 @@ from lightning_mp import Checkpointing
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import checkpointing
 from lightning_mp.modules.checkpointing import CheckpointedForward
+from lightning_mp.numerics.dtypes import default_dtype
 from support.pinning import pin, products
 
 ROWS, WIDTH = 4, 8
@@ -207,6 +208,23 @@ def test_recomputation_runs_under_the_autocast_of_the_forward(dtype: torch.dtype
     assert all(
         torch.equal(one.grad, other.grad) for one, other in zip(plain.parameters(), root.parameters(), strict=True)
     )
+
+
+def test_recomputation_runs_under_the_default_dtype_of_the_forward() -> None:
+    """True modes set it for the forward alone, and a backward pass runs after it."""
+
+    class Made(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * torch.tensor(2.0)).sin() * torch.ones(())
+
+    root = nn.Sequential(Made())
+    checkpoint(root, modules="Made")
+    x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    with default_dtype(torch.bfloat16):
+        out = root(x)
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_names_parameters_and_representation_stay() -> None:
