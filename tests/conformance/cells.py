@@ -45,12 +45,12 @@ def run_cell(strategy: str, row: str, folder: str) -> Cell:
     except Exception as error:
         cell.steps_begun = Learner.steps_begun
         early = not cell.runs and cell.steps_begun <= 1  # some optimizers show what they do in their first step only
-        cell.word = "refused" if early and _is_refusal(error) else "FAILED"
+        cell.word = "refused" if early and is_refusal(error) else "FAILED"
         cell.reason = str(error) if cell.word == "refused" else traceback.format_exc()
     return cell
 
 
-def _is_refusal(error: Exception) -> bool:
+def is_refusal(error: Exception) -> bool:
     """A message somebody wrote for a user; any other exception before the first step is a failure too."""
     from lightning_mp import MissingExtraError, PlanError
     from lightning_mp.compat.lightning import MisconfigurationException
@@ -109,8 +109,8 @@ class _Fits:
         from support.running import fit
 
         plan = self.row.policy.plan(scale or LossScaling(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL))
-        arguments = trainer_arguments(self.strategy, plan, self.row.subject)
-        module, data = Learner(self.row, overflow_at), Batches(batches(self.row.subject, steps, without))
+        arguments = trainer_arguments(self.strategy, plan)
+        module, data = Learner(self.row, overflow_at), Batches(batches(steps, without))
         try:
             fit(module, data=data, ckpt_path=ckpt_path, callbacks=[observer], gradient_clip_val=CLIP, **arguments)
         finally:

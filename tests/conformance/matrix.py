@@ -10,21 +10,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from conformance import judge, plain
+from conformance import family_runs, judge, plain
 from conformance.cells import Cell, run_cell
 from conformance.judge import Verdict
 from conformance.observe import Run
-from conformance.rows import ROWS
+from conformance.rows import ROWS, FamilyRow
 from conformance.strategies import TIMEOUT, environment, world
 from support.ranks import RankError, Ranks
 
 Progress = Callable[[str, str, Verdict, float], None]
 Key = tuple[str, str]
-#: row → by the number of ranks
-References = dict[str, dict[int, Run | None]]
+#: row → what a cell is compared with
+References = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,27 @@ class OnRanks:
     row: str
     folder: Path
 
-    def run(self) -> Cell:
+    #: of a family: the learning rates of its plain loop
+    rates: tuple[float, ...] = ()
+
+    def run(self) -> Cell | family_runs.Outcome:
         if world(self.strategy) > 1 and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=TIMEOUT)  # every strategy then uses this group
+        row = ROWS[self.row]
+        if isinstance(row, FamilyRow):
+            return family_runs.run_cell(self.strategy, row, self.rates)
         return run_cell(self.strategy, self.row, str(self.folder))
 
 
 @dataclass(frozen=True)
 class PlainLoop:
-    """The reference of a row for one process, and for two."""
+    """The reference of a row for one process, and for two; of a family it does not recompute."""
 
     row: str
 
-    def run(self) -> dict[int, Run]:
-        return plain.reference(ROWS[self.row])
+    def run(self) -> dict[int, Run] | family_runs.Reference:
+        row = ROWS[self.row]
+        return family_runs.reference(row) if isinstance(row, FamilyRow) else plain.reference(row)
 
 
 @dataclass
@@ -97,7 +105,7 @@ def column(
         with Ranks(world(strategy), environment=environment(strategy)) as ranks:
             for name in names:
                 start = time.monotonic()
-                verdicts[name] = _cell(ranks, strategy, name, references[name][world(strategy)], folder / name)
+                verdicts[name] = _cell(ranks, strategy, name, references[name], folder / f"{len(verdicts)}")
                 if progress is not None:
                     progress(strategy, name, verdicts[name], time.monotonic() - start)
     finally:
@@ -105,23 +113,29 @@ def column(
     return verdicts
 
 
-def _reference(one: Ranks, name: str) -> dict[int, Run | None]:
+def _reference(one: Ranks, name: str) -> Any:
     try:
-        return one.run(PlainLoop(name))[0]
+        # the plain loop of a family does not recompute
+        return one.run(PlainLoop(name.removesuffix("+ckpt") if isinstance(ROWS[name], FamilyRow) else name))[0]
     except RankError as error:
-        print(error)
-        return {1: None, 2: None}
+        return str(error)
 
 
-def _cell(ranks: Ranks, strategy: str, name: str, reference: Run | None, folder: Path) -> Verdict:
+def _cell(ranks: Ranks, strategy: str, name: str, reference: Any, folder: Path) -> Verdict:
+    if isinstance(reference, str):
+        return Verdict(judge.NO_LOOP, [reference])
+    row, of_family = ROWS[name], isinstance(reference, family_runs.Reference)
     folder.mkdir()
     try:
-        cells: list[Cell] = ranks.run(OnRanks(strategy, name, folder))
+        cells = ranks.run(OnRanks(strategy, name, folder, reference.rates if of_family else ()))
     except RankError as error:
         return Verdict(judge.FAILED, [str(error)])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    verdict = judge.judge(strategy, ROWS[name], cells, reference)
+    if isinstance(row, FamilyRow):
+        verdict = family_runs.judge(row, cells, reference)
+    else:
+        verdict = judge.judge(strategy, row, cells, reference[world(strategy)])
     if verdict.word == judge.FAILED:  # a rank that raised leaves the other's collectives behind
         ranks.stop(kill=True)
     return verdict

@@ -1,4 +1,4 @@
-"""How every cell trains: a row's model on its data, which goes on where a checkpoint left it."""
+"""How a cell of the tables of plans and of optimizers trains: on data that goes on where a checkpoint left it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from conformance.models import Batch, Subject
+from conformance.models import llama, text
 from conformance.rows import Row
 from lightning_mp.compat.lightning import LightningModule
 from support.models import InfiniteGradient
@@ -21,29 +21,29 @@ CLIP = 0.5
 BAD_RANK = 1
 
 
-def batches(subject: Subject, steps: int = STEPS, without: tuple[int, ...] = ()) -> list[Batch]:
+def batches(steps: int = STEPS, without: tuple[int, ...] = ()) -> list[Tensor]:
     """Global batches."""
     generator = torch.Generator().manual_seed(11)
-    made = [subject.data(generator) for _ in range(steps)]
+    made = [text(generator) for _ in range(steps)]
     return [batch for index, batch in enumerate(made) if index not in without]
 
 
-def share(batch: Batch, rank: int, world: int) -> Batch:
-    """A rank's rows."""
-    return tuple(tensor.chunk(world)[rank] for tensor in batch)
+def next_token(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and what they should be."""
+    return model(input_ids=tokens).logits[:, :-1], tokens[:, 1:]
 
 
 class Batches:
     """A loader of global batches with a position that Lightning saves and restores."""
 
-    def __init__(self, made: list[Batch]) -> None:
+    def __init__(self, made: list[Tensor]) -> None:
         self.made = made
         self.position = 0
 
     def __len__(self) -> int:
         return len(self.made)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Tensor]:
         for index in range(self.position % len(self), len(self)):
             self.position = index + 1
             yield self.made[index]
@@ -72,8 +72,8 @@ def optimizer_for(row: Row, parameters: Any) -> tuple[Optimizer, LambdaLR]:
 
 
 def model_of(row: Row) -> nn.Module:
-    """The row's, what its optimizer does not take frozen."""
-    model = row.subject.model()
+    """A Llama, what the row's optimizer does not take frozen."""
+    model = llama()
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.requires_grad and row.stepper.takes(parameter))
     return model
@@ -94,10 +94,10 @@ class Learner(LightningModule):
         self.losses: dict[int, float] = {}
         self.lrs: dict[int, float] = {}
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         Learner.steps_begun += 1
         rank, world = self.global_rank, self.trainer.world_size
-        logits, wanted = self.row.subject.answer(self.model, share(batch, rank, world))
+        logits, wanted = next_token(self.model, batch.chunk(world)[rank])
         if self.trainer.global_step in self.overflow_at and rank == min(BAD_RANK, world - 1):
             # At the logits: a sharded parameter touched outside its unit, on one rank alone, would hang the others.
             logits = InfiniteGradient.apply(logits)
@@ -108,19 +108,19 @@ class Learner(LightningModule):
 
     # ------------------------------------------------------------------ in pipeline stages
 
-    def pipeline_batch(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def pipeline_batch(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         Learner.steps_begun += 1
-        return batch[0], batch[0]
+        return batch, batch
 
     def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
         if self.trainer.global_step in self.overflow_at:
             output = InfiniteGradient.apply(output)
         return loss_of(output[:, :-1], target[:, 1:])
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         self.lrs[batch_idx] = float(self.trainer.optimizers[0].param_groups[0]["lr"])
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
         self.losses.setdefault(batch_idx, float(outputs["loss"]))
 
     def configure_optimizers(self) -> Any:

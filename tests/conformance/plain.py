@@ -1,19 +1,17 @@
 """The reference: a plain torch loop without Lightning and without a plan, on one device.
 
-It takes each global batch whole, or in the parts that ranks have of it, each with buffers of its own: statistics of a
-batch are then those of a rank's rows.
+It takes each global batch whole, or in the parts that ranks have of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conformance import expected, local
-from conformance.model import CLIP, STEPS, batches, loss_of, model_of, optimizer_for, share
+from conformance.model import CLIP, STEPS, batches, loss_of, model_of, next_token, optimizer_for
 from conformance.observe import WATCHED_STEPS, Run, Watch, hook
 from conformance.rows import Row
 
@@ -35,32 +33,24 @@ def _norm(parameters: list[nn.Parameter]) -> float:
 class _Loop:
     """A model and what changes as it trains."""
 
-    def __init__(self, row: Row, parts: int, clip: float, passes: int) -> None:
-        self.clip, self.passes = clip, passes
+    def __init__(self, row: Row, parts: int, clip: float) -> None:
+        self.clip, self.parts = clip, parts
         self.row, self.run, self.model = row, Run(), model_of(row)
         self.model.to(DTYPES[row.policy.storage])
         if row.policy.pins and not row.policy.mixed:
             _pin_norms(self.model, DTYPES[row.policy.storage])
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer, self.schedule = optimizer_for(row, self.parameters)
-        self.parts = 1 if row.subject.synced else parts
-        #: by part
-        self.buffers = [{n: b.clone() for n, b in self.model.named_buffers()} for _ in range(self.parts)]
 
-    def backward(self, batch: Sequence[Tensor], scale: float) -> float:
+    def backward(self, batch: Tensor, scale: float) -> float:
         """Gradients of the batch, clipped, in ``.grad``; its loss."""
         policy, losses = self.row.policy, []
         self.optimizer.zero_grad()
-        for part, buffers in enumerate(self.buffers):
-            self._exchange(buffers)
+        for part in batch.chunk(self.parts):
             with torch.autocast("cpu", DTYPES[policy.compute], enabled=policy.mixed, cache_enabled=False):
-                answer = self.row.subject.answer(self.model, share(tuple(batch), part, self.parts))
-                answers = zip(*(tensor.chunk(self.passes) for tensor in answer), strict=True)
-                lost = [loss_of(*each) for each in answers]
-            for loss in lost:
-                (loss * scale / self.parts / self.passes).backward(retain_graph=loss is not lost[-1])
-            losses.append(sum(loss.item() for loss in lost) / self.passes)
-            self._exchange(buffers)
+                loss = loss_of(*next_token(self.model, part))
+            (loss * scale / self.parts).backward()
+            losses.append(loss.item())
         norm = _norm(self.parameters) / scale
         factor = min(1.0, self.clip / (norm + 1e-6)) / scale
         for gradient in (p.grad for p in self.parameters if p.grad is not None):
@@ -68,14 +58,7 @@ class _Loop:
         self._norm_seen = norm
         return sum(losses) / len(losses)
 
-    def _exchange(self, buffers: dict[str, Tensor]) -> None:
-        """The model's buffers for these, and these for the model's."""
-        for name, buffer in self.model.named_buffers():
-            held = buffer.clone()
-            buffer.copy_(buffers[name])
-            buffers[name] = held
-
-    def step(self, batch: Sequence[Tensor], scale: float) -> None:
+    def step(self, batch: Tensor, scale: float) -> None:
         """One optimizer step; some optimizers ask for the gradient twice."""
         seen: list[float] = []
         rate = float(self.optimizer.param_groups[0]["lr"])
@@ -96,12 +79,9 @@ def reference(row: Row) -> dict[int, Run]:
     runs = {parts: _train(row, parts) for parts in (1, 2)}
     if not row.declared:
         # another order of the norm's sum is as little as may be different, and half precision makes more of it
-        ways = [(5, CLIP * (1 + 2 * torch.finfo(torch.float32).eps), 1)]
-        if row.subject.synced:  # each rank rounds the gradients of its own rows' loss
-            ways.append((2, CLIP, 2))
-        swayed = [(times, _train(row, 1, clip, passes).whole) for times, clip, passes in ways]
+        swayed = _train(row, 1, CLIP * (1 + 2 * torch.finfo(torch.float32).eps)).whole
         for run in runs.values():
-            run.sway = max(times * max(distances(row, ended, runs[1].whole).values()) for times, ended in swayed)
+            run.sway = 5 * max(distances(row, swayed, runs[1].whole).values())
     return runs
 
 
@@ -118,16 +98,16 @@ def _length(tensor: Tensor) -> float:
     return tensor.double().pow(2).mean().sqrt().item()
 
 
-def _train(row: Row, parts: int, clip: float = CLIP, passes: int = 1) -> Run:
-    """Losses, learning rates and gradient norms of all steps; weights and buffers at the end, the first part's."""
-    loop, watch = _Loop(row, parts, clip, passes), Watch()
+def _train(row: Row, parts: int, clip: float = CLIP) -> Run:
+    """Losses, learning rates and gradient norms of all steps; weights and buffers at the end."""
+    loop, watch = _Loop(row, parts, clip), Watch()
     hooks = [
         each for name, module in loop.model.named_modules() if name for each in hook(watch, f"model.{name}", module)
     ]
     scales = [1.0] * STEPS
     if row.policy.scaled:
         scales = [expected.INIT_SCALE, *expected.growing_scales(STEPS)]
-    for step, batch in enumerate(batches(row.subject)):
+    for step, batch in enumerate(batches()):
         if step < WATCHED_STEPS:
             with watch:
                 loop.step(batch, scales[step])
@@ -140,6 +120,6 @@ def _train(row: Row, parts: int, clip: float = CLIP, passes: int = 1) -> Run:
     run.computed, run.backward = dict(watch.computed), watch.backward
     states = local.moments(loop.optimizer)
     run.state = {local.dtype_name(tensor.dtype) for _, tensor in local.floating(states)}
-    tensors = {**dict(model.named_parameters()), **loop.buffers[0]}
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
     run.whole = {f"model.{name}": tensor.detach().clone() for name, tensor in tensors.items()}
     return run

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 from conformance import expected, judge
 from conformance.cells import SAVED_AT
+from conformance.families import FAMILIES
 from conformance.judge import Verdict
 from conformance.matrix import Matrix
 from conformance.model import CLIP, STEPS
 from conformance.models import ROWS
-from conformance.rows import PLAN, TABLES
+from conformance.rows import FAMILY_ROWS, PLAN, TABLES
 from conformance.strategies import STRATEGIES
 
 PACKAGES = ("torch", "lightning", "deepspeed", "transformers", "peft", "torchao")
@@ -21,7 +23,7 @@ PARTS = ("parameters", "gradients", "optimizer")
 
 HEADER = """# Conformance
 
-`make conformance` wrote these tables: what every policy declares, models and optimizers that people use, under every
+`make conformance` wrote these tables: what every policy declares, optimizers and models that people use, under every
 strategy, beside a plain torch loop. Nothing here is written by hand.
 
 {cells}: {same} the same, {refused} refused, {other} otherwise; {seconds:.0f} seconds on {cores} cores.
@@ -57,20 +59,22 @@ A two-layer Llama of {numbers} parameters from its configuration and fused AdamW
   seen operator by operator in the first steps; activations are recomputed where declared and nowhere else;
 - parameters, gradients and optimizer state take the bytes of the strategy's formula, within {memory:.0%}.
 """,
-    "models": """
-Each tiny, from its configuration, with random weights, under fused AdamW. `moe` sends each row to one of four experts
-of two sizes, and one rank's rows to others than the other's. `resnet+sync` has `Trainer(sync_batchnorm=True)`; without
-it, statistics are those of a rank's rows. `same` means here also that
+    "families": """
+Two steps of plain SGD: models of transformers and their own losses, torch's own layers, and others, each tiny, with
+random weights, in {policies} policies: every mode, with nothing else, with `{{"norms": "fp32"}}`, or with its blocks
+recomputed. A GAN is trained by hand, with two optimizers. `same` means here that losses, and all weights and buffers by
+the way they went, are those of the plain loop within four roundings of the mode's format, of which a true mode's
+weights take one at each step. A number is how many of the policies ended so; `-` are those in which the plain loop
+itself raises.
+""",
+    "optimizers": """
+The Llama of the first table. `lamb`, `lion`, `sam` and `wrapper`, which holds an optimizer and steps that, are written
+out in `tests/conformance/optimizers.py`; `muon` takes the matrices, and the rest is frozen. `same` means here also that
 
 - each module computes in what it computes in under autocast in the plain loop; optimizer state has the dtypes it has
   there;
 - all weights and buffers end where the plain loop's do, within {weights:.0%} of the way they went and five times as
-  much as the plain loop itself is off where its norm is rounded another way; of `resnet+sync`, whose ranks each round
-  the gradients of their own rows, or twice as much as it is off where it takes them in two backward passes.
-""",
-    "optimizers": """
-The Llama of the first table. `lamb`, `lion`, `sam` and `wrapper`, which holds an optimizer and steps that, are written
-out in `tests/conformance/optimizers.py`; `muon` takes the matrices, and the rest is frozen. `same` as for models.
+  much as the plain loop itself is off where its norm is rounded another way.
 """,
 }
 
@@ -83,7 +87,8 @@ def text(matrix: Matrix) -> str:
         rows = [row for row in all_rows if any(key[1] == row for key in matrix.verdicts)]
         columns = [column for column in all_columns if any((column, row) in matrix.verdicts for row in rows)]
         if rows:
-            lines += [f"## {name.capitalize()}", "", _told(name), "", *_summary(matrix, columns, rows, notes), ""]
+            table = _families if name == "families" else _summary
+            lines += [f"## {name.capitalize()}", "", _told(name), "", *table(matrix, columns, rows, notes), ""]
     lines += [f"{_superscript(number)} {reason}\n" for reason, number in notes.items()]
     lines += ["## Observed", "", *_legend(), ""]
     for strategy in STRATEGIES:
@@ -97,7 +102,10 @@ def text(matrix: Matrix) -> str:
 def _told(table: str) -> str:
     numbers = sum(expected.whole(PLAN["32-true"]).values())
     told = TOLD[table].strip()
-    return told.format(numbers=numbers, memory=judge.MEMORY_TOLERANCE, weights=judge.WEIGHTS_TOLERANCE)
+    policies = len(FAMILY_ROWS) // len(FAMILIES)
+    return told.format(
+        policies=policies, numbers=numbers, memory=judge.MEMORY_TOLERANCE, weights=judge.WEIGHTS_TOLERANCE
+    )
 
 
 def _header(matrix: Matrix) -> str:
@@ -135,8 +143,21 @@ def _summary(matrix: Matrix, strategies: list[str], rows: list[str], notes: dict
         yield _row([f"`{row}`", *("" if verdict is None else _word(verdict, notes) for verdict in found)])
 
 
+def _families(matrix: Matrix, strategies: list[str], rows: list[str], notes: dict[str, int]) -> Iterable[str]:
+    """A row a family: how many of its policies ended in which word."""
+    yield _row(["", *strategies])
+    yield _row(["---"] * (len(strategies) + 1))
+    for family in dict.fromkeys(FAMILY_ROWS[row].family for row in rows):
+        cells = []
+        for strategy in strategies:
+            keys = [(strategy, row) for row in rows if FAMILY_ROWS[row].family == family]
+            words = Counter(_word(matrix.verdicts[key], notes) for key in keys if key in matrix.verdicts)
+            cells.append(", ".join(f"{count} {word}" for word, count in words.items()))
+        yield _row([f"`{family}`", *cells])
+
+
 def _word(verdict: Verdict, notes: dict[str, int]) -> str:
-    if verdict.word == judge.SAME:
+    if verdict.word in (judge.SAME, judge.NO_LOOP):
         return verdict.word
     reason = "; ".join(_one_line(reason) for reason in verdict.reasons)
     number = notes.setdefault(reason, len(notes) + 1)

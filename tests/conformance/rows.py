@@ -1,10 +1,11 @@
-"""The rows of each table: a policy, what is trained under it, and what steps it."""
+"""The rows of each table: a policy and an optimizer, or a family of models and a policy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from conformance.models import SUBJECTS, Subject
+from conformance.families import FAMILIES, Family
 from conformance.optimizers import STEPPERS, Stepper
 from conformance.policies import POLICIES, Policy
 from conformance.strategies import STRATEGIES
@@ -12,16 +13,10 @@ from conformance.strategies import STRATEGIES
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table: a name of each."""
+    """A Llama under a policy, stepped by an optimizer of this name."""
 
     policy: Policy
-    of: str = "llama"
     by: str = "adamw_fused"
-
-    @property
-    def subject(self) -> Subject:
-        """What is trained."""
-        return SUBJECTS[self.of]
 
     @property
     def stepper(self) -> Stepper:
@@ -31,21 +26,63 @@ class Row:
     @property
     def declared(self) -> bool:
         """Whether each module's dtype is known from the policy alone; else a plain loop's are expected."""
-        return (self.of, self.by) == ("llama", "adamw_fused")
+        return self.by == "adamw_fused"
 
 
-_MIXED = [POLICIES["bf16-mixed"], POLICIES["16-mixed"]]
+#: what a loss is scaled by, and how much of its weights' length a step of a family moves in fp32
+SCALE, MOVE = 256.0, 0.05
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """A family under a mode, its normalizations pinned to fp32 or its blocks recomputed or neither."""
+
+    family: str
+    policy: Policy
+
+    @property
+    def of(self) -> Family:
+        """What is trained."""
+        return FAMILIES[self.family]
+
+    @property
+    def tolerance(self) -> float:
+        """How far losses, and how far of their way weights may be: some roundings of the mode's format.
+
+        Weights that are stored in it are rounded to it at every step, and one step moves them by ``MOVE``.
+        """
+        rounding = {"fp32": 2**-23, "bf16": 2**-7, "fp16": 2**-10}[self.policy.compute]
+        return (4 if self.policy.mixed else 1 / MOVE) * rounding
+
+    def plan(self) -> Any:
+        """Of this row."""
+        from lightning_mp import LossScaling, MixedPrecisionPlan
+
+        policy = self.policy
+        return MixedPrecisionPlan(
+            policy.mode,
+            pins={"norms": "fp32"} if policy.pins else None,
+            checkpointing=self.of.blocks if policy.checkpointing else None,
+            loss_scaling=LossScaling(init_scale=SCALE) if policy.scaled else None,
+        )
+
+
 PLAN = {name: Row(policy) for name, policy in POLICIES.items()}
-MODELS = {f"{of} {policy.name}": Row(policy, of) for of in SUBJECTS if of != "llama" for policy in _MIXED}
 #: SAM takes a gradient twice, which loss scaling refuses
 OPTIMIZERS = {f"{by} 16-mixed": Row(POLICIES["16-mixed"], by=by) for by in STEPPERS}
 OPTIMIZERS["sam bf16-mixed"] = Row(POLICIES["bf16-mixed"], by="sam")
-ROWS = PLAN | MODELS | OPTIMIZERS
+FAMILY_ROWS = {
+    f"{name}: {policy.name}": FamilyRow(name, policy)
+    for name in FAMILIES
+    for policy in POLICIES.values()
+    if not (policy.pins and policy.checkpointing)
+}
+ROWS: dict[str, Row | FamilyRow] = {**PLAN, **OPTIMIZERS, **FAMILY_ROWS}
 
 #: table → its rows, its columns
 _HOSTS = tuple(strategy for strategy in STRATEGIES if "@" not in strategy and strategy != "pipeline")
 TABLES = {
     "plan": (tuple(PLAN), STRATEGIES),
-    "models": (tuple(MODELS), _HOSTS),
+    "families": (tuple(FAMILY_ROWS), ("single", "ddp", "fsdp2", "deepspeed_zero2")),
     "optimizers": (tuple(OPTIMIZERS), _HOSTS),
 }

@@ -6,25 +6,22 @@ import random
 from collections.abc import Iterable
 from itertools import combinations
 
-from conformance.rows import ROWS
+from conformance.rows import ROWS, FamilyRow
 
 Key = tuple[str, str]
 Pair = tuple[tuple[str, object], ...]
 
 
 def pairs(cell: Key) -> set[Pair]:
-    """Every two of what a cell is made of; in the tables of models and of optimizers, the row and the column."""
+    """Every two of what a cell is made of, in each table; of optimizers the row and the column, of families each."""
     strategy, name = cell
     row = ROWS[name]
+    policy = {"mode": row.policy.mode, "pins": row.policy.pins, "checkpointing": row.policy.checkpointing}
+    values: dict[str, object] = {"strategy": strategy, **policy}
+    if isinstance(row, FamilyRow):
+        return {(("family", row.family),)} | {(("families", True), *pair) for pair in combinations(values.items(), 2)}
     if not row.declared:
-        table = row.of != "llama"
-        return {(("models", table), ("strategy", strategy)), (("row", name), ("models", table))}
-    values = {
-        "strategy": strategy,
-        "mode": row.policy.mode,
-        "pins": row.policy.pins,
-        "checkpointing": row.policy.checkpointing,
-    }
+        return {(("optimizer", name),), (("optimizers", True), ("strategy", strategy))}
     return set(combinations(values.items(), 2))
 
 
@@ -39,4 +36,5 @@ def choose(cells: Iterable[Key], seed: str) -> list[Key]:
     while missing:
         chosen.append(max(cells, key=lambda cell: len(covered[cell] & missing)))
         missing -= covered[chosen[-1]]
+        cells = [cell for cell in cells if not covered[cell].isdisjoint(missing)]
     return sorted(chosen, key=lambda cell: order.index(cell[0]))

@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any
 
 from conformance import HOST
-from conformance.models import Subject
 from lightning_mp import make_strategy
 from lightning_mp.compat.lightning import host as used
 
@@ -53,15 +52,15 @@ def world(strategy: str) -> int:
     return 1 if strategy == "single" else 2
 
 
-def trainer_arguments(strategy: str, plan: Any, subject: Subject) -> dict[str, Any]:
-    """What a Trainer needs to run ``plan`` under ``strategy``."""
+def trainer_arguments(strategy: str, plan: Any, **ddp: Any) -> dict[str, Any]:
+    """What a Trainer needs to run ``plan`` under ``strategy``, DDP with these options."""
     assert used() == host(strategy), "the process imported the other copy of Lightning"
-    shared = {"plugins": [plan], "devices": world(strategy), "use_distributed_sampler": False, **subject.trainer}
+    shared = {"plugins": [plan], "devices": world(strategy), "use_distributed_sampler": False}
     if strategy == "single":
         return shared
     # one node has one replica by default: with two, gradients are summed over both mesh dimensions
     # a stage a process; a micro-batch is what another strategy's rank has of a batch
-    own = {"hsdp": {"device_mesh": (2, 1)}, "ddp": dict(subject.ddp), "pipeline": {"microbatches": MICROBATCHES}}.get(
+    own = {"hsdp": {"device_mesh": (2, 1)}, "ddp": ddp, "pipeline": {"microbatches": MICROBATCHES}}.get(
         plain(strategy), {}
     )
     return {**shared, "strategy": make_strategy(plain(strategy), plan, timeout=TIMEOUT, **own)}

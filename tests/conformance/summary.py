@@ -28,7 +28,8 @@ ends bit for bit where the uninterrupted run ends.
 *no pins* means: the same without pins, and refused with them. *refused* means: an error before the first optimizer
 step, with what to write instead.
 
-The other columns count runs: models and optimizers that people use, under `bf16-mixed` and `16-mixed`.
+The other columns count runs: optimizers under `16-mixed`, and 71 families of models in every mode (plain, with pinned
+norms, with recomputed blocks). *-* are runs in which plain PyTorch itself raises.
 [The full tables](../conformance.txt) have every cell, the reason of each refusal, and what was observed.
 """
 
@@ -43,9 +44,16 @@ def summary(words: Mapping[tuple[str, str], str]) -> str:
             _mode({name: words[strategy, name] for name, policy in POLICIES.items() if policy.mode == mode})
             for mode in MODES
         ]
-        found = [[words[strategy, row] for row in TABLES[table][0] if (strategy, row) in words] for table in others]
+        found = [
+            [word for (column, row), word in words.items() if (column, table) == (strategy, _table(row))]
+            for table in others
+        ]
         lines.append([f"`{strategy}`", *modes, *(_counts(each) for each in found)])
     return _PAGE.format(table="\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+
+def _table(row: str) -> str:
+    return "families" if ": " in row else next((name for name in ("plan", "optimizers") if row in TABLES[name][0]), "")
 
 
 def _mode(found: Mapping[str, str]) -> str:
@@ -70,9 +78,11 @@ def written(full: str) -> dict[tuple[str, str], str]:
             head = cells
         elif cells and cells[0].startswith("`"):
             row = cells[0].strip("`")
-            words |= {
-                (column, row): re.sub(r"\W", "", re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]", "", cell))
-                for column, cell in zip(head[1:], cells[1:], strict=True)
-                if cell
-            }
+            for column, cell in zip(head[1:], cells[1:], strict=True):
+                plain = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]", "", cell)
+                many = re.findall(r"(\d+) (\w+|-)", plain)  # of a family: how many of its policies
+                each = [word for count, word in many for _ in range(int(count))]
+                words |= {(column, f"{row}: {number}"): word for number, word in enumerate(each)}
+                if cell and not many:
+                    words[column, row] = re.sub(r"\W", "", plain)
     return words

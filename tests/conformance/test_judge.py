@@ -15,13 +15,13 @@ from conformance.judge import DIFFERS, FAILED, REFUSED, SAME, Verdict, judge
 from conformance.matrix import Matrix
 from conformance.model import CLIP, STEPS
 from conformance.observe import Parts, Run
-from conformance.rows import MODELS, PLAN, Row
+from conformance.rows import OPTIMIZERS, PLAN, Row
 
 NORM = 2.0
 SCALED = PLAN["16-mixed+pins+ckpt"]
 FP32 = PLAN["32-true"]
 TRUE = PLAN["bf16-true+pins"]
-GPT2 = MODELS["gpt2 16-mixed"]
+LION = OPTIMIZERS["lion 16-mixed"]
 
 
 def _parts(norm: float, row: Row = PLAN["32-true"]) -> Parts:
@@ -80,9 +80,9 @@ def _verdict(row: Row, tamper: Callable[[list[Cell]], Any] = lambda cells: None)
     return judge("ddp", row, cells, _main(row))
 
 
-@pytest.mark.parametrize("name", [*PLAN, "gpt2 16-mixed"])
+@pytest.mark.parametrize("name", [*PLAN, "lion 16-mixed"])
 def test_what_is_as_declared_is_the_same(name: str) -> None:
-    verdict = _verdict((PLAN | MODELS)[name])
+    verdict = _verdict((PLAN | OPTIMIZERS)[name])
     assert (verdict.word, verdict.reasons) == (SAME, [])
 
 
@@ -195,24 +195,24 @@ TAMPERED: dict[str, tuple[Row, Callable[[list[Cell]], None], str]] = {
     "other losses after a resume": (FP32, _runs("resumed", _each("losses", 1.001)), "resume: rank 0, losses"),
     "gradients kept twice": (FP32, _runs("main", _put("bytes", "gradients", 2 * 361728)), "memory: gradients"),
     "a layer that computed otherwise": (
-        GPT2,
+        LION,
         _runs("main", _put("computed", "model.lm_head", {"fp32"})),
         "model.lm_head computed in fp32, not fp16",
     ),
-    "state as the optimizer does not keep it": (GPT2, _runs("main", _set("state", {"fp16"})), "state was in fp16"),
+    "state as the optimizer does not keep it": (LION, _runs("main", _set("state", {"fp16"})), "state was in fp16"),
     "weights that went too far": (
-        GPT2,
-        _runs("main", _further("model.transformer.wte.weight", 0.02)),
+        LION,
+        _runs("main", _further("model.lm_head.weight", 0.02)),
         "2.0e-02 of its way",
     ),
     "weights that are no numbers": (
-        GPT2,
-        _runs("main", _further("model.transformer.wte.weight", math.nan)),
+        LION,
+        _runs("main", _further("model.lm_head.weight", math.nan)),
         "inf of its way",
     ),
     "a tensor nobody has": (
-        GPT2,
-        _runs("main", lambda run: run.whole.pop("model.transformer.wte.weight")),
+        LION,
+        _runs("main", lambda run: run.whole.pop("model.lm_head.weight")),
         "there is no",
     ),
 }
@@ -250,10 +250,10 @@ def test_a_norm_over_shards_counts_every_number_once() -> None:
 
 
 def test_weights_may_be_as_far_off_as_rounding_takes_a_plain_loop() -> None:
-    cells, reference = _cells(GPT2), _main(GPT2)
-    _runs("main", _further("model.transformer.wte.weight", 0.02))(cells)
+    cells, reference = _cells(LION), _main(LION)
+    _runs("main", _further("model.lm_head.weight", 0.02))(cells)
     reference.sway = 0.05
-    assert judge("ddp", GPT2, cells, reference).word == SAME
+    assert judge("ddp", LION, cells, reference).word == SAME
 
 
 def _ended(word: str, reason: str, steps: int = 0) -> Callable[[Cell], None]:
