@@ -267,7 +267,7 @@ def _weights(
         yield f"weights: there is no {min(missing)} at the end, and {len(missing) - 1} others"
         return
     went = {name: _length(wanted[name], start[name]) for name in wanted}
-    usual = (sum(far**2 for far in went.values()) / len(went)) ** 0.5
+    usual = (sum(far**2 for far in went.values()) / len(went)) ** 0.5 or 1e-30  # every step was skipped
     off = {name: _length(ended[name], wanted[name]) / max(went[name], usual / 10) for name in wanted}
     wrong = [name for name, far in off.items() if not far <= row.tolerance]
     if wrong:
