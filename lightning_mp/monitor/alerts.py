@@ -7,15 +7,16 @@ threshold, with where its number comes from.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import islice, pairwise
+from statistics import median
 from typing import Any, ClassVar, NamedTuple, cast
 
 from lightning_mp.errors import Faults, is_number
-from lightning_mp.monitor.advice import pinning
-from lightning_mp.monitor.events import KINDS, Event, Kind, Severity
+from lightning_mp.monitor.events import KINDS, Event, Kind, Severity, pinning
 
 #: the kinds that rules report; non-finite values are detected by the callbacks
 RULE_KINDS: tuple[Kind, ...] = tuple(kind for kind in KINDS if not kind.startswith("nonfinite"))
@@ -118,9 +119,11 @@ class AlertSettings:
                 object.__setattr__(self, "kinds", tuple(self.kinds))
                 for kind in (kind for kind in self.kinds if kind not in RULE_KINDS):
                     faults.unknown("kind", kind, RULE_KINDS)
-            for item in fields(self):
-                if item.name != "kinds":
-                    _check(item.name, getattr(self, item.name), cast("float", item.default), faults)
+            for item in fields(self)[1:]:
+                value, default = getattr(self, item.name), cast("float", item.default)
+                wrong = _wrong(item.name, value, default)
+                if wrong is not None:
+                    faults.add(f"{item.name}={value!r}", wrong, f"leave it out for the default, {default:g}")
 
     @classmethod
     def of(cls, given: bool | Mapping[str, Any] | AlertSettings | None) -> AlertSettings:
@@ -131,29 +134,25 @@ class AlertSettings:
         """
         if isinstance(given, AlertSettings):
             return given
-        if given is None or given is True:
-            return cls()
-        if given is False:
-            return cls(kinds=())
+        if not isinstance(given, Mapping):
+            with Faults("AlertSettings") as faults:
+                if given not in (None, True, False):
+                    allowed = "None, False, a mapping or AlertSettings(...)"
+                    faults.add(f"alerts={given!r}", allowed, "leave it out for the defaults")
+            return cls(kinds=()) if given is False else cls()
         known = [item.name for item in fields(cls)]
         with Faults("AlertSettings") as faults:
-            if not isinstance(given, Mapping):
-                allowed = "None, False, a mapping or AlertSettings(...)"
-                faults.add(f"alerts={given!r}", allowed, "leave it out for the defaults")
-            else:
-                for key in (key for key in given if key not in known):
-                    faults.unknown("field", key, known)
+            for key in (key for key in given if key not in known):
+                faults.unknown("field", key, known)
         return cls(**given)
 
 
-def _check(name: str, value: object, default: float, faults: Faults) -> None:
-    leave = f"leave it out for the default, {default:g}"
+def _wrong(name: str, value: object, default: float) -> str | None:
     if not is_number(value) or value <= 0:
-        faults.add(f"{name}={value!r}", "a finite number > 0", leave)
-    elif isinstance(default, int) and not isinstance(value, int):
-        faults.add(f"{name}={value!r}", "a whole number", leave)
-    elif name.endswith("window") and value < SMALLEST_WINDOW:
-        faults.add(f"{name}={value!r}", f"at least {SMALLEST_WINDOW}", leave)
+        return "a finite number > 0"
+    if isinstance(default, int) and not isinstance(value, int):
+        return "a whole number"
+    return f"at least {SMALLEST_WINDOW}" if name.endswith("window") and value < SMALLEST_WINDOW else None
 
 
 # ---------------------------------------------------------------------- numbers
@@ -199,37 +198,21 @@ class Reading:
 
 #: a normal distribution's standard deviation in median absolute deviations
 SIGMA = 1.4826
+Window = deque[float]
 
 
-class Window(deque[float]):
-    """The last ``size`` numbers, oldest first."""
-
-    def __init__(self, size: int, values: Iterable[float] = ()) -> None:
-        super().__init__(values, maxlen=size)
-
-    @property
-    def full(self) -> bool:
-        """Whether it holds as many as it can."""
-        return len(self) == self.maxlen
-
-    # deque's own hands over (values, maxlen)
-    def __reduce__(self) -> Any:
-        return type(self), (self.maxlen or 0, list(self))
-
-    def parts(self, count: int) -> list[list[float]]:
-        """``count`` pieces of it in order, none shorter than another by more than one."""
-        edges = [len(self) * edge // count for edge in range(count + 1)]
-        return [list(islice(self, first, last)) for first, last in pairwise(edges)]
+def full(window: Window) -> bool:
+    """Whether it holds as many as it can."""
+    return len(window) == window.maxlen
 
 
-def median(values: Iterable[float]) -> float:
-    """The middle one of some numbers."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+def parts(window: Window, count: int) -> list[list[float]]:
+    """``count`` pieces of it in order, none shorter than another by more than one."""
+    edges = [len(window) * edge // count for edge in range(count + 1)]
+    return [list(islice(window, first, last)) for first, last in pairwise(edges)]
 
 
-def sigma(values: Sequence[float] | Window, center: float) -> float:
+def sigma(values: Iterable[float], center: float) -> float:
     """The standard deviation of normal numbers around ``center``, from their median absolute deviation."""
     return SIGMA * median([abs(value - center) for value in values])
 
@@ -239,28 +222,81 @@ def known(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-class Windows(dict[str, Window]):
-    """A window of ``size`` numbers for every key."""
+# ---------------------------------------------------------------------- what is said
 
-    def __init__(self, size: int, values: Mapping[str, Iterable[float]] | None = None) -> None:
-        super().__init__({key: Window(size, window) for key, window in (values or {}).items()})
-        self.size = size
-
-    def __missing__(self, key: str) -> Window:
-        self[key] = Window(self.size)
-        return self[key]
-
-    # dict's own hands over nothing
-    def __reduce__(self) -> Any:
-        return type(self), (self.size, dict(self))
+#: for an overflow that no loss scale can help; ``{pinned}`` is how modules are pinned in this run
+_BEYOND_FP16 = "pin the module that the nonfinite events name: {pinned}; or use 'bf16-mixed', without a loss scale"
+#: by kind, or where a kind has several by what was seen: the likely cause, and what to do
+_TEXTS: dict[str, tuple[str, str]] = {
+    "grad_norm_spike": (
+        "a bad batch, or a learning rate that is too high here",
+        "look at this batch; clip gradients (gradient_clip_val=1.0); lower the learning rate if it happens again",
+    ),
+    "loss_divergence": (
+        "a learning rate that is too high, or weights spoiled by a bad step",
+        "go back to the last good checkpoint with a lower learning rate, and clip gradients",
+    ),
+    "cut off": (
+        "gradients are zero: the loss is cut off from the weights",
+        "look for detach(), no_grad, dead activations or a loss multiplied by zero",
+    ),
+    "no rate": ("the learning rate is 0", "look at the schedule's length and its last value"),
+    "still": (
+        "weights do not move: the learning rate is far too small, or updates round to nothing",
+        "raise the learning rate, keep fp32 weights ('bf16-mixed', not 'bf16-true'), see that the optimizer has them",
+    ),
+    "not fallen": (
+        "the loss is where it began, within its noise; weights move, and the gradient norm does not fall",
+        "none needed if the validation loss improves; else see whether one batch can be overfitted",
+    ),
+    "lost_updates": (
+        "weights are stored in half precision alone, where an update below half of the last bit changes nothing",
+        "use the mixed mode, or stochastic rounding: torchao's _AdamW(bf16_stochastic_round=True); raise the rate",
+    ),
+    "scale_collapse": (
+        "gradients overflow whatever the scale: weights or activations have left fp16's range",
+        f"stop; go back to the last good checkpoint, {_BEYOND_FP16}",
+    ),
+    "skip_streak": (
+        "gradients overflow at every scale: an activation or a weight is beyond fp16's 65,504, or not finite",
+        _BEYOND_FP16,
+    ),
+    "skips without a scale": (
+        "the data, the loss or a weight is not finite",
+        "look at the batch and the module that the nonfinite events name; go back to the last good checkpoint",
+    ),
+    "memory_growth": (
+        "something is kept from step to step: losses with their graph, outputs in a list, a growing cache",
+        "append loss.detach() or loss.item(), not loss; clear lists at the end of an epoch",
+    ),
+    "throughput_drop": (
+        "slow data loading, another job on the machine, or a device that throttles",
+        "raise num_workers or check the storage; look at the device's utilisation and clocks",
+    ),
+    "fp8_underflow": (
+        "a few of its values are so large that the scale they need leaves nothing of the others",
+        "leave it in bf16: skip=('lm_head', {layer!r}) in FP8; recipe='rowwise' has a scale a row",
+    ),
+    "scale fell": (
+        "that operand has grown: an outlier in the batch, or an activation that runs away; other values lose precision",
+        "look at the batch; clip gradients, or leave the layer in bf16: skip=('lm_head', {layer!r}) in FP8",
+    ),
+    "scale rose": (
+        "that operand has collapsed: a layer before it is dead, or was reset",
+        "look at the layers before it and at what has changed their weights: a load, a learning rate",
+    ),
+}
 
 
 # ---------------------------------------------------------------------- rules
 
-#: for an overflow that no loss scale can help; ``{pinned}`` is filled in by what the run has
-_BEYOND_FP16 = "pin the module that the nonfinite events name: {pinned}; or use 'bf16-mixed', without a loss scale"
-#: of a loss: the first ones, whose median is where the run began
-_FIRST = 5
+
+class Found(NamedTuple):
+    """A condition that holds in a reading: the offending number, the evidence, and a key of the texts."""
+
+    value: float
+    evidence: Mapping[str, Any]
+    text: str = ""
 
 
 class Rule:
@@ -281,41 +317,43 @@ class Rule:
         #: readings before the next event, by what the condition is about: an FP8 operand, or the step
         self.cooldown: dict[str, int] = {}
 
-    def begins(self, reading: Reading) -> Event | None:
+    def begins(self, reading: Reading, pinned: str) -> Event | None:
         """The event of a condition that begins in this reading; of several operands, one a reading."""
         if reading.step == self.judged:
             return None
         self.judged = reading.step
         begun: Event | None = None
-        for key, event in self.conditions(reading):
+        for layer, role, found in self.conditions(reading):
+            key = f"{layer}:{role}" if layer else ""
             left = self.cooldown.pop(key, 0)
-            if event is None:
+            if found is None:
                 if left > 1:
                     self.cooldown[key] = left - 1
             elif left or begun is None:
                 self.cooldown[key] = self.calm
-                begun = begun if left else event
+                begun = begun if left else self._event(reading, found, layer, pinned)
         return begun
 
-    def conditions(self, reading: Reading) -> Iterable[tuple[str, Event | None]]:
-        """Take a reading in; for everything that is judged, an event if the condition holds in it."""
-        return [("", self.judge(reading))]
-
-    def judge(self, reading: Reading) -> Event | None:
-        """Take a reading in; an event if the condition holds in it, whether or not it held before."""
-        raise NotImplementedError
-
-    def event(self, reading: Reading, value: float, cause: str, advice: str, **evidence: float) -> Event:
-        """The event of this rule's condition; ``{pinned}`` in the advice is how modules are pinned in this run."""
+    def _event(self, reading: Reading, found: Found, layer: str | None, pinned: str) -> Event:
+        cause, advice = _TEXTS[found.text or self.kind]
         return Event(
             step=reading.step,
             kind=self.kind,
-            severity=self.severity,
-            value=value,
-            evidence=evidence,
+            severity="info" if found.text == "not fallen" else self.severity,
+            module=layer,
+            value=found.value,
+            evidence=found.evidence,
             cause=cause,
-            advice=advice,
+            advice=advice.format(pinned=pinned, layer=layer),
         )
+
+    def conditions(self, reading: Reading) -> Iterable[tuple[str | None, str, Found | None]]:
+        """Take a reading in; of everything that is judged its layer and role, and the condition if it holds."""
+        return [(None, "", self.judge(reading))]
+
+    def judge(self, reading: Reading) -> Found | None:
+        """Take a reading in; the condition if it holds in it, whether or not it held before."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain values."""
@@ -325,19 +363,25 @@ class Rule:
         """Continue from ``state``; of a window that was longer, the latest numbers are kept."""
         for name in vars(self).keys() & state.keys():
             now, value = getattr(self, name), state[name]
-            if isinstance(now, Window):
-                value = Window(now.maxlen or 0, value)
-            elif isinstance(now, Windows):
-                value = Windows(now.size, value)
+            if isinstance(now, deque):
+                value = deque(value, cast("Window", now).maxlen)
+            elif isinstance(now, defaultdict):
+                windows = cast("defaultdict[str, Window]", now)
+                windows.clear()
+                for key, numbers in value.items():
+                    windows[key].extend(numbers)
+                value = windows
             setattr(self, name, value)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Windows):
-        return {key: list(window) for key, window in value.items()}
-    if isinstance(value, Window):
-        return list(value)
-    return dict(cast("dict[str, int]", value)) if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in cast("dict[str, Any]", value).items()}
+    return list(cast("Window", value)) if isinstance(value, deque) else value
+
+
+#: of a loss: the first ones, whose median is where the run began
+_FIRST = 5
 
 
 class GradNormSpike(Rule):
@@ -347,43 +391,36 @@ class GradNormSpike(Rule):
     every norm is multiplied by the same number.
     """
 
-    kind: ClassVar[Kind] = "grad_norm_spike"
+    kind = "grad_norm_spike"
 
     def __init__(self, settings: AlertSettings) -> None:
         super().__init__(settings)
-        self.norms = Window(settings.spike_window)
+        self.norms = Window(maxlen=settings.spike_window)
         #: the first full window's median
         self.level: float | None = None
 
-    def judge(self, reading: Reading) -> Event | None:
+    def judge(self, reading: Reading) -> Found | None:
         norm = known(reading.grad_norm)
         if norm is None:
             return None
-        event = self._event(reading, norm) if self.norms.full else None
+        found = self._found(norm) if full(self.norms) else None
         self.norms.append(norm)
-        if self.level is None and self.norms.full:
+        if self.level is None and full(self.norms):
             self.level = median(self.norms)
-        return event
+        return found
 
-    def _event(self, reading: Reading, norm: float) -> Event | None:
+    def _found(self, norm: float) -> Found | None:
         center = median(self.norms)
+        if norm <= center:
+            return None
         spread = sigma(self.norms, center)
         ratio = norm / center if center else math.inf
         sigmas = (norm - center) / spread if spread else math.inf
         harmless = norm < self.settings.spike_level * (self.level or 0.0) and ratio < self.settings.spike_far
-        if norm <= center or ratio < self.settings.spike_ratio or sigmas < self.settings.spike_sigmas or harmless:
+        if ratio < self.settings.spike_ratio or sigmas < self.settings.spike_sigmas or harmless:
             return None
-        return self.event(
-            reading,
-            norm,
-            "a bad batch, or a learning rate that is too high here",
-            "look at this batch; clip gradients (gradient_clip_val=1.0); lower the learning rate if it happens again",
-            grad_norm=norm,
-            median=center,
-            ratio=ratio,
-            sigmas=sigmas,
-            window=len(self.norms),
-        )
+        numbers = {"grad_norm": norm, "median": center, "ratio": ratio, "sigmas": sigmas, "window": len(self.norms)}
+        return Found(norm, numbers)
 
 
 class LossDivergence(Rule):
@@ -393,34 +430,35 @@ class LossDivergence(Rule):
     every reading in the window before that was as high, one more in a row is needed.
     """
 
-    kind: ClassVar[Kind] = "loss_divergence"
-    severity: ClassVar[Severity] = "error"
+    kind = "loss_divergence"
+    severity = "error"
     calm = 50
 
     def __init__(self, settings: AlertSettings) -> None:
         super().__init__(settings)
-        self.first, self.losses = Window(_FIRST), Window(settings.divergence_window)
+        self.first, self.losses = Window(maxlen=_FIRST), Window(maxlen=settings.divergence_window)
         #: the lowest median of a window, and the standard deviation in it
         self.lowest: float | None = None
         self.spread = 0.0
         #: the high losses in a row, the latest of them
-        self.high = Window(settings.divergence_window)
+        self.high = Window(maxlen=settings.divergence_window)
 
-    def judge(self, reading: Reading) -> Event | None:
+    def judge(self, reading: Reading) -> Found | None:
         loss = known(reading.loss)
         if loss is None:
             return None
-        event = None
+        found = None
         if self.lowest is not None and self._is_high(loss, self.lowest):
-            event = self._event(reading, loss, self.lowest)
-        if not self.first.full:
+            numbers = {"loss": loss, "lowest": self.lowest, "first": median(self.first), "readings": len(self.high)}
+            found = Found(loss, numbers)
+        if not full(self.first):
             self.first.append(loss)
         self.losses.append(loss)
-        if self.losses.full:
+        if full(self.losses):
             level = median(self.losses)
             if self.lowest is None or level < self.lowest:
                 self.lowest, self.spread = level, sigma(self.losses, level)
-        return event
+        return found
 
     def _is_high(self, loss: float, lowest: float) -> bool:
         """Whether enough readings in a row are high."""
@@ -438,18 +476,6 @@ class LossDivergence(Rule):
         enough = self.settings.divergence_patience + sum(other >= min(self.high) for other in before)
         return len(self.high) >= enough and sum(self.high) / len(self.high) - lowest > far
 
-    def _event(self, reading: Reading, loss: float, lowest: float) -> Event:
-        return self.event(
-            reading,
-            loss,
-            "a learning rate that is too high, or weights spoiled by a bad step",
-            "go back to the last good checkpoint with a lower learning rate, and clip gradients",
-            loss=loss,
-            lowest=lowest,
-            first=median(self.first),
-            readings=len(self.high),
-        )
-
 
 #: of a normal sample's median: sqrt(pi / 2) times that of its mean
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
@@ -466,113 +492,84 @@ class LossPlateau(Rule):
     Else a notice, where the loss has not fallen since the run began: noisy data that are nearly known look the same.
     """
 
-    kind: ClassVar[Kind] = "loss_plateau"
+    kind = "loss_plateau"
     calm = 100
 
     def __init__(self, settings: AlertSettings) -> None:
         super().__init__(settings)
-        self.first = Window(_FIRST)
-        size = settings.plateau_window
-        self.losses, self.norms, self.ratios, self.rates = Window(size), Window(size), Window(size), Window(size)
+        self.first = Window(maxlen=_FIRST)
+        self.losses, self.norms, self.ratios, self.rates = (Window(maxlen=settings.plateau_window) for _ in range(4))
         #: the largest median update ratio of half a window
         self.peak = 0.0
 
-    def judge(self, reading: Reading) -> Event | None:
+    def judge(self, reading: Reading) -> Found | None:
         loss = known(reading.loss)
         if loss is None:
             return None
-        if not self.first.full:
+        if not full(self.first):
             self.first.append(loss)
         self.losses.append(loss)
         given = reading.grad_norm, reading.update_ratio, reading.lr
         for window, value in zip((self.norms, self.ratios, self.rates), given, strict=True):
-            number = known(value)
-            if number is not None:
+            if (number := known(value)) is not None:
                 window.append(number)
-        if not self.losses.full:
+        if not full(self.losses):
             return None
-        if self.ratios.full:
-            self.peak = max(self.peak, median(self.ratios.parts(2)[1]))
+        if full(self.ratios):
+            self.peak = max(self.peak, median(parts(self.ratios, 2)[1]))
         why = self._why()  # the cheapest check first
         if why is None or self._norm_falls() or not self._flat():
             return None
-        evidence: dict[str, float] = {"loss": median(self.losses), "first": median(self.first)}
+        numbers = {"loss": median(self.losses), "first": median(self.first)}
         for name, window in (("grad_norm", self.norms), ("update_ratio", self.ratios), ("lr", self.rates)):
-            if window:
-                evidence[name] = median(window)
-        event = self.event(reading, loss, *why, **evidence, window=len(self.losses))
-        return replace(event, severity="info") if why is _NOT_FALLEN else event
+            numbers |= {name: median(window)} if window else {}
+        return Found(loss, {**numbers, "window": len(self.losses)}, why)
 
     def _flat(self) -> bool:
-        earlier, later = self.losses.parts(2)
+        earlier, later = parts(self.losses, 2)
         before, after = median(earlier), median(later)
         errors = [sigma(part, level) / math.sqrt(len(part)) for part, level in ((earlier, before), (later, after))]
         return before - after <= self.settings.plateau_sigmas * _MEDIAN_ERROR * math.hypot(*errors)
 
     def _norm_falls(self) -> bool:
-        if not self.norms.full:
+        if not full(self.norms):
             return False
-        earlier, later = map(median, self.norms.parts(2))
+        earlier, later = map(median, parts(self.norms, 2))
         return later < self.settings.plateau_falling * earlier
 
-    def _why(self) -> tuple[str, str] | None:
-        """Cause and advice."""
+    def _why(self) -> str | None:
         level, start = median(self.losses), median(self.first)
-        if level != 0 and self.norms.full and self.norms[-1] == 0 and median(self.norms) == 0:
-            return _CUT_OFF
-        if self._still() and not (self.rates.full and max(self.rates) > _STEADY * min(self.rates)):
-            return _NO_RATE if self.rates and self.rates[-1] == 0 else _STILL
-        rising = self.rates.full and self.rates[-1] > _STEADY * self.rates[0]
-        return None if rising or start - level >= self.settings.plateau_progress * abs(start) else _NOT_FALLEN
+        if level != 0 and full(self.norms) and self.norms[-1] == 0 and median(self.norms) == 0:
+            return "cut off"
+        if self._still() and not (full(self.rates) and max(self.rates) > _STEADY * min(self.rates)):
+            return "no rate" if self.rates and self.rates[-1] == 0 else "still"
+        rising = full(self.rates) and self.rates[-1] > _STEADY * self.rates[0]
+        return None if rising or start - level >= self.settings.plateau_progress * abs(start) else "not fallen"
 
     def _still(self) -> bool:
-        if not self.ratios.full:
-            return False
-        return median(self.ratios) <= max(_FP32_ROUNDING, self.settings.plateau_still * self.peak)
-
-
-_CUT_OFF = (
-    "gradients are zero: the loss is cut off from the weights",
-    "look for detach(), no_grad, dead activations or a loss multiplied by zero",
-)
-_NO_RATE = "the learning rate is 0", "look at the schedule's length and its last value"
-_STILL = (
-    "weights do not move: the learning rate is far too small, or updates round to nothing",
-    "raise the learning rate, keep fp32 weights ('bf16-mixed', not 'bf16-true'), see that the optimizer has them",
-)
-_NOT_FALLEN = (
-    "the loss is where it began, within its noise; weights move, and the gradient norm does not fall",
-    "none needed if the validation loss improves; else see whether one batch can be overfitted",
-)
+        least = max(_FP32_ROUNDING, self.settings.plateau_still * self.peak)
+        return full(self.ratios) and median(self.ratios) <= least
 
 
 class LostUpdates(Rule):
     """Over a window, the larger part of the updates was rounded away."""
 
-    kind: ClassVar[Kind] = "lost_updates"
+    kind = "lost_updates"
 
     def __init__(self, settings: AlertSettings) -> None:
         super().__init__(settings)
-        self.shares = Window(settings.lost_window)
+        self.shares = Window(maxlen=settings.lost_window)
 
-    def judge(self, reading: Reading) -> Event | None:
+    def judge(self, reading: Reading) -> Found | None:
         share = known(reading.lost_updates)
         if share is None:
             return None
         self.shares.append(share)
         usual = median(self.shares)
-        if not self.shares.full or usual < self.settings.lost_share:
+        if not full(self.shares) or usual < self.settings.lost_share:
             return None
-        return self.event(
-            reading,
-            usual,
-            "weights are stored in half precision alone, where an update below half of the last bit changes nothing",
-            "use the mixed mode, which keeps fp32 weights, or an optimizer that rounds stochastically: torchao's "
-            "_AdamW(bf16_stochastic_round=True); a larger learning rate loses less",
-            lost_updates=usual,
-            readings=len(self.shares),
-            **({} if reading.lr is None else {"lr": reading.lr}),
-        )
+        rate = {} if reading.lr is None else {"lr": reading.lr}
+        return Found(usual, {"lost_updates": usual, "readings": len(self.shares), **rate})
 
 
 #: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
@@ -585,14 +582,14 @@ _SEARCHING = 2.0**16
 class ScaleCollapse(Rule):
     """Several of the last readings were skips at the scale's floor, or at a scale below one."""
 
-    kind: ClassVar[Kind] = "scale_collapse"
-    severity: ClassVar[Severity] = "error"
+    kind = "scale_collapse"
+    severity = "error"
 
     def __init__(self, settings: AlertSettings) -> None:
         super().__init__(settings)
-        self.skips = Window(_RECENT)
+        self.skips = Window(maxlen=_RECENT)
 
-    def judge(self, reading: Reading) -> Event | None:
+    def judge(self, reading: Reading) -> Found | None:
         scale = reading.loss_scale
         if scale is None:
             return None
@@ -601,21 +598,13 @@ class ScaleCollapse(Rule):
         count = int(sum(self.skips))
         if not low or count < self.settings.collapse_skips:
             return None
-        return self.event(
-            reading,
-            scale,
-            "gradients overflow whatever the scale: weights or activations have left fp16's range",
-            f"stop; go back to the last good checkpoint, {_BEYOND_FP16}",
-            loss_scale=scale,
-            skipped_at_floor=count,
-            of_readings=len(self.skips),
-        )
+        return Found(scale, {"loss_scale": scale, "skipped_at_floor": count, "of_readings": len(self.skips)})
 
 
 class SkipStreak(Rule):
     """More skips in a row than it takes to find a scale from 65,536 on; skips at higher scales are not counted."""
 
-    kind: ClassVar[Kind] = "skip_streak"
+    kind = "skip_streak"
     calm = 1
 
     def __init__(self, settings: AlertSettings) -> None:
@@ -623,26 +612,16 @@ class SkipStreak(Rule):
         #: how many of the skips in a row were made while the scale was still above
         self.searching = 0
 
-    def judge(self, reading: Reading) -> Event | None:
+    def judge(self, reading: Reading) -> Found | None:
         scale, skips = reading.loss_scale, reading.skips_in_a_row
         if scale is not None and scale >= _SEARCHING:
             self.searching = skips
         self.searching = min(self.searching, skips)
         if skips - self.searching < self.settings.streak_skips:
             return None
-        scaled = {} if scale is None else {"loss_scale": scale}
-        advice = _WITHOUT_SCALE if scale is None else _SCALED
-        return self.event(reading, float(skips), *advice, skips_in_a_row=skips, **scaled)
-
-
-_SCALED = (
-    "gradients overflow at every scale: an activation or a weight is beyond fp16's 65,504, or not finite",
-    _BEYOND_FP16,
-)
-_WITHOUT_SCALE = (
-    "the data, the loss or a weight is not finite",
-    "look at the batch and the module that the nonfinite events name; go back to the last good checkpoint",
-)
+        if scale is None:
+            return Found(float(skips), {"skips_in_a_row": skips}, "skips without a scale")
+        return Found(float(skips), {"skips_in_a_row": skips, "loss_scale": scale})
 
 
 #: pieces of the window whose medians all have to rise
@@ -657,14 +636,14 @@ _AS_SLOW = 2.0
 class MemoryGrowth(Rule):
     """The median of every piece of the window lies above the one before, and the growth is large enough to matter."""
 
-    kind: ClassVar[Kind] = "memory_growth"
+    kind = "memory_growth"
 
     def __init__(self, settings: AlertSettings) -> None:
         super().__init__(settings)
         self.seen = 0
-        self.steps, self.memory = Window(settings.memory_window), Window(settings.memory_window)
+        self.steps, self.memory = (Window(maxlen=settings.memory_window) for _ in range(2))
 
-    def judge(self, reading: Reading) -> Event | None:
+    def judge(self, reading: Reading) -> Found | None:
         memory = known(reading.memory_gib)
         if memory is None:
             return None
@@ -673,27 +652,17 @@ class MemoryGrowth(Rule):
             return None
         self.memory.append(memory)
         self.steps.append(reading.step)
-        # in most runs memory does not grow, and the check costs nothing
-        return self._event(reading, memory) if self.memory.full and memory > self.memory[0] else None
-
-    def _event(self, reading: Reading, memory: float) -> Event | None:
-        parts = self.memory.parts(_PIECES)
-        levels = [median(part) for part in parts]
+        if not full(self.memory) or memory <= self.memory[0]:  # in most runs it does not grow, and the check is free
+            return None
+        pieces = parts(self.memory, _PIECES)
+        levels = [median(piece) for piece in pieces]
         grown = levels[-1] - levels[0]
-        spread = median([sigma(part, level) for part, level in zip(parts, levels, strict=True)])
+        spread = median([sigma(piece, level) for piece, level in zip(pieces, levels, strict=True)])
         worth = max(self.settings.memory_gib, self.settings.memory_ratio * levels[0], _NOISE * spread)
         if grown < worth or not all(before < after for before, after in pairwise(levels)):
             return None
-        steps = reading.step - int(self.steps[0])
-        return self.event(
-            reading,
-            memory,
-            "something is kept from step to step: losses with their graph, outputs in a list, a growing cache",
-            "append loss.detach() or loss.item(), not loss; clear lists at the end of an epoch",
-            memory_gib=memory,
-            before=levels[0],
-            gib_per_1000_steps=1000 * grown / steps,
-        )
+        rate = 1000 * grown / (reading.step - int(self.steps[0]))
+        return Found(memory, {"memory_gib": memory, "before": levels[0], "gib_per_1000_steps": rate})
 
 
 class ThroughputDrop(Rule):
@@ -703,7 +672,7 @@ class ThroughputDrop(Rule):
     every reading in the window before that was as slow, one more in a row is needed.
     """
 
-    kind: ClassVar[Kind] = "throughput_drop"
+    kind = "throughput_drop"
     calm = 100
 
     def __init__(self, settings: AlertSettings) -> None:
@@ -713,22 +682,23 @@ class ThroughputDrop(Rule):
         self.best = 0.0
         #: the slow readings in a row: how many, the fastest of them, and the seconds they have cost
         self.slow, self.fastest, self.lost = 0, 0.0, 0.0
-        self.rates = Window(settings.throughput_window)
+        self.rates = Window(maxlen=settings.throughput_window)
 
-    def judge(self, reading: Reading) -> Event | None:
-        rate = known(reading.samples_per_s if reading.tokens_per_s is None else reading.tokens_per_s)
+    def judge(self, reading: Reading) -> Found | None:
+        unit = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
+        rate = known(getattr(reading, unit))
         if rate is None:
             return None
         self.seen += 1
         if self.seen <= self.settings.throughput_warmup:
             return None
-        event = self._event(reading, rate)
+        found = self._found(reading, rate, unit)
         self.rates.append(rate)
-        if self.rates.full:
+        if full(self.rates):
             self.best = max(self.best, median(self.rates))
-        return event
+        return found
 
-    def _event(self, reading: Reading, rate: float) -> Event | None:
+    def _found(self, reading: Reading, rate: float, unit: str) -> Found | None:
         if rate >= self.settings.throughput_ratio * self.best:
             self.slow, self.fastest, self.lost = 0, 0.0, 0.0
             return None
@@ -740,17 +710,7 @@ class ThroughputDrop(Rule):
         enough = self.settings.throughput_patience + sum(other <= _AS_SLOW * self.fastest for other in before)
         if self.slow < enough or self.lost < self.settings.throughput_seconds:
             return None
-        unit = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
-        return self.event(
-            reading,
-            rate,
-            "slow data loading, another job on the machine, or a device that throttles",
-            "raise num_workers or check the storage; look at the device's utilisation and clocks",
-            **{unit: rate},
-            before=self.best,
-            ratio=rate / self.best,
-            readings=self.slow,
-        )
+        return Found(rate, {unit: rate, "before": self.best, "ratio": rate / self.best, "readings": self.slow})
 
 
 class OperandRule(Rule):
@@ -758,82 +718,57 @@ class OperandRule(Rule):
 
     def __init__(self, settings: AlertSettings, size: int) -> None:
         super().__init__(settings)
-        self.windows = Windows(size)
+        self.windows: defaultdict[str, Window] = defaultdict(partial(Window, maxlen=size))
 
-    def conditions(self, reading: Reading) -> Iterable[tuple[str, Event | None]]:
+    def conditions(self, reading: Reading) -> Iterable[tuple[str | None, str, Found | None]]:
         for (layer, role), operand in reading.fp8.items():
             if known(operand.amax) is None or known(operand.scale) is None:
                 continue
-            key = f"{layer}:{role}"
-            event = self.judge_operand(reading, operand, role, self.windows[key])
-            if event is not None:
-                numbers = {"role": role, **event.evidence, "amax": operand.amax, "scale": operand.scale}
-                advice = event.advice.replace("LAYER", repr(layer))
-                event = replace(event, module=layer, evidence=numbers, advice=advice)
-            yield key, event
+            found = self.judge_operand(operand, role, self.windows[f"{layer}:{role}"])
+            if found is not None:
+                numbers = {"role": role, **found.evidence, "amax": operand.amax, "scale": operand.scale}
+                found = found._replace(evidence=numbers)
+            yield layer, role, found
 
-    def judge_operand(self, reading: Reading, operand: Operand, role: str, window: Window) -> Event | None:
-        """Take an operand's numbers into its ``window``; an event if the condition holds."""
+    def judge_operand(self, operand: Operand, role: str, window: Window) -> Found | None:
+        """Take an operand's numbers into its ``window``; the condition if it holds."""
         raise NotImplementedError
 
 
 class FP8Underflow(OperandRule):
     """Several readings in a row, more of an operand's values were flushed to zero than training bears."""
 
-    kind: ClassVar[Kind] = "fp8_underflow"
+    kind = "fp8_underflow"
 
     def __init__(self, settings: AlertSettings) -> None:
         super().__init__(settings, settings.underflow_patience)
 
-    def judge_operand(self, reading: Reading, operand: Operand, role: str, window: Window) -> Event | None:
+    def judge_operand(self, operand: Operand, role: str, window: Window) -> Found | None:
         window.append(operand.flushed)
-        if not window.full or min(window) < self.settings.underflow_share:
+        if not full(window) or min(window) < self.settings.underflow_share:
             return None
-        return self.event(
-            reading,
-            operand.flushed,
-            "a few of its values are so large that the scale they need leaves nothing of the others",
-            "leave it in bf16: skip=('lm_head', LAYER) in FP8; recipe='rowwise' has a scale a row",
-            flushed=operand.flushed,
-            readings=len(window),
-        )
+        return Found(operand.flushed, {"flushed": operand.flushed, "readings": len(window)})
 
 
 class ScaleJump(OperandRule):
     """An operand's scale far from the median of the last ones."""
 
-    kind: ClassVar[Kind] = "scale_jump"
+    kind = "scale_jump"
 
     def __init__(self, settings: AlertSettings) -> None:
         super().__init__(settings, settings.jump_steps)
 
-    def judge_operand(self, reading: Reading, operand: Operand, role: str, window: Window) -> Event | None:
+    def judge_operand(self, operand: Operand, role: str, window: Window) -> Found | None:
         power = math.log2(operand.scale)
-        full, before = window.full, median(window) if window else power
+        enough, before = full(window), median(window) if window else power
         usual = sigma(window, before) if window else 0.0
         window.append(power)
         # A gradient's scale rises without limit where a model has learned its data: that is no fault.
         far = before - power if role == "gradient" else abs(power - before)
-        if not full or far < max(math.log2(self.settings.jump_total), self.settings.jump_sigmas * usual):
+        if not enough or far < max(math.log2(self.settings.jump_total), self.settings.jump_sigmas * usual):
             return None
-        return self.event(
-            reading,
-            operand.scale,
-            *(_DROP if power < before else _RISE),
-            before=2.0**before,
-            factor=2.0 ** (power - before),
-            steps=len(window),
-        )
-
-
-_DROP = (
-    "that operand has grown: an outlier in the batch, or an activation that runs away; its other values lose precision",
-    "look at the batch and the layers before; clip gradients, or leave it in bf16: skip=('lm_head', LAYER) in FP8",
-)
-_RISE = (
-    "that operand has collapsed: a layer before it is dead, or was reset",
-    "look at the layers before it and at what has changed their weights: a load, a learning rate",
-)
+        numbers = {"before": 2.0**before, "factor": 2.0 ** (power - before), "steps": len(window)}
+        return Found(operand.scale, numbers, "scale fell" if power < before else "scale rose")
 
 
 # ---------------------------------------------------------------------- all of them
@@ -868,10 +803,9 @@ class Alerts:
         ``only`` restricts it to rules of those kinds. A rule judges a step once, so that some rules can be asked before
         the optimizer's step and the rest after it.
         """
-        asked = [rule for rule in self.rules if only is None or rule.kind in only]
-        events = [event for rule in asked if (event := rule.begins(reading)) is not None]
         pinned = pinning(["…"], under_plan=self.under_plan).partition(", before")[0]
-        return [replace(event, advice=event.advice.format(pinned=pinned)) for event in events]
+        asked = [rule for rule in self.rules if only is None or rule.kind in only]
+        return [event for rule in asked if (event := rule.begins(reading, pinned)) is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """Every rule's windows and counts, as plain values."""

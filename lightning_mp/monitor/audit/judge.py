@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.audit.observer import Observed, Ran
+from lightning_mp.monitor.events import pinning
 from lightning_mp.policy.precision_policy import STORAGE_DTYPES
 
 AS_STORED = "as stored"

@@ -25,10 +25,9 @@ from lightning_mp.deepspeed_config.merge import add_trainer, compose
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.engines.optimizer_facts import keeps_small_updates
 from lightning_mp.errors import Fault, Faults, PlanError, one_line
-from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest
 from lightning_mp.monitor.doctor.table import fact
-from lightning_mp.monitor.events import Severity
+from lightning_mp.monitor.events import Severity, pinning
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.health.measurement import some
 from lightning_mp.monitor.side_run import loss_of, output_in, untouched

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_mp.monitor.advice import pinning
 from lightning_mp.monitor.alerts import Reading
-from lightning_mp.monitor.events import Event, Severity
+from lightning_mp.monitor.events import Event, Severity, pinning
 from lightning_mp.monitor.nonfinite.replay import Diagnosis
 from lightning_mp.numerics.nonfinite import Origin
 

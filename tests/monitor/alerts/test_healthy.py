@@ -48,9 +48,9 @@ def test_flat_noisy_losses_give_no_alert(rows: int, lr: float) -> None:
         assert gradients is not None
         optimizer.step()
         moved = (weights.detach() - old).norm(dim=1) / old.norm(dim=1)
-        numbers = torch.stack([losses.detach(), gradients.norm(dim=1), moved, weights.detach().norm(dim=1)], 1)
-        for run, (loss, norm, ratio, size) in zip(readings, numbers.tolist(), strict=True):
-            run.append(Reading(step=step, loss=loss, grad_norm=norm, update_ratio=ratio, param_norm=size, lr=lr))
+        numbers = torch.stack([losses.detach(), gradients.norm(dim=1), moved], 1)
+        for run, (loss, norm, ratio) in zip(readings, numbers.tolist(), strict=True):
+            run.append(Reading(step=step, loss=loss, grad_norm=norm, update_ratio=ratio, lr=lr))
     fallen = before - loss_of(weights.detach(), *held_out)
     assert (fallen.mean() / (fallen.std() / math.sqrt(fallen.numel()))) > 28
     said = []

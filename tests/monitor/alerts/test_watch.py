@@ -27,7 +27,6 @@ def troubled(seed: int = 0) -> list[Reading]:
                 step=step,
                 loss=9.0 if 600 <= step < 610 else loss,
                 grad_norm=norm * (1000 if step == 280 else 1),
-                param_norm=50.0,
                 update_ratio=0.0,
                 lost_updates=0.9,
                 fp8={
