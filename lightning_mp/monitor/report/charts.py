@@ -7,7 +7,6 @@ page knows whether it is dark, and which runs are hidden.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -28,19 +27,10 @@ Scale = Literal["linear", "log", "log2", "share"]
 # Up to so many readings have a dot each, and up to so many marks their full size.
 _FEW = 40
 _TICKS = 7
-# So many times the median, a spike on a linear axis presses everything else flat.
-_SPIKE = 20
 _SYMBOLS = {"error": "triangle-down", "warning": "diamond", "info": "circle-open"}
 # Curves that coincide stay visible: a later one is dashed over an earlier; colour is not all that tells them apart.
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _HOVER = {"share": "%{y:.1%}", "linear": "%{y:.5~g}", "log": "%{y:.4~g}", "log2": "%{y:,.6~g}"}
-# What has to be said about some readings of a chart, with the number of them behind each line's name.
-_NOTES = {
-    "gaps": "Without a number (not finite or not known), a gap with a cross at the bottom",
-    "below": "Zero or less, which this axis cannot show, so a gap with a cross",
-    "back": "Steps go back (resumed or rewound) and the line breaks",
-    "thinned": "Readings drawn, with the lowest and highest of every stretch among them",
-}
 # Where runs are compared, a chart has one line a run; these lines get a chart of their own, under this title.
 _ALONE = {
     names.VAL_LOSS: "Validation loss",
@@ -56,7 +46,7 @@ class Panel:
 
     Of the ``traits``, ``stepped`` holds a value until the next reading; ``grouped`` adds every reading whose name goes
     on after the first line's (``health/grad_norm/encoder``); ``from-zero`` keeps the axis honest about differences;
-    ``extra`` panels are not missed where they have no reading; ``overflows`` marks ordinary overflows too.
+    ``overflows`` marks ordinary overflows too.
     """
 
     key: str
@@ -74,7 +64,6 @@ KNOWN: tuple[Panel, ...] = (
         "Loss minus the first run's, smoothed",
         "loss",
         {LOSS_DIFFERENCE: "difference"},
-        traits="extra",
     ),
     Panel("grad_norm", "Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log", "grouped"),
     Panel("param_norm", "Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}, traits="grouped"),
@@ -92,7 +81,7 @@ KNOWN: tuple[Panel, ...] = (
         "share of updates rounded away",
         {names.LOST_UPDATES: "half-precision weights"},
         "share",
-        "from-zero extra",
+        "from-zero",
     ),
     Panel(
         "fp8_flushed",
@@ -100,16 +89,16 @@ KNOWN: tuple[Panel, ...] = (
         "share of values",
         {names.FP8_FLUSHED: "largest of all layers"},
         "share",
-        "grouped from-zero extra",
+        "grouped from-zero",
     ),
-    Panel("fp8_amax", "FP8: largest magnitudes", "amax", {names.FP8_AMAX: "all layers"}, "log", "grouped extra"),
+    Panel("fp8_amax", "FP8: largest magnitudes", "amax", {names.FP8_AMAX: "all layers"}, "log", "grouped"),
     Panel(
         "fp8_scale",
         "FP8: scales",
         "factor on the operand",
         {names.FP8_SCALE: "all layers"},
         "log2",
-        "stepped grouped extra",
+        "stepped grouped",
     ),
     Panel(
         "loss_scale",
@@ -142,31 +131,30 @@ KNOWN: tuple[Panel, ...] = (
         "Growth counter of the loss scale",
         "clean steps in a row",
         {names.GROWTH_TRACKER: "growth counter"},
-        traits="stepped extra",
+        traits="stepped",
     ),
     Panel(
         "hysteresis",
         "Hysteresis of the loss scale",
         "overflows left before it falls",
         {names.HYSTERESIS: "hysteresis"},
-        traits="stepped extra",
+        traits="stepped",
     ),
-    Panel("skip_rate", "Skip rate", "share of steps", {names.SKIP_RATE: "skip rate"}, "share", "from-zero extra"),
+    Panel("skip_rate", "Skip rate", "share of steps", {names.SKIP_RATE: "skip rate"}, "share", "from-zero"),
 )
 
 
 def lay_out(runs: Sequence[Run]) -> tuple[list[Panel], list[str]]:
-    """The charts of what ``runs`` recorded, and a sentence each on what is not drawn."""
+    """The charts of what ``runs`` recorded, and a sentence each on what there is no room for."""
     found = list(dict.fromkeys(name for run in runs for name, series in run.series.items() if series.finite))
     known = [_with_groups(panel, found) for panel in KNOWN]
-    notes = _absences([panel for panel in known if "extra" not in panel.traits], runs)
     drawn = [
-        replace(panel, lines={name: panel.lines[name] for name in panel.lines if name in found}) for panel in known
+        replace(panel, lines={name: text for name, text in panel.lines.items() if name in found}) for panel in known
     ]
     others = _others([name for name in found if not any(name in panel.lines for panel in known)], len(runs) == 1)
+    panels, notes = [panel for panel in drawn if panel.lines] + others[:MAX_OTHERS], list[str]()
     if len(others) > MAX_OTHERS:
         notes.append(f"{len(others) - MAX_OTHERS} more readings than there is room for: not drawn")
-    panels = [panel for panel in drawn if panel.lines] + others[:MAX_OTHERS]
     if len(runs) > 1:
         notes += [
             f"{panel.title}: compared for {next(iter(panel.lines.values()))!r} only; its other lines are in each run's "
@@ -174,7 +162,7 @@ def lay_out(runs: Sequence[Run]) -> tuple[list[Panel], list[str]]:
             for panel in panels
             if any(name not in _ALONE for name in list(panel.lines)[1:])
         ]
-        panels = [single for panel in panels for single in _split(panel) if not _told_by_the_table(single, runs)]
+        panels = [single for panel in panels for single in _split(panel)]
     notes += [
         f"{panel.title}: {len(panel.lines) - MAX_LINES} more lines than can be told apart"
         for panel in panels
@@ -207,32 +195,6 @@ def _split(panel: Panel) -> Iterator[Panel]:
             yield replace(panel, key=f"{panel.key}_{label}", lines={name: label}, title=_ALONE[name])
 
 
-def _told_by_the_table(panel: Panel, runs: Sequence[Run]) -> bool:
-    """Whether each run has one reading of it at most, which the table of runs has too."""
-    (name,) = panel.lines
-    return name in (names.VAL_LOSS, names.MEMORY_PEAK) and all(len(run.finite(name)) <= 1 for run in runs)
-
-
-def _absences(panels: Sequence[Panel], runs: Sequence[Run]) -> list[str]:
-    """In words, which panels have no number in which runs."""
-    nowhere: list[str] = []
-    notes: list[str] = []
-    for panel in panels:
-        what = f"{panel.title[0].lower()}{panel.title[1:]} ({next(iter(panel.lines))})"
-        without = [run.name for run in runs if _expected(run, panel) and not any(map(run.finite, panel.lines))]
-        if len(runs) == 1 and without:
-            nowhere.append(what)
-        elif 0 < len(without) < len(runs):
-            notes.append(f"Without a number for {what}: {', '.join(without)}")
-    return [f"Without a single number: {', '.join(nowhere)}", *notes] if nowhere else notes
-
-
-def _expected(run: Run, panel: Panel) -> bool:
-    """A run whose plan scales no loss has no loss scale to miss."""
-    plan = run.about.get("plan")
-    return panel.key != "loss_scale" or not isinstance(plan, dict) or plan.get("loss_scaling") is not None
-
-
 # ---------------------------------------------------------------------- one chart
 
 
@@ -248,14 +210,12 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
         for index, (name, label) in enumerate(panel.lines.items())
         if run.finite(name)
     ]
-    panel = replace(panel, scale=_scale(panel, [value for *_, series in found for value in series.finite]))
+    if panel.scale in ("log", "log2") and max(value for *_, series in found for value in series.finite) <= 0:
+        panel = replace(panel, scale="linear")
     traces: list[dict[str, Any]] = []
     values: list[float] = []
-    said: dict[str, list[str]] = {}
     for place, index, name, series in found:
-        drawn, notes = _drawable(panel, series)
-        for kind, count in notes.items():
-            said.setdefault(kind, []).append(f"{name} {count}" if len(found) > 1 else count)
+        drawn = _drawable(panel, series)
         style = place if many else index
         traces += _line(panel, drawn, str(escape(name)), {"run": place, "colour": f"run-{style}"}, dash(style))
         values += drawn.finite
@@ -266,7 +226,6 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
         "unit": panel.unit,
         "latest": "" if many else _latest(panel, found[0][3].values[-1]),
         "switchable": panel.scale in ("linear", "log") and min(values) > 0,
-        "notes": [f"{text}: {', '.join(said[kind])}" for kind, text in _NOTES.items() if kind in said],
         "data": traces,
         "layout": _layout(panel, values),
     }
@@ -277,29 +236,11 @@ def dash(style: int) -> str:
     return _DASHES[style % len(_DASHES)]
 
 
-def _scale(panel: Panel, values: Sequence[float]) -> Scale:
-    """The panel's own scale, unless the values have no place on it, or would all but one lie flat on a linear one."""
-    if panel.scale in ("log", "log2") and max(values) <= 0:
-        return "linear"
-    free = panel.scale == "linear" and "from-zero" not in panel.traits and "stepped" not in panel.traits
-    if free and min(values) > 0 and max(values) > _SPIKE * statistics.median(values):
-        return "log"
-    return panel.scale
-
-
-def _drawable(panel: Panel, series: Series) -> tuple[Series, dict[str, str]]:
-    """The points to draw, and by kind of note how many readings it is about."""
+def _drawable(panel: Panel, series: Series) -> Series:
+    """The points to draw, without those that have no place on a logarithmic axis."""
     logarithmic = panel.scale in ("log", "log2")
     values = [value if value is None or value > 0 or not logarithmic else None for value in series.values]
-    drawn = thin(Series(series.steps, values))
-    back = sum(later < earlier for earlier, later in pairwise(series.steps))
-    counts = {
-        "gaps": len(series.values) - len(series.finite),
-        "below": values.count(None) - series.values.count(None),
-        "back": "once" if back == 1 else back and f"{back:,} times",
-        "thinned": len(drawn.steps) < len(values) and f"{len(drawn.steps):,} of {len(values):,}",
-    }
-    return drawn, {kind: f"{count:,}" if isinstance(count, int) else count for kind, count in counts.items() if count}
+    return thin(Series(series.steps, values))
 
 
 def thin(series: Series, limit: int = MAX_POINTS) -> Series:
@@ -403,10 +344,7 @@ def _layout(panel: Panel, values: Sequence[float]) -> dict[str, Any]:
     if panel.scale == "log2":
         vertical |= {"type": "log", **_powers(values)}
     elif panel.scale == "log":
-        decades = math.log10(max(values)) - math.log10(min(values))
-        # Ticks at 1, 2 and 5 over a few decades, at every decade over more; Plotly's own choice within one.
-        ticks = ("D2" if decades < 3 else 1) if 1 < decades < _TICKS else None
-        vertical |= {"type": "log", "exponentformat": "power", "dtick": ticks}
+        vertical |= {"type": "log", "exponentformat": "power"}
     elif panel.scale == "share":
         vertical |= {"tickformat": ".0%"}
     elif "stepped" in panel.traits and max(values) - min(values) < _TICKS:

@@ -101,7 +101,7 @@
     const made = document.createElement("figure");
     made.className = "chart";
     made.id = `chart-${chart.key}`;
-    made.innerHTML = '<figcaption><h2></h2><button type="button" class="kind" hidden></button><span class="latest"></span></figcaption><div class="keys"></div><div class="plot"></div><p class="notes"></p>';
+    made.innerHTML = '<figcaption><h2></h2><button type="button" class="kind" hidden></button><span class="latest"></span></figcaption><div class="keys"></div><div class="plot"></div>';
     document.getElementById("charts").append(made);
     return made;
   }
@@ -125,7 +125,6 @@
     const place = card(chart);
     place.querySelector("h2").textContent = chart.title;
     place.querySelector(".latest").textContent = chart.latest;
-    place.querySelector(".notes").textContent = chart.notes.map((note) => `${note}.`).join(" ");
     const other = place.querySelector(".kind");
     other.hidden = !chart.switchable;
     other.textContent = kind(chart) === "log" ? "linear" : "log";

@@ -204,7 +204,7 @@ def _content(runs: Sequence[Run], title: Sequence[str], not_run: Mapping[str, st
         "alerts": [item for item in events if item[1].is_alert],
         "notices": [item for item in events if not item[1].is_alert],
         "fp8": [(run, _fp8_layers(run)) for run in runs if run.fp8 or run.about.get("fp8_layers")],
-        "left_out": [*left_out, *_not_written(runs)],
+        "left_out": left_out,
         "payload": {
             "charts": [draw(panel, runs) for panel in panels],
             "steps": [min(steps), max(steps)] if steps else [0, 1],
@@ -219,16 +219,3 @@ def _fp8_layers(run: Run) -> list[dict[str, Any]]:
     named = [layer["name"] for layer in listed]
     rest = dict.fromkeys(name for name, _, _ in run.fp8 if name not in named)
     return [*listed, *({"name": name, "shape": None, "converted": True} for name in rest)]
-
-
-def _not_written(runs: Sequence[Run]) -> list[str]:
-    lines: list[str] = []
-    for what, absent in (
-        ("Precision audit: not run (PrecisionAudit writes it)", [run.name for run in runs if run.audit is None]),
-        ("Doctor: no findings.json was written", [run.name for run in runs if run.findings is None]),
-    ):
-        if absent and len(runs) == 1:
-            lines.append(what)
-        elif 0 < len(absent) < len(runs):
-            lines.append(f"{what}, in {', '.join(absent)}")
-    return lines

@@ -55,24 +55,6 @@ def test_the_speed_up_is_a_ratio_of_medians() -> None:
     assert speed_up(fast, _run("d")) == "-"
 
 
-def test_one_reading_a_run_is_in_the_table_and_not_a_chart() -> None:
-    runs = [_run(name, train__loss=list(LOSSES), val__loss=[3.0]) for name in "ab"]
-    assert "Validation loss" not in [panel.title for panel in lay_out(runs)[0]]
-    assert "Validation loss" in [
-        panel.title for panel in lay_out([_run(name, val__loss=[3.0, 2.0]) for name in "ab"])[0]
-    ]
-
-
-def test_only_what_some_runs_have_and_others_lack_is_called_missing() -> None:
-    both = lay_out([_run("a", train__loss=list(LOSSES)), _run("b", train__loss=list(LOSSES))])
-    assert both[1] == []
-    scaled, plain = (_run(name, train__loss=list(LOSSES)) for name in ("scaled", "plain"))
-    scaled.series["health/loss_scale"] = Series([0, 1], [2.0, 4.0])
-    assert lay_out([scaled, plain])[1] == ["Without a number for loss scale (health/loss_scale): plain"]
-    plain.about = {"plan": {"loss_scaling": None}}  # has none to tell of
-    assert lay_out([scaled, plain])[1] == []
-
-
 def test_a_title_and_the_runs_that_are_missing_are_said(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name) for name in ("a", "b")]
     page = write_report(folders, title=("Two runs", "of one <model>"), not_run={"c": "no GPU"}).read_text("utf-8")
