@@ -124,29 +124,3 @@ def test_verdicts(declaration: Declaration, seen: dict[str, Any], wanted: str) -
     found = list(differences("m", Observed(**{"class_name": "Linear", **seen}), declaration))
     assert [difference.what for difference in found] == wanted.split()
     assert all(difference.found and difference.reason and difference.fix for difference in found)
-
-
-@pytest.mark.parametrize(
-    ("declaration", "seen", "reason"),
-    [
-        (MIXED, {"trained": {"bf16"}}, "no fp32 master weights"),
-        (HALF, {"trained": {"fp32"}}, "cast by hand"),
-        (PINNED, {"trained": {"bf16"}}, "after the pin was applied"),
-        (MIXED, ran("product", "fp32"), "autocast is off"),
-        (MIXED, ran("norm", "bf16", weighted=True), "cast to half precision"),
-        (FP32, ran("product", "bf16"), "casts its inputs"),
-        (PINNED, ran("product", "bf16"), "the pin is not in force"),
-        (TF32, ran("product", "fp32"), "TF32 switches"),
-    ],
-)
-def test_the_likely_reason(declaration: Declaration, seen: dict[str, Any], reason: str) -> None:
-    (found,) = differences("m", Observed(**{"class_name": "Linear", **seen}), declaration)
-    assert reason in found.reason
-
-
-def test_what_is_declared_for_a_module() -> None:
-    assert (MIXED.declared("m"), MIXED.stored("m")) == ("bf16", "fp32")
-    assert (PINNED.declared("m"), PINNED.stored("m")) == ("fp32", "fp32")
-    assert (HALF_PINNED.declared("m"), HALF_PINNED.declared("other")) == ("fp32", "bf16")
-    assert (TF32.declared("m"), NO_TF32.declared("m")) == ("tf32", "fp32")
-    assert NOTHING.declared("m") is None

@@ -104,32 +104,9 @@ def test_the_markdown_is_a_table_with_what_differs_below_it() -> None:
     assert lines[9] == "> a note"
 
 
-def test_an_empty_report_can_be_read() -> None:
-    report = AuditReport((), "a plan")
-    assert report.ok
-    assert report.to_text().splitlines()[0] == "0 modules, all as declared by a plan"
-    assert report.to_dict()["rows"] == []
-
-
 def test_alike_differences_are_told_once_and_every_name_is_there() -> None:
     few = _report("a", "b.0.c", ok=False, differences=(WRONG,)).explanation()
     assert few.startswith("  1. Got a, b.0.c (2 modules) computed in fp32")
     many = _report(*(f"h.{i}.fc" for i in range(40)), ok=False, differences=(WRONG,)).explanation()
     assert many.startswith("  1. Got h.[0-39].fc (40 modules) computed in fp32")
     assert len(many.splitlines()) == 1
-
-
-def test_plain_values() -> None:
-    values = _report("a", ok=False, differences=(WRONG,), ranks=(1,)).to_dict()
-    assert values["ok"] is False
-    (row,) = values["rows"]
-    assert {key: row[key] for key in ("module", "declared", "reduce", "ok", "ranks")} == {
-        "module": "a",
-        "declared": "bf16",
-        "reduce": None,
-        "ok": False,
-        "ranks": [1],
-    }
-    assert row["differences"] == [
-        {"what": "compute", "declared": "bf16", "found": "fp32", "reason": "autocast is off", "fix": "turn it on"}
-    ]

@@ -104,15 +104,6 @@ def test_trained_embeddings_feed_the_blocks() -> None:
     assert _gradients(model) == 5
 
 
-def test_frozen_blocks_are_not_meant_to_learn() -> None:
-    model = hf.llama().requires_grad_(False)
-    model.config.use_cache = False
-    _wrap(model, CheckpointImpl.REENTRANT)
-    model.lm_head.weight.requires_grad_(True)
-    assert found(model, "bf16-mixed") == {}
-    assert _gradients(model) == 1
-
-
 def test_what_may_feed_the_blocks_from_outside_is_left_alone() -> None:
     class Seeing(nn.Module):
         def __init__(self) -> None:
@@ -159,12 +150,6 @@ def test_beside_torchs_reentrant_wrapper_a_cache_makes_gradients_wrong() -> None
         hf.loss_of(each, hf.tokens()).backward()
     pairs = zip(plain.parameters(), model.parameters(), strict=True)
     assert not all(torch.allclose(one.grad, other.grad, atol=1e-6) for one, other in pairs)
-
-
-def test_beside_torchs_other_wrapper_it_only_costs_memory() -> None:
-    model = hf.llama()
-    _wrap(model, CheckpointImpl.NO_REENTRANT)
-    assert found(model, "32-true")["use_cache_while_checkpointing"].severity == "warning"
 
 
 def test_a_plan_turns_it_off_itself() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from torch import nn
 
@@ -51,10 +50,6 @@ def test_a_healthy_run_has_no_findings(name: str, mode: str, device: Any) -> Non
 def test_a_true_mode_is_told_no_more_than_that_it_is_one(name: str, mode: str) -> None:
     told = TRUE_MODES | ({"eps_underflows"} if mode == "16-true" and "bert" in name else set())  # its eps is 1e-12
     assert set(found(HEALTHY[name](), MixedPrecisionPlan(mode))) <= told
-
-
-def test_nothing_given_is_lightnings_default() -> None:
-    assert doctor(net()) == []
 
 
 # ------------------------------------------------------------------ nothing is changed
@@ -138,11 +133,6 @@ def test_a_stock_run_may_be_told_by_its_trainer_arguments(arguments: dict[str, A
     assert "no_fp32_masters" in found(net(), trainer_args=arguments)
 
 
-@pytest.mark.parametrize(("short", "full"), [("bf16", "bf16-mixed"), ("16", "16-mixed"), (32, "32-true")])
-def test_lightnings_short_names_are_known(short: Any, full: str) -> None:
-    assert found(net().bfloat16(), short) == found(net().bfloat16(), full)
-
-
 def test_a_stock_scalers_own_scale_is_looked_at() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     assert "scale_overflows_at_once" in found(net(), MixedPrecision("16-mixed", "cpu", scaler))
@@ -220,11 +210,6 @@ def test_no_model_is_too_odd(name: str, mode: str) -> None:
         trainer = {"accumulate_grad_batches": "4", "callbacks": 3, "devices": "auto", "accelerator": object()}
         for finding in doctor(ODD[name](), plan, object(), trainer, batch=torch.ones(1, 8)):
             assert isinstance(finding, Finding)
-
-
-def test_strategies_and_trainers_of_lightnings_are_taken() -> None:
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    assert found(net(), "bf16-mixed", trainer.strategy) == {}
 
 
 def test_every_code_has_its_row_in_the_table() -> None:

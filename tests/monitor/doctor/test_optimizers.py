@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from lightning_mp import LossScaling, MixedPrecisionPlan
+from lightning_mp import MixedPrecisionPlan
 from support.doctor import Wrapped, found, net
 from support.models import Regression
-from support.oracles import stock_for
-from support.running import fit
 
 
 def _adam(**options: Any) -> Any:
@@ -49,15 +47,6 @@ def test_where_eps_is_not_0_nothing_is_said(make: Any, plan: Any) -> None:
     assert "eps_underflows" not in found(Wrapped(net(), make), plan)
 
 
-@pytest.mark.parametrize(("eps", "finite"), [(1e-8, False), (1e-4, True)])
-def test_and_the_first_step_is_nan_where_it_is(eps: float, finite: bool) -> None:
-    model = nn.Linear(16, 8).half()
-    optimizer = AdamW(model.parameters(), eps=eps)
-    model(torch.ones(2, 16).half()).sum().mul(0).backward()
-    optimizer.step()
-    assert all(bool(torch.isfinite(p).all()) for p in model.parameters()) == finite
-
-
 def test_an_optimizer_can_be_given_instead() -> None:
     model = net()
     assert "eps_underflows" not in found(model, "16-true")
@@ -83,20 +72,6 @@ def test_a_stock_scaler_skips_and_the_schedule_counts_it(name: str) -> None:
 @pytest.mark.parametrize("plan", ["bf16-mixed", "32-true", MixedPrecisionPlan("16-mixed")])
 def test_a_plan_and_modes_without_a_scale_are_healthy(plan: Any) -> None:
     assert found(Regression(scheduler=SCHEDULES["LambdaLR"]), plan) == {}
-
-
-def test_no_schedule_and_one_by_epochs_are_healthy() -> None:
-    assert found(Regression(), "16-mixed") == {}
-    by_epoch = Wrapped(net(), lambda p: ([optimizer := SGD(p, lr=1.0)], [StepLR(optimizer, 1)]))
-    assert found(by_epoch, "16-mixed") == {}
-
-
-@pytest.mark.parametrize(("stock", "first_lrs"), [(True, [1.0, 0.5, 1 / 3]), (False, [1.0, 0.5, 0.5])])
-def test_what_is_said_is_what_happens(stock: bool, first_lrs: list[float]) -> None:
-    module = Regression(lambda p: SGD(p, lr=1.0), SCHEDULES["LambdaLR"], overflow_at=(1,))
-    plan = [MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling(init_scale=256.0))]
-    fit(module, **(stock_for("16-mixed") if stock else {"plugins": plan}))
-    assert module.lrs[:3] == pytest.approx(first_lrs)
 
 
 class ByHand(Regression):
@@ -147,13 +122,6 @@ def test_under_manual_optimization_nobody_holds_it(plan: Any, kind: Any, counts:
         finding = found(module, plan, optimizer=given).get("schedule_counts_skips")
         assert (finding is not None) == (counts or (interval == "step" and kind is ByEpoch)), interval
         assert finding is None or "step_skipped" in finding.fix
-
-
-@pytest.mark.parametrize(("kind", "lrs"), [(Counting, [1.0, 0.5, 1 / 3]), (Holding, [1.0, 0.5, 0.5])])
-def test_and_what_is_advised_holds_it(kind: Any, lrs: list[float]) -> None:
-    module = kind(SCHEDULES["LambdaLR"])
-    fit(module, plugins=[MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling(init_scale=256.0))])
-    assert module.lrs[:3] == pytest.approx(lrs)
 
 
 def _dict(optimizer: Any, interval: str) -> dict[str, Any]:
