@@ -17,7 +17,7 @@ from lightning_mp.planner.layout import PRECISIONS
 from lightning_mp.planner.memory import HELD, bytes_per_parameter
 from lightning_mp.planner.runs import Run, published
 from lightning_mp.planner.speed import SPREAD, bubble, data_bytes, fit, predicted, spread
-from lightning_mp.policy.gpus import GPUS
+from lightning_mp.policy.hardware import GPUS
 
 DOCS = Path(__file__).parents[1] / "docs"
 #: between these two lines of docs/reference/planner.md everything is written here

@@ -109,7 +109,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
 def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, check: bool, as_json: bool) -> None:
     """The memory of the run that a config describes, on a GPU; with ``check`` two steps of one process are run here."""
     from lightning_mp.planner.memory import USABLE
-    from lightning_mp.policy.gpus import find
+    from lightning_mp.policy.hardware import find
     from lightning_mp.tracing.fitting import MOST_ROWS
 
     with refusals("advise"), redirect_stdout(sys.stderr):

@@ -37,7 +37,7 @@ def doctor(
     Example: lightning-mp doctor experiment=llama_tiny plan=fp16
     """
     from lightning_mp.monitor.findings import exit_status, show, to_json
-    from lightning_mp.policy.gpus import find
+    from lightning_mp.policy.hardware import find
 
     # what the model's own code prints is no part of the answer
     progress("examining ...")

@@ -17,7 +17,7 @@ from lightning_mp.planner.memory import STRATEGIES
 from lightning_mp.planner.shape import ModelShape
 from lightning_mp.planner.speed import Range, bubble
 from lightning_mp.policy import hardware
-from lightning_mp.policy.gpus import GPU, GPUS
+from lightning_mp.policy.hardware import GPU, GPUS
 
 _GIB = 2**30
 _LARGEST_MICRO_BATCH = 64
@@ -141,7 +141,7 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
 
     Args:
         shape_or_module: a :class:`ModelShape`, or a transformers config as a mapping, or a module that has one.
-        gpu: a word of ``lightning_mp.policy.gpus``.
+        gpu: a word of ``lightning_mp.policy.hardware``.
         gpus: how many.
         nvlink: ``"full"`` between all GPUs of a node, ``"pairs"``, or ``"none"``.
         interconnect_gbps: Gbit/s of a node to the others; by default what such nodes are sold with.

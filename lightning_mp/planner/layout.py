@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_mp.errors import Faults, is_number, is_whole
 from lightning_mp.planner.shape import ModelShape
 from lightning_mp.policy import precision_word
-from lightning_mp.policy.gpus import GPU, find
+from lightning_mp.policy.hardware import GPU, find
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "fp8-mixed", "bf16-true", "16-true")
 CHECKPOINTING = ("none", "selective", "full")

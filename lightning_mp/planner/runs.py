@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from lightning_mp.planner.layout import Layout, default_gbps
 from lightning_mp.planner.shape import ModelShape
-from lightning_mp.policy.gpus import GPUS
+from lightning_mp.policy.hardware import GPUS
 
 #: what the table does not say of Llama 3.1: key-value heads, MLP
 _LLAMA = {"llama3.1-8b": (8, 14336), "llama3.1-70b": (8, 28672), "llama3.1-405b": (8, 53248)}

@@ -1,10 +1,13 @@
-"""What devices can do, and which precision suits them: rules as data, no torch."""
+"""What devices can do, and which precision suits them: rules and data sheets, no torch."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from lightning_mp.errors import Faults
 
 SUPPORTED_DEVICES = ("cpu", "cuda", "mps")
 
@@ -101,40 +104,90 @@ def peak(device: Device, dtype: str) -> Peak | None:
     words = set(re.split(r"[^a-z0-9]+", device.name.lower()))
     if device.type != "cuda" or words & {"mig", "laptop", "max"}:
         return None
-    for name, columns, source in _PEAKS:
-        if words.issuperset(name.split()):
+    for name, columns, source, *_ in _SHEETS:
+        if words.issuperset(name.lower().split()):
             teraflops = columns[_DTYPES.index(dtype)]
             return None if teraflops is None else Peak(teraflops * 1e12, f"NVIDIA, {source}")
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """One GPU of a table of data sheets, by its word.
+
+    ``memory`` in bytes; ``bandwidth`` of that memory, ``nvlink`` (0 where it has none) and ``pcie`` in bytes/s, links
+    in one direction; ``source`` is the document.
+    """
+
+    word: str
+    device: Device
+    memory: int
+    bandwidth: float
+    nvlink: float
+    pcie: float
+    source: str
+
+    def peak(self, precision: str) -> Peak | None:
+        """Peak of the products under a mode, in FLOP/s; fp32 ones run in TF32 where the GPU has it."""
+        dtype = {"32": "fp32", "16": "fp16", "bf16": "bf16", "fp8": "fp8"}[precision.partition("-")[0]]
+        return peak(self.device, "tf32" if dtype == "fp32" and self.device.tf32 else dtype)
+
+
+def find(word: str, faults: Faults) -> GPU | None:
+    """The GPU called ``word``; an unknown one is noted in ``faults`` with the nearest names."""
+    found = GPUS.get(str(word).lower())
+    if found is None:
+        faults.unknown("gpu", word, GPUS, "write one of these")
+    return found
+
+
+#: bytes/s in one direction of 16 lanes: generation 3, 4 and 5 (PCI-SIG)
+_PCIE = {3: 16e9, 4: 32e9, 5: 64e9}
 _DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 _Columns = tuple[float | None, float | None, float | None, float | None, float | None]
-#: Words of the name CUDA gives a device; TFLOP/s in fp32, tf32, bf16, fp16, fp8; whose document. Products with fp32
-#: sums and without sparsity (data sheets often print the double, "with sparsity"). The first line that fits counts.
-_PEAKS: tuple[tuple[str, _Columns, str], ...] = (
-    ("b200", (75, 1125, 2250, 2250, 4500), "HGX B200 data sheet, a GPU"),
-    ("gb200", (80, 1250, 2500, 2500, 5000), "GB200 NVL72 data sheet, a GPU"),
-    ("gh200", (67, 494, 990, 990, 1979), "GH200 data sheet"),
-    ("h200 nvl", (60, 417.5, 835.5, 835.5, 1670.5), "H200 data sheet, NVL"),
-    ("h200", (67, 494.5, 989.5, 989.5, 1979), "H200 data sheet, SXM"),
-    ("h100 nvl", (60, 417.5, 835.5, 835.5, 1670.5), "H100 data sheet, NVL"),
-    ("h100 pcie", (51, 378, 756, 756, 1513), "H100 data sheet, PCIe"),
-    ("h100", (67, 494.5, 989.5, 989.5, 1979), "H100 data sheet, SXM"),
-    ("l40s", (91.6, 183, 362, 362, 733), "L40S data sheet"),
-    ("l40", (90.5, 90.5, 181, 181, 362), "L40 data sheet"),
-    ("l4", (30.3, 60, 121, 121, 242.5), "L4 data sheet"),
-    ("rtx 6000 ada", (91.1, 182.1, 364.2, 364.2, 728.5), "RTX 6000 Ada data sheet"),
-    ("rtx 4090", (82.6, 82.6, 165.2, 165.2, 330.3), "Ada architecture white paper"),
-    ("a100", (19.5, 156, 312, 312, None), "A100 data sheet"),
-    ("a40", (37.4, 74.8, 149.7, 149.7, None), "A40 data sheet"),
-    ("a30", (10.3, 82, 165, 165, None), "A30 data sheet"),
-    ("a10g", (31.5, 35, 70, 70, None), "A10G data sheet"),
-    ("a10", (31.2, 62.5, 125, 125, None), "A10 data sheet"),
-    ("rtx a6000", (38.7, 77.4, 154.8, 154.8, None), "RTX A6000 data sheet"),
-    ("rtx 3090", (35.6, 35.6, 71.2, 71.2, None), "GA102 white paper"),
-    ("t4", (8.1, None, None, 65, None), "T4 data sheet"),
-    ("v100s", (16.4, None, None, 130, None), "V100 data sheet, V100S"),
-    ("v100 pcie", (14, None, None, 112, None), "V100 data sheet, PCIe"),
-    ("v100", (15.7, None, None, 125, None), "V100 data sheet, SXM2"),
+#: compute capability; GB/s of NVLink in one direction (data sheets print the sum of both); PCIe's generation
+_Links = tuple[tuple[int, int], float, int]
+#: Words of the name CUDA gives a device; TFLOP/s in fp32, tf32, bf16, fp16, fp8; the document; and of what is planned
+#: for its links, and TB/s of memory by its word, which ends in the memory in GB. Products with fp32 sums and without
+#: sparsity (data sheets often print the double, "with sparsity"). The first line that fits a name counts.
+_SHEETS: tuple[tuple[str, _Columns, str, _Links | None, dict[str, float]], ...] = (
+    ("B200", (75, 1125, 2250, 2250, 4500), "HGX B200 data sheet, a GPU", ((10, 0), 900, 5), {"b200-180": 7.7}),
+    ("GB200", (80, 1250, 2500, 2500, 5000), "GB200 NVL72 data sheet, a GPU", ((10, 0), 900, 5), {"gb200-186": 8.0}),
+    ("GH200", (67, 494, 990, 990, 1979), "GH200 data sheet", ((9, 0), 450, 5), {"gh200-96": 4.0}),
+    ("H200 NVL", (60, 417.5, 835.5, 835.5, 1670.5), "H200 data sheet, NVL", None, {}),
+    ("H200", (67, 494.5, 989.5, 989.5, 1979), "H200 data sheet, SXM", ((9, 0), 450, 5), {"h200-141": 4.8}),
+    ("H100 NVL", (60, 417.5, 835.5, 835.5, 1670.5), "H100 data sheet, NVL", ((9, 0), 300, 5), {"h100-nvl-94": 3.9}),
+    ("H100 PCIe", (51, 378, 756, 756, 1513), "H100 data sheet, PCIe", ((9, 0), 300, 5), {"h100-pcie-80": 2.0}),
+    ("H100", (67, 494.5, 989.5, 989.5, 1979), "H100 data sheet, SXM", ((9, 0), 450, 5), {"h100-80": 3.35}),
+    ("L40S", (91.6, 183, 362, 362, 733), "L40S data sheet", ((8, 9), 0, 4), {"l40s-48": 0.864}),
+    ("L40", (90.5, 90.5, 181, 181, 362), "L40 data sheet", None, {}),
+    ("L4", (30.3, 60, 121, 121, 242.5), "L4 data sheet", ((8, 9), 0, 4), {"l4-24": 0.3}),
+    ("RTX 6000 Ada", (91.1, 182.1, 364.2, 364.2, 728.5), "RTX 6000 Ada data sheet", None, {}),
+    ("RTX 4090", (82.6, 82.6, 165.2, 165.2, 330.3), "Ada white paper", ((8, 9), 0, 4), {"rtx4090-24": 1.008}),
+    ("A100", (19.5, 156, 312, 312, None), "A100 data sheet", ((8, 0), 300, 4), {"a100-80": 2.039, "a100-40": 1.555}),
+    ("A40", (37.4, 74.8, 149.7, 149.7, None), "A40 data sheet", ((8, 6), 56.25, 4), {"a40-48": 0.696}),
+    ("A30", (10.3, 82, 165, 165, None), "A30 data sheet", ((8, 0), 100, 4), {"a30-24": 0.933}),
+    ("A10G", (31.5, 35, 70, 70, None), "A10G data sheet", ((8, 6), 0, 4), {"a10g-24": 0.6}),
+    ("A10", (31.2, 62.5, 125, 125, None), "A10 data sheet", None, {}),
+    ("RTX A6000", (38.7, 77.4, 154.8, 154.8, None), "RTX A6000 data sheet", ((8, 6), 56.25, 4), {"a6000-48": 0.768}),
+    ("RTX 3090", (35.6, 35.6, 71.2, 71.2, None), "GA102 white paper", ((8, 6), 56.25, 4), {"rtx3090-24": 0.936}),
+    ("T4", (8.1, None, None, 65, None), "T4 data sheet", ((7, 5), 0, 3), {"t4-16": 0.32}),
+    ("V100S", (16.4, None, None, 130, None), "V100 data sheet, V100S", None, {}),
+    ("V100 PCIe", (14, None, None, 112, None), "V100 data sheet, PCIe", None, {}),
+    ("V100", (15.7, None, None, 125, None), "V100 SXM2 data sheet", ((7, 0), 150, 3), {"v100-32": 0.9, "v100-16": 0.9}),
 )
+
+
+def _planned() -> Iterator[GPU]:
+    for name, _, source, links, words in _SHEETS:
+        if links is None:
+            continue
+        capability, nvlink, pcie = links
+        for word, bandwidth in words.items():
+            # A data sheet's GB, in units of 1e9: the driver reports a little more, the CUDA context takes a little.
+            memory = int(word.rpartition("-")[2]) * 10**9
+            device = Device("cuda", name, capability, "native" if capability >= (8, 0) else "emulated", memory)
+            yield GPU(word, device, memory, bandwidth * 1e12, nvlink * 1e9, _PCIE[pcie], f"NVIDIA, {source}")
+
+
+GPUS: dict[str, GPU] = {gpu.word: gpu for gpu in _planned()}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from lightning_mp.errors import Faults, is_number
 from lightning_mp.policy.expression import expression
@@ -66,46 +67,23 @@ class LossScaling:
             )
 
     def _check_numbers(self, faults: Faults) -> None:
-        checks: tuple[tuple[str, bool, str], ...] = (
-            ("init_scale", True, "a finite number > 0"),
-            ("growth_factor", True, "a finite number > 1"),
-            ("backoff_factor", True, "a number between 0 and 1, both left out"),
-            ("min_scale", False, "a finite number >= 0"),
-        )
-        for name, positive, allowed in checks:
-            value = getattr(self, name)
-            if not is_number(value) or value < 0 or (positive and value == 0):
-                faults.add(f"{name}={value!r}", allowed, f"leave it out for the default, {_default(name)}")
-            elif name == "init_scale" and not 2.0**-149 <= value <= FP32_MAX:
-                faults.add(f"init_scale={value!r}", "a number that fp32 can hold", "write 65536, the default")
-            elif name == "growth_factor" and value <= 1:
-                faults.add(f"growth_factor={value!r}", allowed, "use 2.0, or dynamic=False for a scale that stays")
-            elif name == "backoff_factor" and value >= 1:
-                faults.add(f"backoff_factor={value!r}", allowed, "use 0.5, or dynamic=False for a scale that stays")
+        for name, (fits, allowed, fix) in _RANGES.items():
+            if not fits(getattr(self, name)):
+                faults.add(f"{name}={getattr(self, name)!r}", allowed, fix)
         for name, least in (("growth_interval", 1), ("growth_delay", 0), ("hysteresis", 1)):
             faults.whole(name, getattr(self, name), least, f"write a number of steps, at least {least}")
-        ceiling = self.max_scale
-        if ceiling is not None and ceiling != math.inf and (not is_number(ceiling) or ceiling <= 0):
-            faults.add(f"max_scale={ceiling!r}", "None or a number > 0", "leave it out for torch's own ceiling")
 
     def _check_bounds(self, faults: Faults) -> None:
         wrong = {fault.given.partition("=")[0] for fault in faults.found}
         if wrong & {"min_scale", "max_scale"}:
             return
-        if self.max_scale is not None and self.min_scale > self.max_scale:
-            faults.add(
-                f"min_scale={self.min_scale!r} above max_scale={self.max_scale!r}",
-                "min_scale <= max_scale",
-                "swap them, or leave max_scale out",
-            )
-        elif not self.dynamic or "init_scale" in wrong:  # no bounds apply to it, or it was refused already
-            return
-        elif self.init_scale < self.min_scale or (self.max_scale is not None and self.init_scale > self.max_scale):
-            faults.add(
-                f"init_scale={self.init_scale!r} with min_scale={self.min_scale!r}, max_scale={self.max_scale!r}",
-                "min_scale <= init_scale <= max_scale",
-                "move init_scale between the bounds",
-            )
+        least, most, allowed = self.min_scale, math.inf if self.max_scale is None else self.max_scale, "min_scale <= "
+        given = f"min_scale={least!r}, max_scale={self.max_scale!r}"
+        if least > most:
+            faults.add(given.replace(",", " above"), f"{allowed}max_scale", "swap them, or leave max_scale out")
+        elif self.dynamic and "init_scale" not in wrong and not least <= self.init_scale <= most:
+            given, fix = f"init_scale={self.init_scale!r} with {given}", "move init_scale between the bounds"
+            faults.add(given, f"{allowed}init_scale <= max_scale", fix)
 
     @property
     def floor(self) -> float:
@@ -199,5 +177,24 @@ def _fp32(value: float) -> float:
     return struct.unpack("<f", struct.pack("<f", value))[0] if is_number(value) and abs(value) <= FP32_MAX else value
 
 
-def _default(name: str) -> object:
-    return next(item.default for item in fields(LossScaling) if item.name == name)
+_MOVES = "use {}, or dynamic=False for a scale that stays"
+#: the fields that are numbers: whether one is in its range, how a message says that, and what to write instead
+_RANGES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
+    "init_scale": (
+        lambda value: is_number(value) and 2.0**-149 <= value <= FP32_MAX,
+        "a finite number > 0 that fp32 can hold",
+        "leave it out for the default, 65536",
+    ),
+    "growth_factor": (lambda value: is_number(value) and value > 1, "a finite number > 1", _MOVES.format(2.0)),
+    "backoff_factor": (
+        lambda value: is_number(value) and 0 < value < 1,
+        "a number between 0 and 1, both left out",
+        _MOVES.format(0.5),
+    ),
+    "min_scale": (lambda value: is_number(value) and value >= 0, "a finite number >= 0", "write 1, the default"),
+    "max_scale": (
+        lambda value: value is None or value == math.inf or (is_number(value) and value > 0),
+        "None or a number > 0",
+        "leave it out for torch's own ceiling",
+    ),
+}

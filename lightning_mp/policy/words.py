@@ -63,9 +63,10 @@ def precision_fix(value: object, presets: Iterable[str] = (), others: Iterable[s
         return f"MixedPrecisionPlan.preset({text.replace('-', '_')!r}) is the plan of that name"
     if "64" in text or "double" in text:
         return "double precision is not offered: write '32-true', or use Trainer(precision='64-true') without a plan"
-    near = [*PRECISIONS, *others]
+    near, otherwise = [*PRECISIONS, *others], "write one of these"
     if "bf" in text or "brain" in text:
         near = [word for word in near if "bf16" in word]
     elif "16" in text or nearest(text, ["half"]):
-        return f"did you mean {', '.join(repr(word) for word in near if word.startswith(('16', 'fp16')))}?"
-    return did_you_mean(text, near)
+        near = [word for word in near if word.startswith(("16", "fp16"))]
+        otherwise = f"did you mean {', '.join(map(repr, near))}?"
+    return did_you_mean(text, near, otherwise)

@@ -19,7 +19,7 @@ from lightning_mp.planner import Advice, ModelShape, advise, estimate
 from lightning_mp.planner.layout import PRECISIONS
 from lightning_mp.planner.memory import HELD, STRATEGIES, bytes_per_parameter
 from lightning_mp.policy import hardware
-from lightning_mp.policy.gpus import GPUS
+from lightning_mp.policy.hardware import GPUS
 from lightning_mp.strategies.registry import STRATEGIES as REGISTERED
 
 SEVEN = ModelShape.of_size(7e9, seq_len=4096)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
-from lightning_mp.policy.gpus import GPUS
-from lightning_mp.policy.hardware import Device, peak
+from lightning_mp.policy.hardware import GPUS, Device, peak
 
 #: both round
 WITHIN = 0.02

@@ -24,7 +24,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"precision": "A100"}, "precision='A100'", MODES, "MixedPrecisionPlan.preset('a100')"),
     ({"precision": True}, "precision=True", MODES, ""),
     ({"precision": "bf16-mixd"}, "precision='bf16-mixd'", MODES, "'bf16-mixed'"),
-    ({"precision": 16.5}, "precision=16.5", MODES, "write one of these"),
+    ({"precision": 16.5}, "precision=16.5", MODES, "did you mean '16-mixed', '16-true'?"),
     ({"precision": None}, "precision=None", MODES, "write one of these"),
     ({"precision": ["16-mixed"]}, "precision=['16-mixed']", MODES, ""),
     *[
@@ -114,13 +114,9 @@ def test_a_fault_says_what_was_given_what_is_allowed_and_what_to_do(
     assert fix in fault.fix
     assert fault.fix
     assert str(fault) in str(error.value)
-
-
-@pytest.mark.parametrize(("fields", "given"), [row[:2] for row in BAD], ids=[row[1] for row in BAD])
-def test_the_plan_refuses_what_the_policy_refuses(fields: dict[str, Any], given: str) -> None:
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(PlanError) as of_plan:
         MixedPrecisionPlan(**fields)
-    assert [fault.given for fault in error.value.faults] == [given]
+    assert of_plan.value.faults == error.value.faults
 
 
 @pytest.mark.parametrize(

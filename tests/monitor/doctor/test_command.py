@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lightning_mp.cli import app
-from lightning_mp.policy.gpus import GPUS
+from lightning_mp.policy.hardware import GPUS
 
 HEALTHY = """
 plan: {precision: 16-mixed, pins: {LayerNorm: fp32}}
