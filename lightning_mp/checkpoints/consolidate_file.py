@@ -7,6 +7,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def write_consolidated(
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointFormatError(f"{str(source)!r}, which has no tensor in it", "weights", "check the path")
-    plain = _plain(tensors, wanted)
+    plain = _plain(tensors, wanted, tied=target.suffix != ".safetensors")
     _write_whole(plain, target, save)
     return Consolidated(
         path=target,
@@ -103,7 +104,7 @@ def _torch_dtype(dtype: object) -> torch.dtype | None:
     return STORAGE[name]
 
 
-def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], None]:
+def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], Any]:
     if output.suffix not in _SUFFIXES:
         raise CheckpointFormatError(
             f"the output {str(output)!r}", "a name ending in " + ", ".join(_SUFFIXES), "add one of these endings"
@@ -115,11 +116,8 @@ def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], None]:
     except ImportError:
         raise MissingExtraError("safetensors", "hf", "writing .safetensors") from None
 
-    def save(tensors: dict[str, Tensor], path: Path) -> None:
-        # "pt" is what transformers looks for before it loads the file.
-        save_file(_separate(tensors), path, metadata={"format": "pt"})
-
-    return save
+    # "pt" is what transformers looks for before it loads the file.
+    return partial(save_file, metadata={"format": "pt"})
 
 
 def _check_target(source: Path, target: Path) -> None:
@@ -146,38 +144,27 @@ def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, A
     return found
 
 
-def _plain(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Each tensor contiguous, in ``dtype`` if it is floating, with no more storage than it needs; ties stay ties."""
+def _plain(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, *, tied: bool) -> dict[str, Tensor]:
+    """Each tensor contiguous, in ``dtype`` if it is floating, with no more storage than it needs.
+
+    Ties stay where they may; safetensors refuses shared memory.
+    """
     made: dict[tuple[Any, ...], Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
         key = (*place, tensor.shape, tensor.stride(), tensor.dtype)
-        if key not in made:
-            made[key] = _own(tensor.detach(), dtype)
-        plain[name] = made[key]
+        again = made.get(key)
+        if again is None:
+            cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            own = tensor.detach().to(cast).contiguous()
+            # torch.save would write the whole of what a view is a part of.
+            made[key] = own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
+        plain[name] = made[key] if tied or again is None else again.clone()
     return plain
 
 
-def _own(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
-    tensor = tensor.contiguous()
-    # torch.save would write the whole of what a view is a part of.
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same with a copy for each further name of a tied tensor: safetensors refuses shared memory."""
-    seen: set[int] = set()
-    separate: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        separate[name] = tensor.clone() if id(tensor) in seen else tensor
-        seen.add(id(tensor))
-    return separate
-
-
-def _write_whole(tensors: dict[str, Tensor], output: Path, save: Callable[[dict[str, Tensor], Path], None]) -> None:
+def _write_whole(tensors: dict[str, Tensor], output: Path, save: Callable[[dict[str, Tensor], Path], Any]) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     half = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:

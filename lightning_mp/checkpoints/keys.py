@@ -12,28 +12,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import CheckpointFormatError
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.grads import parameters_of
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` under plain names, in its order.
-
-    Raises:
-        CheckpointFormatError: two of its names are one without the wrappers.
-    """
-    plain: dict[str, Any] = {}
-    for name, value in state.items():
-        short = plain_name(name)
-        if short in plain:
-            raise CheckpointFormatError(
-                f"two entries called {short!r} once wrappers are left out of their names",
-                "one entry a name",
-                "rename the module that bears a wrapper's name",
-            )
-        plain[short] = value
-    return plain
+    """``state`` under names without wrappers (``_orig_mod.`` and the like), in its order."""
+    return {plain_name(name): value for name, value in state.items()}
 
 
 def rekeyed(state: Mapping[str, Any], keys: Iterable[Any] | None = None) -> dict[str, Any]:

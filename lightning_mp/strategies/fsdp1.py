@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -46,6 +46,9 @@ from lightning_mp.strategies.shard_units import Wrap, units
 from lightning_mp.strategies.sharding import broadcast_from_first
 
 _INSTEAD = "use strategy='mp_fsdp2'"
+_DECIDED = ("mixed_precision", "activation_checkpointing", "activation_checkpointing_policy")
+_THE_PLANS = "remove it: MixedPrecisionPlan(reduce_dtype=..., checkpointing='TheBlock') says that"
+_BEYOND = ("ignored_states", "ignored_modules", "ignored_parameters", "param_init_fn")
 #: the attribute of a module in which the wrapper of an earlier run is kept, and how that run stored and sharded it
 _ROOT = "_lmp_fsdp1_root"
 
@@ -77,10 +80,9 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
         **host: Any,
     ) -> None:
         with Faults("strategy") as faults:
-            for name in ("mixed_precision", "activation_checkpointing", "activation_checkpointing_policy"):
+            for name in _DECIDED + _BEYOND:
                 if host.pop(name, None) is not None:
-                    instead = "MixedPrecisionPlan(reduce_dtype=..., checkpointing='TheBlock') says that"
-                    faults.add(f"{name}=", "keywords that the plan does not decide", f"remove it: {instead}")
+                    faults.add(f"{name}= with FSDP1", "", _THE_PLANS if name in _DECIDED else _INSTEAD)
             if not host.pop("use_orig_params", True):
                 faults.add("use_orig_params=False", "the module's own parameters in optimizers", "remove the keyword")
             if wrap is not None and auto_wrap_policy is not None:
@@ -129,9 +131,8 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
                 "remove it from configure_model, or call torch.distributed.fsdp.wrap.wrap() there, which waits",
             )
             return None
-        left_out = _ignored(self.kwargs)
-        unfit.refuse_weights(module, left_out, faults)
-        _check_flat(module, set(map(id, left_out)), engine, "param_init_fn" in self.kwargs, faults)
+        unfit.refuse_weights(module, (), faults)
+        _check_flat(module, engine, faults)
         cut = units(module, self._wrap, engine.pin_map, engine.stored_dtypes(), faults)
         chosen = set(map(id, cut.inner))
         return self._policy or CustomPolicy(lambda submodule: id(submodule) in chosen)
@@ -295,33 +296,19 @@ def _full_shapes(root: FullyShardedDataParallel) -> Generator[None, None, None]:
             parameter.data = shard
 
 
-def _ignored(options: Mapping[str, Any]) -> list[Tensor]:
-    given = [item for key, value in options.items() if key.startswith("ignored_") for item in value or ()]
-    within = [parameter for item in given if isinstance(item, nn.Module) for parameter in item.parameters()]
-    return [item for item in given if isinstance(item, Tensor)] + within
-
-
 # ------------------------------------------------------------------ refusals
 
 
-def _check_flat(module: nn.Module, left_out: set[int], engine: StepEngine, makes: bool, faults: Faults) -> None:
-    """Note what one flat parameter of a unit cannot hold, or nobody would reduce."""
+def _check_flat(module: nn.Module, engine: StepEngine, faults: Faults) -> None:
+    """Note what one flat parameter of a unit cannot hold."""
     stored = to_torch(engine.policy.storage_dtype)
     for name, parameter in module.named_parameters():
-        floating = parameter.is_floating_point()
-        if id(parameter) in left_out:
-            if parameter.requires_grad:
-                faults.add(f"{name!r} in ignored_states=, which is trained", "frozen parameters there", "freeze it")
-        elif not floating or engine.stored_dtypes()(parameter) != stored:
-            faults.add(
-                f"parameter {name!r} in {str(parameter.dtype).removeprefix('torch.')} with FSDP1",
-                f"parameters that are stored in {engine.policy.storage_dtype}",
-                f"pass it in ignored_states=, or {_INSTEAD}",
-            )
-        elif parameter.is_meta and not makes:
-            faults.add(
-                f"{name!r} on the meta device with FSDP1", "param_init_fn=, which initialises a module", _INSTEAD
-            )
+        if parameter.is_meta:
+            faults.add(f"{name!r} on the meta device with FSDP1", "", _INSTEAD)
+        elif not parameter.is_floating_point() or engine.stored_dtypes()(parameter) != stored:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            allowed = f"parameters that are stored in {engine.policy.storage_dtype}"
+            faults.add(f"parameter {name!r} in {dtype} with FSDP1", allowed, _INSTEAD)
 
 
 def _check_stateless(optimizers: Iterable[Optimizer]) -> None:
@@ -344,12 +331,4 @@ def _by_name(state: Mapping[str, Any], optimizer: Optimizer, root: FullyShardedD
     Lightning takes the numbers for places in the *model*, which they are not where an optimizer has several groups.
     """
     names = {id(parameter): plain_name(name) for name, parameter in root.named_parameters()}
-    saved, here = ([len(group["params"]) for group in one] for one in (state["param_groups"], optimizer.param_groups))
-    if saved != here:
-        fault = Fault(
-            f"an optimizer whose groups hold {here} parameters, for a state of {saved}",
-            "the groups of the saved run",
-            "configure the optimizer as it was, or take 'optimizer_states' out of the checkpoint",
-        )
-        raise PlanError([fault], "checkpoint")
     return rekeyed(state, [names[id(parameter)] for parameter in parameters_of(optimizer)])

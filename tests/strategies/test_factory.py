@@ -59,12 +59,6 @@ def test_lightning_builds_the_same_from_the_registered_name(name: str) -> None:
     assert type(StrategyRegistry.get(f"mp_{name}")) is type(make_strategy(name, _plan()))
 
 
-@pytest.mark.parametrize("name", HOSTS)
-def test_a_trainer_takes_the_registered_name(name: str) -> None:
-    trainer = Trainer(plugins=[_plan()], strategy=f"mp_{name}", accelerator="cpu", devices=2, logger=False)
-    assert isinstance(trainer.strategy, HOSTS[name])
-
-
 @pytest.mark.parametrize(
     ("word", "name"),
     [
@@ -186,11 +180,6 @@ class TestTrainerArguments:
         assert given["plugins"] == [plan]
         assert isinstance(given["strategy"], ModelParallelStrategy)
         assert (given["devices"], given["callbacks"], given["max_steps"]) == (8, [monitor], 5)
-
-    def test_a_trainer_takes_them(self) -> None:
-        plan = _plan()
-        trainer = Trainer(**trainer_kwargs(plan, devices=1, accelerator="cpu", logger=False))
-        assert trainer.precision_plugin is plan
 
     def test_a_built_strategy_is_taken(self) -> None:
         plan = _plan()

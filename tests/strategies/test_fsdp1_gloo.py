@@ -228,6 +228,7 @@ def test_the_error_names_rank_and_module(ranks: Ranks) -> None:
         ({"activation_checkpointing_policy": {nn.Linear}}, "checkpointing='"),
         ({"wrap": "Linear", "auto_wrap_policy": {nn.Linear}}, "wrap='Linear'"),
         ({"use_orig_params": False}, "use_orig_params=False"),
+        ({"ignored_states": []}, "ignored_states= with FSDP1. Use strategy='mp_fsdp2'"),
         ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (1, 2)}, "mp_hsdp"),
         ({"mixed_precision": MixedPrecision(), "activation_checkpointing": nn.Linear}, "2 faults"),
     ],
@@ -267,10 +268,6 @@ def _fitted(module: Any, options: Any = (), mode: str = "bf16-mixed", pins: Any 
     return fit(module, plugins=[plan_for(mode, pins=pins)], **dict(options), **fsdp1(**strategy))
 
 
-def _ignoring(module: Ranked) -> Any:
-    return _fitted(module, ignored_states=[module.net[0].weight])
-
-
 def _stored_twice() -> None:
     module = Even()
     _fitted(module, mode="32-true")
@@ -284,7 +281,6 @@ WAYS: dict[str, Callable[[], Any]] = {
     "integer": lambda: _fitted(Holds(dtype=torch.int8)),
     "meta": lambda: _fitted(Holds(device="meta")),
     "manual": lambda: _fitted(Manual()),
-    "ignored": lambda: _ignoring(Ranked()),
     "adagrad": lambda: _fitted(Ranked(optimizer="adagrad")),
     "no plan": lambda: fit(Ranked(), plugins=[FSDPPrecision("bf16-mixed")], **fsdp1()),
     "wrap": lambda: _fitted(Ranked(), wrap="Lineal"),
@@ -295,9 +291,8 @@ SAID = {
     "finetuning": ("BackboneFinetuning with FSDP1's flat parameters",),
     "wrapped": ("wrapped in FullyShardedDataParallel already", "configure_model"),
     "integer": ("'more' in int8", "mp_fsdp2"),
-    "meta": ("'more' on the meta device", "param_init_fn=", "mp_fsdp2"),
+    "meta": ("'more' on the meta device", "mp_fsdp2"),
     "manual": ("automatic_optimization=False",),
-    "ignored": ("'net.0.weight' in ignored_states=, which is trained",),
     "adagrad": ("Adagrad with FSDP1", "mp_fsdp2"),
     "no plan": ("PlanFSDP1Strategy with FSDPPrecision", "MixedPrecisionPlan"),
     "wrap": ("'Lineal'", "'Linear'"),

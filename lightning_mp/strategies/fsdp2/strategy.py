@@ -59,6 +59,14 @@ class Layout:
     split: Mapping[str, ParallelStyle]
 
 
+def _step(name: str, context: str) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.precision_plugin, context)():
+            return self._as_forward(name, args, kwargs)
+
+    return step
+
+
 class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTensorCheckpoints, ModelParallelStrategy):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 
@@ -262,21 +270,10 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
 
     # ------------------------------------------------------------------ steps
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._as_forward("training_step", args, kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._as_forward("validation_step", args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._as_forward("test_step", args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._as_forward("predict_step", args, kwargs)
+    training_step: Any = _step("training_step", "train_step_context")
+    validation_step: Any = _step("validation_step", "val_step_context")
+    test_step: Any = _step("test_step", "test_step_context")
+    predict_step: Any = _step("predict_step", "predict_step_context")
 
     def _as_forward(self, method: str, args: Any, kwargs: Any) -> Any:
         """Run a step as the forward of the root unit, whose parameters can be used anywhere in it, as under DDP."""
@@ -348,17 +345,7 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
         assert self.model is not None
         share_buffers(self.model, self.root_device)
 
-    def on_validation_start(self) -> None:
-        self._share_buffers()
-
-    def on_test_start(self) -> None:
-        self._share_buffers()
-
-    def on_predict_start(self) -> None:
-        self._share_buffers()
-
-    def on_train_end(self) -> None:
-        self._share_buffers()
+    on_validation_start = on_test_start = on_predict_start = on_train_end = _share_buffers
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -60,7 +60,7 @@ class Batches:
             _refuse(
                 "pipeline_batch with inputs that are no tensors with a dimension of rows",
                 "a tensor, or a tuple of tensors, rows first",
-                "make tensors of them in pipeline_batch; what a stage needs besides belongs into its module",
+                "make tensors of them in pipeline_batch",
             )
         self._check_rows([*inputs, *leaves(target)], training=training)
         if training:

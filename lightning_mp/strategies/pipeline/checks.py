@@ -26,9 +26,12 @@ from lightning_mp.strategies.pipeline.stages import Cut, cut, units_of
 
 PREDICTS = Fault(
     "trainer.predict under pipeline parallelism",
-    "fit, validate and test, whose schedule ends in a loss",
+    "",
     "load the checkpoint into the plain module and predict with strategy='mp_ddp' or 'mp_fsdp2'",
 )
+_HOOKS = "move it to on_before_backward or on_after_backward: the schedule runs backward for each micro-batch"
+_BATCH = "define pipeline_batch(self, batch), which returns (inputs, target)"
+_LOSS = "define pipeline_loss(self, output, target), which returns a scalar"
 _MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
@@ -60,33 +63,25 @@ def module(
 ) -> Cut | None:
     """Note why ``model`` cannot be run in stages; else how it is cut, which is ``known`` where a run before did."""
     unfit.refuse_with_stages(model, faults)
-    policy = engine.policy
+    name, policy, kind = type(model).__name__, engine.policy, SCHEDULES[layout.schedule]
     if policy.precision not in _MODES:
         faults.add(f"precision={policy.precision!r} under pipeline parallelism", ", ".join(_MODES), "use 'bf16-mixed'")
-    if not model.automatic_optimization:
-        faults.add(
-            "manual optimization under pipeline parallelism",
-            "automatic optimization: the schedule runs forward and backward itself",
-            "leave out automatic_optimization=False, or use strategy='mp_ddp'",
-        )
-    if is_overridden("backward", model, LightningModule):
-        faults.add(
-            "LightningModule.backward overridden under pipeline parallelism",
-            "the backward passes of the schedule, one for each micro-batch",
-            "move it to on_before_backward / on_after_backward, or use strategy='mp_ddp'",
-        )
-    if syncs_batch_norm:
-        faults.add(
-            "sync_batchnorm=True under pipeline parallelism",
-            "batch norms whose statistics are those of a micro-batch",
-            "leave it out, or use strategy='mp_ddp'",
-        )
-    _check_compiled(model, layout.schedule, faults)
-    _check_methods(model, faults)
+    compiled = kind.in_two_parts and any(map(_runs_compiled, model.modules()))
+    for holds, given, fix in (
+        (not model.automatic_optimization, "manual optimization", "leave out automatic_optimization=False"),
+        (is_overridden("backward", model, LightningModule), "LightningModule.backward overridden", _HOOKS),
+        (syncs_batch_norm, "sync_batchnorm=True", "leave it out: batch norms see a micro-batch"),
+        (is_compiled(model), "a compiled LightningModule", "leave out torch.compile"),
+        (compiled, f"compiled modules with schedule={layout.schedule!r}", "use schedule='interleaved_1f1b'"),
+        (not callable(getattr(model, "pipeline_batch", None)), f"{name} without pipeline_batch", _BATCH),
+        (not callable(getattr(model, "pipeline_loss", None)), f"{name} without pipeline_loss", _LOSS),
+    ):
+        if holds:
+            faults.add(f"{given} cannot run in pipeline stages", "", f"{fix}, or use strategy='mp_ddp'")
     if known is None and any(map(is_remote, model.parameters())):
         faults.add(
-            f"{type(model).__name__}, whose other stages are on the ranks of an earlier run",
-            "a module with all its weights, or the Trainer that cut it",
+            f"the other stages of {name} are on the ranks of an earlier run",
+            "",
             "make the module anew and load the checkpoint (ckpt_path=...)",
         )
     if faults.found or known is not None:
@@ -98,33 +93,8 @@ def module(
     return found
 
 
-def _check_compiled(model: LightningModule, schedule: str, faults: Faults) -> None:
-    if is_compiled(model):
-        faults.add("a compiled LightningModule under pipeline parallelism", "a plain one", "leave out torch.compile")
-    if SCHEDULES[schedule].in_two_parts and any(map(_runs_compiled, model.modules())):
-        faults.add(
-            f"compiled modules with schedule={schedule!r}",
-            "modules as they are: torch takes their backward passes apart",
-            "leave out torch.compile, or use schedule='interleaved_1f1b'",
-        )
-
-
 def _runs_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or is_compiled_module(module)
-
-
-def _check_methods(model: LightningModule, faults: Faults) -> None:
-    wanted = {
-        "pipeline_batch": "pipeline_batch(self, batch), which returns (inputs, target)",
-        "pipeline_loss": "pipeline_loss(self, output, target), which returns a scalar",
-    }
-    for name, what in wanted.items():
-        if not callable(getattr(model, name, None)):
-            faults.add(
-                f"{type(model).__name__} without {name} under pipeline parallelism",
-                "a module that says what goes into the first stage and what the last one's output costs",
-                f"define {what}",
-            )
 
 
 def loader(trainer: Trainer, microbatches: int) -> None:
@@ -143,8 +113,8 @@ def loader(trainer: Trainer, microbatches: int) -> None:
             return
         if left and reached and not given.drop_last:
             faults.add(
-                f"a last batch of {left} rows after batches of {rows}, under pipeline parallelism",
-                "training batches of one shape",
+                f"a last batch of {left} rows after batches of {rows} does not fit the pipeline's buffers",
+                "",
                 "use DataLoader(drop_last=True)",
             )
 

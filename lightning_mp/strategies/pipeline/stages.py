@@ -47,7 +47,7 @@ def maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
         faults.add(
             f"{type(module).__name__} without pipeline_stage(index, count), and with {len(found)} models that are cut "
             "without it",
-            f"a module that says what its stages are, or holds one of transformers' {known}",
+            f"pipeline_stage, or one of transformers' {known}",
             "define pipeline_stage(self, index, count), which returns a module made of the module's own submodules",
         )
         return None
@@ -69,16 +69,14 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
     if make is None:
         return None
     stages = [make(index, count) for index in range(count)]
+    known = {id(parameter) for parameter in module.parameters()}
     for index, stage in enumerate(stages):
-        if not isinstance(cast("Any", stage), nn.Module):
+        if any(id(parameter) not in known for parameter in stage.parameters()):
             faults.add(
-                f"pipeline_stage({index}, {count}), which returned {type(stage).__name__}",
-                "an nn.Module made of the module's own submodules",
-                "return nn.Sequential(...) of them, or a module of yours that holds them",
+                f"pipeline_stage({index}, {count}) has a parameter which is not the module's own",
+                "",
+                "use the module's submodules themselves, not copies or new ones, so that checkpoints keep its names",
             )
-    if faults.found:
-        return None
-    _check_own(module, stages, count, faults)
     held = [{id(one) for one in (*stage.parameters(), *stage.buffers())} for stage in stages]
 
     def homes(tensor: torch.Tensor) -> list[int]:
@@ -90,14 +88,14 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
         if len(where) > 1:
             stated = " and ".join(map(str, where))
             faults.add(
-                f"{name!r} in the stages {stated}, as tied embeddings are",
-                "parameters of one stage: a tied one would have to be summed and stepped on several ranks",
+                f"{name!r} is in the stages {stated}, as tied embeddings are",
+                "",
                 "untie them (transformers: tie_word_embeddings=False), or use strategy='mp_fsdp2'",
             )
         elif not where and parameter.requires_grad:
             faults.add(
-                f"{name!r}, which is in none of the {count} stages",
-                "trained parameters that a stage's forward uses",
+                f"{name!r} is trained, and in none of the {count} stages",
+                "",
                 "put its module into the stage that uses it, or freeze it",
             )
         parameters[name] = where[0] if where else -1
@@ -107,35 +105,18 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
 
 def _check_plain(module: nn.Module, faults: Faults) -> None:
     beside = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
+    wrapped: list[str] = []
     for name, part in module.named_modules():
         if isinstance(part, beside) or type(part).__name__ == "DeepSpeedEngine":
-            faults.add(
-                f"{name or type(part).__name__!r}, which is sharded or wrapped already, under pipeline parallelism",
-                "a plain module, cut and sharded by the strategy",
-                "leave out fully_shard, FSDP1, DDP and DeepSpeed; make_strategy('pipeline', ..., shard=True) shards "
-                "each stage",
-            )
-    cannot_initialise(module, faults)
-    split = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if split:
+            wrapped.append(name or type(part).__name__)
+    wrapped += [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if wrapped:
         faults.add(
-            f"{split[0]!r}, which is a DTensor, under pipeline parallelism",
-            "plain parameters: tensor parallel inside a stage is not run",
-            "leave out parallelize_module, or use strategy='mp_fsdp2' with tensor_parallel",
+            f"{wrapped[0]!r} is sharded or wrapped already, and cannot be cut into pipeline stages",
+            "",
+            "leave out fully_shard, parallelize_module, FSDP1, DDP and DeepSpeed; shard=True shards each stage",
         )
-
-
-def _check_own(module: nn.Module, stages: list[nn.Module], count: int, faults: Faults) -> None:
-    known = {id(parameter) for parameter in module.parameters()}
-    for index, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            if id(parameter) not in known:
-                faults.add(
-                    f"pipeline_stage({index}, {count}) with the parameter {name!r}, which is not the module's own",
-                    "stages made of the module's own submodules, so that checkpoints keep its names",
-                    "use the module's submodules themselves, not copies or new ones",
-                )
-                break
+    cannot_initialise(module, faults)
 
 
 class Part(nn.Module):

@@ -360,11 +360,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         return self._evaluate(args[0], "test_loss")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            PlanError: always.
-        """
+        """Refuse: only the last stage has the output."""
         raise PlanError([checks.PREDICTS], "strategy")
 
     def _evaluate(self, batch: Any, name: str) -> Tensor:
@@ -387,11 +383,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
             for part in self._parts.values():
                 share_buffers(part, self.root_device, self.replica_group)
 
-    def on_validation_start(self) -> None:
-        self._share_buffers()
-
-    def on_test_start(self) -> None:
-        self._share_buffers()
+    on_validation_start = on_test_start = _share_buffers
 
     def on_train_end(self) -> None:
         self._share_buffers()
