@@ -37,9 +37,7 @@ def demo(
 
     Example: lightning-mp demo --steps 20
     """
-    from lightning_mp.demo.text_windows import InputError
-
-    with refusals("demo", InputError, OSError):
+    with refusals("demo", OSError):
         found = _compared(steps, out)
     show(found, out)
 

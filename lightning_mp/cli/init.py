@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -71,41 +70,10 @@ def copy(name: str) -> tuple[Path, str]:
     if target.exists():
         faults.add(f"{target}, which exists", "a new file", "rename it, or go to another folder")
         faults.raise_if_any()
-    text = found.read_text(encoding="utf-8")
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_as_root(text) if experiment else text, encoding="utf-8")
+    target.write_text(found.read_text(encoding="utf-8"), encoding="utf-8")
     how = str(target) if experiment else f"--config-dir {FOLDER} {group}={option}"
     return target, f"lightning-mp train {how}"
-
-
-def _as_root(experiment: str) -> str:
-    """A file that stands alone: what an experiment overrides is chosen, the rest as ``train.yaml`` has it."""
-    root = Path(str(files("lightning_mp.configs"))) / "train.yaml"
-    chosen = {name: option for name, option in map(_choice, _entries(root.read_text(encoding="utf-8"))) if option}
-    del chosen[EXPERIMENT]
-    entries = _entries(experiment)
-    for name, option in map(_choice, entries):
-        chosen[name if option else EXPERIMENT] = option or name
-    lines: list[str] = []
-    for line in experiment.splitlines():
-        if line.startswith("defaults:"):
-            lines += [line, *(f"  - {group}: {option}" for group, option in chosen.items()), "  - _self_"]
-        elif line not in (*entries, "  - _self_") and not line.startswith("# @package"):
-            lines.append(line)
-    return "\n".join(lines) + "\n"
-
-
-def _entries(text: str) -> list[str]:
-    """The lines of a defaults list, less ``_self_``."""
-    after = text.partition("\ndefaults:\n")[2].splitlines()
-    listed = itertools.takewhile(lambda line: line.startswith("  - "), after)
-    return [line for line in listed if line != "  - _self_"]
-
-
-def _choice(entry: str) -> tuple[str, str]:
-    """Group and option of ``- group: option`` or ``- override /group: option``; of ``- name`` no option."""
-    name, _, option = entry.strip()[2:].partition(": ")
-    return name.removeprefix("override /"), option
 
 
 def _summary(path: Path) -> str:

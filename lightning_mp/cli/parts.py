@@ -21,7 +21,6 @@ from lightning_mp.compat.lightning import (
     Trainer,
     seed_everything,
 )
-from lightning_mp.demo.text_windows import InputError
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
 from lightning_mp.monitor.side_run import loss_of
 from lightning_mp.policy.load import HYDRA_KEYS
@@ -143,7 +142,7 @@ def running(folder: Path, faults: Faults) -> Generator[None]:
         os.environ[RUN_DIR] = str(folder)
         try:
             yield
-        except (InputError, MisconfigurationException) as error:
+        except MisconfigurationException as error:
             faults.add(f"what Lightning cannot run: {one_line(error)}", "parts that fit together", "fix what it names")
             faults.raise_if_any()
 
@@ -234,7 +233,7 @@ def instantiated(given: Any, part: str, faults: Faults) -> Any:
         cause = error.__cause__
         if isinstance(cause, PlanError):
             faults.extend(Fault(f"{part}: {fault.given}", fault.allowed, fault.fix) for fault in cause.faults)
-        elif isinstance(cause, (InputError, MissingExtraError, MisconfigurationException)):
+        elif isinstance(cause, (MissingExtraError, MisconfigurationException)):
             faults.add(f"{part}: {one_line(cause)}", "a part that can be built", "fix it, or its arguments")
         else:
             raise  # from the user's own code, whose traceback is shown

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from codecs import getincrementaldecoder
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mp.compat.lightning import LightningDataModule
-from lightning_mp.errors import Fault, MissingExtraError
+from lightning_mp.errors import Fault, MissingExtraError, PlanError
 
 # Enough for hundreds of steps without seeing a token twice on a CPU, and tokenized in two seconds.
 MAX_BYTES = 4_000_000
@@ -30,13 +31,6 @@ _VALIDATION_SHARE = 0.05
 _MIN_WINDOWS = 4
 
 
-class InputError(ValueError):
-    """A text that cannot be used, as one line: given, allowed, what to do."""
-
-    def __init__(self, given: str, allowed: str, fix: str) -> None:
-        super().__init__(str(Fault(given, allowed, fix)))
-
-
 class TextWindows(LightningDataModule):
     """Windows of ``context + 1`` tokens (int64) of a text, side by side; training shuffles them.
 
@@ -49,7 +43,7 @@ class TextWindows(LightningDataModule):
         num_workers: processes that load, as in ``DataLoader``.
 
     Raises:
-        InputError: no text is there, or too little for windows of ``context``.
+        PlanError: no text is there, or too little for windows of ``context``.
         MissingExtraError: tokenizers is not installed.
     """
 
@@ -74,7 +68,7 @@ class TextWindows(LightningDataModule):
         least = _MIN_WINDOWS * window
         if tokens.numel() < least:
             given = f"text of {tokens.numel()} tokens ({self._source})"
-            raise InputError(given, f"at least {least} tokens, some {least * 4 // 1000 + 1} kB", "give a longer text")
+            _refuse(given, f"at least {least} tokens, some {least * 4 // 1000 + 1} kB", "give a longer text")
         held_out = max(int(tokens.numel() * _VALIDATION_SHARE), window)
         train, val = tokens[:-held_out], tokens[-held_out:]
         self._train, self._val = (part.unfold(0, window, self._context) for part in (train, val))
@@ -122,37 +116,32 @@ def encoded(documents: tuple[str, ...], vocab: int) -> Tensor:
 def _standard_library(folder: Path | None = None) -> tuple[str, ...]:
     """The ``.py`` files of the running Python's standard library, in sorted order, at most ``MAX_BYTES`` of them."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    parts = sorted((path.relative_to(folder).parts, path) for path in folder.rglob("*.py"))
-    documents = _read(path for names, path in parts if not _SKIPPED.intersection(names))
+    documents = _read(
+        folder, (path for path in folder.rglob("*.py") if not _SKIPPED.intersection(path.relative_to(folder).parts))
+    )
     if not documents:  # as in some trimmed or zipped installations
         given = f"a Python {sys.version_info.major}.{sys.version_info.minor} without library sources in {folder}"
-        raise InputError(given, "a file or folder of text", "give text=")
+        _refuse(given, "a file or folder of text", "give text=")
     return documents
 
 
 def _from_path(path: Path) -> tuple[str, ...]:
     """A text file, or every text file of a folder in sorted order (hidden ones left out), up to ``MAX_BYTES``."""
-    allowed = "a UTF-8 text file, or a folder with some"
-    if not path.exists():
-        raise InputError(f"text {path}, which does not exist", allowed, "check the path, or leave it out")
-    found = sorted((one.relative_to(path).parts, one) for one in path.rglob("*")) if path.is_dir() else [((), path)]
-    documents = _read(one for names, one in found if not any(map(_hidden, names)))
+    documents = _read(path, path.rglob("*") if path.is_dir() else [path])
     if not documents:
         problem = "a folder without a text file" if path.is_dir() else "empty, or not readable as UTF-8 text"
-        raise InputError(f"text {path}, {problem}", allowed, "choose another path, or leave it out")
+        given = f"text {path}, {problem if path.exists() else 'which does not exist'}"
+        _refuse(given, "a UTF-8 text file, or a folder with some", "check the path, or leave it out")
     return documents
 
 
-def _hidden(name: str) -> bool:
-    return name[:1] == "." or name == "__pycache__"
-
-
-def _read(paths: Iterable[Path]) -> tuple[str, ...]:
-    """What is text among ``paths``, up to ``MAX_BYTES``."""
+def _read(folder: Path, paths: Iterable[Path]) -> tuple[str, ...]:
+    """What is text among ``paths``, in sorted order, up to ``MAX_BYTES``."""
     documents: list[str] = []
     left = MAX_BYTES
-    for path in paths:
-        document = _document(path, left) if path.is_file() else None
+    for names, path in sorted((path.relative_to(folder).parts, path) for path in paths):
+        hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
+        document = "" if hidden or not path.is_file() else _document(path, left)
         if document and not document.isspace():
             documents.append(document)
             left -= len(document.encode())
@@ -161,19 +150,16 @@ def _read(paths: Iterable[Path]) -> tuple[str, ...]:
     return tuple(documents)
 
 
-def _document(path: Path, limit: int) -> str | None:
-    """At most ``limit`` bytes of a file as text, or ``None`` where it cannot be read or is not text."""
+def _document(path: Path, limit: int) -> str:
+    """At most ``limit`` bytes of a file as text, cut between characters; empty where it is none."""
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
-    except OSError:
-        return None
-    if b"\0" in data:
-        return None
-    cut = len(data) > limit
-    try:
-        return data[:limit].decode("utf-8")
-    except UnicodeDecodeError as error:
-        # A cut may fall inside a character; anything else is not UTF-8.
-        inside = cut and error.start > limit - _LONGEST_CHARACTER
-        return data[: error.start].decode("utf-8") if inside else None
+        text = getincrementaldecoder("utf-8")().decode(data[:limit], final=len(data) <= limit)
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return "" if "\0" in text else text
+
+
+def _refuse(given: str, allowed: str, fix: str) -> NoReturn:
+    raise PlanError([Fault(given, allowed, fix)], "TextWindows")

@@ -121,28 +121,11 @@ def estimate(  # noqa: PLR0913  what there is to say of a layout, by name
     Raises:
         PlanError: an unknown word, degrees that do not fill the GPUs, a mode that the GPU cannot do; all at once.
     """
+    words = {name: value for name, value in locals().items() if name not in ("shape", "convention")}
     with Faults("estimate") as faults:
         if convention not in CONVENTIONS:
             faults.unknown("convention", convention, CONVENTIONS, "write one of these")
-        layout = checked(
-            shape,
-            faults,
-            STRATEGIES,
-            gpu=gpu,
-            gpus=gpus,
-            strategy=strategy,
-            precision=precision,
-            micro_batch=micro_batch,
-            data=data,
-            tensor=tensor,
-            pipeline=pipeline,
-            context=context,
-            checkpointing=checkpointing,
-            accumulate=accumulate,
-            nvlink=nvlink,
-            interconnect_gbps=interconnect_gbps,
-            gpus_per_node=gpus_per_node,
-        )
+        layout = checked(shape, faults, STRATEGIES, **words)
     assert layout is not None
     return of_layout(shape, layout, convention)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_mp.errors import Faults, is_number, is_whole
 from lightning_mp.planner.shape import ModelShape
@@ -16,6 +17,9 @@ NVLINK = ("full", "pairs", "none")
 #: Gbit/s between nodes where none is said: what nodes of a generation are sold with (DGX, and the clouds' equivalents)
 _GBPS = {"a100": 1600.0, "h100": 3200.0, "h200": 3200.0, "b200": 3200.0, "gb200": 3200.0, "gh200": 400.0}
 _ETHERNET = 100.0
+_COUNTS = ("gpus", "tensor", "pipeline", "context", "micro_batch", "gpus_per_node", "data", "accumulate")
+#: what follows from the rest
+_NOT_SAID = {"data": 0, "accumulate": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +30,8 @@ class Layout:
     gpus: int
     strategy: str
     precision: str
-    micro_batch: int
-    data: int
+    micro_batch: int = 1
+    data: int = 1
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
@@ -75,74 +79,56 @@ def checked_precision(gpu: GPU | None, precision: object, faults: Faults) -> str
     return word
 
 
-def checked(  # noqa: PLR0913  what a user may say of a run, by name
+def checked(
     shape: ModelShape,
     faults: Faults,
     strategies: Iterable[str],
     *,
     gpu: str,
-    gpus: int,
+    precision: str,
     strategy: str = "fsdp2",
-    precision: str = "32-true",
-    micro_batch: int = 1,
-    data: int | None = None,
-    tensor: int = 1,
-    pipeline: int = 1,
-    context: int = 1,
-    checkpointing: str = "none",
-    accumulate: int | None = None,
-    nvlink: str,
-    interconnect_gbps: float | None,
-    gpus_per_node: int,
+    interconnect_gbps: float | None = None,
+    **words: Any,
 ) -> Layout | None:
-    """The layout that these words describe; all that is wrong with them goes into ``faults``, and there is none."""
+    """The layout that these words describe; all that is wrong with them goes into ``faults``, and there is none.
+
+    ``words`` are further fields of :class:`Layout`; ``None`` leaves ``data`` and ``accumulate`` to follow.
+    """
     found = find(gpu, faults)
     mode = checked_precision(found, precision, faults)
     strategy = str(strategy).removeprefix("mp_")
     if strategy not in strategies:
         faults.unknown("strategy", strategy, strategies, "write one of these")
-    faults.one_of("checkpointing", checkpointing, CHECKPOINTING, "write 'none' to keep every activation")
-    faults.one_of("nvlink", nvlink, NVLINK, "write 'none' for GPUs on PCIe")
-    degrees = {"gpus": gpus, "tensor": tensor, "pipeline": pipeline, "context": context}
-    wanted = {**degrees, "micro_batch": micro_batch, "gpus_per_node": gpus_per_node}
-    wanted |= {name: value for name, value in {"data": data, "accumulate": accumulate}.items() if value is not None}
-    wrong = [name for name, value in wanted.items() if not is_whole(value) or value < 1]
+    faults.one_of("checkpointing", words.get("checkpointing", "none"), CHECKPOINTING, "write 'none' to keep all")
+    faults.one_of("nvlink", words.get("nvlink", "full"), NVLINK, "write 'none' for GPUs on PCIe")
+    counts = {name: value for name, value in words.items() if name in _COUNTS and value is not None}
+    wrong = [name for name, value in counts.items() if not is_whole(value) or value < 1]
     for name in wrong:
-        faults.whole(name, wanted[name], 1, "write a positive whole number")
+        faults.whole(name, counts[name], 1, "write a positive whole number")
     if interconnect_gbps is not None and not (is_number(interconnect_gbps) and interconnect_gbps > 0):
         given = f"interconnect_gbps={interconnect_gbps!r}"
         faults.add(given, "Gbit/s of a node, above 0", "write 400 for one card of that speed")
-    if not wrong:
-        data = _degrees(shape, gpus, data, tensor, pipeline, context, gpus_per_node, faults)
-    if faults.found or found is None or data is None:
+    if wrong or found is None:
         return None
-    accumulate = accumulate or (4 * pipeline if pipeline > 1 else 1)
     gbps = default_gbps(found) if interconnect_gbps is None else interconnect_gbps
-    return Layout(
-        found, gpus, strategy, mode, micro_batch, data, tensor, pipeline, context, checkpointing, accumulate, nvlink,
-        gbps, gpus_per_node,
-    )  # fmt: skip
+    layout = Layout(
+        found, strategy=strategy, precision=mode, interconnect_gbps=gbps, **{**words, **_NOT_SAID, **counts}
+    )
+    layout = _filled(layout, shape, faults)
+    return None if faults.found else layout
 
 
-def _degrees(
-    shape: ModelShape,
-    gpus: int,
-    data: int | None,
-    tensor: int,
-    pipeline: int,
-    context: int,
-    gpus_per_node: int,
-    faults: Faults,
-) -> int | None:
-    """The data-parallel degree; what does not go together is noted."""
+def _filled(layout: Layout, shape: ModelShape, faults: Faults) -> Layout:
+    """With the data-parallel degree and the micro-batches that were not said; what does not go together is noted."""
+    gpus, tensor, pipeline, context = layout.gpus, layout.tensor, layout.pipeline, layout.context
     split = tensor * pipeline * context
-    given = gpus // split if data is None else data
-    if given * split != gpus:
-        product = f"data={given} x tensor={tensor} x pipeline={pipeline} x context={context} on {gpus} GPUs"
-        faults.add(product, "degrees whose product is the number of GPUs", _nearest_count(gpus, split, data))
-    if tensor > gpus_per_node:
-        allowed = f"tensor parallelism within a node, up to {gpus_per_node}"
-        faults.add(f"tensor={tensor}", allowed, f"use tensor={gpus_per_node}, and pipeline for the rest")
+    data = layout.data or gpus // split
+    if data * split != gpus:
+        product = f"data={data} x tensor={tensor} x pipeline={pipeline} x context={context} on {gpus} GPUs"
+        faults.add(product, "degrees whose product is the number of GPUs", _nearest_count(gpus, split, layout.data))
+    if tensor > layout.gpus_per_node:
+        allowed = f"tensor parallelism within a node, up to {layout.gpus_per_node}"
+        faults.add(f"tensor={tensor}", allowed, f"use tensor={layout.gpus_per_node}, and pipeline for the rest")
     elif shape.heads % tensor or shape.hidden % tensor:
         fits = [each for each in (1, 2, 4, 8) if not shape.heads % each]
         faults.add(f"tensor={tensor} for {shape.heads} heads", "a divisor of the heads", f"use tensor={fits[-1]}")
@@ -150,11 +136,11 @@ def _degrees(
         faults.add(f"pipeline={pipeline} for {shape.layers} layers", "a stage has a layer at least", "use fewer stages")
     if shape.seq_len % context:
         faults.add(f"context={context}", f"a divisor of seq_len={shape.seq_len}", "use a power of two")
-    return given
+    return replace(layout, data=data, accumulate=layout.accumulate or (4 * pipeline if pipeline > 1 else 1))
 
 
-def _nearest_count(gpus: int, split: int, data: int | None) -> str:
-    if data is None:
+def _nearest_count(gpus: int, split: int, data: int) -> str:
+    if not data:
         return f"use {max(1, gpus // split) * split} GPUs or {(gpus // split + 1) * split}"
     whole = gpus % split == 0
     return f"use data={gpus // split}" if whole else f"use {data * split} GPUs, or degrees that divide {gpus}"

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_mp.demo import text_windows
-from lightning_mp.demo.text_windows import MAX_BYTES, InputError, TextWindows, encoded
+from lightning_mp.demo.text_windows import MAX_BYTES, TextWindows, encoded
+from lightning_mp.errors import PlanError
 from support.launching import environment
 
 FOLDER = Path(text_windows.__file__).parent
@@ -34,7 +35,7 @@ def test_the_standard_library_comes_sorted_and_capped_without_tests_and_installe
     assert any("class OrderedDict" in document for document in real)
     files = {"b.py": "b", "a/z.py": "a z", "test/x.py": "x", "site-packages/p.py": "p", "a/notes.txt": "n"}
     assert text_windows._standard_library(_write(tmp_path / "some", files)) == ("a z", "b")
-    with pytest.raises(InputError, match=r"without library sources.*Give text="):
+    with pytest.raises(PlanError, match=r"without library sources.*Give text="):
         text_windows._standard_library(tmp_path / "none")
 
 
@@ -64,7 +65,7 @@ def test_what_is_no_text_is_refused_with_the_reason(tmp_path: Path, content: byt
     path = tmp_path / "given"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(InputError, match=reason):
+    with pytest.raises(PlanError, match=reason):
         TextWindows(str(path))
 
 
@@ -96,5 +97,5 @@ def test_every_process_has_the_same_tokens() -> None:
 
 def test_a_text_too_short_is_refused(tmp_path: Path) -> None:
     data = TextWindows(str(_write(tmp_path, {"note.txt": "hello world"}) / "note.txt"))
-    with pytest.raises(InputError, match="at least 260 tokens"):
+    with pytest.raises(PlanError, match="at least 260 tokens"):
         data.setup("fit")

@@ -1,0 +1,318 @@
+"""What a plan costs and buys on a GPU, in nine minutes at most: ``python -m benchmarks.gpu --out DIR [--quick]``.
+
+Each part is a process of its own, whose figures are on disk as they come: one that fails costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.harness import MODES, SCALE, WARM_UP, fit, interleaved, plan, quietly, stock
+from benchmarks.planner_pages import table
+from lightning_mp import FP8, MixedPrecisionPlan
+from lightning_mp.numerics.device import describe
+from lightning_mp.policy import hardware
+
+ROOT = Path(__file__).resolve().parents[1]
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+GPT2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8}
+#: layers of Llama 3 8B's shapes; with four of them instead of 32, weights and optimizer state leave room on any 80 GiB
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_key_value_heads": 8}
+TINY_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 32}
+TINY_LLAMA = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1}
+Figures = Iterator[tuple[str, dict[str, Any]]]
+
+
+class Decoder(LightningModule):
+    """Next-byte loss of a model of transformers, AdamW, fused: nothing then waits for the device."""
+
+    def __init__(self, kind: str, rows: int, sizes: dict[str, int]) -> None:
+        super().__init__()
+        if kind == "llama":
+            tiny = sizes["hidden_size"] < 512
+            heads = {"num_attention_heads": 2 if tiny else 32, "vocab_size": 256 if tiny else 32000}
+            sizes = {**sizes, **heads, "max_position_embeddings": 32 if tiny else 2048}
+        ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+        config = AutoConfig.for_model(kind, **sizes, **ends)
+        self.model: Any = AutoModelForCausalLM.from_config(config).train()
+        self.shape = rows, int(config.max_position_embeddings)
+        self.tokens, self.last = rows * self.shape[1], torch.zeros(())
+        layers, width = config.num_hidden_layers, config.hidden_size
+        params = sum(parameter.numel() for parameter in self.parameters())
+        #: 6 N + 12 L h s, forward and backward, as MosaicML's llm-foundry counts (scripts/train/benchmarking)
+        self.flops_per_token = 6 * params + 12 * layers * width * self.shape[1]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Cross entropy of the next byte."""
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.last = loss.detach()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Fused AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+    def batches(self, steps: int) -> Any:
+        """Bytes of source text that lie on the device already: no copy is timed."""
+        text = "".join(map(inspect.getsource, (argparse, inspect, subprocess))).encode()
+        stream = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        stream = stream.repeat(-(-8 * self.tokens // len(stream)))[: 8 * self.tokens].to(DEVICE)
+        rows = stream.view(8, *self.shape)
+        return DataLoader([rows[number % 8] for number in range(steps)], batch_size=None)  # pyright: ignore
+
+
+def gpt2(*, quick: bool) -> Decoder:
+    """GPT-2 small, 8 x 1024 tokens."""
+    torch.manual_seed(0)
+    return Decoder("gpt2", 2, TINY_GPT2) if quick else Decoder("gpt2", 8, GPT2)
+
+
+def llama(rows: int, sizes: dict[str, int], *, quick: bool) -> Decoder:
+    """A Llama, 2048 tokens a row."""
+    torch.manual_seed(0)
+    return Decoder("llama", 2, TINY_LLAMA) if quick else Decoder("llama", rows, sizes)
+
+
+class Watch(Callback):
+    """Seconds a step after the warm-up, or that no operation of it waits for the device."""
+
+    def __init__(self, steps: int, *, no_waits: bool = False) -> None:
+        self._last, self._no_waits, self._start, self.seconds = steps, no_waits and CUDA, 0.0, 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        """A wait in a warm batch is an error; between batches Lightning may."""
+        if self._no_waits and batch_idx >= WARM_UP:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Look at the clock after the warm-up and after the last step, waiting for the device."""
+        if self._no_waits:
+            torch.cuda.set_sync_debug_mode("default")
+        elif trainer.global_step == WARM_UP:
+            self._start = _clock()
+        elif trainer.global_step == self._last:
+            self.seconds = (_clock() - self._start) / (self._last - WARM_UP)
+
+
+def _clock() -> float:
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def run(module: Decoder, plugin: Precision | None, steps: int, *, no_waits: bool = False, **more: Any) -> float:
+    """Seconds a step of one fit."""
+    watch = Watch(steps, no_waits=no_waits)
+    fit(module, module.batches(steps), plugin, steps, callbacks=[watch], **more)
+    return watch.seconds
+
+
+def measured(module: Decoder, made: MixedPrecisionPlan, steps: int, **more: Any) -> dict[str, Any]:
+    """Speed, the most memory and the last loss of one fit."""
+    if CUDA:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = run(module, made, steps, **more)
+    rate = module.tokens / seconds
+    peak, flops = hardware.peak(describe(torch.device(DEVICE)), "bf16"), module.flops_per_token * rate
+    return {
+        "step, ms": round(seconds * 1e3, 2),
+        "tokens / s": round(rate),
+        "TFLOP/s": round(flops / 1e12, 2),
+        "share of bf16's peak": of_peak(flops, peak),
+        "peak, GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else "-",
+        "last loss": round(float(module.last), 4),
+        "skipped": int(made.skipped_steps),
+    }
+
+
+def of_peak(flops: float, peak: hardware.Peak | None) -> str:
+    """What share of the device's peak ``flops`` a second are, and whose figure the peak is."""
+    return "-" if peak is None else f"{flops / peak.flops_per_s:.1%} of {peak.flops_per_s / 1e12:g} ({peak.source})"
+
+
+# ---------------------------------------------------------------------- the parts
+
+
+def sync(*, quick: bool) -> Figures:
+    """Nothing waits for the device in 50 warm steps of GPT-2 small, clipping by norm on."""
+    steps = WARM_UP + (2 if quick else 50)
+    for mode in ("bf16-mixed", "16-mixed", "32-true", "bf16-true"):
+        try:
+            run(gpt2(quick=quick), plan(mode), steps, no_waits=True, gradient_clip_val=1.0)
+            waited = "no"
+        except RuntimeError as error:
+            waited = f"yes: {str(error)[:200]}"
+        yield mode, {"warm steps": steps - WARM_UP, "waited": waited}
+
+
+def ladder(*, quick: bool) -> Figures:
+    """The ladder of modes on the same weights and batches, GPT-2 small."""
+    rungs: dict[str, MixedPrecisionPlan] = {
+        "fp32": plan("32-true", tf32="highest"),
+        "tf32": plan("32-true", tf32="high"),
+        "fp16": plan("16-mixed"),
+        "bf16": plan("bf16-mixed"),
+        "bf16 + checkpointing": plan("bf16-mixed", checkpointing="GPT2Block"),
+    }
+    for name, rung in rungs.items():
+        yield name, measured(gpt2(quick=quick), rung, WARM_UP + (2 if quick else 35), gradient_clip_val=1.0)
+
+
+def overhead(*, quick: bool) -> Figures:
+    """The plan against stock Lightning and a loop by hand, GPT-2 small: ratios of medians, in turn."""
+    steps, rounds = (WARM_UP + 2, 1) if quick else (WARM_UP + 15, 4)
+    for mode in MODES:
+        sides: dict[str, Callable[[], list[float]]] = {
+            "loop": lambda mode=mode: [_by_hand(gpt2(quick=quick), mode, steps)],
+            "stock": lambda mode=mode: [run(gpt2(quick=quick), stock(mode), steps)],
+            "plan": lambda mode=mode: [run(gpt2(quick=quick), plan(mode), steps)],
+        }
+        found = interleaved(sides, rounds)
+        times = {f"{side}, ms": round(value * 1e3, 2) for side, value in found.items()}
+        yield mode, {**times, **{f"plan / {side}": round(found["plan"] / found[side], 3) for side in ("stock", "loop")}}
+
+
+def _by_hand(module: Decoder, mode: str, steps: int) -> float:
+    optimizer = module.to(DEVICE).configure_optimizers()
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=SCALE, enabled=mode == "16-mixed")
+    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(mode)
+    start = 0.0
+    for number, batch in enumerate(module.batches(steps)):
+        if number == WARM_UP:
+            start = _clock()
+        with nullcontext() if half is None else torch.autocast(DEVICE, half, cache_enabled=False):
+            loss = module.training_step(batch, number)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return (_clock() - start) / (steps - WARM_UP)
+
+
+def mfu(*, quick: bool) -> Figures:
+    """Model FLOPs utilisation of a Llama of 1.1B parameters, eager and compiled."""
+    for name, backend in {"eager": None, "compiled": "aot_eager" if quick else "inductor"}.items():
+        module = llama(8, LLAMA, quick=quick)
+        if backend is not None:
+            module.model.compile(backend=backend)
+        yield name, measured(module, plan("bf16-mixed"), WARM_UP + (2 if quick else 20))
+
+
+def fp8(*, quick: bool) -> Figures:
+    """FP8 by each recipe beside bf16, layers of Llama 8B's shapes, compiled."""
+    small: dict[str, Any] = {"small": "convert", "emulate": True} if quick else {}
+    recipes: Any = ("tensorwise", "rowwise", "rowwise_gw_hp")
+    plans = {name: plan("fp8-mixed", fp8=FP8(recipe=name, **small)) for name in recipes}
+    for name, made in {"bf16": plan("bf16-mixed"), **plans}.items():
+        module = llama(4, LLAMA_8B, quick=quick)
+        for layer in module.model.get_submodule("model.layers"):
+            layer.compile(backend="aot_eager" if quick else "inductor")
+        found = measured(module, made, WARM_UP + (2 if quick else 15))
+        yield name, {**found, "layers in FP8": sum(layer.converted for layer in made.fp8_layers)}
+
+
+def tests(*, quick: bool) -> Figures:
+    """The CUDA tests."""
+    import pytest
+
+    folder = ROOT / "tests" / "gpu"
+    files = [folder / "test_steps_gpu.py"] if quick else [folder]
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "--maxfail=40"]
+    yield "pytest", {"exit status": int(pytest.main([*options, *map(str, files)]))}
+
+
+#: in order of importance, and the seconds each may take
+PARTS: dict[str, tuple[Callable[..., Figures], int]] = {
+    "tests": (tests, 150), "sync": (sync, 40), "ladder": (ladder, 75),
+    "overhead": (overhead, 80), "mfu": (mfu, 80), "fp8": (fp8, 115),
+}  # fmt: skip
+
+
+def _part(name: str, file: Path, *, quick: bool) -> None:
+    """Run one part in this process."""
+    if not CUDA and not quick:
+        sys.exit("This part needs a CUDA device. --quick tries it on a CPU, with figures that mean nothing.")
+    quietly()
+    found: dict[str, Any] = {}
+    for row, figures in PARTS[name][0](quick=quick):
+        found[row] = figures
+        file.write_text(json.dumps(found))
+
+
+def _in_a_process(name: str, out: Path, *, quick: bool) -> dict[str, Any]:
+    written, log = out / f"{name}.json", out / f"{name}.log"
+    written.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--part", name, *["--quick"] * quick]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    with log.open("w") as file:
+        run = partial(subprocess.run, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
+        try:
+            code = run(command, timeout=PARTS[name][1] * (3 if quick else 1)).returncode
+            error = f"exit status {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            error = f"not done after {PARTS[name][1]} s"
+    said = f"{log.read_text(errors='replace')[-1500:]}\n{error}" if error else ""
+    return {"error": said, "figures": json.loads(written.read_text()) if written.exists() else {}}
+
+
+def page(results: dict[str, Any]) -> str:
+    """``gpu.md``: a section a part; one that failed says how."""
+    lines = ["# On a GPU", "", f"{results['machine']}; written by `python -m benchmarks.gpu`.", ""]
+    for name, part in results["parts"].items():
+        lines += [f"## {str(inspect.getdoc(PARTS[name][0])).rstrip('.')}", ""]
+        rows = part["figures"]
+        if rows:
+            heads = list(next(iter(rows.values())))
+            lines.append(table(["", *heads], [[row, *map(figures.get, heads)] for row, figures in rows.items()]))
+        if part["error"]:
+            lines += ["This part did not end well:", "", "```text", part["error"].strip(), "```", ""]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 where every part ran to its end."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for results.json, gpu.md and the logs")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="tiny models, also on a CPU: the figures mean nothing")
+    options = parser.parse_args(arguments)
+    out: Path = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if options.part:
+        _part(options.part, out / f"{options.part}.json", quick=options.quick)
+        return 0
+    device = torch.cuda.get_device_name() if CUDA else "no GPU"
+    results: dict[str, Any] = {"machine": f"{device}, torch {torch.__version__}", "parts": {}}
+    for name in options.parts:
+        print(f"{name}: up to {PARTS[name][1]} s", flush=True)
+        results["parts"][name] = _in_a_process(name, out, quick=options.quick)
+        # after every part: what ends this process early costs the parts that are still to come, nothing else
+        (out / "results.json").write_text(json.dumps(results, indent=1))
+        (out / "gpu.md").write_text(page(results))
+    return int(any(part["error"] for part in results["parts"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
