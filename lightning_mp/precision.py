@@ -28,24 +28,15 @@ from lightning_mp.compat.lightning import (
     trainer_of,
 )
 from lightning_mp.deepspeed_config import DeepSpeedJson
-from lightning_mp.engines import (
-    announce,
-    device_rules,
-    diagnosis,
-    for_strategy,
-    optimizer_facts,
-    plan_base,
-    skip_aware,
-)
+from lightning_mp.engines import diagnosis, for_strategy, optimizer_facts, plan_base
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.engines.skip_aware import SkipAwareHooks
+from lightning_mp.engines.skip_aware import SkipAwareHooks, may_change_gradients
 from lightning_mp.errors import Faults, PlanError, near_keywords
 from lightning_mp.modules.class_swap import call_with_original_classes
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
-from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.policy import (
     CheckpointingLike,
     FP8Like,
@@ -64,10 +55,12 @@ from lightning_mp.policy.expression import call
 if TYPE_CHECKING:
     from lightning_mp.monitor.plan_run import PlanRun
 
+_NOTHING = nullcontext()
+
 
 #: what belongs to the run of one Trainer, and is put aside while another Trainer has the plan
 _OF_A_RUN = (
-    *("policy", "precision", "step_counter", "_fallen", "scaler", "_desired_input_dtype", "_autocast_dtype"),
+    *("policy", "precision", "loss_scaler", "scaler", "_looks_again", "_desired_input_dtype", "_autocast_dtype"),
     *("_half_storage", "_device", "_trainer", "_stepped", "_engine", "_fp8", "_hooks", "_run", "_undo"),
 )
 
@@ -141,7 +134,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         #: the present call of optimizer_step came to a step: not so where training_step returned None
         self._stepped = False
         self._engine = None
-        self._hooks = SkipAwareHooks()
+        #: what keeps schedulers still on a skip, from the first step on
+        self._hooks: SkipAwareHooks | None = None
+        self._looks_again = False
         self._run: PlanRun | None = None
         #: what puts back the process-global switches and the methods that a run changes
         self._undo = ExitStack()
@@ -174,28 +169,26 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def _start_over(self) -> None:
         self.precision = cast("Any", self.policy.precision)
-        self.step_counter, self._fallen = StepCounter(), ()
         rule = self.policy.loss_scaling if self.policy.precision != "auto" else None
-        scaler = None if rule is None else LossScaler(rule, self.step_counter, on_step=self._on_users_step)
-        self.scaler = cast("Any", scaler)
+        self.loss_scaler = LossScaler(rule, on_step=self._on_users_step)
+        self.scaler = cast("Any", self.loss_scaler if self.loss_scaler.enabled else None)
         self._desired_input_dtype = to_torch(self.policy.storage_dtype)
         self._autocast_dtype = to_torch(self.policy.compute_dtype) if self.policy.mixed else None
         self._half_storage = self._desired_input_dtype != torch.float32
 
     def _on_users_step(self) -> None:
         if self._engine is not None:
-            self._engine.count()
             self._engine.check_budget(None)
 
     def _global_step(self) -> int:
         trainer = self.trainer
-        return self.step_counter.attempts if trainer is None else trainer.global_step
+        return self.loss_scaler.attempts if trainer is None else trainer.global_step
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run: neither what it runs on nor what would have to be put back.
-        detached = dict.fromkeys(("_trainer", "_engine", "_fp8", "_run", "_original", "_latest"))
+        detached = dict.fromkeys(("_trainer", "_engine", "_fp8", "_run", "_hooks", "_original", "_latest"))
         others = {"_others": WeakKeyDictionary[Any, Any](), "_around": []}
-        return {**self.__dict__, **detached, **others, "_hooks": SkipAwareHooks(), "_undo": ExitStack()}
+        return {**self.__dict__, **detached, **others, "_undo": ExitStack()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionPlan:
         copied = memo[id(self)] = type(self).__new__(type(self))
@@ -237,14 +230,13 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         self._resolve(device, module, trainer)
         if self._around and self._around[-1].strategy.lightning_module is module and not for_strategy.shards(trainer):
             return None  # prepared already, by the run around this one
-        device_rules.check(self.policy, device, faults)
+        for_strategy.check_device(self.policy, device, faults)
         strategy = None if trainer is None else trainer.strategy
         engine = for_strategy.make_engine(
             strategy,
             self.policy,
             self._device,
-            steps=self.step_counter,
-            scaler=self.scaler,
+            scaler=self.loss_scaler,
             global_step=self._global_step,
         )
         engine.check(module, faults)
@@ -267,7 +259,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             run.begin(module, engine)
         self._engine, self._fp8 = engine, engine.fp8
         engine.prepare(module)
-        restore_tf32 = device_rules.switch_tf32(self.policy, device)
+        restore_tf32 = for_strategy.switch_tf32(self.policy, device)
         if restore_tf32 is not None:
             self._undo.callback(restore_tf32)
         if self.policy.pins and trainer is not None:
@@ -306,12 +298,12 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if trainer is not None:
             self._others[trainer] = {name: self.__dict__.get(name) for name in _OF_A_RUN}
         self._engine, self._fp8, self._run = None, None, None
-        self._hooks, self._undo = SkipAwareHooks(), ExitStack()
+        self._hooks, self._undo = None, ExitStack()
 
     def _resolve(self, device: hardware.Device, module: nn.Module, trainer: Trainer | None) -> None:
         policy = self.policy
         if policy.precision == "auto":
-            policy = device_rules.resolved(policy, device, module)
+            policy = for_strategy.resolved(policy, device, module)
         policy = for_strategy.completed(None if trainer is None else trainer.strategy, policy)
         if policy != self.policy:
             self.policy = policy
@@ -346,15 +338,16 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if self._autocast_dtype is not None:
             # As in stock Lightning, without the weight cache: it keeps stale weights and blocks graph capture.
             return torch.autocast(self._device.type, self._autocast_dtype, cache_enabled=False)
-        return self.tensor_init_context()
+        return default_dtype(self._desired_input_dtype) if self._half_storage else _NOTHING
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """The forward context; in the first step a pinned weight that is read from outside its module is refused."""
-        with self.forward_context(), nullcontext() if self._engine is None else self._engine.training_step():
+        engine = self._engine
+        with self.forward_context(), _NOTHING if engine is None else engine.training_step():
             yield
-        if self._engine is not None:
-            self._engine.close_group()
+        if engine is not None and engine.scaler.enabled:
+            engine.close_group()
 
     def convert_input(self, data: Any) -> Any:
         """Floating inputs in the parameters' dtype under the true modes; untouched otherwise."""
@@ -371,24 +364,29 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if self._trainer is None and trainer_of(module) is None:
             raise PlanError([plan_base.IN_FABRIC])
         if self._engine is not None:
-            tensor = self._engine.before_backward(tensor, manual=not module.automatic_optimization)
+            self._engine.manual = not module.automatic_optimization
+            tensor = self._engine.before_backward(tensor)
         return super(FSDPPrecision, self).pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward, outside autocast: manual optimization calls it from within ``training_step``."""
-        if self._engine is not None and self._engine.backward(tensor, *args, **kwargs):
-            return
-        if self._autocast_dtype is None or model.automatic_optimization:
+        engine = self._engine
+        if engine is not None and engine.runs_backward:
+            engine.backward(tensor, *args, **kwargs)
+        elif self._autocast_dtype is None or (engine is not None and not engine.manual):
             super().backward(tensor, model, optimizer, *args, **kwargs)
-            return
-        with torch.autocast(self._device.type, enabled=False):
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+        else:
+            with torch.autocast(self._device.type, enabled=False):
+                super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Under manual optimization, unscale gradients before users see them."""
-        if self._engine is not None:
-            self._engine.after_backward(manual=not module.automatic_optimization)
-        with nullcontext() if self._engine is None else self._engine.user_hooks():
+        engine = self._engine
+        if engine is not None:
+            engine.after_backward()
+        if engine is None or engine.hook_watch is None:
+            return super().post_backward(tensor, module)
+        with engine.hook_watch:
             return super().post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -400,20 +398,23 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         engine = self._engine
         if engine is None:
             raise RuntimeError(str(plan_base.OUTSIDE_OF_A_RUN))
-        if not self._hooks.active:
+        if self._hooks is None:
+            self._hooks, self._looks_again = SkipAwareHooks(), may_change_gradients(model)
             self._hooks.install(model.trainer, model, lambda: self._stepped and self.step_skipped)
         self._stepped = False
-        automatic = model.automatic_optimization
-        replay = partial(diagnosis.run_again, optimizer, model, closure) if automatic else None
+        replay = None if engine.manual else partial(diagnosis.run_again, optimizer, model, closure)
         result = closure()
-        if automatic and not engine.pending:
+        if not engine.pending and not engine.manual:
             return result  # training_step returned None: neither applied nor skipped
         engine.unscale(optimizer)
-        with engine.user_hooks():
+        if engine.hook_watch is None:
             self._after_closure(model, optimizer)
-        if skip_aware.may_change_gradients(model):
+        else:
+            with engine.hook_watch:
+                self._after_closure(model, optimizer)
+        if self._looks_again:
             engine.check_finite_again(optimizer)
-        if engine.may_call_closure(optimizer):
+        if engine.gives_closure and optimizer_facts.takes_closure(type(optimizer)):
             again = partial(self._evaluate_again, engine, model, optimizer, closure)
             kwargs["closure"] = optimizer_facts.Evaluated(optimizer, result, again)
         try:
@@ -445,7 +446,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def teardown(self) -> None:
         """Put back every process-global that was set; Lightning calls this after success and after failure."""
-        announce.ended(self, self.trainer)
+        plan_base.ended(self, self.trainer)
         self._release()
         if self._around:  # a run in a callback of another run, which goes on
             outer = self._around.pop()
@@ -454,7 +455,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             outer.lightning_module.trainer = outer
 
     def _release(self) -> None:
-        self._hooks.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
         if self._run is not None:
             self._run.end()
             self._run = None

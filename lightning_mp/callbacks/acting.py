@@ -14,8 +14,8 @@ from lightning_mp.errors import Faults
 from lightning_mp.modules import checkpointing
 from lightning_mp.modules import pins as pinning
 from lightning_mp.modules.class_swap import call_with_original_classes
+from lightning_mp.numerics.device import has_tf32, set_tf32
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
-from lightning_mp.numerics.tf32 import has_tf32, set_tf32
 from lightning_mp.policy import Checkpointing, PinsLike, PrecisionPolicy
 from lightning_mp.policy.words import DTYPES_OF
 from lightning_mp.precision import MixedPrecisionPlan

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from lightning_mp.callbacks.acting import ActingCallback
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer, TrainerFn
 from lightning_mp.compat.torch import waits_for_unscale
-from lightning_mp.engines import optimizer_facts, reduce
+from lightning_mp.engines import optimizer_facts
+from lightning_mp.engines.base import max_over_ranks_
 from lightning_mp.engines.diagnosis import Verdict
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults
@@ -268,7 +269,7 @@ class _Run:
             flags[0] = (~torch.isfinite(torch.stack(self.losses))).any()
         grads.unscale_and_check_(grads.gradients(grads.parameters_of(optimizer)), self._one, flags[1])
         if self.trainer.world_size > 1:
-            reduce.max_over_ranks_(flags)
+            max_over_ranks_(flags)
         bad_loss, bad_gradient = flags.tolist()
         return bool(bad_loss), bool(bad_gradient)
 

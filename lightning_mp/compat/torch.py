@@ -29,17 +29,11 @@ def as_wrapper(cls: type[Any], tensor: Tensor, dtype: torch.dtype) -> Any:
 # ------------------------------------------------------------------ gradients and the scale
 
 
-def unscale_and_check_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Multiply ``grads`` (one device, one dtype) by ``inv_scale``, and set ``found_inf`` to 1 where one was not finite.
-
-    The multi-tensor kernel behind ``torch.amp.GradScaler``.
-    """
-    cast("Any", torch)._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-
-
-def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, rule: tuple[float, float, int]) -> None:
-    """Move ``scale`` by ``rule``, (growth factor, backoff factor, growth interval): ``GradScaler.update``'s kernel."""
-    cast("Any", torch)._amp_update_scale_(scale, growth_tracker, found_inf, *rule)
+#: ``(grads, found_inf, inv_scale)``: multiplies ``grads`` (one device, one dtype) by ``inv_scale`` in place, and sets
+#: ``found_inf`` to 1 where one was not finite: the multi-tensor kernel behind ``torch.amp.GradScaler``
+unscale_and_check_: Any = cast("Any", torch)._amp_foreach_non_finite_check_and_unscale_
+#: ``(scale, growth_tracker, found_inf, growth factor, backoff factor, growth interval)``: that of its ``update``
+update_scale_: Any = cast("Any", torch)._amp_update_scale_
 
 
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[Tensor]:

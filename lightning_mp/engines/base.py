@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat.lightning import rank_zero_info
 from lightning_mp.compat.torch import cpu_has, has_step_hooks, makes_optimizer_state
-from lightning_mp.engines import diagnosis, optimizer_facts, reduce
+from lightning_mp.engines import diagnosis, optimizer_facts
 from lightning_mp.engines.diagnosis import AT_MIN, BAD_LOSS, Verdict
 from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
 from lightning_mp.modules import checkpointing, fp8, outside_reads, pins, storage, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepCounter
-from lightning_mp.policy import LossScaling, PrecisionPolicy
+from lightning_mp.numerics.loss_scale import LossScaler
+from lightning_mp.policy import PrecisionPolicy
 
 #: runs the last batch forward and backward again, without summing over ranks, to find what broke it; or cannot
 Replay = Callable[[], Tensor | None] | None
@@ -34,21 +34,30 @@ class StepEngine(ABC):
 
     #: which process holds what, for people
     holds: ClassVar[str]
+    #: whether the strategy's own engine runs backward, by ``backward``
+    runs_backward: ClassVar[bool] = False
+    #: whether the optimizer may be given a closure (LBFGS, SAM and its kind)
+    gives_closure: ClassVar[bool] = True
+    #: whether an optimizer, which is known only after ``prepare``, may yet be refused and the module given back
+    may_be_reverted: bool = False
+    #: around hooks in which users may look at gradients
+    hook_watch: AbstractContextManager[Any] | None = None
 
     def __init__(
         self,
         policy: PrecisionPolicy,
         *,
         device: torch.device,
-        step_counter: StepCounter,
-        scaler: LossScaler | None,
+        scaler: LossScaler,
         distributed: bool,
         global_step: Callable[[], int],
     ) -> None:
-        self.policy, self.device, self.step_counter = policy, device, step_counter
-        checks = policy.nonfinite.action != "ignore"
-        self.scaler = scaler or LossScaler(LossScaling(), step_counter, enabled=False, device=device, checks=checks)
+        self.policy, self.device, self.scaler = policy, device, scaler
+        scaler.checks = scaler.enabled or policy.nonfinite.action != "ignore"
+        scaler.place(device)
         self.distributed, self._global_step = distributed, global_step
+        #: gradients are unscaled after each backward pass, for users who clip and step by hand
+        self.manual = False
         self.optimizers: list[Optimizer] = []
         #: gradients came in since the last step
         self.pending = False
@@ -70,6 +79,8 @@ class StepEngine(ABC):
         self._before: list[tuple[Tensor, Tensor]] = []
         self._said_again = False
         self._step_hooks: list[RemovableHandle] = []
+        #: the number of steps after which the budget can first be spent
+        self._next_look = 0
         #: of each parameter, whether it is trained
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
@@ -83,7 +94,9 @@ class StepEngine(ABC):
         if self.policy.fp8 is not None:
             pinned = [member.module for member in self._pin_map.members]
             self.fp8 = fp8.Conversion(module, self.policy.fp8, pinned, faults)
-        outside_reads.check(module, self._pin_map, self.policy.compute_dtype, faults)
+        self.manual = not getattr(module, "automatic_optimization", True)
+        if self._pin_map.members:
+            outside_reads.check(module, self._pin_map, self.policy.compute_dtype, faults)
         self._check_lstms(module, faults)
         if self.policy.checkpointing is not None:
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
@@ -119,10 +132,11 @@ class StepEngine(ABC):
         policy = self.policy
         covered = {id(member.module) for member in self._pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
-        if self.may_be_reverted():
+        if self.may_be_reverted:
             self._before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
         storage.cast((submodule for submodule in module.modules() if id(submodule) not in covered), policy)
-        sync_batchnorm.apply(self.synced)
+        if self.synced:
+            sync_batchnorm.apply(self.synced)
         if self.fp8 is not None:
             self.fp8.apply(to_torch(policy.compute_dtype), self.device.type)
         pins.apply(
@@ -133,10 +147,6 @@ class StepEngine(ABC):
         )
         if policy.checkpointing is not None:
             self._applied = checkpointing.apply(module, self.recomputed, policy.checkpointing)
-
-    @abstractmethod
-    def may_be_reverted(self) -> bool:
-        """Whether an optimizer, which is known only after ``prepare``, may yet be refused and the module given back."""
 
     def revert(self) -> None:
         """Bring the module back to what ``prepare`` found."""
@@ -173,8 +183,8 @@ class StepEngine(ABC):
             self.scaler.within_run = True
             with_hooks = filter(has_step_hooks, self.optimizers)
             self._step_hooks = [one.register_step_pre_hook(self._refuse_untracked) for one in with_hooks]
-        self.scaler.steps.sync_with(reduce.max_over_ranks_ if self.distributed else None)
-        self.step_counter.check_next()
+        self.scaler.sync_with(max_over_ranks_ if self.distributed else None)
+        self._next_look = 0
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trained = self._are_trained()
 
@@ -204,60 +214,49 @@ class StepEngine(ABC):
 
     # ------------------------------------------------------------------ the step
 
-    def _watch_reads(self) -> AbstractContextManager[None]:
-        """Around the first forward: refuse where something outside a pinned module computes with its weight."""
-        if self._watched or self._module is None:
-            return _NOTHING
-        self._watched = True
-        compute = to_torch(self.policy.compute_dtype)
-        return self._watch_shards(outside_reads.refused(self._module, self._pin_map, compute, mixed=self.policy.mixed))
+    def training_step(self) -> AbstractContextManager[Any]:
+        """Around ``training_step``, once it is seen which parameters were frozen or unfrozen.
 
-    def _watch_shards(self, reads: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """The same, with what looks at the weights that are sharded then."""
-        return reads
-
-    @contextmanager
-    def training_step(self) -> Generator[None, None, None]:
-        """Around ``training_step``; before it, see whether parameters were frozen or unfrozen."""
+        The first is watched: whatever computes with a pinned weight outside of its module is refused.
+        """
         trained = self._are_trained()
         if trained != self._trained:
             self._trained = trained
             self.train_others()
-        with self._watch_reads():
-            yield
+        if self._watched or self._module is None:
+            return _NOTHING
+        self._watched = True
+        return self._first_step(self._module)
+
+    def _first_step(self, module: nn.Module) -> AbstractContextManager[Any]:
+        compute = to_torch(self.policy.compute_dtype)
+        return outside_reads.refused(module, self._pin_map, compute, mixed=self.policy.mixed)
 
     def train_others(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
         """Other parameters are trained from now on than before."""
 
-    def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
+    def before_backward(self, loss: Tensor) -> Tensor:
         """The loss to run backward on: times the scale where there is one."""
         self.pending, self._loss = True, loss.detach()
-        if manual:
+        if self.manual:
             self.scaler.multiply_back_(self.optimizers)
-        return self.scaler.scale(loss)
+        return self.scaler.scale(loss) if self.scaler.enabled else loss
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> bool:
-        """Run backward where the strategy's own engine has to; whether it did."""
-        return False
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward, where ``runs_backward``."""
+        raise NotImplementedError
 
-    def after_backward(self, *, manual: bool) -> None:
+    def after_backward(self) -> None:
         """Under manual optimization gradients are unscaled at once: users clip them before they step."""
-        if manual:
+        if self.manual:
             self.scaler.divide_(self.optimizers)
-
-    def user_hooks(self) -> AbstractContextManager[Any]:
-        """Around hooks in which users may look at gradients."""
-        return _NOTHING
-
-    def may_call_closure(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer may evaluate a closure in its step (LBFGS, SAM and its kind)."""
-        return optimizer_facts.takes_closure(optimizer)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring gradients unscaled and find out, in the same pass, whether they are finite on this rank."""
-        if self.scaler.stepped(optimizer):  # it steps again: what came before was a group of its own
-            self.scaler.update()
-        self.scaler.check_finite_(optimizer)
+        scaler = self.scaler
+        if scaler.enabled and scaler.stepped(optimizer):  # it steps again: what came before was a group of its own
+            scaler.update()
+        scaler.check_finite_(optimizer)
 
     def check_finite_again(self, optimizer: Optimizer) -> None:
         """The same once hooks of the user's have had the gradients."""
@@ -281,7 +280,6 @@ class StepEngine(ABC):
         """
         result = self.scaler.step_checked(optimizer, **kwargs)
         self.pending = False
-        self.count()
         return result
 
     def evaluates_again(self, optimizer: Optimizer) -> None:
@@ -315,7 +313,7 @@ class StepEngine(ABC):
 
     def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before any step under loss scaling: one that the plan does not make would apply scaled gradients."""
-        if self.scaler.steps.under_way or makes_optimizer_state():
+        if self.scaler.stepping or makes_optimizer_state():
             return
         fault = Fault(
             f"{type(optimizer).__name__}.step() called on the optimizer inside of Lightning's, with "
@@ -325,19 +323,17 @@ class StepEngine(ABC):
         )
         raise PlanError([fault])
 
-    def count(self) -> None:
-        """Count the step that was just made, here or by a user's own ``scaler.step``."""
-        self.step_counter.record(self.scaler.counts())
-
     def finish_step(self, replay: Replay) -> None:
         """Adjust the scale once every optimizer of the group stepped, and look at the budget."""
-        if all(map(self.scaler.stepped, self.optimizers)):
-            self.scaler.update()
-        self.check_budget(replay)
+        scaler = self.scaler
+        if scaler.enabled and all(map(scaler.stepped, self.optimizers)):
+            scaler.update()
+        if scaler.attempts >= self._next_look:
+            self.check_budget(replay)
 
     def close_group(self) -> None:
         """``training_step`` is over: optimizers that did not step in it are not waited for."""
-        if self.scaler.steps.group_open:
+        if self.scaler.group_open:
             self.scaler.update()
             self.check_budget(None)
 
@@ -352,26 +348,27 @@ class StepEngine(ABC):
             self.deferred.append(verdict)
 
     def verdict(self) -> Verdict | None:
-        """Why the run has to end after the last step, if it has."""
-        rule, steps, scaled = self.policy.nonfinite, self.step_counter, self.scaler.enabled
-        if (
-            scaled
-            and rule.action == "raise"
-            and steps.step_skipped
-            and reduce.is_nonfinite(self._loss, self.distributed)
-        ):
+        """Why the run has to end after the last step, if it has; the device is asked when it can first be so."""
+        rule, scaler = self.policy.nonfinite, self.scaler
+        if scaler.attempts < self._next_look:
+            return None
+        raises = rule.action == "raise"
+        if scaler.enabled and raises and scaler.step_skipped and is_nonfinite(self._loss, self.distributed):
             return BAD_LOSS
-        allowed = 0 if rule.action == "raise" else rule.max_consecutive
-        streak = steps.exceeds(allowed) if scaled or rule.action != "ignore" else 0
-        if streak:
+        allowed = 0 if raises else rule.max_consecutive
+        streak = scaler.streak if scaler.checks else 0
+        if streak > allowed:
             many = "a step" if streak == 1 else f"{streak} steps in a row"
             return Verdict(f"{many} with non-finite gradients, {allowed} allowed")
-        return AT_MIN if self.scaler.hits_floor() else None
+        if scaler.overflowed_at_min:
+            return AT_MIN
+        self._next_look = scaler.attempts + 1 + min(allowed - streak, scaler.backoffs_left())
+        return None
 
     def start_over(self) -> None:
         """The skips so far count no more: the run was rewound."""
-        self.step_counter.end_streak()
-        self.scaler.forget_floor()
+        self.scaler.end_streak()
+        self._next_look = 0
 
     @property
     def loss_scale(self) -> float | None:
@@ -390,3 +387,18 @@ class StepEngine(ABC):
             at_min=verdict.at_min,
             distributed=self.distributed,
         )
+
+
+def max_over_ranks_(flag: Tensor) -> None:
+    """Replace ``flag`` by its maximum over all ranks."""
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+
+
+def is_nonfinite(loss: Tensor | None, distributed: bool) -> bool:
+    """Whether the loss, before it was scaled, is not finite on some rank; a device sync."""
+    if loss is None:
+        return False
+    bad = (~torch.isfinite(loss)).any().float()
+    if distributed:
+        max_over_ranks_(bad)
+    return bool(bad.item())

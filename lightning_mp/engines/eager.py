@@ -1,20 +1,22 @@
 """The step on one device and under DistributedDataParallel: every rank holds whole parameters and whole gradients."""
 
-from __future__ import annotations
+# No postponed annotations here: DDP checks those of a communication hook, and refuses strings.
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_mp.engines import reduce
+from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.optimizer_facts import is_known_to_evaluate_again
 from lightning_mp.errors import Faults
 from lightning_mp.numerics import grads
+from lightning_mp.numerics.dtypes import to_torch
 
 
 class EagerEngine(StepEngine):
@@ -23,9 +25,9 @@ class EagerEngine(StepEngine):
     holds = "every process holds all parameters"
     _ddp: DistributedDataParallel | None = None
 
-    def may_be_reverted(self) -> bool:
-        """Under loss scaling: there LBFGS and its kind are refused."""
-        return self.scaler.enabled
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.may_be_reverted = self.scaler.enabled  # there LBFGS and its kind are refused
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse optimizers that evaluate the closure themselves under loss scaling."""
@@ -36,13 +38,23 @@ class EagerEngine(StepEngine):
         """Take the optimizers, and set in which dtype DDP sums gradients."""
         super().connect(model, optimizers)
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
-        if self._ddp is not None and reduce.needs_hook(self._ddp, self.policy.reduce_dtype):
-            reduce.reduce_in(self._ddp, self.policy.reduce_dtype)
+        self._reduce()
+
+    def _reduce(self) -> None:
+        """Have DDP, which sums each gradient in its own dtype, sum all in ``reduce_dtype``; float64 stays as it is."""
+        dtype = to_torch(self.policy.reduce_dtype)
+        members = () if self._ddp is None else self._ddp.parameters()
+        summed = {one.dtype for one in members if one.requires_grad and one.is_floating_point()}
+        if self._ddp is not None and summed - {dtype, torch.float64}:
+            self._ddp.register_comm_hook(dtype, average_in)
 
     def train_others(self) -> None:
         """DDP leaves the gradients of parameters that are unfrozen in the midst of a run unsummed unless it is told."""
         if self._ddp is not None:
-            reduce.sum_anew(self._ddp, self.policy.reduce_dtype)
+            # DDP notes the parameters when it is made, or unpickled
+            self._ddp.__setstate__(self._ddp.__getstate__())
+            if not sharding_compat.register_comm_hooks(self._ddp):
+                self._reduce()
 
     def unscale(self, optimizer: Optimizer) -> None:
         """As the base does.
@@ -63,5 +75,14 @@ class EagerEngine(StepEngine):
         if not (self.distributed and getattr(optimizer, "bf16_stochastic_round", False)):  # torchao's optimizers
             return super().step(optimizer, **kwargs)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(self.step_counter.attempts)
+            torch.manual_seed(self.scaler.attempts)
             return super().step(optimizer, **kwargs)
+
+
+def average_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The communication hook: average a bucket in ``dtype`` and hand it back in its own."""
+    buffer = bucket.buffer()
+    # A complex or float64 bucket keeps its dtype; ``to`` makes no copy where none is needed.
+    wire = buffer if buffer.is_complex() or buffer.dtype == torch.float64 else buffer.to(dtype)
+    work: Any = dist.all_reduce(wire.div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))

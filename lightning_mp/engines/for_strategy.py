@@ -1,13 +1,16 @@
-"""Which Lightning strategies a plan runs on, with which engine, and what it refuses on them."""
+"""On which devices and Lightning strategies a plan runs, with which engine, and what it refuses on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.checks import check_versions
 from lightning_mp.compat.lightning import (
     DDPStrategy,
@@ -27,12 +30,54 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.engines.sharded import ShardedEngine
-from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Faults
 from lightning_mp.modules import sync_batchnorm
-from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepCounter
-from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.modules.pins import PinMap
+from lightning_mp.numerics.device import set_tf32
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, to_torch
+from lightning_mp.numerics.loss_scale import LossScaler
+from lightning_mp.policy import PrecisionPolicy, hardware
+
+_INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after the plan is applied"
+
+# ------------------------------------------------------------------ the device
+
+
+def resolved(policy: PrecisionPolicy, device: hardware.Device, module: nn.Module) -> PrecisionPolicy:
+    """``policy`` with the precision that ``auto`` means for ``module`` on ``device``; the reason is logged."""
+    choice = hardware.choose(device, sum(parameter.numel() for parameter in module.parameters()))
+    rank_zero_info(f"precision 'auto' is {choice.precision!r}: {choice.reason}")
+    return replace(
+        policy,
+        precision=choice.precision,
+        tf32=policy.tf32 or choice.tf32,
+        loss_scaling=policy.loss_scaling if choice.precision.startswith("16") else None,
+    )
+
+
+def check_device(policy: PrecisionPolicy, device: hardware.Device, faults: Faults) -> None:
+    """Note why ``device`` cannot compute what the policy declares."""
+    emulate = policy.fp8 is not None and policy.fp8.emulate
+    refused = hardware.refusal(device, policy.precision, emulate=emulate)
+    if refused is not None:
+        faults.add(*refused)
+
+
+def switch_tf32(policy: PrecisionPolicy, device: hardware.Device) -> Callable[[], None] | None:
+    """Set TF32 as the policy says, where the device has it; what puts it back. What is slow there is said."""
+    if device.bf16 == "emulated" and policy.precision.startswith("bf16"):
+        rank_zero_info(f"bf16 is emulated on {device.name}: right, but no faster than fp32")
+    if policy.fp8 is not None and (device.type != "cuda" or policy.fp8.emulate):
+        rank_zero_info(f"fp8 on {device.name} is for checking, not for speed: it is slower than bf16 there")
+    if policy.tf32 is None:
+        return None
+    if device.tf32:
+        return set_tf32(policy.tf32)
+    rank_zero_info(f"tf32={policy.tf32!r} changes nothing on {device.name}: it has no TF32")
+    return None
+
+
+# ------------------------------------------------------------------ the strategy
 
 
 def engine_of(strategy: Strategy | None) -> type[StepEngine]:
@@ -48,15 +93,13 @@ def make_engine(
     policy: PrecisionPolicy,
     device: torch.device,
     *,
-    steps: StepCounter,
-    scaler: LossScaler | None,
+    scaler: LossScaler,
     global_step: Callable[[], int],
 ) -> StepEngine:
     """The engine that carries ``policy`` out on ``strategy``; ``None``: on one device, without a Trainer."""
     return engine_of(strategy)(
         policy,
         device=device,
-        step_counter=steps,
         scaler=scaler,
         distributed=isinstance(strategy, ParallelStrategy) and strategy.world_size > 1,
         global_step=global_step,
@@ -190,3 +233,74 @@ def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) 
             "no communication hook where parameters or pins are not stored in reduce_dtype",
             "remove the hook",
         )
+
+
+# ------------------------------------------------------------------ a model that its user sharded
+
+
+def check_users_sharding(
+    module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults, *, replicas: int = 1
+) -> None:
+    """Note what ``configure_model``, or a run before, decided otherwise than the plan.
+
+    ``replicas`` is how many ranks have data of their own: between them every gradient has to be summed.
+    """
+    _check_storage(module, policy, pin_map, faults)
+    whole = [name for name, parameter in module.named_parameters() if _left_whole(parameter)]
+    if whole and replicas > 1:
+        faults.add(
+            f"{len(whole)} trained parameters that configure_model leaves whole, such as {whole[0]!r}, on {replicas} "
+            "data-parallel ranks",
+            "fully_shard around every trained parameter: nothing else reduces gradients under this strategy",
+            f"shard the module they are in too, or {_INSTEAD}",
+        )
+    reduce_dtype = to_torch(policy.reduce_dtype)
+    for name, mixed, own in _policies(module):
+        if mixed.param_dtype is not None:
+            faults.add(
+                f"fully_shard on {name!r} with MixedPrecisionPolicy(param_dtype={mixed.param_dtype})",
+                "no param_dtype: the plan's autocast and pins decide what each module computes in",
+                f"remove param_dtype, or {_INSTEAD}",
+            )
+        # Without one, torch sums in the dtype that is gathered.
+        if (mixed.reduce_dtype or mixed.param_dtype or own) != reduce_dtype:
+            faults.add(
+                f"fully_shard on {name!r} with MixedPrecisionPolicy(reduce_dtype={mixed.reduce_dtype}) beside the "
+                f"plan's reduce_dtype={policy.reduce_dtype!r}",
+                "gradients summed in the plan's reduce_dtype",
+                f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}",
+            )
+
+
+def _left_whole(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and not hasattr(parameter.data, "to_local")
+
+
+def _check_storage(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults) -> None:
+    """A sharded parameter can no longer be cast: it has to be stored as declared already."""
+    pinned = pin_map.dtypes()
+    wrong: list[tuple[str, torch.dtype, str]] = []
+    for name, parameter in module.named_parameters():
+        wanted = pinned.get(id(parameter), policy.storage_dtype)
+        sharded = hasattr(parameter.data, "to_local")
+        cast = parameter.dtype in TORCH_DTYPES.values() or (parameter.dtype == torch.float64 and wanted != "fp32")
+        if sharded and cast and parameter.dtype != to_torch(wanted):
+            wrong.append((name, parameter.dtype, wanted))
+    if wrong:
+        name, dtype, wanted = wrong[0]
+        faults.add(
+            f"{len(wrong)} parameters sharded already, such as {name!r} in {dtype}, where the plan stores {wanted}",
+            "parameters that are stored as the plan says before configure_model, or a run before, shards them",
+            f"{_INSTEAD}; after a run under another plan, make a new module",
+        )
+
+
+def _policies(module: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
+    """Each unit's name and policy, and the dtype its trainable parameters are stored in."""
+    for name, submodule in module.named_modules():
+        if not isinstance(submodule, FSDPModule):
+            continue
+        held = map(sharding_compat.shard_of, sharding_compat.fsdp2_parameters(submodule))
+        stored = next((parameter.dtype for parameter in held if parameter.requires_grad), None)
+        if stored is not None:
+            yield name, sharding_compat.fsdp2_policy(submodule), stored

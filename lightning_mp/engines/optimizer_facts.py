@@ -23,26 +23,21 @@ _SAM = frozenset(("ASAM", "ESAM", "GSAM", "LookSAM", "SAM", "Sam", "WSAM"))
 
 
 @cache
-def _closure(kind: type[Optimizer]) -> tuple[bool, bool]:
-    """Whether its step takes a closure, torch's own that need none aside, and whether it cannot do without."""
+def takes_closure(kind: type[Optimizer]) -> bool:
+    """Whether optimizers of this class may evaluate a closure in their step; of torch's only LBFGS is given one."""
     closure = inspect.signature(kind.step).parameters.get("closure")
-    needs = closure is not None and closure.default is inspect.Parameter.empty
-    return needs or (closure is not None and not kind.__module__.startswith("torch.optim.")), needs
+    return closure is not None and (closure.default is closure.empty or not kind.__module__.startswith("torch.optim."))
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Whether the optimizer cannot step without a closure (LBFGS and its kind)."""
-    return _closure(type(optimizer))[1]
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def is_known_to_evaluate_again(optimizer: Optimizer) -> bool:
     """Whether it is LBFGS, an optimizer of its kind, or by its name one of SAM's."""
     return calls_closure_again(optimizer) or not _SAM.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__)
-
-
-def takes_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may evaluate a closure in its step; of torch's only LBFGS is given one."""
-    return _closure(type(optimizer))[0]
 
 
 class Evaluated:

@@ -1,4 +1,4 @@
-"""What monitors and people may read of a ``MixedPrecisionPlan``, which lives on a floor above."""
+"""What monitors and people may read of a ``MixedPrecisionPlan``, and what a fit under it begins and ends with."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lightning_mp.compat.lightning import Trainer
+from lightning_mp.compat.lightning import Trainer, TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_mp.engines import for_strategy
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.modules import describe
 from lightning_mp.modules.fp8 import Conversion, FP8Layer
-from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.policy import PrecisionPolicy
 
 #: the keys under which stock Lightning's plugins keep a GradScaler's state
@@ -31,6 +30,11 @@ OUTSIDE_OF_A_RUN = Fault(
     "steps within trainer.fit, which attaches the plan to the model and takes it off at its end",
     "call trainer.fit(...) again",
 )
+#: fp16's smallest normal number is 2**-14, and half of its smallest one, 2**-25, is rounded to 0
+IN_FP16 = (
+    "16-true divides gradients by the loss scale in fp16: below 6e-5 they lose bits, below 3e-8 they become 0; "
+    "'16-mixed' has them in fp32"
+)
 
 
 class PlanBase:
@@ -38,9 +42,9 @@ class PlanBase:
 
     policy: PrecisionPolicy
     _declared: PrecisionPolicy
-    #: counts of applied and skipped steps
-    step_counter: StepCounter
-    #: ``None`` in a mode without loss scaling
+    #: the loss scale and the counts of applied and skipped steps; disabled in a mode without loss scaling
+    loss_scaler: LossScaler
+    #: the same; ``None`` in a mode without loss scaling
     scaler: LossScaler | None
     _engine: StepEngine | None = None
     _trainer: weakref.ref[Trainer] | None = None
@@ -51,10 +55,10 @@ class PlanBase:
     _ran = False
 
     @property
-    def _counted(self) -> StepCounter:
+    def _counted(self) -> LossScaler:
         """The counts of its own run, or of its deep copy's, as packages make one of their arguments."""
         copied = None if self._ran else self._latest
-        return self.step_counter if copied is None else copied._counted
+        return self.loss_scaler if copied is None else copied._counted
 
     @property
     def fp8_layers(self) -> list[FP8Layer]:
@@ -98,11 +102,11 @@ class PlanBase:
     def state_dict(self) -> dict[str, Any]:
         """The policy, the counts and the loss scale; plain values only."""
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
-        return {"policy": self._declared.to_dict(), "steps": self.step_counter.state_dict(), **scaler}
+        return {"policy": self._declared.to_dict(), "steps": self.loss_scaler.counts(), **scaler}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from counts and loss scale; the policy stays the one declared now."""
-        self.step_counter.load_state_dict(state_dict["steps"])
+        self.loss_scaler.load_counts(state_dict["steps"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict.get("scaler", {}))
 
@@ -135,3 +139,42 @@ class PlanBase:
             return describe.rows(self.policy, module)
         module = module or trainer.lightning_module
         return describe.rows(self.policy, module, for_strategy.describe(trainer.strategy), self.fp8_layers)
+
+
+# ------------------------------------------------------------------ how a fit begins and ends
+
+
+def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
+    """Say on rank 0 what is declared, and give it to the loggers, so that runs can be filtered by it."""
+    for line in describe.announcement(engine.policy, module, () if engine.fp8 is None else engine.fp8.layers):
+        rank_zero_info(line)
+    if engine.policy.precision == "16-true":
+        rank_zero_info(IN_FP16)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(hyperparameters(engine.policy))
+
+
+def ended(plan: PlanBase, trainer: Trainer | None) -> None:
+    """Warn at the end of a fit that took steps and applied none of them."""
+    tried = plan.loss_scaler.attempts
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.interrupted or plan.engine is None:
+        return
+    if tried and not plan.applied_steps:
+        rank_zero_warn(no_step_applied(tried, None if plan.scaler is None else plan.scaler.get_scale()))
+
+
+def no_step_applied(tried: int, scale: float | None) -> str:
+    """What to say at the end of a run all of whose ``tried`` steps were skipped."""
+    ended = "" if scale is None else f"; the loss scale ended at {scale:g}"
+    return (
+        f"The run applied 0 of its {tried} optimizer steps: each was skipped, as a gradient was not finite{ended}. "
+        "The weights are those it began with. nonfinite='raise' stops at the first such step and names its module"
+    )
+
+
+def hyperparameters(policy: PrecisionPolicy) -> dict[str, Any]:
+    """The policy under one key, ``precision_plan``, beside the module's own; pins as one string.
+
+    Loggers that have no nested names make ``precision_plan/loss_scaling/init_scale`` of it.
+    """
+    return {"precision_plan": policy.to_dict() | {"pins": str({pin.pattern: pin.dtype for pin in policy.pins})}}

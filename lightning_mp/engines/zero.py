@@ -8,7 +8,7 @@ ZeRO optimizer asks the plan's scaler what to divide by.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -21,8 +21,7 @@ from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import is_compiled
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.same_order import FirstForward
-from lightning_mp.engines.shard_reads import ShardReads
+from lightning_mp.engines.shard_watch import FirstForward, ShardReads
 from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.modules.half_copies import HalfCopy
@@ -34,6 +33,10 @@ class ZeroEngine(StepEngine):
     """Carries a policy out through a ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3."""
 
     holds = "DeepSpeed partitions optimizer state, gradients and parameters by its stage"
+    runs_backward = True
+    gives_closure = False  # a ZeRO optimizer takes none
+    #: until ``hand_over``: the optimizer is checked before DeepSpeed flattens and partitions
+    may_be_reverted = True
 
     _zero: Zero | None = None
     #: the norm to clip by where the Trainer says nothing
@@ -54,7 +57,7 @@ class ZeroEngine(StepEngine):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._decayed: dict[int, bool] = {}
-        self._reads = GradientsElsewhere()
+        self.hook_watch = self._reads = GradientsElsewhere()
 
     def check(self, module: nn.Module, faults: Faults) -> None:
         """Match patterns, and refuse what a ZeRO optimizer cannot be made to do."""
@@ -65,10 +68,6 @@ class ZeroEngine(StepEngine):
                 "'skip' or 'raise': a ZeRO optimizer does not step on a gradient norm that is not finite",
                 "use nonfinite='skip', or strategy='mp_fsdp2'",
             )
-
-    def may_be_reverted(self) -> bool:
-        """Until ``hand_over``: the optimizer is checked before DeepSpeed flattens and partitions."""
-        return True
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse what does not step pieces of flat tensors; asked before a ZeRO optimizer takes its place."""
@@ -121,13 +120,13 @@ class ZeroEngine(StepEngine):
 
     # ------------------------------------------------------------------ the step
 
-    def before_backward(self, loss: Tensor, *, manual: bool) -> Tensor:
+    def before_backward(self, loss: Tensor) -> Tensor:
         """The loss, times the scale where there is one.
 
         Raises:
             RuntimeError: under manual optimization, a second backward pass before a step: ZeRO would lose the first.
         """
-        if manual and self.pending:
+        if self.manual and self.pending:
             fault = Fault(
                 "two manual_backward() before a step with ZeRO",
                 "one, since each reduces and partitions the gradients anew",
@@ -138,17 +137,16 @@ class ZeroEngine(StepEngine):
             self._first.before_backward(loss)
         if self._weights is not None:
             self._weights.refuse_apart_behind(loss)
-        return super().before_backward(loss, manual=manual)
+        return super().before_backward(loss)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> bool:
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's backward, which reduces; Lightning has divided by the accumulation already."""
         with torch.autocast(self.device.type, enabled=False):  # manual optimization calls it within training_step
             self._running.backward(loss, *args, **kwargs)
-        return True
 
-    def after_backward(self, *, manual: bool) -> None:
+    def after_backward(self) -> None:
         """Under manual optimization, whoever looks for gradients, which are in partitions, is told until the step."""
-        if manual and not self._watching:
+        if self.manual and not self._watching:
             self._watching = True
             self._reads.__enter__()
 
@@ -168,8 +166,8 @@ class ZeroEngine(StepEngine):
             self._tell_no_more()
 
     @contextmanager
-    def _watch_shards(self, reads: AbstractContextManager[None]) -> Generator[None, None, None]:
-        module = cast("nn.Module", self._module)
+    def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
+        reads = super()._first_step(module)
         if self._weights is None or not self._weights.partitioned or any(map(is_compiled, module.modules())):
             with reads:
                 yield
@@ -182,15 +180,11 @@ class ZeroEngine(StepEngine):
             self._reads.__exit__(None, None, None)
             self._watching = False
 
-    def may_call_closure(self, optimizer: Optimizer) -> bool:
-        """A ZeRO optimizer takes no closure."""
-        return False
-
     def unscale(self, optimizer: Optimizer) -> None:
         """Left to the step, which divides by the plan's scale and asks every rank."""
         self._require_tracked("ZeRO")
         self._tell_no_more()
-        if self.scaler.stepped(optimizer):
+        if self.scaler.enabled and self.scaler.stepped(optimizer):
             self.scaler.update()
 
     def check_finite_again(self, optimizer: Optimizer) -> None:
@@ -241,7 +235,6 @@ class ZeroEngine(StepEngine):
         self._note_sums()
         zero.clip(self._default_clip)
         self.scaler.note_step(optimizer, torch.full((), float(not applied), dtype=torch.float32, device=self.device))
-        self.count()
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     @property
@@ -275,10 +268,6 @@ class ZeroEngine(StepEngine):
         if not self._in_step:
             self._refuse_untracked(self._running.optimizer, (), {})
         own(closure)
-
-    def user_hooks(self) -> AbstractContextManager[Any]:
-        """Gradients are not where users look for them: who looks is told."""
-        return self._reads
 
     def release(self) -> None:
         """Drop the DeepSpeedEngine too."""

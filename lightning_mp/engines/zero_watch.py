@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_mp.compat.deepspeed import after_gathered_change, is_partitioned, stays_gathered
 from lightning_mp.errors import Fault
 from lightning_mp.modules.half_copies import HalfCopy
-from lightning_mp.numerics import graph
 from lightning_mp.numerics.dtypes import as_plain
+from lightning_mp.numerics.nested import leaves
 
 _GRAD: Any = cast("Any", Tensor.grad)
 _DATA: Any = cast("Any", Tensor.data)
@@ -184,7 +184,7 @@ class Weights:
             RuntimeError: they will not have.
         """
         if not self._compared:
-            self._compare(dict.fromkeys(graph.leaves(loss), 1))
+            self._compare(dict.fromkeys(leaves(loss), 1))
 
     def _compare(self, places: Mapping[int, int]) -> None:
         """Each of them, by ``id``, in the same place everywhere: gradients are summed in the order they come in."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_mp.compat.lightning import Trainer
-from lightning_mp.engines import announce
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.engines.plan_base import PlanBase, began
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.doctor import warn_at_fit
 from lightning_mp.monitor.nonfinite.plan_guard import PlanGuard
@@ -27,7 +26,7 @@ class PlanRun:
         if self._guard is not None:
             self._guard.install()
         warn_at_fit(module, self._plan.policy)
-        announce.began(engine, module, self._trainer)
+        began(engine, module, self._trainer)
 
     def end(self) -> None:
         """Undo it."""

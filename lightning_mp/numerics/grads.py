@@ -1,12 +1,15 @@
-"""Gradients of one optimizer: unscale and check in one pass, norm, and a step that a device flag can hold back."""
+"""Gradients: unscale and check them in one pass, their norm, whole or in shards, and a step that a flag holds back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,11 +17,14 @@ from lightning_mp.compat import torch as compat
 from lightning_mp.numerics.dtypes import HALF
 
 HostRead = Callable[[Tensor], bool]
+#: process groups over which a gradient's shards add up to all of it
+Groups = tuple[dist.ProcessGroup, ...]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Every parameter the optimizer updates."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return list(chain.from_iterable(map(itemgetter("params"), groups)))
 
 
 def drop(optimizer: Optimizer) -> None:
@@ -66,7 +72,7 @@ def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Te
         if members[0].dtype is torch.bfloat16 and device.type != "cpu":
             _unscale_and_check_by_norm_(members, inverse, flag)
         else:
-            compat.unscale_and_check_(members, inverse, flag)
+            compat.unscale_and_check_(members, flag, inverse)
         if not here:
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
 
@@ -83,13 +89,9 @@ def _unscale_and_check_by_norm_(members: list[Tensor], inv_scale: Tensor, found_
 
 
 def _by_device_and_dtype(grads: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    members = list(grads)
-    kinds = [(gradient.device, gradient.dtype) for gradient in members]
-    if kinds and kinds.count(kinds[0]) == len(kinds):
-        return (members,)  # nearly always
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for kind, gradient in zip(kinds, members, strict=True):
-        groups.setdefault(kind, []).append(gradient)
+    for gradient in grads:
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     return groups.values()
 
 
@@ -100,7 +102,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     would overflow at 65,504.
     """
     members = [parameter for parameter in parameters if parameter.grad is not None]
-    if not any(parameter.dtype in HALF for parameter in members):
+    if {parameter.dtype for parameter in members}.isdisjoint(HALF):
         return torch.nn.utils.clip_grad_norm_(members, max_norm)
     grads = [cast("Tensor", parameter.grad) for parameter in members]
     wide = [torch.float32 if gradient.dtype in HALF else None for gradient in grads]
@@ -110,13 +112,121 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     return total
 
 
+# ------------------------------------------------------------------ shards
+
+
+def shard_groups(gradient: Tensor, plain: Groups) -> Groups:
+    """The process groups ``gradient`` is split over; ``plain`` for a plain tensor, which has no placements."""
+    if not hasattr(gradient, "to_local"):
+        return plain
+    sharded = cast("Any", gradient)
+    dimensions = enumerate(sharded.placements)
+    # a split may also be a strided one (FSDP over tensor parallel), which does not call itself a Shard
+    return tuple(sharded.device_mesh.get_group(index) for index, kind in dimensions if not kind.is_replicate())
+
+
+def sum_partial_(parameters: Iterable[Tensor]) -> None:
+    """Sum gradients over ranks that are still partial, as tensor parallelism leaves some."""
+    for parameter in parameters:
+        gradient = cast("Any", parameter.grad)
+        if gradient is None or not hasattr(gradient, "to_local"):
+            continue
+        if any(kind.is_partial() for kind in gradient.placements):
+            parameter.grad = gradient.redistribute(gradient.device_mesh, cast("Any", parameter).placements)
+
+
+def global_norm(parameters: Iterable[Tensor], device: torch.device, plain: Groups = ()) -> Tensor:
+    """The 2-norm over every parameter's gradient, wherever its shards are: an fp32 scalar on ``device``.
+
+    One pass over the local shards and one all-reduce for each set of process groups (one, without tensor parallel).
+    ``plain`` are the groups over which gradients that are no DTensors are split, as FSDP1's are.
+    """
+    sums: dict[Groups, Tensor] = {}
+    for groups, members in _by_groups(parameters, plain).items():
+        sums[groups] = squares(gradients(members), device).sum()
+        for group in groups:
+            dist.all_reduce(sums[groups], group=group)
+    total = sum(sums.values(), torch.zeros((), dtype=torch.float32, device=device))
+    return total.sqrt()
+
+
+def over_shards(norm: Tensor, order: float, groups: Groups, *, error_if_nonfinite: bool = False) -> Tensor:
+    """The norm of all shards from that of this rank's, ``norm``.
+
+    Raises:
+        RuntimeError: it is not finite, under ``error_if_nonfinite``; as ``clip_grad_norm_`` does.
+    """
+    largest = math.isinf(order)
+    total = norm.clone() if largest else norm.pow(order)
+    for group in groups:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    total = total if largest else total.pow(1.0 / order)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(f"The total norm of order {order} for gradients is non-finite, so it cannot be clipped.")
+    return total
+
+
+def _by_groups(parameters: Iterable[Tensor], plain: Groups) -> dict[Groups, list[Tensor]]:
+    """Parameters with a gradient by the process groups it is split over, in an order that is the same on all ranks.
+
+    A rank without a shard (of a parameter smaller than the world) takes part in the sum all the same.
+    """
+    found: dict[Groups, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault(shard_groups(parameter.grad, plain), []).append(parameter)
+        elif plain:
+            found.setdefault(plain, [])
+    return found
+
+
+def squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of each tensor, in fp32 whatever its dtype: (len(tensors),) on ``device``."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float32, device=device)
+    norms = [torch.zeros((), dtype=torch.float32, device=device)] * len(tensors)
+    for dtype, places in _by_dtype(tensors).items():
+        for place, norm in zip(places, _norms([tensors[place] for place in places], dtype), strict=True):
+            norms[place] = norm if norm.device == device else norm.to(device)
+    return torch.stack(norms).square()
+
+
+def _norms(members: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    # A norm of half-precision numbers taken in half precision would overflow, or stop growing.
+    if dtype == torch.float64:
+        return [norm.float() for norm in compat.norms(members, 2)]
+    return compat.norms(members, 2, torch.float32)
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[int]]:
+    """Where in ``tensors`` those of each dtype are."""
+    found: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.numel():  # a rank may hold nothing of a small parameter
+            found.setdefault(tensor.dtype, []).append(place)
+    return found
+
+
+def clip_to_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
+    """Scale every gradient so that the global norm ``total`` becomes at most ``max_norm``, without a device sync."""
+    # torch.nn.utils.clip_grads_with_norm_'s rule, its constant included
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            shard = local(parameter.grad)
+            shard.mul_(factor.to(shard.device))
+
+
+# ------------------------------------------------------------------ the step
+
+
 def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwargs: Any) -> Any:
     """Step the optimizer where ``found_inf`` is 0; where it is 1, leave every parameter and all state as they were.
 
     A fused optimizer takes the flag on the device. Any other has to be asked for on the host: ``read(found_inf)``.
     Returns what the optimizer returned, ``None`` where it was not called.
     """
-    if not _takes_flag(optimizer):
+    if not compat.takes_flag(optimizer) or _makes_momentum(optimizer):
         return None if read(found_inf) else optimizer.step(**kwargs)
     flagged = cast("Any", optimizer)
     flagged.grad_scale, flagged.found_inf = None, found_inf
@@ -126,17 +236,12 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
         del flagged.grad_scale, flagged.found_inf
 
 
-def _takes_flag(optimizer: Optimizer) -> bool:
-    if not compat.takes_flag(optimizer):
-        return False
+def _makes_momentum(optimizer: Optimizer) -> bool:
     # torch (2.13 still) allocates fused SGD's momentum uninitialised and returns before writing it when the very first
     # step is held back: the garbage is then used as momentum. So that step is decided on the host.
-    return not (
-        isinstance(optimizer, torch.optim.SGD)
-        and any(
-            group["momentum"] and optimizer.state[parameter].get("momentum_buffer") is None
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        )
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group["momentum"] and optimizer.state[parameter].get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
     )

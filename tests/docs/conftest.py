@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_mp.numerics.tf32 import set_tf32
+from lightning_mp.numerics.device import set_tf32
 
 
 @pytest.fixture(autouse=True)

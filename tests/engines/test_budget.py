@@ -10,23 +10,22 @@ import torch
 
 from lightning_mp.engines.diagnosis import Verdict
 from lightning_mp.engines.eager import EagerEngine
-from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.policy import LossScaling, NonFinite, PrecisionPolicy
 
 CPU = torch.device("cpu")
 
 
-def budget(rule: NonFinite, scaling: LossScaling | None = None) -> tuple[EagerEngine, StepCounter, Any]:
-    steps = StepCounter()
-    scaler = None if scaling is None else LossScaler(scaling, steps)
+ONE = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def budget(rule: NonFinite, scaling: LossScaling | None = None) -> tuple[EagerEngine, LossScaler]:
+    scaler = LossScaler(scaling)
     policy = PrecisionPolicy(
         precision="32-true" if scaling is None else "16-mixed", loss_scaling=scaling, nonfinite=rule
     )
-    engine = EagerEngine(
-        policy, device=CPU, step_counter=steps, scaler=scaler, distributed=False, global_step=lambda: steps.attempts
-    )
-    return engine, steps, engine.scaler
+    engine = EagerEngine(policy, device=CPU, scaler=scaler, distributed=False, global_step=lambda: scaler.attempts)
+    return engine, scaler
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,10 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_run_ends_on_the_step_that_exceeds_the_budget(case: Case) -> None:
-    watched, steps, _ = budget(NonFinite(action=case.action, max_consecutive=case.allowed))
+    watched, steps = budget(NonFinite(action=case.action, max_consecutive=case.allowed))
     found = list[Verdict | None]()
     for step in case.steps:
-        steps.begin_step(torch.tensor(float(step == "x")))
-        steps.record()
+        steps.note_step(ONE, torch.tensor(float(step == "x")))
         found.append(watched.verdict())
     assert found == [*[None] * (len(case.steps) - 1), None if case.words is None else Verdict(case.words)]
 
@@ -65,41 +63,36 @@ def test_a_run_ends_on_the_step_that_exceeds_the_budget(case: Case) -> None:
 def test_a_healthy_run_is_looked_at_no_oftener_than_the_budget_asks(
     allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched, steps, _ = budget(NonFinite(max_consecutive=allowed))
-    looks, streak = list[int](), StepCounter.streak
+    watched, steps = budget(NonFinite(max_consecutive=allowed))
+    looks, streak = list[int](), LossScaler.streak
     monkeypatch.setattr(
-        StepCounter, "streak", property(lambda self: looks.append(self.attempts) or streak.__get__(self))
+        LossScaler, "streak", property(lambda self: looks.append(self.attempts) or streak.__get__(self))
     )
     for _ in range(20):
-        steps.begin_step(torch.tensor(0.0))
-        steps.record()
+        steps.note_step(ONE, torch.tensor(0.0))
         assert watched.verdict() is None
     assert looks == list(range(1, 21, allowed + 1))
 
 
 def test_after_a_restart_it_looks_at_once_and_a_new_start_forgets_the_skips() -> None:
-    watched, steps, _ = budget(NonFinite(max_consecutive=3))
+    watched, steps = budget(NonFinite(max_consecutive=3))
     for skip in (0.0, 1.0, 1.0, 1.0):  # the look after the first step is good for three more
-        steps.begin_step(torch.tensor(skip))
-        steps.record()
+        steps.note_step(ONE, torch.tensor(skip))
     watched.start_over()
-    steps.begin_step(torch.tensor(1.0))
-    steps.record()
+    steps.note_step(ONE, torch.tensor(1.0))
     assert (watched.verdict(), steps.streak) == (None, 1)
 
 
 @pytest.mark.parametrize("at_min", ["raise", "hold"])
 def test_an_overflow_at_the_floor_ends_a_run_whose_rule_says_so(at_min: Any) -> None:
     scaling = LossScaling.deepspeed(initial_scale_power=2, hysteresis=1, at_min=at_min)
-    watched, steps, scaler = budget(NonFinite(max_consecutive=100), scaling)
+    watched, scaler = budget(NonFinite(max_consecutive=100), scaling)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    scaler.place(CPU)
     found = list[bool]()
     for _ in range(4):  # 4 → 2 → 1 → 1
         optimizer.param_groups[0]["params"][0].grad = torch.full((1,), torch.inf)
         scaler.unscale_(optimizer)
         scaler.step_checked(optimizer)
-        steps.record(scaler.counts())
         scaler.update()
         verdict = watched.verdict()
         found.append(verdict is not None and verdict.at_min)

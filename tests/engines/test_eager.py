@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lightning_mp import LossScaleError, LossScaling, NonFiniteError, PlanError, PrecisionPolicy
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults
-from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.numerics.loss_scale import LossScaler
 from support.models import InfiniteGradient, same_weights, weights
 
 OPTIMIZERS: dict[str, Any] = {
@@ -33,22 +32,20 @@ def _loss(net: nn.Module, step: int, bad: tuple[int, ...] = ()) -> Tensor:
     return loss + InfiniteGradient.apply(next(net.parameters()).sum() * 0) if step in bad else loss
 
 
-def _bare(policy: PrecisionPolicy, counter: StepCounter, scaler: LossScaler | None = None) -> EagerEngine:
+def _bare(policy: PrecisionPolicy) -> EagerEngine:
+    scaler = LossScaler(policy.loss_scaling)
     return EagerEngine(
         policy,
         device=torch.device("cpu"),
-        step_counter=counter,
         scaler=scaler,
         distributed=False,
-        global_step=lambda: counter.attempts - 1,
+        global_step=lambda: scaler.attempts - 1,
     )
 
 
 def _engine(net: nn.Module, precision: str = "16-mixed", build: Any = OPTIMIZERS["fused"], **fields: Any) -> Any:
     policy = PrecisionPolicy(precision=precision, **fields)
-    counter = StepCounter()
-    scaler = None if policy.loss_scaling is None else LossScaler(policy.loss_scaling, counter)
-    engine = _bare(policy, counter, scaler)
+    engine = _bare(policy)
     faults = Faults()
     engine.check(net, faults)
     faults.raise_if_any()
@@ -60,8 +57,8 @@ def _engine(net: nn.Module, precision: str = "16-mixed", build: Any = OPTIMIZERS
 
 def _step(engine: Any, optimizer: Any, loss: Tensor, clip: float | None = None) -> None:
     optimizer.zero_grad()
-    engine.before_backward(loss, manual=False).backward()
-    engine.after_backward(manual=False)
+    engine.before_backward(loss).backward()
+    engine.after_backward()
     engine.unscale(optimizer)
     if clip is not None:
         engine.clip_norm(optimizer, clip)
@@ -87,8 +84,8 @@ def test_a_loop_with_the_engine_is_a_loop_with_torchs_scaler(bad: tuple[int, ...
         scaler.update()
         assert same_weights(weights(ours), weights(torchs))
         assert engine.scaler.get_scale() == scaler.get_scale()
-        assert engine.step_counter.step_skipped == (number in bad)
-    assert (engine.step_counter.applied_steps, engine.step_counter.skipped_steps) == (6 - len(bad), len(bad))
+        assert engine.scaler.step_skipped == (number in bad)
+    assert (engine.scaler.applied_steps, engine.scaler.skipped_steps) == (6 - len(bad), len(bad))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -97,7 +94,7 @@ def test_without_a_scale_the_loss_is_untouched_and_skips_are_the_same(precision:
     net = _net()
     engine, opt = _engine(net, precision, OPTIMIZERS[optimizer])
     loss = _loss(net, 0)
-    assert engine.before_backward(loss, manual=False) is loss
+    assert engine.before_backward(loss) is loss
     for number in range(4):
         before = weights(net)
         _step(engine, opt, _loss(net, number, (2,)))
@@ -108,7 +105,7 @@ def test_checking_changes_nothing_and_preparing_does() -> None:
     net = _net()
     before = [type(m) for m in net.modules()], [p.dtype for p in net.parameters()]
     policy = PrecisionPolicy(precision="bf16-true", pins={"1": "fp32"}, checkpointing="2")  # type: ignore[arg-type]
-    engine = _bare(policy, StepCounter())
+    engine = _bare(policy)
     engine.check(net, Faults())
     assert ([type(m) for m in net.modules()], [p.dtype for p in net.parameters()]) == before
     engine.prepare(net)
@@ -130,7 +127,7 @@ def test_releasing_takes_checkpointing_out_and_leaves_dtypes() -> None:
 def test_faults_are_noted_not_raised() -> None:
     policy = PrecisionPolicy(precision="bf16-mixed", pins={"a": "fp32", "b": "fp32"}, checkpointing="c")  # type: ignore[arg-type]
     faults = Faults()
-    _bare(policy, StepCounter()).check(_net(), faults)
+    _bare(policy).check(_net(), faults)
     assert [fault.given.split(",")[0] for fault in faults.found] == ["pin 'a'", "pin 'b'", "checkpointing pattern 'c'"]
 
 
@@ -166,7 +163,7 @@ def test_pending_says_whether_gradients_came_in() -> None:
     net = _net()
     engine, optimizer = _engine(net)
     assert not engine.pending
-    engine.before_backward(_loss(net, 0), manual=False).backward()
+    engine.before_backward(_loss(net, 0)).backward()
     assert engine.pending
     engine.unscale(optimizer)
     engine.step(optimizer)

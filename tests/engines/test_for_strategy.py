@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from lightning_mp.engines import for_strategy
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Fault, Faults
-from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.policy import PrecisionPolicy
 from support.models import Regression
 
@@ -36,8 +36,7 @@ def _faults(strategy: Any, precision: str = "bf16-mixed", **fields: Any) -> tupl
     engine = for_strategy.engine_of(strategy)(
         PrecisionPolicy(precision=precision, **fields),
         device=torch.device("cpu"),
-        step_counter=StepCounter(),
-        scaler=None,
+        scaler=LossScaler(),
         distributed=True,
         global_step=int,
     )

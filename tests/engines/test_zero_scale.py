@@ -11,8 +11,7 @@ import torch
 from lightning_mp import LossScaling
 from lightning_mp.compat.deepspeed import PlanScale
 from lightning_mp.engines.zero import ZeroEngine
-from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.policy import PrecisionPolicy
 
 host = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
@@ -101,16 +100,15 @@ class _DeepSpeed(torch.nn.Module):
 
 def test_a_window_whose_last_batch_gave_no_loss_is_an_error_not_a_lost_update() -> None:
     zero: Any = _Zero()
-    counter = StepCounter()
+    scaler = LossScaler()
     engine = ZeroEngine(
         PrecisionPolicy(precision="bf16-mixed"),
         device=torch.device("cpu"),
-        step_counter=counter,
-        scaler=None,
+        scaler=scaler,
         distributed=False,
         global_step=lambda: 0,
     )
     engine.connect(_DeepSpeed(), [zero])
     with pytest.raises(RuntimeError, match=r"returned None on the last batch of a window.*Return a loss of zero"):
         engine.step(zero)
-    assert counter.attempts == 0
+    assert scaler.attempts == 0

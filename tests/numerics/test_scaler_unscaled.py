@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_mp import LossScaling
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.numerics.loss_scale import LossScaler
 from support.counting import HostReads
 from support.loops import FUSED, INF, OPTIMIZERS, backward, net, train
 from support.models import same_weights, weights
@@ -195,11 +194,11 @@ def test_a_fused_step_with_clipping_reads_nothing(name: str, clip: str | None, s
 def test_an_optimizer_that_is_not_fused_costs_one_read_a_step_of_ours(name: str) -> None:
     asked = []
 
-    class Asked(StepCounter):
-        def read(self, flag: torch.Tensor) -> bool:
+    class Asked(LossScaler):
+        def _read(self, flag: torch.Tensor) -> bool:
             asked.append(flag)
-            return super().read(flag)
+            return super()._read(flag)
 
     model = net()
-    train(model, OPTIMIZERS[name](model.parameters()), LossScaler(LossScaling(), Asked()), [False, True, False])
+    train(model, OPTIMIZERS[name](model.parameters()), Asked(LossScaling()), [False, True, False])
     assert len(asked) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -272,3 +273,32 @@ def test_integer_inputs_are_never_cast() -> None:
 def test_16_mixed_without_arguments_starts_at_torchs_default_scale() -> None:
     plan = MixedPrecisionPlan("16-mixed")
     assert plan.scaler.get_scale() == torch.amp.GradScaler("cpu").get_scale() == LossScaling().init_scale
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("16-true", False), ("16-mixed", True)])
+def test_16_true_divides_small_gradients_in_fp16_and_says_so(
+    mode: str, kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under 2**-14 they lose bits, under 2**-25 they are 0, however large the scale was in the backward pass."""
+    true = torch.tensor([1.2345e-3, 1.2345e-6, 2e-8])
+
+    class Small(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = nn.Parameter(torch.zeros(3))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx).float() + (self.small.float() * true).sum()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.seen = self.small.grad.float()
+
+    module = Small()
+    with caplog.at_level(logging.INFO):
+        fit(module, plugins=[plan_for(mode)], max_steps=1)
+    error = (module.seen / true - 1).abs().tolist()
+    assert error[0] < 2**-10
+    assert (error[1] < 2**-10, error[2] < 2**-10) == (kept, kept)
+    assert (module.seen[2] == 0).item() is not kept
+    said = [record.getMessage() for record in caplog.records if "divides gradients" in record.getMessage()]
+    assert (len(said) == 1, all(len(line) <= 160 for line in said)) == (not kept, True)

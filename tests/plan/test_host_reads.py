@@ -121,16 +121,16 @@ def test_the_budget_is_looked_at_only_when_it_can_be_spent() -> None:
     module = Unread()
     plan = plan_for("bf16-mixed", nonfinite=NonFinite(max_consecutive=3))
     looks: list[int] = []
-    original = type(plan.step_counter)._counts
+    original = type(plan.loss_scaler)._counts
 
-    class Looked(type(plan.step_counter)):  # type: ignore[misc]
+    class Looked(type(plan.loss_scaler)):  # type: ignore[misc]
         def _counts(self) -> Any:
             looks.append(self.attempts)
             return original(self)
 
     class Watch(Callback):
         def on_train_start(self, *_: Any) -> None:
-            plan.step_counter.__class__ = Looked
+            plan.loss_scaler.__class__ = Looked
 
     fit(module, plugins=[plan], callbacks=[Watch()], max_epochs=2)
     assert sorted(set(looks) - {0}) == [1, 5, 9, 13, 16]  # the last at the run's end: was any step applied?

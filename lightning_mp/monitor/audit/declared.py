@@ -23,7 +23,7 @@ from lightning_mp.compat.lightning import (
     Trainer,
     ddp_hooks,
 )
-from lightning_mp.engines import device_rules
+from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Faults
 from lightning_mp.modules import fp8, pins
 from lightning_mp.monitor.audit.judge import AS_STORED, Declaration
@@ -55,7 +55,7 @@ def by_any(
     if not isinstance(policy, PrecisionPolicy):
         return by_stock(cast("Precision", plan), None, modules)
     if policy.precision == "auto":
-        policy = device_rules.resolved(policy, describe(device), modules[""])
+        policy = for_strategy.resolved(policy, describe(device), modules[""])
     return by_policy(policy, modules, device)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import check_copy
-from lightning_mp.engines import device_rules
+from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
 from lightning_mp.modules import pins, storage
 from lightning_mp.monitor.dtype_names import dtype_name
@@ -149,7 +149,7 @@ def case_of(
     if not isinstance(policy, PrecisionPolicy):
         return ModelUnderTest(**common, **_stock(plan))
     if policy.precision == "auto":
-        policy = device_rules.resolved(policy, target, model)
+        policy = for_strategy.resolved(policy, target, model)
     return of_policy(policy, **common)
 
 

@@ -32,7 +32,7 @@ from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.health.measurement import some
 from lightning_mp.monitor.side_run import loss_of, output_in, untouched
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.planner.memory import USABLE, degrees, held, name_of
 from lightning_mp.planner.speed import bubble
 from lightning_mp.policy import PrecisionPolicy, hardware
@@ -145,8 +145,7 @@ def highest_fitting_scale(case: ModelUnderTest, rule: LossScaling) -> float | No
     engine = EagerEngine(
         replace(policy, checkpointing=None),
         device=device,
-        step_counter=StepCounter(),
-        scaler=None,
+        scaler=LossScaler(),
         distributed=False,
         global_step=lambda: 0,
     )

@@ -31,8 +31,7 @@ from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource
 from lightning_mp.monitor.health.throughput import Processed
 from lightning_mp.numerics.dtypes import HALF
-from lightning_mp.numerics.grad_norm import Groups, shard_groups, squares
-from lightning_mp.numerics.grads import gradients, local
+from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares
 
 Values = dict[str, float | None]
 Measured = dict[str, Number | None]

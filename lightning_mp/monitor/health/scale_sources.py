@@ -17,8 +17,7 @@ from lightning_mp.compat import deepspeed
 from lightning_mp.compat.lightning import DeepSpeedStrategy, Trainer
 from lightning_mp.compat.torch import GROWTH_TRACKER, scale_of
 from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.numerics.loss_scale import LossScaler
 
 Number = Tensor | float
 
@@ -34,20 +33,20 @@ class Scale:
 
 
 class PlanSource:
-    """The scaler and the counts of a MixedPrecisionPlan; ``scaler`` is ``None`` in a mode without scaling."""
+    """The scaler of a MixedPrecisionPlan, which is disabled in a mode without scaling, and counts all the same."""
 
-    def __init__(self, scaler: LossScaler | None, step_counter: StepCounter) -> None:
-        self._scaler, self._step_counter = scaler, step_counter
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
 
     def scale(self) -> Scale | None:
-        if self._scaler is None:
+        if not self._scaler.enabled:
             return None
         state, rule = self._scaler.state, self._scaler.config
         hysteresis = state.hysteresis_left if rule.hysteresis > 1 else None
         return Scale(state.scale, state.growth_tracker, hysteresis, rule.floor)
 
     def skipped(self) -> Number:
-        return self._step_counter.skipped
+        return self._scaler.skipped
 
 
 class StockSource:
@@ -106,7 +105,7 @@ def scale_source(trainer: Trainer) -> ScaleSource | None:
     """The object that scales this run's loss or skips its steps; ``None`` where there is none."""
     plugin = trainer.precision_plugin
     if isinstance(plugin, PlanBase):
-        return PlanSource(plugin.scaler, plugin.step_counter)
+        return PlanSource(plugin.loss_scaler)
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         return DeepSpeedSource(trainer.strategy.deepspeed_engine)
     scaler: Any = getattr(plugin, "scaler", None)

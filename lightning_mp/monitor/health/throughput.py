@@ -15,9 +15,8 @@ from lightning_mp.compat.lightning import Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.monitor.health.flops import CountFlops
 from lightning_mp.monitor.side_run import around_passes
-from lightning_mp.numerics.device import describe
+from lightning_mp.numerics.device import describe, has_tf32
 from lightning_mp.numerics.nested import tensors_in
-from lightning_mp.numerics.tf32 import has_tf32
 from lightning_mp.policy import hardware
 from lightning_mp.policy.words import DTYPES_OF
 

@@ -19,7 +19,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_mp.engines import reduce
+from lightning_mp.engines.base import max_over_ranks_
 from lightning_mp.engines.diagnosis import Verdict, named
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.monitor.events import Event
@@ -265,7 +265,7 @@ class Checkpoints:
             bad = nonfinite.from_parameters(trainer.lightning_module) is not None
             flag = torch.full((), float(bad), dtype=torch.float32, device=trainer.strategy.root_device)
             if trainer.world_size > 1:
-                reduce.max_over_ranks_(flag)
+                max_over_ranks_(flag)
             if not flag.item():
                 return path
         return None

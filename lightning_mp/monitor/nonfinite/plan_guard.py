@@ -86,7 +86,7 @@ class PlanGuard(WritesRun):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the batch until its step is over."""
         self._steps.batch_starts(trainer)
-        self._attempts = self._plan.step_counter.attempts
+        self._attempts = self._plan.loss_scaler.attempts
         self._log.remember(batch, batch_idx)
 
     def on_train_batch_end(
@@ -98,7 +98,7 @@ class PlanGuard(WritesRun):
             NonFiniteError: the budget is spent and nothing is to be rewound, or no checkpoint can be.
             LossScaleError: an overflow at the minimum loss scale, under ``at_min="raise"``.
         """
-        if self._plan.step_counter.attempts == self._attempts:
+        if self._plan.loss_scaler.attempts == self._attempts:
             return  # in the middle of an accumulation window
         deferred = self._engine.deferred
         assert deferred is not None, "on_train_start comes first"
@@ -118,7 +118,7 @@ class PlanGuard(WritesRun):
 
     def _explain(self, trainer: Trainer, module: LightningModule, verdict: Verdict | None) -> None:
         found, scale = self._log.locate(module), self._engine.loss_scale
-        streak, step = self._plan.step_counter.streak, self._steps.step
+        streak, step = self._plan.loss_scaler.streak, self._steps.step
         if verdict is None and scale is not None and is_ordinary(scale, found.bad_loss, at_floor=streak > 0):
             self._log.overflow(found, step=step, scale=scale)
             return
@@ -138,7 +138,7 @@ class PlanGuard(WritesRun):
 
     def _rewind(self, event: Event) -> None:
         """The loss scale goes back with the weights; the counts of the run go on."""
-        counts = self._plan.step_counter.state_dict()
+        counts = self._plan.loss_scaler.counts()
         self._log.rewind(event)
-        self._plan.step_counter.load_state_dict(counts)
+        self._plan.loss_scaler.load_counts(counts)
         self._engine.start_over()

@@ -27,8 +27,8 @@ from lightning_mp.compat.lightning import (
     set_mesh,
 )
 from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.for_strategy import check_users_sharding
 from lightning_mp.engines.sharded import ShardedEngine
-from lightning_mp.engines.user_sharding import check_users_sharding
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import half_weights
 from lightning_mp.numerics.dtypes import to_torch

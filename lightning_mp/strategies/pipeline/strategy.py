@@ -31,7 +31,7 @@ from lightning_mp.compat.lightning import (
     set_mesh,
 )
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.pipelined import PipelineEngine
+from lightning_mp.engines.sharded import PipelineEngine
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.remote import free_remote, is_remote
 from lightning_mp.numerics.dtypes import to_torch

@@ -22,7 +22,7 @@ from lightning_mp.monitor.health.measurement import (
     memory,
     named_parameters,
 )
-from lightning_mp.numerics.grad_norm import squares
+from lightning_mp.numerics.grads import squares
 from support.models import Regression
 
 CPU = torch.device("cpu")

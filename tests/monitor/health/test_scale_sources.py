@@ -19,8 +19,7 @@ from lightning_mp.monitor.health.scale_sources import (
     StockSource,
 )
 from lightning_mp.monitor.health.to_host import ToHost
-from lightning_mp.numerics.scaler import LossScaler
-from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.numerics.loss_scale import LossScaler
 from support.counting import HostReads
 from support.loops import FUSED, OPTIMIZERS, backward, net
 
@@ -84,16 +83,9 @@ def test_a_scale_of_zero_cannot_fall_and_skips_all_the_same() -> None:
 @settings(max_examples=10)
 @given(trace=traces)
 def test_the_plans_scaler_and_its_counts(trace: list[bool]) -> None:
-    counter = StepCounter()
     scaler = LossScaler(LossScaling.megatron(initial_scale=2.0**10, growth_interval=3, hysteresis=2))
-
-    def record(overflow: bool) -> None:
-        found = torch.tensor(float(overflow))
-        counter.begin_step(found)
-        counter.record()
-
-    source = PlanSource(scaler, counter)
-    assert followed(source, scaler, "AdamW", trace, record) == expected(trace)
+    source = PlanSource(scaler)
+    assert followed(source, scaler, "AdamW", trace) == expected(trace)
     scale, state = source.scale(), scaler.state_dict()
     assert scale is not None
     assert float(scale.scale) == state["scale"]
@@ -103,7 +95,7 @@ def test_the_plans_scaler_and_its_counts(trace: list[bool]) -> None:
 
 
 def test_a_plan_without_scaling_has_skips_and_no_scale() -> None:
-    assert PlanSource(None, StepCounter()).scale() is None
+    assert PlanSource(LossScaler()).scale() is None
 
 
 def test_nothing_is_read_to_count() -> None:
@@ -163,15 +155,13 @@ def test_deepspeed_without_fp16_scales_nothing() -> None:
 
 def test_several_optimizers_in_a_batch_are_one_in_a_row() -> None:
     """A batch is skipped where none of its steps was applied."""
-    counter = StepCounter()
-    skips = counted(PlanSource(None, counter))
+    scaler, optimizer = LossScaler(), FUSED["SGD"](net().parameters())
+    skips = counted(PlanSource(scaler))
     seen = []
     for batch in ((1, 1), (1, 0), (0, 0), (1, 1), (1, 1)):
         for flag in batch:
             skips.before_step()
-            found = torch.tensor(float(flag))
-            counter.begin_step(found)
-            counter.record()
+            scaler.note_step(optimizer, torch.tensor(float(flag)))
         skips.after_batch()
         seen.append((float(skips.total), float(skips.in_a_row), bool(skips.skipped_last)))
     assert seen == [(2, 2, True), (3, 0, False), (3, 0, False), (5, 2, True), (7, 4, True)]

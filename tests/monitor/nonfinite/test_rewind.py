@@ -171,4 +171,4 @@ def test_the_plan_rewinds_once_its_budget_is_spent(tmp_path: Path) -> None:
     assert [(event["step"], event["action"]) for event in planned.events] == [(7, "rewind")]
     assert same_weights(trace.weights[7], trace.weights[3])
     assert not same_weights(trace.weights[6], trace.weights[3])
-    assert (plan.skipped_steps, plan.applied_steps, plan.step_counter.streak) == (3, 5, 0)
+    assert (plan.skipped_steps, plan.applied_steps, plan.loss_scaler.streak) == (3, 5, 0)

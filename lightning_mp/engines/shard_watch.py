@@ -1,25 +1,34 @@
-"""What users read of shards: norms of gradients, which are those of whole ones, and weights outside of their unit."""
+"""What is watched while weights are sharded: norms of gradients, reads outside of a unit, and that ranks run the same.
+
+Ranks that gather other weights than one another, or in another order, would wait for ever.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat.lightning import called_by_grad_norm
+from lightning_mp.compat.torch import in_backward
 from lightning_mp.compat.torch_sharding import take_total_norms_by
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, PlanError
-from lightning_mp.numerics import grad_norm, grads
+from lightning_mp.numerics import grads
+from lightning_mp.numerics.nested import nodes, tensors_in
 
 _NORM: Any = Tensor.norm
 _CASTS_AS = (Tensor.type_as, Tensor.to)
 #: set on what was made of a sharded weight and has no gradient, to the weight's name
 _MADE_OF = "lmp_made_of"
+_END, _BACKWARD, _REDUCED = "the end of the step", "a backward pass", "a reduction over ranks, as self.log() makes one"
 
 
 class WholeNorms(TorchFunctionMode):
@@ -43,7 +52,7 @@ class WholeNorms(TorchFunctionMode):
         return result.full_tensor() if isinstance(result, DTensor) else result
 
 
-def sum_total_norms(engine: StepEngine, groups: Callable[[], grad_norm.Groups]) -> Callable[[], None]:
+def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> Callable[[], None]:
     """Have ``clip_grad_norm_`` clip the engine's gradients by the norm over ``groups``; what is returned ends that."""
 
     def total(
@@ -60,7 +69,7 @@ def sum_total_norms(engine: StepEngine, groups: Callable[[], grad_norm.Groups]) 
         norm = own(members, norm_type, False, foreach)
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         plain = torch.as_tensor(whole, dtype=torch.float32, device=engine.device)
-        return grad_norm.over_shards(plain, norm_type, groups(), error_if_nonfinite=error_if_nonfinite)
+        return grads.over_shards(plain, norm_type, groups(), error_if_nonfinite=error_if_nonfinite)
 
     return take_total_norms_by(total)
 
@@ -129,4 +138,103 @@ def _fault(name: str) -> Fault:
         "weights within their module's forward, and those of the root, which belong to no other unit",
         "call the module, or compute with the weight in its forward; pin or wrap what reads it, not it alone; "
         "weight_decay= in the optimizer for a penalty; or use strategy='mp_ddp'",
+    )
+
+
+class FirstForward:
+    """Compares the ranks in the first forwards of ``root``, until ``release``; each comparison is a device sync.
+
+    ``gathers`` says of a unit that is about to run whether its weights have to be gathered.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Mapping[str, nn.Module],
+        device: torch.device,
+        *,
+        gathers: Callable[[nn.Module], bool] = lambda _unit: True,
+        compiled: bool = False,
+    ) -> None:
+        self._names, self._device, self._gathers = [*units, _END, _BACKWARD, _REDUCED], device, gathers
+        self._active, self._pending, self._known = False, False, set[bool]()
+        #: of each unit that ran, the nodes from which its backward pass starts
+        self._starts: dict[str, set[Any]] = {}
+        eager: Any = torch.compiler.disable if compiled else lambda hook: hook  # type: ignore[misc]
+        hooks: list[RemovableHandle] = []
+        for name, unit in units.items():
+            hooks.append(unit.register_forward_pre_hook(eager(partial(self._enter, name)), prepend=True))
+            hooks.append(unit.register_forward_hook(eager(partial(self._leave, name))))
+        hooks.append(root.register_forward_pre_hook(self._begin, prepend=True))
+        hooks.append(root.register_forward_hook(self._end))
+        self._hooks = hooks
+
+    def release(self) -> None:
+        """Leave the modules."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Compare the units that contribute to the first loss.
+
+        Raises:
+            PlanError: on every rank, where they differ.
+        """
+        if not self._pending:
+            return
+        self._pending = False
+        self._meet(_BACKWARD)
+        reached = nodes(loss)
+        mine = [not reached.isdisjoint(self._starts.get(name, ())) for name in self._names]
+        self._starts.clear()
+        found = self._greatest([*map(int, mine), *(int(not one) for one in mine)])
+        for name, some, not_all in zip(self._names, found, found[len(mine) :], strict=False):
+            if some and not_all:
+                raise PlanError([ranks_apart(f"a loss to which {name!r} contributes on some ranks only")])
+
+    def before_reduction(self) -> None:
+        """Before a collective of the user's within a step: other ranks have to be at it too."""
+        if self._active:
+            self._meet(_REDUCED)
+
+    def _begin(self, root: nn.Module, _inputs: Any) -> None:
+        self._active = root.training not in self._known
+        self._known.add(root.training)
+        self._pending = self._active and root.training
+
+    def _end(self, *_: Any) -> None:
+        if self._active:
+            self._meet(_END)
+        self._active = False
+
+    def _enter(self, name: str, unit: nn.Module, _inputs: Any) -> None:
+        if self._active and not in_backward() and self._gathers(unit):
+            self._meet(name)
+
+    def _leave(self, name: str, _unit: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._active and not in_backward():
+            starts = self._starts.setdefault(name, set())
+            starts.update(tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None)
+
+    def _meet(self, name: str) -> None:
+        """Be at ``name`` when all other ranks are; raise on every rank where they are not."""
+        place = self._names.index(name)
+        last, first = (abs(one) for one in self._greatest([place, -place]))
+        if first != last:
+            one, other = (f"at {self._names[index]!r}" for index in (first, last))
+            raise PlanError([ranks_apart(f"a rank {one} when another is {other}")])
+
+    def _greatest(self, numbers: list[int]) -> list[int]:
+        there = torch.tensor(numbers, device=self._device)
+        dist.all_reduce(there, op=dist.ReduceOp.MAX)
+        return there.tolist()
+
+
+def ranks_apart(given: str) -> Fault:
+    """What to say where ranks run different modules."""
+    return Fault(
+        f"{given}, with sharded weights, which all ranks gather and sum together",
+        "the same modules in the same order on every rank, and in the loss of every rank",
+        "run every one on every rank, and add 0 times what one does not need to its loss, or use strategy='mp_ddp' "
+        "with find_unused_parameters=True",
     )
