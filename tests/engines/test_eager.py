@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mp import LossScaleError, LossScaling, NonFiniteError, PlanError, PrecisionPolicy
 from lightning_mp.engines.eager import EagerEngine
@@ -168,3 +171,36 @@ def test_pending_says_whether_gradients_came_in() -> None:
     engine.unscale(optimizer)
     engine.step(optimizer)
     assert not engine.pending
+
+
+# ---------------------------------------------------------------------- what goes over the wire, in a group of one
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("wire", DTYPES)
+@pytest.mark.parametrize("stored", DTYPES)
+def test_gradients_keep_their_own_dtype_and_the_wires_rounding(stored: str, wire: str, monkeypatch: Any) -> None:
+    """Two processes are in tests/plan/test_ddp_gloo.py."""
+    net, hooked = nn.Linear(3, 1, bias=False, dtype=DTYPES[stored]), list[object]()
+    wrapped = DistributedDataParallel(net)
+    register = DistributedDataParallel.register_comm_hook
+    monkeypatch.setattr(
+        DistributedDataParallel, "register_comm_hook", lambda *given: hooked.append(given) or register(*given)
+    )
+    engine = _bare(PrecisionPolicy(precision="32-true", reduce_dtype=wire))
+    engine.connect(wrapped, [])
+    assert len(hooked) == (stored != wire), "a hook only where the dtypes differ"
+    x = torch.tensor([[1.0, 1 / 3, 3.14159]], dtype=DTYPES[stored])
+    wrapped(x).sum().backward()
+    assert net.weight.grad is not None
+    assert net.weight.grad.dtype == DTYPES[stored]
+    assert torch.equal(net.weight.grad, x.to(DTYPES[wire]).to(DTYPES[stored]))
