@@ -38,7 +38,6 @@ FLOOR_0 = (
     "monitor.metric_names",
     "monitor.report",
     "monitor.run_folder",
-    "monitor.strict_json",
     "planner",
     "policy",
     "policy.hardware",

@@ -14,7 +14,7 @@ from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.report.charts import Panel, draw
 from lightning_mp.monitor.report.load import Run, Series
 from lightning_mp.monitor.report.page import document, put
-from lightning_mp.monitor.strict_json import to_json
+from lightning_mp.monitor.run_folder import to_json
 
 JSON, PAGE = "compare.json", "compare.html"
 _DIFFERENCE = {

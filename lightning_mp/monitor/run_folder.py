@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -15,7 +16,6 @@ from filelock import FileLock, Timeout
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.strict_json import to_json
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -69,18 +69,16 @@ class RunFolder:
             OSError: the folder cannot be made or locked.
         """
         folder = Path(path).resolve()
-        found = _open.get(folder)
-        if found is not None and found._owner is owner:
-            return found._join(writer)
-        found = None if found is not None else cls._lock_folder(folder, owner)
+        found = cls._take(folder, owner)
         if found is None:
             what = f"Another run is writing to {path}"
             raise _refused(writer, what, "pass run_dir= to give this run a folder of its own")
-        if (foreign := _foreign(folder)) is not None:
-            found._release()
-            what = f"{path} holds {foreign}, which this package did not write and would overwrite"
-            raise _refused(writer, what, "pass run_dir= to give the run a folder of its own")
-        found._begin(resumed_at)
+        if folder not in _open:
+            if (foreign := _foreign(folder)) is not None:
+                found._release()
+                what = f"{path} holds {foreign}, which this package did not write and would overwrite"
+                raise _refused(writer, what, "pass run_dir= to give the run a folder of its own")
+            found._begin(resumed_at)
         return found._join(writer)
 
     @classmethod
@@ -92,20 +90,22 @@ class RunFolder:
             OSError: it cannot be made or locked.
         """
         for folder in (path.resolve() for path in candidates):
-            found = _open.get(folder)
-            if found is not None and found._owner is owner:
-                return found._join(writer)
-            found = None if found is not None else cls._lock_folder(folder, owner)
+            found = cls._take(folder, owner)
             if found is None:
                 continue
-            if _foreign(folder) is None and not is_ours(folder):
+            if folder not in _open:
+                if _foreign(folder) is not None or is_ours(folder):
+                    found._release()
+                    continue
                 found._begin(None)
-                return found._join(writer)
-            found._release()
+            return found._join(writer)
         raise AssertionError("there are always more candidates")
 
     @classmethod
-    def _lock_folder(cls, folder: Path, owner: object) -> RunFolder | None:
+    def _take(cls, folder: Path, owner: object) -> RunFolder | None:
+        """The folder that this run has open, or a locked one; ``None`` where another run has it."""
+        if folder in _open:
+            return _open[folder] if _open[folder]._owner is owner else None
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / _LOCK)
         try:
@@ -263,3 +263,16 @@ def _foreign(folder: Path) -> str | None:
 
 def _refused(writer: str, what: str, fix: str) -> PlanError:
     return PlanError([Fault(what, "", fix)], writer)
+
+
+def to_json(values: Mapping[str, Any], indent: int | None = None) -> str:
+    """``values`` as JSON's standard has it: a float that is not finite becomes null, never ``NaN``."""
+    return json.dumps(_finite(values), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

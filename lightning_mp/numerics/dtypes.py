@@ -32,6 +32,13 @@ def to_torch(name: str) -> torch.dtype:
     return TORCH_DTYPES[name]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` → ``"fp32"``; every 8-bit float is ``"fp8"``, anything else keeps torch's name."""
+    plain = str(dtype).removeprefix("torch.")
+    names = {known: name for name, known in TORCH_DTYPES.items()} | {torch.float64: "fp64"}
+    return "fp8" if plain.startswith("float8") else names.get(dtype, plain)
+
+
 def cast_floating(data: Any, dtype: torch.dtype) -> Any:
     """Nested ``data`` with every real floating tensor in it cast to ``dtype``; what needs no cast is not copied."""
     return map_tensors(data, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

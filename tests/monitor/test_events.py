@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_mp.monitor.events import KINDS, Event
-from lightning_mp.monitor.strict_json import to_json
+from lightning_mp.monitor.run_folder import to_json
 
 EVENT = Event(
     step=17,

@@ -15,9 +15,9 @@ from lightning_mp.compat.deepspeed import partitions
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.monitor.audit.judge import Declaration
 from lightning_mp.monitor.audit.observer import Observed, Watch, note_gradients
-from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.monitor.side_run import loss_of, output_in, untouched
 from lightning_mp.numerics.device import set_tf32
+from lightning_mp.numerics.dtypes import dtype_name
 from lightning_mp.numerics.nested import floating_in
 
 

@@ -18,10 +18,9 @@ from lightning_mp.compat.torchao import held_dtype, product_node
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.modules.half_copies import HalfCopy, stored_dtype
-from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.monitor.side_run import around_passes
 from lightning_mp.numerics.device import has_tf32
-from lightning_mp.numerics.dtypes import left_alone
+from lightning_mp.numerics.dtypes import dtype_name, left_alone
 from lightning_mp.numerics.nested import floating_in
 
 Kind = Literal["product", "attention", "norm", "lookup", "statistic", "pointwise"]

@@ -14,9 +14,8 @@ from lightning_mp.compat.lightning import check_copy
 from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
 from lightning_mp.modules import pins, storage
-from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.numerics import device
-from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.policy import FP8, Pin, PrecisionPolicy, hardware
 from lightning_mp.policy.loss_scaling import LossScaling
 from lightning_mp.policy.words import DTYPES_OF, STOCK_PRECISIONS, precision_word

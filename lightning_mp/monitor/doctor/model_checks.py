@@ -17,10 +17,9 @@ from lightning_mp.modules.class_swap import original_class
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest, below, listed, many
 from lightning_mp.monitor.doctor.probe import reduces_in_half
 from lightning_mp.monitor.doctor.table import fact
-from lightning_mp.monitor.dtype_names import dtype_name
 from lightning_mp.monitor.events import Severity, pinning
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.policy import hardware
 
 #: bits of the significand, the hidden one included
