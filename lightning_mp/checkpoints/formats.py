@@ -66,20 +66,19 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
         )
     place = Path(without_file_protocol(path))
     if place.is_file():
-        _check_no_part(place)
         return "file"
     if not place.is_dir():
         raise CheckpointFormatError(f"{str(place)!r}, which does not exist", ALLOWED, "check the path")
-    if (place / SHARDED_INDEX).exists() or (place / SHARDED_EXTRA).exists():
-        _check_sharded(place)
+    index = [name for name in (SHARDED_INDEX, SHARDED_EXTRA) if (place / name).is_file()]
+    if len(index) == 2:
         return "sharded"
+    if index:
+        missing = SHARDED_EXTRA if index == [SHARDED_INDEX] else SHARDED_INDEX
+        fix = "its writing was cut short: take an earlier checkpoint"
+        raise CheckpointFormatError(f"{str(place)!r}, a folder of shards without {missing}", ALLOWED, fix)
     if (place / DEEPSPEED_LATEST).is_file() or (place / DEEPSPEED_TAG).is_dir():
         deepspeed_folder(place)
         return "deepspeed"
-    if any(place.glob(DEEPSPEED_MODEL)):
-        raise CheckpointFormatError(
-            f"{str(place)!r}, the inner folder of a DeepSpeed checkpoint", ALLOWED, f"give {str(place.parent)!r}"
-        )
     raise CheckpointFormatError(
         f"{str(place)!r}, a folder with neither {SHARDED_INDEX} and {SHARDED_EXTRA} nor {DEEPSPEED_LATEST!r}",
         ALLOWED,
@@ -104,24 +103,6 @@ def deepspeed_folder(place: Path) -> Path:
     )
 
 
-def _check_no_part(file: Path) -> None:
-    shard = (file.name == SHARDED_EXTRA or file.suffix == ".distcp") and (file.parent / SHARDED_INDEX).exists()
-    piece = file.match("*mp_rank_*_states.pt")
-    if shard or piece or file.name == SHARDED_INDEX:
-        whole = file.parent.parent if piece else file.parent
-        raise CheckpointFormatError(f"{str(file)!r}, one file of a sharded checkpoint", ALLOWED, f"give {str(whole)!r}")
-
-
-def _check_sharded(place: Path) -> None:
-    missing = [name for name in (SHARDED_INDEX, SHARDED_EXTRA) if not (place / name).is_file()]
-    if missing:
-        raise CheckpointFormatError(
-            f"{str(place)!r}, a folder of shards without {missing[0]}",
-            ALLOWED,
-            "its writing was cut short: take an earlier checkpoint",
-        )
-
-
 def load(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
     """What ``torch.save`` wrote to ``path``, on the CPU; with ``mmap`` tensors are read when they are used.
 
@@ -138,7 +119,13 @@ def load(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[s
     try:
         content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except pickle.UnpicklingError as error:
-        raise _refused(path, weights_only) from error
+        if weights_only is False:
+            raise damaged(path, error) from error
+        raise CheckpointFormatError(
+            f"{str(path)!r}, which holds objects besides tensors and plain values (hyperparameters, often)",
+            "plain checkpoints, unless weights_only=False",
+            "if you trust where it comes from, pass weights_only=False (--trust on the command line)",
+        ) from error
     except (RuntimeError, EOFError) as error:
         raise damaged(path, error) from error
     if not isinstance(content, dict):
@@ -155,16 +142,4 @@ def damaged(path: Path, error: BaseException) -> CheckpointFormatError:
         f"{str(path)!r}, which cannot be read: {reason}",
         "a whole checkpoint",
         "copy it again, or take an earlier one",
-    )
-
-
-def _refused(path: Path, weights_only: bool | None) -> CheckpointFormatError:
-    if weights_only is False:
-        return CheckpointFormatError(
-            f"{str(path)!r}, which is no pickle of torch.save", ALLOWED, "give the checkpoint itself"
-        )
-    return CheckpointFormatError(
-        f"{str(path)!r}, which holds objects besides tensors and plain values (hyperparameters, often)",
-        "plain checkpoints, unless weights_only=False",
-        "if you trust where it comes from, pass weights_only=False (--trust on the command line)",
     )

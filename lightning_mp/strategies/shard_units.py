@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +46,7 @@ def units(
     apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
     pinned = [module for module in apart if _can_be_unit(module)]
     pinned = [module for module in pinned if id(module) not in _read_from_outside(root)]
-    chosen = _keep_ties_together(root, blocks, pinned, stored, faults)
+    chosen = _keep_ties_together(root, blocks, pinned, faults)
     depth = {id(module): name.count(".") for name, module in named_submodules(root)}
     inner = sorted(chosen, key=lambda module: -depth[id(module)])
     _check_dtypes(root, inner, stored, faults)
@@ -74,16 +73,12 @@ def _blocks(root: nn.Module, wrap: Wrap, faults: Faults) -> list[nn.Module]:
 def _wrapped(root: nn.Module, item: str | type[nn.Module], faults: Faults) -> list[nn.Module]:
     """The units that one entry of ``wrap`` means; an entry that means none is noted."""
     name = item if isinstance(item, str) else item.__name__
-    if not any(_means(item, *named) for named in named_submodules(root)):
-        no_match(name, root, "wrap=", faults)
-        return []
     found = _matching(root, item)
-    if not found:
-        faults.add(
-            f"wrap= {name!r}, which matches only modules that are not called or hold no parameters",
-            "modules with parameters and a forward of their own",
-            "name the blocks that hold the weights, or leave wrap= out",
-        )
+    if not found and any(_means(item, *named) for named in named_submodules(root)):
+        given = f"wrap= {name!r} matches only modules that are not called or hold no parameters"
+        faults.add(given, "", "name the blocks that hold the weights, or leave wrap= out")
+    elif not found:
+        no_match(name, root, "wrap=", faults)
     return found
 
 
@@ -156,11 +151,7 @@ def _unit_of_each(root: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.
 
 
 def _keep_ties_together(
-    root: nn.Module,
-    blocks: Sequence[nn.Module],
-    pinned: Sequence[nn.Module],
-    stored: Stored,
-    faults: Faults,
+    root: nn.Module, blocks: Sequence[nn.Module], pinned: Sequence[nn.Module], faults: Faults
 ) -> list[nn.Module]:
     """Candidates less the pinned modules that hold a weight some other unit holds as well.
 
@@ -168,17 +159,18 @@ def _keep_ties_together(
     unit around it (in which their dtype is checked).
     """
     chosen = list({id(module): module for module in (*blocks, *pinned)}.values())
-    fixed = {id(block) for block in blocks}
-    for _ in range(len(chosen) + 1):
-        split = _split_ties(root, chosen)
-        split_pins = [module for module in split if id(module) not in fixed]
-        if not split_pins:
+    fixed, names = set(map(id, blocks)), {id(module): name for name, module in named_submodules(root)}
+    while split := _split_ties(root, chosen):
+        dropped = {id(module) for module in split} - fixed
+        if not dropped:
+            for unit in split:
+                faults.add(
+                    f"wrap= makes {names[id(unit)]!r} a shard unit, which shares a weight with another unit",
+                    "",
+                    "wrap a module that holds all owners, or none of them",
+                )
             break
-        dropped = {id(module) for module in split_pins}
         chosen = [module for module in chosen if id(module) not in dropped]
-    else:
-        split = {}
-    _refuse_split(root, split, faults)
     return chosen
 
 
@@ -191,16 +183,6 @@ def _split_ties(root: nn.Module, chosen: Sequence[nn.Module]) -> list[nn.Module]
             holders.setdefault(id(parameter), {})[id(owner[name])] = owner[name]
     found = {key: unit for units in holders.values() if len(units) > 1 for key, unit in units.items()}
     return [unit for unit in found.values() if unit is not root]
-
-
-def _refuse_split(root: nn.Module, split: Iterable[nn.Module], faults: Faults) -> None:
-    names = {id(module): name for name, module in named_submodules(root)}
-    for unit in split:
-        faults.add(
-            f"wrap= that makes {names[id(unit)]!r} a shard unit, which shares a weight with another unit",
-            "every owner of a tied weight in one unit",
-            "wrap a module that holds all owners, or none of them",
-        )
 
 
 def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, faults: Faults) -> None:
@@ -216,14 +198,10 @@ def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, f
     for unit, dtypes in held.items():
         if len(dtypes) > 1:
             where = repr(names[unit]) if unit in names else "of the whole model"
-            given = " and ".join(f"{place} in {_short(dtype)}" for dtype, place in dtypes.items())
+            given = " and ".join(f"{place} in {str(dtype).removeprefix('torch.')}" for dtype, place in dtypes.items())
             faults.add(
-                f"a pin inside the shard unit {where}, which cannot be split: {given}",
-                "one dtype among the trainable parameters of a shard unit",
+                f"the shard unit {where} would hold two dtypes, and cannot be split: {given}",
+                "",
                 "pin a module that is called and shares no weight with others, or untie the weights "
                 "(transformers: tie_word_embeddings=False)",
             )
-
-
-def _short(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -126,7 +126,7 @@ def _is_for(module: nn.Module, style: str | ParallelStyle, name: str, faults: Fa
     if _owns(module) and not isinstance(module, (nn.Linear, nn.Embedding)):
         faults.add(
             f"tensor-parallel style {style!r} for {name!r}, a {original_class(module).__name__}",
-            "nn.Linear and nn.Embedding under the styles that have names",
+            "nn.Linear and nn.Embedding",
             "pass a torch.distributed.tensor.parallel.ParallelStyle for it, or leave it out, so that it is not split",
         )
         return False
