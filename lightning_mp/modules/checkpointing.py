@@ -17,7 +17,7 @@ from lightning_mp.compat import torch as compat
 from lightning_mp.compat.torch_fake import is_fake
 from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.modules import class_swap
-from lightning_mp.modules.patterns import called_in, matches, named_submodules, no_match
+from lightning_mp.modules.patterns import called_in, is_sequential, matches, named_submodules, no_match
 from lightning_mp.numerics.dtypes import default_dtype
 from lightning_mp.policy import Checkpointing
 
@@ -240,11 +240,10 @@ def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) 
 
 def _iterated(modules: Iterable[nn.Module], state: CheckpointState) -> Iterable[tuple[nn.Module, CheckpointState]]:
     """What code calls that iterates over a ``Sequential`` instead of calling it: what is in it stands for it then."""
-    for module in modules:
-        if class_swap.original_class(module).forward is nn.Sequential.forward:
-            inner = list({id(called): called for child in module.children() for called in called_in(child)}.values())
-            yield from ((one, replace(state, in_container=True)) for one in inner)
-            yield from _iterated(inner, state)
+    for module in filter(is_sequential, modules):
+        inner = list({id(called): called for child in module.children() for called in called_in(child)}.values())
+        yield from ((one, replace(state, in_container=True)) for one in inner)
+        yield from _iterated(inner, state)
 
 
 def _remove(module: nn.Module) -> None:

@@ -53,13 +53,21 @@ def has_own_forward(module: nn.Module) -> bool:
     return original_class(module).forward is not nn.Module.forward
 
 
-def called_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The module itself where it has a forward; else the outermost below it that have one."""
-    if has_own_forward(module):
+def is_sequential(module: nn.Module) -> bool:
+    """Whether calling the module calls what is in it and no more: code may iterate over it instead."""
+    return original_class(module).forward is nn.Sequential.forward
+
+
+def called_in(module: nn.Module, *, through_sequential: bool = False) -> Iterator[nn.Module]:
+    """The module itself where it has a forward; else the outermost below it that have one.
+
+    ``through_sequential``: what is in a ``Sequential``, which is called however that one is used.
+    """
+    if has_own_forward(module) and not (through_sequential and is_sequential(module)):
         yield module
         return
     for child in module.children():
-        yield from called_in(child)
+        yield from called_in(child, through_sequential=through_sequential)
 
 
 def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:

@@ -44,7 +44,9 @@ def units(
     """
     blocks = _blocks(root, wrap, faults)
     apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
-    pinned = [module for module in apart if _can_be_unit(module)]
+    # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
+    called = {id(one): one for module in apart for one in called_in(module, through_sequential=True)}
+    pinned = [module for module in called.values() if _can_be_unit(module)]
     pinned = [module for module in pinned if id(module) not in _read_from_outside(root)]
     chosen = _keep_ties_together(root, blocks, pinned, faults)
     depth = {id(module): name.count(".") for name, module in named_submodules(root)}

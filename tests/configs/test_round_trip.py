@@ -116,10 +116,3 @@ def test_a_checkpoint_holds_the_whole_plan(name: str, tmp_path: Path) -> None:
     fit(Regression(), plugins=[MixedPrecisionPlan.from_policy(PLANS[name])], max_steps=1).save_checkpoint(path)
     checkpoint = torch.load(path, weights_only=True)
     assert MixedPrecisionPlan.from_config(checkpoint["MixedPrecisionPlan"]["policy"]).policy == PLANS[name]
-
-
-@pytest.mark.parametrize("policy", PLANS.values(), ids=PLANS)
-def test_what_a_checkpoint_takes_up_is_the_whole_plan(policy: PrecisionPolicy, tmp_path: Path) -> None:
-    torch.save(MixedPrecisionPlan.from_policy(policy).state_dict(), tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert MixedPrecisionPlan.from_config(state["policy"]).policy == policy

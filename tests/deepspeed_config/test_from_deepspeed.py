@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given
-from omegaconf import OmegaConf
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, PlanError
 from lightning_mp.deepspeed_config.merge import compose
 from lightning_mp.deepspeed_config.read import DeepSpeedNotes
-from support.deepspeed_json import DEEPSPEED, REAL, anything, faults_of, nested, the_fault
+from support.deepspeed_json import DEEPSPEED, REAL, anything, faults_of, nested
 
 read = MixedPrecisionPlan.from_deepspeed
 
@@ -217,12 +216,6 @@ def test_what_a_plan_cannot_carry_out_is_one_error(config: dict[str, Any], given
     assert all(any(fault.given.startswith(word) for fault in found) for word in given), found
 
 
-def test_a_misspelt_key_is_refused_with_the_near_name() -> None:
-    assert "did you mean 'initial_scale_power'?" in the_fault(lambda: read({"fp16": {"inital_scale_power": 8}})).fix
-    assert "did you mean 'fp16'" in the_fault(lambda: read({"fp61": {"enabled": True}})).fix
-    assert "move it into fp16" in the_fault(lambda: read({"loss_scale": 128})).fix
-
-
 #: what neither plan nor engine takes stands in the notes with the reason
 REPORTED: list[tuple[dict[str, Any], str, str]] = [
     ({"gradient_cliping": 1.0}, "gradient_cliping", "did you mean 'gradient_clipping'"),
@@ -288,15 +281,6 @@ def test_notes_print_a_line_a_key() -> None:
         ["left", "optimizer"],
         ["refused", "nebula"],
     ]
-
-
-def test_a_path_and_a_dictconfig_read_as_the_dict_does(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"fp16": {"enabled": true, "initial_scale_power": 8}}', encoding="utf-8")
-    plans = [read(path), read(str(path)), read(OmegaConf.create({"fp16": {"enabled": True, "initial_scale_power": 8}}))]
-    assert {plan.policy.loss_scaling for plan in plans} == {LossScaling.deepspeed(initial_scale_power=8)}
-    path.write_text('{\n  // half\n  "fp16": {"enabled": true}\n}', encoding="utf-8")
-    assert "line 2, column 3" in the_fault(lambda: read(path)).given
 
 
 @given(config=anything())

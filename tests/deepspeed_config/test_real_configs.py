@@ -79,20 +79,6 @@ def test_a_real_config_composes_for_what_it_names_and_deepspeed_reads_it(name: s
     assert config == before
 
 
-@pytest.mark.parametrize("name", [name for name in REAL if name not in REFUSED_REAL])
-def test_a_real_config_is_refused_by_a_plan_of_another_format_and_takes_the_stage(name: str) -> None:
-    config = REAL[name]["config"]
-    stage = config.get("zero_optimization", {}).get("stage", 1)
-    named = named_precisions(config)
-    for precision in named if len(named) == 2 and "32-true" not in named else ():
-        other = precision.replace("bf16", "16") if "bf16" in precision else f"bf{precision}"
-        assert "enabled" in str(faults_of(lambda other=other: composed(other, config, stage=stage))[0])
-    if "stage" in config.get("zero_optimization", {}):
-        words = {"loss_scaling": named_rule(config)} if named[0].startswith("16") else {}
-        found = faults_of(lambda: composed(named[0], config, stage=stage % 3 + 1, **words))
-        assert f"zero_optimization.stage={stage}" in found[0].given
-
-
 @given(
     user=anything(),
     precision=st.sampled_from(RESOLVED),

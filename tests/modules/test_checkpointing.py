@@ -330,10 +330,3 @@ def test_of_nested_matches_the_outermost_below_the_root_counts_in_definition_ord
     known = {id(module): name for name, module in root.named_modules()}
     assert [known[id(module)] for module in found] == (names or [])
     assert bool(faults.found) is (names is None), "the root itself is no module below the root"
-
-
-def test_selecting_changes_nothing() -> None:
-    root, faults = Net(), Faults()
-    modules = checkpointing.select(root, Checkpointing(modules="Block"), faults)
-    assert modules == list(root.blocks)
-    assert [type(block) for block in root.blocks] == [Block, Block]

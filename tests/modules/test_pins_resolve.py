@@ -146,10 +146,6 @@ def test_a_pin_on_one_owner_of_a_tied_weight_covers_the_other(spec: Declared) ->
     assert dtypes_by_name(Tied(), spec) == {"body.wte": "bf16", "lm_head": "bf16"}
 
 
-def test_two_pins_of_one_dtype_on_a_tied_weight_agree() -> None:
-    assert resolve(Tied(), {"wte": "fp32", "lm_head": "fp32"}).shadowed == ()
-
-
 class Shared(nn.Module):
     """One module under two names."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,18 +87,6 @@ def test_the_table_says_the_rule() -> None:
     for said in ("fp8 tensorwise", "*.mlp.*, head", "weights gathered in fp8", "evaluation in bf16"):
         assert said in text
     assert "fp8 where converted" in text
-
-
-def test_a_yaml_file_says_it(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    path.write_text("precision: fp8-mixed\nfp8: {recipe: tensorwise, skip: [head], small: convert}\n")
-    expected = FP8(recipe="tensorwise", skip=("head",), small="convert")
-    assert MixedPrecisionPlan.from_config(path).policy.fp8 == expected
-    path.write_text("precision: fp8-mixed\nfp8:\n  _target_: lightning_mp.FP8\n  recipe: tensorwise\n")
-    assert MixedPrecisionPlan.from_config(path).policy.fp8 == FP8(recipe="tensorwise")
-    path.write_text("precision: fp8-mixed\nfp8:\n  recipe: tensor\n")
-    with pytest.raises(PlanError, match=r"plan.yaml:3"):
-        MixedPrecisionPlan.from_config(path)
 
 
 def test_neither_the_package_nor_such_a_plan_imports_torchao() -> None:

@@ -71,14 +71,6 @@ def test_what_a_refusal_proposes_is_not_refused(name: str, mode: str) -> None:
     assert proposed or "accelerator" in fix
 
 
-@pytest.mark.parametrize(
-    ("name", "tf32"),
-    [("V100", False), ("T4", False), ("A100", True), ("H100", True), ("CPU", False), ("new Mac", False)],
-)
-def test_tf32_came_with_ampere(name: str, tf32: bool) -> None:
-    assert DEVICES[name].tf32 is tf32
-
-
 SMALL, MEDIUM, LARGE = 50_000_000, 400_000_000, 7_000_000_000
 
 
@@ -105,7 +97,7 @@ def test_auto(name: str, parameters: int, precision: str, tf32: str | None) -> N
     choice = choose(DEVICES[name], parameters)
     assert (choice.precision, choice.tf32) == (precision, tf32)
     assert refusal(DEVICES[name], choice.precision) is None, "never what the device cannot do"
-    assert choice.reason
+    assert DEVICES[name].name in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -121,12 +113,6 @@ def test_a_small_model_is_one_below_100m_that_fits_into_half_of_the_memory(
     parameters: int, gib: int, precision: str
 ) -> None:
     assert choose(gpu("A100", (8, 0), gib=gib), parameters).precision == precision
-
-
-@pytest.mark.parametrize("name", ["A100", "T4", "CPU", "old CPU"])
-@pytest.mark.parametrize("parameters", [SMALL, LARGE])
-def test_the_reason_names_the_device(name: str, parameters: int) -> None:
-    assert DEVICES[name].name in choose(DEVICES[name], parameters).reason
 
 
 @pytest.mark.parametrize(

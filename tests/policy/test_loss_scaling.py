@@ -7,10 +7,8 @@ from dataclasses import FrozenInstanceError, asdict, fields
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 
 from lightning_mp import LossScaling, PlanError
-from support.scales import scalings
 
 NAN, INF = float("nan"), float("inf")
 FRACTION, WHOLE = "a number between 0 and 1, both left out", "a whole number >= "
@@ -88,12 +86,6 @@ def test_all_faults_are_told_at_once() -> None:
 )
 def test_the_edges_of_the_ranges_are_allowed(written: dict[str, Any]) -> None:
     assert {name: getattr(LossScaling(**written), name) for name in written} == written
-
-
-@settings(max_examples=30)
-@given(config=scalings())
-def test_every_field_survives_a_round_trip(config: LossScaling) -> None:
-    assert LossScaling(**asdict(config)) == config
 
 
 def test_it_is_frozen_and_takes_keywords_only() -> None:
