@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -206,21 +206,20 @@ class TrainingHealth(WritesRun):
         """Begin a reading, if one is due."""
         run = self._here
         run.steps.batch_starts(trainer)
-        run.batch_idx, run.suppressed = batch_idx, False
-        if not run.in_window:
-            run.in_window, run.measures = True, run.until_reading == 0
-            run.early, run.early_events, run.replayer = None, [], Replayer()
-            if run.measures:
+        if run.step.ended:
+            run.step = _Step(measures=run.until_reading == 0)
+            if run.step.measures:
                 run.measured.begin()
-        if run.measures and run.guard is None:
-            run.replayer.remember(trainer, batch, batch_idx)
+        run.step.number, run.step.batch_idx = run.steps.step, batch_idx
+        if run.step.measures and run.guard is None:
+            run.step.replayer.remember(trainer, batch, batch_idx)
         run.throughput.batch_starts(trainer, batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Record the loss."""
         run = self._here
         run.steps.backward()
-        if run.measures:
+        if run.step.measures:
             run.measured.add_loss(loss, run.source)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -230,28 +229,28 @@ class TrainingHealth(WritesRun):
             return
         if run.count is not None:
             run.count.before_step()
-        if run.measures:
+        if run.step.measures:
             factor = math.prod(reduction.still_to_come for reduction in self._reductions())
             run.measured.before_step(optimizer, run.source, factor)
-            if run.looks_before and run.early is None:
-                self._look_before(run, trainer, optimizer)
+            if run.looks_before and run.step.early is None:
+                self._look_before(run, run.step, trainer, optimizer)
 
-    def _look_before(self, run: _Run, trainer: Trainer, optimizer: Optimizer) -> None:
+    def _look_before(self, run: _Run, step: _Step, trainer: Trainer, optimizer: Optimizer) -> None:
         """Read what is known before the step, and leave the step out where the user wants that."""
-        run.early = run.to_host.read({**run.measured.take(), **run.scale_values()})
-        reading = run.taken(trainer).reading(run.measured.derived(run.early))
+        step.early = run.to_host.read({**run.measured.take(), **run.scale_values()})
+        reading = step.reading(run.measured.derived(step.early), run.floor)
         found = self._alerts.judge(reading, only=self._skips)
         if run.automatic:
-            run.early_events = self._nonfinite(trainer, run.taken(trainer), reading, changed=False)
-        bad = [event for event in run.early_events if event.is_alert and event.kind in self._skips]
+            step.early_events = self._nonfinite(trainer, step, reading, changed=False)
+        bad = [event for event in step.early_events if event.is_alert and event.kind in self._skips]
         if found or bad:
-            run.suppressed = True
+            step.suppressed = True
             applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
-            run.early_events = [applied_nothing(event) if event.is_alert else event for event in run.early_events]
+            step.early_events = [applied_nothing(event) if event.is_alert else event for event in step.early_events]
             acts.suppress(optimizer, scaled=unscales_in_step(optimizer, run.source))
             if not run.hooks.active:
-                run.hooks.install(trainer, trainer.lightning_module, lambda: run.suppressed)
-        run.early_events += found
+                run.hooks.install(trainer, trainer.lightning_module, lambda: run.step.suppressed)
+        step.early_events += found
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -261,58 +260,58 @@ class TrainingHealth(WritesRun):
         run.throughput.batch_ends()
         if run.steps.batch_ends():
             run.step_ends(self.every_n_steps)
-            if run.measures:
-                self._send(run, trainer)
+            if run.step.measures:
+                self._send(run, run.step, trainer)
             run.to_host.deliver()
         for reduction in self._reductions():
             reduction.after_batch(trainer)
 
-    def _send(self, run: _Run, trainer: Trainer) -> None:
+    def _send(self, run: _Run, step: _Step, trainer: Trainer) -> None:
         run.measured.after_step()
         fp8 = run.measured.fp8
         tables = [] if fp8 is None else [fp8.watch.end()]
         values = {**run.measured.take(run.throughput.take()), metric_names.LR: run.measured.lr, **run.scale_values()}
-        taken, run.steps_done = run.taken(trainer), 0
-        run.to_host.send(values, *tables, then=partial(self._arrived, trainer, taken))
+        step.logged_step = logged_step(trainer)
+        run.to_host.send(values, *tables, then=partial(self._arrived, trainer, step, run.floor))
 
-    def _arrived(self, trainer: Trainer, taken: _Taken, late: Values, tables: Tables) -> None:
+    def _arrived(self, trainer: Trainer, step: _Step, floor: float, late: Values, tables: Tables) -> None:
         """The numbers of a step are on the host."""
         run = self._here
-        values = run.measured.derived({**(taken.early or {}), **late})
+        values = run.measured.derived({**(step.early or {}), **late})
         operands: dict[tuple[str, str], Operand] = {}
         if tables and run.measured.fp8 is not None:
             found = run.measured.fp8.watch.operands(tables[0])
             operands = {place: Operand(*numbers) for place, numbers in found.items()}
             values[metric_names.FP8_FLUSHED] = max((one.flushed for one in operands.values()), default=None)
-        taken.count_suppressed(values)
-        reading = replace(taken.reading(values), fp8=operands)
+        step.count_suppressed(values)
+        reading = replace(step.reading(values, floor), fp8=operands)
         row = _row(values, run.throughput)
-        self._log.row(taken.step, row)
+        self._log.row(step.number, row)
         left_out = _SCALES if run.scale_logged and row[metric_names.LOSS_SCALE] is not None else ()
-        log(trainer, {name: v for name, v in row.items() if v is not None and name not in left_out}, taken.logged_step)
+        log(trainer, {name: v for name, v in row.items() if v is not None and name not in left_out}, step.logged_step)
         if operands:
-            self._log.fp8(taken.step, operands)
-        events = taken.early_events
+            self._log.fp8(step.number, operands)
+        events = step.early_events
         if not (run.looks_before and run.automatic):
             # skipped for what was finite when it was measured: a hook that came later changed it
             finite = all(value is not None and math.isfinite(value) for value in (reading.loss, reading.grad_norm))
-            changed = reading.skipped and not taken.suppressed and finite
-            events = [*self._nonfinite(trainer, taken, reading, changed=changed), *events]
-        taken.replayer.forget()
+            changed = reading.skipped and not step.suppressed and finite
+            events = [*self._nonfinite(trainer, step, reading, changed=changed), *events]
+        step.replayer.forget()
         for event in (*events, *self._alerts.judge(reading)):
-            self._log.event(trainer, self._act(event, trainer, taken))
+            self._log.event(trainer, self._act(event, trainer, step))
 
-    def _nonfinite(self, trainer: Trainer, taken: _Taken, reading: Reading, *, changed: bool) -> list[Event]:
+    def _nonfinite(self, trainer: Trainer, step: _Step, reading: Reading, *, changed: bool) -> list[Event]:
         """The event of a non-finite step; a NonFiniteGuard writes its own."""
         run = self._here
         if run.guard is not None:
             return []
-        step = run.classifier.judge(reading, changed=changed)
-        if step is None:
+        bad = run.classifier.judge(reading, changed=changed)
+        if bad is None:
             return []
-        locates = step.alert and not run.failed
-        diagnosis = taken.replayer.locate(trainer, trainer.lightning_module) if locates else Diagnosis()
-        return [step.event(diagnosis, batch_idx=taken.batch_idx, under_plan=self._alerts.under_plan)]
+        locates = bad.alert and not run.failed
+        diagnosis = step.replayer.locate(trainer, trainer.lightning_module) if locates else Diagnosis()
+        return [bad.event(diagnosis, batch_idx=step.batch_idx, under_plan=self._alerts.under_plan)]
 
     @property
     def _here(self) -> _Run:
@@ -325,13 +324,13 @@ class TrainingHealth(WritesRun):
 
     # ------------------------------------------------------------------ acting
 
-    def _act(self, event: Event, trainer: Trainer, taken: _Taken) -> Event:
+    def _act(self, event: Event, trainer: Trainer, step: _Step) -> Event:
         """Carry out the action for ``event``; the event with the action taken."""
         action = self.actions.get(event.kind, "log")
         if not event.is_alert or action == "log" or self._here.failed:
             return event
         if action == "skip":
-            return replace(event, action="skip" if taken.suppressed else "log")
+            return replace(event, action="skip" if step.suppressed else "log")
         if action == "stop":
             trainer.should_stop = True
         elif isinstance(action, ReduceLR):
@@ -410,23 +409,26 @@ class TrainingHealth(WritesRun):
         return {**self.__dict__, "_run": None}
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """What belongs to a step whose numbers are under way, as it was when they were taken."""
+@dataclass(slots=True)
+class _Step:
+    """A step, from the first batch of its window until its numbers are on the host."""
 
-    step: int
-    batch_idx: int
-    logged_step: int
-    #: the lowest loss scale
-    floor: float
-    #: steps since the last reading, and how many of the run were left out for an alert: in all, in a row, this one
-    steps_done: int
-    suppressed_in_all: int
-    suppressed_in_a_row: int
-    suppressed: bool
-    early: Values | None
-    early_events: list[Event]
-    replayer: Replayer
+    measures: bool
+    ended: bool = False
+    number: int = 0
+    #: of the last batch
+    batch_idx: int = 0
+    logged_step: int = 0
+    #: whether it was left out for an alert; how many of the run were by then, in all and in a row
+    suppressed: bool = False
+    suppressed_in_all: int = 0
+    suppressed_in_a_row: int = 0
+    #: steps since the last reading
+    count: int = 1
+    #: what was read before the optimizer stepped, and the events found in it
+    early: Values | None = None
+    early_events: list[Event] = field(default_factory=list[Event])
+    replayer: Replayer = field(default_factory=Replayer)
 
     def count_suppressed(self, values: Values) -> None:
         """Add the steps that were left out for an alert to those that a scaler or plan skipped."""
@@ -436,11 +438,11 @@ class _Taken:
         row = values[metric_names.SKIPPED_IN_A_ROW] or 0.0
         values[metric_names.SKIPPED_IN_A_ROW] = max(row, float(self.suppressed_in_a_row))
 
-    def reading(self, values: Values) -> Reading:
-        """The numbers as the alerts want them."""
+    def reading(self, values: Values, floor: float) -> Reading:
+        """The numbers as the alerts want them; ``floor`` is the lowest loss scale."""
         scale, seconds = values[metric_names.LOSS_SCALE], values["seconds"]
         return Reading(
-            step=self.step,
+            step=self.number,
             loss=values.get(metric_names.LOSS),
             grad_norm=values.get(metric_names.GRAD_NORM),
             update_ratio=values.get(metric_names.UPDATE_RATIO),
@@ -448,11 +450,11 @@ class _Taken:
             loss_scale=scale,
             skipped=bool(values[_SKIPPED]) or self.suppressed,
             skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),
-            scale_at_floor=scale is not None and scale <= self.floor,
+            scale_at_floor=scale is not None and scale <= floor,
             lr=values.get(metric_names.LR),
             tokens_per_s=values[metric_names.TOKENS_PER_S],
             samples_per_s=values[metric_names.SAMPLES_PER_S],
-            seconds=None if seconds is None else seconds / self.steps_done,
+            seconds=None if seconds is None else seconds / self.count,
             memory_gib=values[metric_names.MEMORY_ALLOCATED],
         )
 
@@ -483,15 +485,16 @@ class _Run:
         #: whether numbers are read before the optimizer's step: to leave it out, or for free to find out what went
         #: wrong while weights are as they were
         self.looks_before = skips or (applied and device.type != "cuda")
-        self.steps, self.replayer, self.hooks = StepTracker(), Replayer(), SkipAwareHooks()
-        self.classifier = NonFiniteClassifier()
-        self.until_reading = self.batch_idx = self.steps_done = 0
-        self.measures = self.in_window = self.failed = False
-        self.suppressed_in_all = self.suppressed_in_a_row = 0
-        #: whether the step of the batch at hand was left out
-        self.suppressed = False
-        self.early: Values | None = None
-        self.early_events: list[Event] = []
+        self.steps, self.hooks, self.classifier = StepTracker(), SkipAwareHooks(), NonFiniteClassifier()
+        self.step = self.last = _Step(measures=True, ended=True)
+        self.until_reading = 0
+        self.failed = False
+
+    @property
+    def floor(self) -> float:
+        """The lowest loss scale."""
+        scale = None if self.source is None else self.source.scale()
+        return 0.0 if scale is None else scale.floor
 
     def scale_values(self) -> Measured:
         """The loss scale and the skips."""
@@ -503,38 +506,23 @@ class _Run:
             _SKIPPED: None if count is None else count.skipped_last,
         }
 
-    def taken(self, trainer: Trainer) -> _Taken:
-        """What belongs to the step at hand."""
-        scale = None if self.source is None else self.source.scale()
-        return _Taken(
-            step=self.steps.step,
-            batch_idx=self.batch_idx,
-            logged_step=logged_step(trainer),
-            floor=0.0 if scale is None else scale.floor,
-            steps_done=max(1, self.steps_done),
-            suppressed_in_all=self.suppressed_in_all,
-            suppressed_in_a_row=self.suppressed_in_a_row,
-            suppressed=self.suppressed,
-            early=self.early,
-            early_events=self.early_events,
-            replayer=self.replayer,
-        )
-
     def step_ends(self, every_n_steps: int) -> None:
         """An optimizer stepped in the batch that ends."""
-        self.in_window = False
+        step, before = self.step, self.last
         if self.count is not None:
             self.count.after_batch()
-        self.steps_done += 1
-        self.suppressed_in_all += self.suppressed
-        self.suppressed_in_a_row = (self.suppressed_in_a_row + 1) * self.suppressed
+        step.ended = True
+        step.suppressed_in_all = before.suppressed_in_all + step.suppressed
+        step.suppressed_in_a_row = (before.suppressed_in_a_row + 1) * step.suppressed
+        step.count = 1 if before.measures else before.count + 1
+        self.last = step
         self.until_reading = (self.until_reading or every_n_steps) - 1
 
     def close(self) -> None:
         """Let schedulers and weight averages move again, and drop the batches."""
         self.throughput.stop_counting()
         self.hooks.remove()
-        self.replayer.forget()
+        self.step.replayer.forget()
 
 
 def _row(values: Values, throughput: Throughput) -> Values:
@@ -549,13 +537,13 @@ def _row(values: Values, throughput: Throughput) -> Values:
 def _raised(error: NonFiniteError, run: _Run) -> Event:
     """The event of the error with which the plan has ended the run."""
     return Event(
-        step=run.steps.step,
+        step=run.step.number,
         kind="nonfinite_loss" if run.measured.loss_is_bad() else "nonfinite_grad",
         severity="error",
         rank=error.rank,
         module=error.module,
         parameter=error.parameter,
-        evidence={"batch_idx": run.batch_idx},
+        evidence={"batch_idx": run.step.batch_idx},
         cause="see run.json for the error that ended the run",
         action="raise",
     )
