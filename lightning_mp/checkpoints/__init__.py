@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from lightning_mp.checkpoints.consolidate_file import consolidate
 from lightning_mp.checkpoints.formats import CheckpointFormatError, Kind, kind_of
-from lightning_mp.checkpoints.load import plan_state, read_full
+from lightning_mp.checkpoints.load import read_full
 
-__all__ = ["CheckpointFormatError", "Kind", "consolidate", "kind_of", "plan_state", "read_full"]
+__all__ = ["CheckpointFormatError", "Kind", "consolidate", "kind_of", "read_full"]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_mp.checkpoints import formats, sharded, zero
 from lightning_mp.checkpoints.formats import ALLOWED, CheckpointFormatError, kind_of
 from lightning_mp.checkpoints.keys import plain_names
-
-PLAN_KEY = "MixedPrecisionPlan"
 
 
 def read_full(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -49,11 +46,6 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool | None = No
     if kind == "deepspeed":
         return zero.weights(place)
     return plain_names(_file(place, weights_only, mmap=True)["state_dict"])
-
-
-def plan_state(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What ``MixedPrecisionPlan.state_dict`` saved into a checkpoint that was read, or ``None``."""
-    return checkpoint.get(PLAN_KEY)
 
 
 def _file(path: Path, weights_only: bool | None, *, mmap: bool) -> dict[str, Any]:

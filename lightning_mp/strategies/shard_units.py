@@ -55,12 +55,6 @@ def units(
     return Units(tuple(block for block in blocks if block in chosen), tuple(inner))
 
 
-def inside(block: nn.Module, cut: Units) -> list[nn.Module]:
-    """The units below ``block`` that are no blocks themselves."""
-    below, blocks = set(map(id, block.modules())), set(map(id, cut.blocks))
-    return [unit for unit in cut.inner if id(unit) in below - blocks]
-
-
 # ------------------------------------------------------------------ candidates
 
 

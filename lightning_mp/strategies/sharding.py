@@ -116,14 +116,16 @@ def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     """``optimizer.state_dict()`` with full tensors on the CPU; every rank calls it, those that ``keep`` get it."""
     content = optimizer.state_dict()
     state = {
-        number: {key: _full(value, keep=keep) for key, value in values.items()}
+        number: {key: whole_on_cpu(value, keep=keep) for key, value in values.items()}
         for number, values in content["state"].items()
     }
     return {**content, "state": state} if keep else {}
 
 
-def _full(value: Any, *, keep: bool) -> Any:
-    if not isinstance(value, DTensor):
-        return value.cpu() if isinstance(value, Tensor) else value
-    full = value.full_tensor()
-    return full.cpu() if keep else None
+def whole_on_cpu(value: Any, *, keep: bool = True) -> Any:
+    """A tensor on the CPU, joined if it is sharded, which all ranks do; nothing of it unless ``keep``."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().cpu() if keep else None

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_mp import MissingExtraError, MixedPrecisionPlan, PlanError
-from lightning_mp.checkpoints import CheckpointFormatError, consolidate, plan_state, read_full
+from lightning_mp.checkpoints import CheckpointFormatError, consolidate, read_full
 from support.hub import check_in_transformers
 from support.models import Regression, same_weights
 from support.running import fit
@@ -54,14 +54,6 @@ def test_a_file_is_read_as_it_is(saved: Path, held: Held) -> None:
     assert same_weights(full["state_dict"], full_state(held))
     assert full["optimizer_states"][0]["param_groups"] == plain["optimizer_states"][0]["param_groups"]
     assert full["lr_schedulers"] == plain["lr_schedulers"]
-
-
-def test_the_plans_state_is_found(saved: Path, tmp_path: Path) -> None:
-    state = plan_state(read_full(saved))
-    assert state is not None
-    assert state["policy"]["precision"] == "bf16-mixed"
-    assert state["steps"]["applied_steps"] == 8
-    assert plan_state(read_full(_saved(tmp_path, Regression()))) is None
 
 
 def test_a_compiled_model_has_its_plain_names(tmp_path: Path) -> None:

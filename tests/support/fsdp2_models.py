@@ -393,9 +393,6 @@ WAYS: dict[str, Callable[[], Any]] = {
         Ranked(), fsdp2(wrap="Blok"), mode="bf16-true", pins={"Lineal": "fp32"}, checkpointing="nothing"
     ),
     "lbfgs": _lbfgs,
-    "compile": lambda: _fitted(
-        Blocks(), fsdp2(wrap=Net, compile=True), mode="bf16-true", pins=PINS, checkpointing="Net"
-    ),
     "second storage": _stored_twice,
 }
 

@@ -39,7 +39,7 @@ from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
 from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
 from lightning_mp.strategies.fsdp2 import tensor_parallel
 from lightning_mp.strategies.fsdp2.gathers import FP8Gather, HalfGathers, RootUnit, check_fp8_gather
-from lightning_mp.strategies.shard_units import Units, Wrap, inside, units
+from lightning_mp.strategies.shard_units import Units, Wrap, units
 from lightning_mp.strategies.sharding import (
     Sharding,
     broadcast_from_first,
@@ -203,8 +203,6 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
             return None
         stored, split = engine.stored_dtypes(), {}
         cut = units(module, self._wrap, engine.pin_map, stored, faults, together=engine.policy.storage_dtype)
-        if self.sharding.compile:
-            _check_compiles(cut, engine.policy, module, faults)
         if self._tensor_parallel > 1:
             split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
         if engine.policy.fp8 is not None and engine.policy.fp8.all_gather:
@@ -369,20 +367,6 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         yield
-
-
-def _check_compiles(cut: Units, policy: PrecisionPolicy, model: nn.Module, faults: Faults) -> None:
-    """A unit's hooks interrupt a graph; in a region that is recomputed torch silently compiles nothing."""
-    within = [unit for block in cut.blocks for unit in inside(block, cut)]
-    if policy.checkpointing is None or not within:
-        return
-    names = {id(module): name for name, module in model.named_modules()}
-    faults.add(
-        f"compile=True beside checkpointing, with {names[id(within[0])]!r} pinned inside a block to another dtype than "
-        "the block's",
-        "compiled blocks with checkpointing, or with modules of another dtype inside, not both",
-        "leave out compile=True or checkpointing=, or use a '*-mixed' precision with fp32 pins",
-    )
 
 
 def _materialize_on(place: torch.device, model: nn.Module, module: nn.Module) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import Kind
@@ -15,6 +14,7 @@ from lightning_mp.checkpoints.keys import by_parameter
 from lightning_mp.compat.lightning import LightningOptimizer
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, load_states, sharded_like
+from lightning_mp.strategies.sharding import whole_on_cpu
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,6 +33,7 @@ class PipelineCheckpoints(PortableCheckpoints):
         def stage_group(self) -> ProcessGroup: ...
         @property
         def replica_group(self) -> ProcessGroup: ...
+        def _share_buffers(self) -> None: ...
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights of all stages on the CPU of rank 0; those of this rank on others."""
@@ -48,11 +49,8 @@ class PipelineCheckpoints(PortableCheckpoints):
             for name, value in every.items()
             if homes.get(name, -1) % size == rank or homes.get(name, -1) < 0
         }
-        whole = self._gathered({name: _on_cpu(value) for name, value in mine.items()})
+        whole = self._gathered({name: whole_on_cpu(value) for name, value in mine.items()})
         return {name: whole[name] for name in every if name in whole}
-
-    def _share_buffers(self) -> None:
-        raise NotImplementedError
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state for all parameters on rank 0, numbered as a plain model's optimizer numbers them."""
@@ -75,10 +73,6 @@ class PipelineCheckpoints(PortableCheckpoints):
                 dist.recv_object_list(received, src=source, group=group, device=self.root_device)
                 whole = {**received[0], **whole}
         return dict(sorted(whole.items())) if all(isinstance(key, int) for key in whole) else whole
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As every strategy: one file, written by rank 0."""
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Load this rank's part of the weights, and while fitting of the optimizer states.
@@ -108,10 +102,4 @@ class PipelineCheckpoints(PortableCheckpoints):
 def _local(parameter: Tensor | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
     if parameter is None or is_remote(parameter):
         return None
-    return {key: _on_cpu(value) for key, value in values.items()}
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+    return {key: whole_on_cpu(value) for key, value in values.items()}

@@ -139,7 +139,6 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "tied pin": ("of the whole model", "embed_tokens.weight in bfloat16", "norm.weight in float32", "untie"),
     "several": ("3 faults", "pin 'Lineal'", "checkpointing pattern 'nothing'", "wrap= 'Blok'"),
     "lbfgs": ("LBFGS, which evaluates its closure again, on sharded parameters", "AdamW"),
-    "compile": ("compile=True beside checkpointing", "'net.0.norm'"),
     "weights": ("2 faults", "'logit_scale'", "value.view(1)", "'table' with max_norm=0.5"),
     **dict.fromkeys(("penalty", "zeros", "detached"), ("'net.0.weight' used in the step outside of the unit",)),
     "gradient penalty": ("create_graph=True", "mp_ddp"),
