@@ -1,6 +1,6 @@
 """What a plan and the monitors cost: step time, device syncs and import time, against stock Lightning.
 
-``python -m benchmarks.run [plan monitors casts] [--quick]``: medians of sides that take turns, and their ratio.
+``python -m benchmarks.run [plan monitors] [--quick]``: medians of sides that take turns, and their ratio.
 """
 
 from __future__ import annotations
@@ -146,42 +146,12 @@ def the_monitors(*, quick: bool) -> list[Table]:
     return [timed, counted]
 
 
-def the_casts(*, quick: bool) -> list[Table]:
-    """What autocast's casts of weights take of a forward and backward pass of GPT-2's blocks, on a CPU."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    sizes = {"n_embd": 384, "n_layer": 4, "n_head": 6, "vocab_size": 4096, "n_positions": 256}
-    model, ids = GPT2LMHeadModel(GPT2Config(**sizes, **dropout)), torch.randint(4096, (4, 128))
-    weights = [parameter for name, parameter in model.named_parameters() if ".h." in name and parameter.dim() == 2]
-
-    def timed(call: Callable[[], Any]) -> list[float]:
-        start = time.perf_counter()
-        call()
-        return [time.perf_counter() - start]
-
-    def passes() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-            model(input_ids=ids, labels=ids).loss.backward()
-
-    def casts() -> None:
-        for weight in weights:
-            weight.detach().to(torch.bfloat16)
-
-    sides = {"passes": partial(timed, passes), "casts": partial(timed, casts)}
-    interleaved(sides, 1)
-    found = interleaved(sides, 2 if quick else 25)
-    table = Table("weights", "tokens", "casts, of a forward and backward pass")
-    table.add_row(f"{sum(w.numel() for w in weights):,}", str(ids.numel()), f"{found['casts'] / found['passes']:.1%}")
-    return [table]
-
-
 def _row(table: Table, what: str, mode: str, first: float, second: float, target: str) -> None:
     table.add_row(what, mode, f"{first * 1e3:.3f} ms", f"{second * 1e3:.3f} ms", f"{second / first:.3f}", target)
     print(f"{what} {mode}: {second / first:.3f}", flush=True)
 
 
-PARTS = {"plan": the_plan, "monitors": the_monitors, "casts": the_casts}
+PARTS = {"plan": the_plan, "monitors": the_monitors}
 
 
 def main() -> None:

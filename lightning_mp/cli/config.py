@@ -107,6 +107,8 @@ def composed(
         from hydra import initialize_config_dir
     except ImportError as error:
         raise MissingExtraError("hydra-core", "hydra", "composing a config") from error
+    from omegaconf import open_dict
+
     path, overrides = _split(arguments)
     for folder in config_dirs:
         if not folder.is_dir():
@@ -120,7 +122,8 @@ def composed(
                 jobs = [_compose(root, path, *job) for job in _jobs(overrides, multirun=multirun)]
         home = run_dir(jobs[0], command, faults)
         for job in jobs:
-            _set_run_dir(job, home / _file_name(",".join(job.swept)) if job.swept else home)
+            with open_dict(job.config):
+                job.config.run_dir = str(home / _file_name(",".join(job.swept)) if job.swept else home)
         yield jobs
 
 
@@ -273,16 +276,22 @@ def _jobs(overrides: Sequence[str], *, multirun: bool) -> Iterator[tuple[list[Ov
 
 def _compose(root: _Root, path: Path | None, overrides: list[Override], swept: list[str]) -> Composed:
     """One config; ``key=value`` for what the target of its section may take is Hydra's ``++key=value``."""
+    from hydra import compose
+    from hydra.core.config_store import ConfigStore
     from omegaconf import open_dict
 
     values = [one for one in overrides if one.key_or_group.partition(".")[0] in SECTIONS and "." in one.key_or_group]
     rest = [one for one in overrides if one not in values]
     chosen = {one.key_or_group for one in rest if not isinstance(one.value(), dict)}
     given = [text for one in rest for text in _choice(one)]
-    with _stored(root, chosen) as name:
-        base = _run(name, given)
+    store = ConfigStore.instance()
+    store.store(_STORED, root.node(chosen))  # by which name Hydra finds it
+    try:
+        base = compose(_STORED, given, return_hydra_config=True)
         given += [text for one in values for text in _change(base, one)]
-        whole = _run(name, given) if values else base
+        whole = compose(_STORED, given, return_hydra_config=True) if values else base
+    finally:
+        store.repo.pop(f"{_STORED}.yaml", None)
     places = _places(root, whole)
     for override in overrides:
         places.add_key(override.key_or_group, "on the command line")
@@ -290,25 +299,6 @@ def _compose(root: _Root, path: Path | None, overrides: list[Override], swept: l
     with open_dict(config):
         del config["hydra"]
     return Composed(config, whole, places, path, tuple(given), tuple(swept))
-
-
-@contextmanager
-def _stored(root: _Root, chosen: Collection[str]) -> Generator[str]:
-    """``root`` under a name by which Hydra finds it, while the context lasts."""
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    store.store(_STORED, root.node(chosen))
-    try:
-        yield _STORED
-    finally:
-        store.repo.pop(f"{_STORED}.yaml", None)
-
-
-def _run(name: str, overrides: list[str]) -> DictConfig:
-    from hydra import compose
-
-    return compose(name, overrides, return_hydra_config=True)
 
 
 def _choice(override: Override) -> list[str]:
@@ -329,26 +319,17 @@ def _choice(override: Override) -> list[str]:
 
 def _change(base: DictConfig, override: Override) -> list[str]:
     """The argument as Hydra wants it: with ``++`` where its key is not there yet, but may be."""
+    from omegaconf import OmegaConf
+
     text, key, value = str(override.input_line), override.key_or_group, override.value()
     if not text.startswith(key):
         return [text]  # with +, ++ or ~ of its own
-    parent, _, last = key.rpartition(".")
-    holds = _at(base, parent)
-    there: Any = holds.get(last) if isinstance(holds, Mapping) else None
-    if isinstance(value, list) and isinstance(there, Mapping):
+    parent = key.rpartition(".")[0]
+    holds, there = (OmegaConf.select(base, path, throw_on_resolution_failure=False) for path in (parent, key))
+    if isinstance(value, list) and OmegaConf.is_dict(there):
         return [f"~{key}", f"+{text}"]  # a list cannot be merged into a mapping
-    takes = isinstance(holds, Mapping) and ("_target_" in holds or parent in ("trainer", "strategy"))
+    takes = OmegaConf.is_dict(holds) and ("_target_" in holds or parent in ("trainer", "strategy"))
     return [f"++{text}" if takes or key.startswith("plan.") or isinstance(value, dict) else text]
-
-
-def _at(config: Any, key: str) -> Any:
-    """The plain value at a dotted key; ``None`` where there is none."""
-    from omegaconf import OmegaConf
-
-    value: Any = OmegaConf.to_container(config, resolve=False)
-    for part in key.split("."):
-        value = cast("Mapping[str, Any]", value).get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _places(root: _Root, config: DictConfig) -> Places:
@@ -387,13 +368,6 @@ def run_dir(job: Composed, command: str, faults: Faults) -> Path:
                 given = None if OmegaConf.is_missing(section, key) else section.get(key)
                 folder = folder if given is None else Path(str(given))
     return folder
-
-
-def _set_run_dir(job: Composed, folder: Path) -> None:
-    from omegaconf import open_dict
-
-    with open_dict(job.config):
-        job.config.run_dir = str(folder)
 
 
 def _file_name(text: str) -> str:

@@ -12,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+import lightning_mp.configs
 from lightning_mp.cli import config as composing
 from lightning_mp.cli.config import Composed
 from lightning_mp.cli.train import run
@@ -32,6 +33,7 @@ def one(path: str | None, *overrides: str, dirs: tuple[Path, ...] = ()) -> Any:
     return found.config
 
 
+CONFIGS = Path(lightning_mp.configs.__file__).parent
 GROUPS = "defaults:\n  - plan: fp32\n  - model: llama_tiny\n  - data: library_text\n"
 EXPERIMENT = "# @package _global_\ndefaults:\n  - override /plan: fp16\nseed: 5\n"
 SCALED = PLAIN.replace("bf16-mixed", "16-mixed\n  loss_scaling: {init_scale: 8}")
@@ -93,6 +95,15 @@ def test_file_groups_and_arguments_are_one_config(name: str, tmp_path: Path) -> 
     config = one(None if text is None else write(tmp_path, text), *arguments.split())
     for key, value in expected.items():
         assert OmegaConf.select(config, key) == value, key
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (CONFIGS / "strategy").glob("*.yaml")])
+def test_every_strategy_file_is_the_strategy_of_its_name(name: str) -> None:
+    if name.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    found = checked(f"strategy={name}", "plan=bf16", "callbacks=none")["strategy"]
+    assert (found["_target_"], found["name"]) == ("lightning_mp.make_strategy", name)
+    assert found["plan"]["precision"] == "bf16-mixed"
 
 
 def test_the_file_may_stand_anywhere_and_its_path_may_have_an_equals_sign(tmp_path: Path) -> None:

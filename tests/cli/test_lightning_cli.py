@@ -14,22 +14,10 @@ from support.training import Net, loader, losses, write
 
 #: arguments of the plan among ``trainer.plugins``, and the key that the parser names; None: it is right
 STOCK: dict[str, tuple[str, str | None]] = {
-    "key of the loss scaling": ("loss_scaling: {init_scal: 8}", "init_scal"),
-    "key of its constructor": (
-        "loss_scaling: {class_path: lightning_mp.LossScaling.deepspeed, init_args: {hysteresi: 2}}",
-        "hysteresi",
-    ),
-    "key of the checkpointing": ("checkpointing: {module: Linear}", "module"),
-    "key of nonfinite": ("nonfinite: {acton: raise}", "acton"),
-    "key of a pin": ("pins: {layer: {dtype: fp32, outpt: input}}", "outpt"),
+    "key of a piece": ("loss_scaling: {init_scal: 8}", "init_scal"),
     "key of a pin in a list": ("pins: [{pattern: layer, dtyp: fp32}]", "dtyp"),
     "key of the plan": ("pin: {layer: fp32}", "pin"),
-    "fields": ("loss_scaling: {init_scale: 8, max_scale: 16}", None),
     "a class": ("loss_scaling: {class_path: lightning_mp.LossScaling, init_args: {init_scale: 8}}", None),
-    "a constructor": (
-        "loss_scaling: {class_path: lightning_mp.LossScaling.deepspeed, init_args: {hysteresis: 2}}",
-        None,
-    ),
     "pins of fields": ("pins: {layer: {dtype: fp32, output: input}}, nonfinite: {action: raise}", None),
     "a list of pins": ("pins: [{pattern: layer, dtype: fp32}], checkpointing: {modules: [layer]}", None),
 }

@@ -83,7 +83,7 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
 }  # fmt: skip
 ARGUMENTS = {
     "plan=fp61": ("Could not find 'plan/fp61' Available options in 'plan': a100", "'fp16'"),
-    "plan=fp-16": ("Could not find 'plan/fp-16'", "did you mean '16-mixed', '16-true', 'fp16', 'fp16_true'?"),
+    "plan=fp-16": ("Could not find 'plan/fp-16'", "'fp16'"),
     "plan=haff": ("Could not find 'plan/haff'", "'16-mixed'"),
     "strategy=fsdp3": ("Could not find 'strategy/fsdp3'", "'fsdp2'"),
     "gone.yaml": ("'gone.yaml', which is no file", "'run.yaml'"),
