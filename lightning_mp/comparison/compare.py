@@ -86,7 +86,15 @@ def compare(
     with _as_before(), quiet():
         warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
         results = _run_all(runs, named, seeds, say or (lambda _: None))
-        found = _compared(runs, named, results, margin)
+        losses = [(name, {run.seed: run.final_loss for run in found}) for name, found in results.items()]
+        found = Comparison(
+            plans=tuple(PlanResult(name, named[name], tuple(found)) for name, found in results.items()),
+            differences=tuple(compare_losses(losses[0], other, margin) for other in losses[1:]),
+            seeds=tuple(range(seeds)),
+            steps=steps,
+            final_loss_steps=runs.last,
+            about={"module": runs.module_name, "machine": machine(runs.device), "versions": versions()},
+        )
     if out is not None and runs.is_global_zero:
         write(found, Path(out))
     return found
@@ -137,7 +145,10 @@ def _run_all(
         for name in names[turn:] + names[:turn]:
             peak = peaks[name] if seed == 0 else _attempt(partial(runs.trial, named[name], seed))
             outcome = peak if isinstance(peak, Exception) else _attempt(partial(runs.run, named[name], seed))
-            result = _result(seed, peak, outcome)
+            if isinstance(outcome, Exception):
+                result = RunResult(seed, error=f"{type(outcome).__name__}: {one_line(outcome)}")
+            else:
+                result = replace(outcome, peak_bytes=peak) if isinstance(peak, int) else outcome
             results[name].append(result)
             if runs.is_global_zero:
                 say(f"seed {seed + 1} of {seeds}, {name}: {_in_words(result)}")
@@ -173,12 +184,6 @@ def _attempt(call: Callable[[], T]) -> T | Exception:
         return error
 
 
-def _result(seed: int, peak: int | Exception | None, result: RunResult | Exception) -> RunResult:
-    if isinstance(result, Exception):
-        return RunResult(seed, error=f"{type(result).__name__}: {one_line(result)}")
-    return replace(result, peak_bytes=peak) if isinstance(peak, int) else result
-
-
 def _in_words(run: RunResult) -> str:
     if run.error or run.final_loss is None:
         return f"failed: {run.error}"
@@ -202,31 +207,6 @@ def _as_before() -> Generator[None, None, None]:
         set_rng_state(state, device)
         cudnn.benchmark, cudnn.deterministic = switches
         torch.use_deterministic_algorithms(strict, warn_only=warns)
-
-
-# ---------------------------------------------------------------------- what they come to
-
-
-def _compared(
-    runs: Runs,
-    named: Mapping[str, PrecisionPolicy],
-    results: Mapping[str, list[RunResult]],
-    margin: float | None,
-) -> Comparison:
-    losses = [(name, {run.seed: run.final_loss for run in found}) for name, found in results.items()]
-    plans = tuple(PlanResult(name, named[name], tuple(found)) for name, found in results.items())
-    return Comparison(
-        plans=plans,
-        differences=tuple(compare_losses(losses[0], other, margin) for other in losses[1:]),
-        seeds=tuple(run.seed for run in plans[0].runs),
-        steps=runs.steps,
-        final_loss_steps=runs.last,
-        about={
-            "module": runs.module_name,
-            "machine": machine(runs.device),
-            "versions": versions(),
-        },
-    )
 
 
 # ---------------------------------------------------------------------- the plans

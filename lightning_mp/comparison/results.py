@@ -152,8 +152,19 @@ class Comparison:
         }
 
     def to_text(self, width: int = 110) -> str:
-        """The table, ``width`` columns wide at most."""
-        return _to_text(self, width)
+        """The table, a row a plan, and notes, ``width`` columns wide at most."""
+        output = io.StringIO()
+        console = Console(file=output, width=width)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for index, name in enumerate(heads(self)):
+            table.add_column(name.replace(", ", "\n"), justify="right" if index else "left", no_wrap=True)
+        for row in rows(self):
+            table.add_row(*row)
+        console.print(table, highlight=False)
+        failed = [f"{plan.name}, seed {run.seed}, failed: {run.error}" for plan in self.plans for run in plan.failed]
+        for line in [*failed, *notes(self)]:
+            console.print("\n".join(wrap(line, width - 1, subsequent_indent="  ")), highlight=False, markup=False)
+        return output.getvalue()
 
     def __str__(self) -> str:
         return self.to_text()
@@ -264,22 +275,6 @@ def _within(t: float, freedom: int) -> float:
 # ---------------------------------------------------------------------- the table
 
 
-def _to_text(comparison: Comparison, width: int) -> str:
-    """A row a plan, and notes."""
-    output = io.StringIO()
-    console = Console(file=output, width=width)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, name in enumerate(heads(comparison)):
-        table.add_column(name.replace(", ", "\n"), justify="right" if index else "left", no_wrap=True)
-    for row in rows(comparison):
-        table.add_row(*row)
-    console.print(table, highlight=False)
-    lines = [f"{plan.name}, seed {run.seed}, failed: {run.error}" for plan in comparison.plans for run in plan.failed]
-    for line in [*lines, *notes(comparison)]:
-        console.print("\n".join(wrap(line, width - 1, subsequent_indent="  ")), highlight=False, markup=False)
-    return output.getvalue()
-
-
 def heads(comparison: Comparison) -> list[str]:
     """The columns' names; a comma is where a narrow one may break."""
     first = comparison.plans[0]
@@ -295,19 +290,22 @@ def _memory_unit(first: PlanResult) -> tuple[str, int]:
 def rows(comparison: Comparison) -> list[list[str]]:
     """The cells of every plan, the first without a difference."""
     first = comparison.plans[0]
-    paired = [[NOTHING] * len(_PAIRED), *map(_paired, comparison.differences)]
-    return [[*_alone(plan, first), *cells] for plan, cells in zip(comparison.plans, paired, strict=True)]
-
-
-def _alone(plan: PlanResult, first: PlanResult) -> list[str]:
-    rate, base, peak = plan.rate, first.rate, plan.peak_bytes
-    return [
-        plan.name,
-        _with_sd(rate, "{:,.0f}" if rate and rate.mean >= _FEW else "{:.3g}"),
-        f"{rate.mean / base.mean:.2f}x" if rate and base else NOTHING,
-        _with_sd(peak, "{:,.1f}", _memory_unit(first)[1]),
-        _with_sd(plan.final_loss, "{:.4f}"),
+    base, unit = first.rate, _memory_unit(first)[1]
+    found = [
+        [
+            plan.name,
+            _with_sd(plan.rate, "{:,.0f}" if plan.rate and plan.rate.mean >= _FEW else "{:.3g}"),
+            f"{plan.rate.mean / base.mean:.2f}x" if plan.rate and base else NOTHING,
+            _with_sd(plan.peak_bytes, "{:,.1f}", unit),
+            _with_sd(plan.final_loss, "{:.4f}"),
+        ]
+        for plan in comparison.plans
     ]
+    found[0] += [NOTHING] * len(_PAIRED)
+    for cells, one in zip(found[1:], comparison.differences, strict=True):
+        mean = NOTHING if one.mean_difference is None else signed(one.mean_difference)
+        cells += [mean, NOTHING if one.interval is None else " .. ".join(map(signed, one.interval)), one.verdict]
+    return found
 
 
 def _with_sd(spread: Spread | None, form: str, unit: float = 1) -> str:
@@ -315,15 +313,6 @@ def _with_sd(spread: Spread | None, form: str, unit: float = 1) -> str:
         return NOTHING
     mean = form.format(spread.mean / unit)
     return mean if spread.sd is None else f"{mean} ± {form.format(spread.sd / unit)}"
-
-
-def _paired(difference: Difference) -> list[str]:
-    mean, interval = difference.mean_difference, difference.interval
-    return [
-        NOTHING if mean is None else signed(mean),
-        NOTHING if interval is None else " .. ".join(map(signed, interval)),
-        difference.verdict,
-    ]
 
 
 def signed(value: float) -> str:

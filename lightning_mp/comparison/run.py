@@ -237,7 +237,9 @@ class Runs:
         first = self._batches.setdefault(seed, seen)
         both = min(len(first), len(seen))
         if first[:both] != seen[:both]:
-            raise PlanError([_order(seed)], "compare")
+            allowed = "data that comes in the same order whenever it is read after the same seed"
+            fix = "give data as a function that makes it, with its generators and iterators"
+            raise _differs("batches", seed, allowed, fix)
         work, unit = (watch.samples, "samples") if watch.tokens is None else (watch.tokens, "tokens")
         # ranks of one replica, as the stages of a pipeline, share its batches
         replicas: int = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
@@ -262,7 +264,9 @@ class Runs:
         self.module_name = type(module).__name__
         weights = _checksum(module.parameters())
         if self._weights.setdefault(seed, weights) != weights:
-            raise PlanError([_weights(seed)], "compare")
+            allowed = "a module that is the same whenever it is made after the same seed"
+            fix = "draw its weights from torch's own generator, or give a module instead of a factory"
+            raise _differs("initial weights", seed, allowed, fix)
         plan = _Noting.from_policy(policy)
         assert isinstance(plan, _Noting)
         plan.batches = []
@@ -313,17 +317,5 @@ def _checksum(tensors: Iterable[Tensor]) -> int:
     return value
 
 
-def _weights(seed: int) -> Fault:
-    return Fault(
-        f"other initial weights of one plan than of another in seed {seed}",
-        "a module that is the same whenever it is made after the same seed",
-        "draw its weights from torch's own generator, or give a module instead of a factory",
-    )
-
-
-def _order(seed: int) -> Fault:
-    return Fault(
-        f"other batches for one plan than for another in seed {seed}",
-        "data that comes in the same order whenever it is read after the same seed",
-        "give data as a function that makes it, with its generators and iterators",
-    )
+def _differs(what: str, seed: int, allowed: str, fix: str) -> PlanError:
+    return PlanError([Fault(f"other {what} of one plan than of another in seed {seed}", allowed, fix)], "compare")

@@ -62,14 +62,6 @@ def _run(row: dict[str, str]) -> Run:
         accumulate=int(row["accumulate"] or (4 * pipeline if replicated else 1)),
         interconnect_gbps=default_gbps(gpu),
     )
-    number = {name: float(row[name]) if row[name] else None for name in ("memory_gib", "reported")}
-    return Run(
-        row["source"],
-        row["model"],
-        shape,
-        layout,
-        float(row["tokens_per_s"]),
-        number["memory_gib"],
-        row["convention"],
-        number["reported"],
-    )
+    memory, reported = (float(row[name]) if row[name] else None for name in ("memory_gib", "reported"))
+    speed = float(row["tokens_per_s"])
+    return Run(row["source"], row["model"], shape, layout, speed, memory, row["convention"], reported)

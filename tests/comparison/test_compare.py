@@ -226,7 +226,7 @@ def test_batches_that_differ_are_refused() -> None:
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
     kept = DataLoader(TensorDataset(rows, rows), batch_size=BATCH, shuffle=True, generator=generator)
-    with pytest.raises(PlanError, match="other batches for one plan"):
+    with pytest.raises(PlanError, match="other batches of one plan"):
         compared("32-true,32-true", loader=kept, seeds=1)
 
 
