@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_mp.monitor.doctor import doctor
     from lightning_mp.monitor.events import Event
     from lightning_mp.monitor.findings import Finding
+    from lightning_mp.pin_advice import PinAdvice, suggest_pins
     from lightning_mp.policy import FP8, Checkpointing, NonFinite, Pin, PrecisionPolicy
     from lightning_mp.policy.loss_scaling import LossScaling
     from lightning_mp.precision import MixedPrecisionPlan
@@ -38,6 +39,7 @@ _HOMES = {
     "NonFinite": "policy",
     "NonFiniteError": "errors",
     "Pin": "policy",
+    "PinAdvice": "pin_advice",
     "PlanError": "errors",
     "PrecisionPolicy": "policy",
     "audit": "monitor.audit",
@@ -46,6 +48,7 @@ _HOMES = {
     "doctor": "monitor.doctor",
     "make_strategy": "strategies.factory",
     "register_plan": "strategies.factory",
+    "suggest_pins": "pin_advice",
     "trainer_kwargs": "strategies.factory",
     "unpin": "modules.pins",
 }
@@ -65,6 +68,7 @@ __all__ = [
     "NonFinite",
     "NonFiniteError",
     "Pin",
+    "PinAdvice",
     "PlanError",
     "PrecisionPolicy",
     "audit",
@@ -73,6 +77,7 @@ __all__ = [
     "doctor",
     "make_strategy",
     "register_plan",
+    "suggest_pins",
     "trainer_kwargs",
     "unpin",
 ]
@@ -85,11 +90,13 @@ _OF_LIGHTNING = (
     "AuditReport",
     "Comparison",
     "MixedPrecisionPlan",
+    "PinAdvice",
     "audit",
     "compare",
     "doctor",
     "make_strategy",
     "register_plan",
+    "suggest_pins",
     "trainer_kwargs",
 )
 

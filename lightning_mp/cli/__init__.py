@@ -16,6 +16,7 @@ from lightning_mp.cli.demo import demo
 from lightning_mp.cli.doctor import doctor
 from lightning_mp.cli.env import env
 from lightning_mp.cli.init import init
+from lightning_mp.cli.pins import pins
 from lightning_mp.cli.report import report
 from lightning_mp.cli.train import train
 
@@ -48,7 +49,7 @@ def root(
     """
 
 
-for _command in (demo, init, train, compare, advise, audit, doctor, report, consolidate, env):
+for _command in (demo, init, train, compare, advise, audit, doctor, pins, report, consolidate, env):
     app.command()(_command)
 
 

@@ -1,0 +1,430 @@
+"""Which modules to pin to fp32, by measuring: what they compute and which gradients come of it, beside fp32's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.compat.lightning import move_data_to_device
+from lightning_mp.engines import device_rules
+from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.modules.class_swap import original_class
+from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules
+from lightning_mp.monitor.side_run import loss_of, output_in
+from lightning_mp.numerics.device import describe
+from lightning_mp.numerics.dtypes import cast_floating, to_torch
+from lightning_mp.numerics.rng import rng_state, set_rng_state
+from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.policy import Pin, PrecisionPolicy
+from lightning_mp.precision import MixedPrecisionPlan
+
+#: half a unit in the last place of a number in the format, relative to it
+ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+#: a module's own error in roundoffs: at most 1.9 in healthy models that were measured, 9.5 and more where it did harm
+HARMFUL = 4.0
+#: an error of the gradients that rounding alone brings, in roundoffs, or at least
+ORDINARY, LEAST = 10.0, 0.02
+#: a parameter whose gradient is smaller than this part of the median is rounding alone, as a bias before a BatchNorm
+ROUNDING_ALONE = 1e-4
+#: which part of a kind of module does harm where the kind is pinned and not the module
+KIND = 0.7
+#: patterns that are tried at most, each by gradients
+TRIED = 12
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+#: gradients of a batch by parameter name
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PinRow:
+    """One suggested pin.
+
+    ``modules`` and ``params`` are the numbers of modules with parameters, and of parameters, that it covers;
+    ``error_before`` is the error of the gradients without this pin, ``error_after`` with it, both beside the others.
+    """
+
+    pattern: str
+    dtype: str
+    modules: int
+    error_before: float
+    error_after: float
+    params: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinAdvice:
+    """What :func:`suggest_pins` found; printing it gives a table, the pins to paste, and what they cost.
+
+    Errors are between 0 and 1: the root mean square, over parameters and batches, of the relative difference between
+    the plan's gradient and fp32's, each at most 1.
+    """
+
+    rows: tuple[PinRow, ...]
+    error_before: float
+    error_after: float
+    policy: PrecisionPolicy
+
+    @property
+    def pins(self) -> dict[str, str]:
+        """Pattern to dtype, most harmful first; empty where there is nothing to gain."""
+        return {row.pattern: row.dtype for row in self.rows}
+
+    def to_dict(self) -> dict[str, Any]:
+        """``pins`` and ``rows``, as plain values."""
+        return {"pins": self.pins, "rows": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        precision, before = self.policy.precision, f"{self.error_before:.2g}"
+        if not self.rows:
+            differ = f"under {precision} gradients differ from fp32's by {before}"
+            return f"No pins: {differ}, which is rounding, or no pin halves it."
+        width = max(len("pattern"), *(len(row.pattern) for row in self.rows))
+        lines = [f"{'pattern':{width}}  dtype  modules  without   with      params"]
+        lines += [
+            f"{row.pattern:{width}}  {row.dtype:5}  {row.modules:7}  {row.error_before:<8.2g}  {row.error_after:<8.2g}"
+            f"  {row.params:,}"
+            for row in self.rows
+        ]
+        whole = {**self.pins, **{pin.pattern: pin.dtype for pin in self.policy.pins if pin.pattern not in self.pins}}
+        extra = sum(row.params * (_BYTES[row.dtype] - _BYTES[self.policy.compute_dtype]) for row in self.rows)
+        held = "computed with in fp32" if self.policy.mixed else "stored in fp32"
+        lines += [
+            f"Gradients differ from fp32's by {before} under {precision}, by {self.error_after:.2g} with these pins.",
+            f"Write MixedPrecisionPlan({precision!r}, pins={whole!r}).",
+            f"They are {held}: {extra:,} bytes more for each copy of these weights.",
+        ]
+        return "\n".join(lines)
+
+
+def suggest_pins(
+    module: nn.Module,
+    batches: Iterable[Any],
+    plan: MixedPrecisionPlan,
+    *,
+    steps: int = 8,
+    tolerance: float = 0.1,
+    max_pins: int = 4,
+) -> PinAdvice:
+    """Find the fewest modules that, pinned to fp32, bring the plan's gradients as near to fp32's as rounding allows.
+
+    Copies of ``module`` run forward and backward on its device, about ten passes a batch and more where something is
+    wrong; the gradients of every batch are kept. ``module`` and the generators are as before. Dropout is off.
+
+    Args:
+        module: a LightningModule, whose ``training_step`` returns the loss, or a module that returns one.
+        batches: as the loop draws them; at most ``steps`` are.
+        plan: its pins stay. FP8 products are measured as the bf16 ones that they replace.
+        steps: how many batches at most.
+        tolerance: a pin is left out where that gives up no more than this part of what the pins gain.
+        max_pins: how many pins at most.
+
+    Raises:
+        PlanError: no batch, no scalar loss, or a plan that the module cannot run under.
+    """
+    faults = Faults("suggest_pins")
+    for name, value in (("steps", steps), ("max_pins", max_pins)):
+        faults.whole(name, value, 1, "leave it out")
+    faults.raise_if_any()
+    first = next(module.parameters(), None)
+    device = torch.device("cpu") if first is None else first.device
+    generators = rng_state(device)
+    try:
+        drawn = list(islice(batches, steps))
+        if not drawn:
+            fault = Fault(f"batches={batches!r}, which hold none", "at least one batch", "give a list, or a loader")
+            raise PlanError([fault], "suggest_pins")
+        return _Search(module, drawn, plan, device, generators).advice(tolerance, max_pins)
+    finally:
+        set_rng_state(generators, device)
+
+
+class _Search:
+    """The passes over copies of one module, and what they say of sets of pins."""
+
+    def __init__(
+        self, module: nn.Module, batches: Sequence[Any], plan: MixedPrecisionPlan, device: torch.device, rng: Any
+    ) -> None:
+        policy = plan.policy
+        if policy.precision == "auto":
+            policy = device_rules.resolved(policy, describe(device), module)
+        precision = "bf16-mixed" if policy.fp8 is not None else policy.precision
+        self.policy = replace(policy, precision=precision, fp8=None, checkpointing=None)
+        self._reference = PrecisionPolicy(precision="32-true")
+        self._module, self._batches, self._device, self._rng = module, batches, device, rng
+        self._errors: dict[tuple[str, ...], float | None] = {}
+        self._exact = list(self._gradients(self._reference))
+
+    @property
+    def _ordinary(self) -> float:
+        """The largest error that is rounding alone."""
+        return max(LEAST, ORDINARY * ROUNDOFF[self.policy.compute_dtype])
+
+    # ------------------------------------------------------------------ gradients
+
+    def _prepared(self, policy: PrecisionPolicy) -> nn.Module:
+        """A copy of the module as it runs under ``policy``."""
+        copied = deepcopy(self._module)
+        engine = EagerEngine(
+            policy,
+            device=self._device,
+            step_counter=StepCounter(),
+            scaler=None,
+            distributed=False,
+            global_step=lambda: 0,
+        )
+        with Faults("suggest_pins") as faults:
+            engine.check(copied, faults)
+        engine.prepare(copied)
+        for dropout in (one for one in copied.modules() if original_class(one).__name__.endswith("Dropout")):
+            dropout.eval()  # two formats need not draw the same numbers
+        return copied
+
+    def _loss(self, copied: nn.Module, batch: Any, policy: PrecisionPolicy) -> Tensor:
+        set_rng_state(self._rng, self._device)
+        batch = move_data_to_device(deepcopy(batch), self._device)
+        autocast = policy.compute_dtype if policy.mixed else None
+        loss: Any = loss_of(output_in(copied, batch, self._device, autocast=autocast, storage=policy.storage_dtype))
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"{type(self._module).__name__} gave no scalar loss with a gradient"
+            raise PlanError([Fault(what, "", "return the loss from training_step or forward")], "suggest_pins")
+        return loss.reshape(()).float()
+
+    def _gradients(self, policy: PrecisionPolicy) -> Iterator[Gradients]:
+        """Of each batch in fp32, unscaled; under fp16 from the highest scale at which they are finite."""
+        copied = self._prepared(policy)
+        named = [(name, one) for name, one in copied.named_parameters() if one.requires_grad]
+        rule = policy.loss_scaling
+        scales = [1.0] if rule is None else [rule.init_scale / 16**power for power in range(5)]
+        for batch in self._batches:
+            loss = self._loss(copied, batch, policy)
+            found: Gradients = {}
+            for scale in scales:
+                raw: Any = torch.autograd.grad(
+                    loss * scale, [one for _, one in named], retain_graph=scale != scales[-1], allow_unused=True
+                )
+                found = {
+                    name: gradient.float() / scale
+                    for (name, _), gradient in zip(named, raw, strict=True)
+                    if gradient is not None
+                }
+                if all(bool(gradient.isfinite().all()) for gradient in found.values()):
+                    break
+            yield found
+
+    def error(self, patterns: Sequence[str]) -> float | None:
+        """How far the gradients are from fp32's with these pins, 0 to 1; ``None`` where the pins cannot be."""
+        key = tuple(patterns)
+        if key not in self._errors:
+            pins = (*(Pin(pattern, "fp32") for pattern in key), *self.policy.pins)
+            try:
+                found = self._gradients(replace(self.policy, pins=pins))
+                self._errors[key] = _distance(self._exact, found)
+            except Exception:
+                if not key:
+                    raise  # the run itself cannot be
+                self._errors[key] = None
+        return self._errors[key]
+
+    # ------------------------------------------------------------------ what each module adds
+
+    def harmful(self) -> dict[str, float]:
+        """Names of the innermost modules that add an error of their own, in roundoffs, beyond what rounding does."""
+        found: dict[str, float] = {}
+        for batch in self._batches[:2]:
+            copied, planned = self._prepared(self._reference), dict(self._prepared(self.policy).named_modules())
+            with _each_call(copied, planned, self._own_error, found):
+                self._loss(copied, batch, self._reference)
+        flagged = {name: error for name, error in found.items() if error > HARMFUL}
+        return {
+            name: error for name, error in flagged.items() if not any(other.startswith(f"{name}.") for other in flagged)
+        }
+
+    def _own_error(self, exact: nn.Module, planned: nn.Module, args: Any, kwargs: Any) -> float:
+        dtype = to_torch(self.policy.compute_dtype)
+        rounded = cast_floating((args, kwargs), dtype)
+        outputs: list[Any] = []
+        for one, given, mixed in (
+            (planned, rounded, self.policy.mixed),
+            (exact, cast_floating(rounded, torch.float32), False),
+        ):
+            set_rng_state(self._rng, self._device)
+            positional, keywords = deepcopy(given)
+            with torch.autocast(self._device.type, dtype, enabled=mixed, cache_enabled=False):
+                outputs.append(one(*positional, **keywords))
+        pairs = zip(*map(_floating, outputs), strict=True)
+        roundoff = ROUNDOFF[self.policy.compute_dtype]
+        return max((_relative(ours, theirs) / roundoff for ours, theirs in pairs), default=0.0)
+
+    # ------------------------------------------------------------------ pins
+
+    def advice(self, tolerance: float, max_pins: int) -> PinAdvice:
+        """The pins, and what each is good for."""
+        before = cast("float", self.error(()))
+        kept: list[str] = []
+        if before > self._ordinary:
+            kept = self._fewest(self._candidates(), before, tolerance)
+            kept = kept or self._one_by_one(before, tolerance, max_pins)
+        rows = [self._row(pattern, kept) for pattern in kept]
+        rows = sorted(rows, key=lambda row: row.error_before, reverse=True)[:max_pins]
+        after = self.error([row.pattern for row in rows])
+        return PinAdvice(tuple(rows), before, before if after is None else after, self.policy)
+
+    def _candidates(self) -> list[str]:
+        """Patterns of what does harm, worst first, that the plan can pin."""
+        harmful = self.harmful()
+        named = list(named_submodules(self._module))
+        patterns = dict.fromkeys(_pattern(name, harmful, named) for name in sorted(harmful, key=lambda n: -harmful[n]))
+        return [pattern for pattern in [*patterns][:TRIED] if self.error([pattern]) is not None]
+
+    def _fewest(self, patterns: list[str], before: float, tolerance: float) -> list[str]:
+        """Of pins that halve the error together, those without which it grows again; none where they do not."""
+        # Together at first: of two heads that overflow, neither pin alone helps.
+        best = self.error(patterns) if patterns else None
+        if best is None or best > before / 2:
+            return []
+        kept, enough = patterns, best + tolerance * (before - best)
+        for pattern in reversed(patterns):
+            fewer = [other for other in kept if other != pattern]
+            error = self.error(fewer)
+            if error is not None and error <= enough:
+                kept = fewer
+        return [self._smaller(pattern, kept, enough) for pattern in kept]
+
+    def _smaller(self, pattern: str, kept: list[str], enough: float) -> str:
+        """A part of the module of that name, the smallest that does as well, or itself."""
+        children = dict(named_submodules(self._module)).get(pattern, nn.Identity()).named_children()
+        parts = sorted((_size(child), f"{pattern}.{name}") for name, child in children if _size(child))
+        for _, part in parts[:4] if len(parts) > 1 else ():
+            error = self.error([part if other == pattern else other for other in kept])
+            if error is not None and error <= enough:
+                return part
+        return pattern
+
+    def _one_by_one(self, before: float, tolerance: float, max_pins: int) -> list[str]:
+        """What a forward does not show: kinds of modules, each tried; the smallest that does as well as the best."""
+        sizes: dict[str, int] = {}
+        for _, module in named_submodules(self._module):
+            kind = original_class(module).__name__
+            if has_own_forward(module) and _size(module):
+                sizes[kind] = sizes.get(kind, 0) + _size(module)
+        kept: list[str] = []
+        while len(kept) < max_pins:
+            tried = {
+                kind: error
+                for kind in sorted(sizes, key=lambda kind: sizes[kind])[:TRIED]
+                if kind not in kept and (error := self.error([*kept, kind])) is not None
+            }
+            best = min(tried.values(), default=before)
+            if best > before / 2:
+                break
+            enough = best + tolerance * (before - best)
+            smallest = next(kind for kind, error in tried.items() if error <= enough)
+            before, kept = tried[smallest], [*kept, smallest]
+            if before <= self._ordinary:
+                break
+        return kept
+
+    def _row(self, pattern: str, kept: Sequence[str]) -> PinRow:
+        covered = [one for name, one in named_submodules(self._module) if matches(pattern, name, one)]
+        below = {id(one): one for root in covered for one in root.modules()}
+        owners = [one for one in below.values() if next(one.parameters(recurse=False), None) is not None]
+        parameters = {id(one): one.numel() for owner in owners for one in owner.parameters(recurse=False)}
+        errors = [self.error([other for other in kept if other != pattern]), self.error(kept)]
+        before, after = (1.0 if error is None else error for error in errors)
+        return PinRow(pattern, "fp32", len(owners or covered), before, after, sum(parameters.values()))
+
+
+# ------------------------------------------------------------------ numbers and names
+
+
+def _distance(exact: Sequence[Gradients], found: Iterable[Gradients]) -> float:
+    """The root mean square of the relative differences, each at most 1, without gradients that are rounding alone."""
+    squares: list[float] = []
+    for theirs, ours in zip(exact, found, strict=True):
+        norms = {name: gradient.norm().item() for name, gradient in theirs.items()}
+        known = sorted(norm for norm in norms.values() if 0 < norm < float("inf"))
+        least = ROUNDING_ALONE * known[len(known) // 2] if known else float("inf")
+        for name in (name for name, norm in norms.items() if least <= norm < float("inf")):
+            one = ours.get(name)
+            squares.append(1.0 if one is None else min(1.0, _relative(one, theirs[name])) ** 2)
+    return (sum(squares) / len(squares)) ** 0.5 if squares else 0.0
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    """The norm of the difference over that of ``theirs``, where those are finite; infinite where ``ours`` is not."""
+    if ours.shape != theirs.shape:
+        return 0.0
+    known = theirs.isfinite()
+    ours, theirs = ours.float()[known], theirs.float()[known]
+    if not bool(ours.isfinite().all()):
+        return float("inf")
+    scale = theirs.norm().item()
+    return (ours - theirs).norm().item() / scale if scale else 0.0
+
+
+def _floating(output: Any) -> list[Tensor]:
+    """The floating tensors of what a module returned, in order."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    parts: Any = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _floating(part)]
+
+
+@contextmanager
+def _each_call(
+    root: nn.Module, planned: Mapping[str, nn.Module], own_error: Callable[..., float], found: dict[str, float]
+) -> Generator[None, None, None]:
+    """Within, every call of a module below ``root`` is made again; the largest error by name goes to ``found``."""
+    inside = False
+
+    def called(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal inside
+        if inside:
+            return
+        inside = True
+        try:
+            with torch.no_grad():
+                found[name] = max(found.get(name, 0.0), own_error(module, planned[name], args, kwargs))
+        except Exception:  # a module that cannot be called apart from the others, or with rounded inputs
+            found.setdefault(name, 0.0)
+        finally:
+            inside = False
+
+    def hook(name: str) -> Any:
+        return lambda module, args, kwargs: called(name, module, args, kwargs)
+
+    handles = [
+        module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in root.named_modules() if name
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pattern(name: str, harmful: Mapping[str, float], named: Sequence[tuple[str, nn.Module]]) -> str:
+    """The class of the module, or its own last name, where nearly all of that do harm; else its whole name."""
+    kinds = {other: original_class(module).__name__ for other, module in named if has_own_forward(module)}
+    last = name.rpartition(".")[2]
+    same = {kinds[name]: [other for other, kind in kinds.items() if kind == kinds[name]]}
+    if not re.fullmatch(r"\d+", last):
+        same[last] = [other for other in kinds if other.rpartition(".")[2] == last]
+    for pattern, others in same.items():
+        if len(others) > 1 and sum(other in harmful for other in others) >= KIND * len(others):
+            return pattern
+    return name
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

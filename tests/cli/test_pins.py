@@ -1,0 +1,30 @@
+"""``lightning-mp pins``: what to pin of the run that a config describes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from lightning_mp.cli import app
+
+RUN = ("experiment=llama_tiny", "plan=bf16", "trainer.accelerator=cpu", "callbacks=none", "--steps", "1")
+
+
+def test_a_run_that_needs_no_pins_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["pins", *RUN, f"run_dir={tmp_path / 'run'}"])
+    assert result.exit_code == 0, result.output
+    assert "No pins: under bf16-mixed" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_as_json_it_is_pins_and_rows(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["pins", *RUN, "--json", f"run_dir={tmp_path / 'run'}"])
+    assert json.loads(result.stdout) == {"pins": {}, "rows": []}
+
+
+def test_without_a_config_it_says_what_to_write() -> None:
+    result = CliRunner().invoke(app, ["pins"])
+    assert result.exit_code == 2
+    assert "nothing to measure" in result.output

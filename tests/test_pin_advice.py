@@ -1,0 +1,311 @@
+"""Pins by measuring: healthy models need none, what does harm is found, and everything is given back as it was."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_mp import MixedPrecisionPlan, PinAdvice, PlanError, suggest_pins
+from support.models import Regression, batches
+
+WIDTH = 32
+
+
+class Mlp(nn.Module):
+    """Rows through blocks with norms and dropout; returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.2)]
+        self.net = nn.Sequential(*block, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(self.net(x).squeeze(-1), y)
+
+
+class Vit(nn.Module):
+    """Patches of a small image through attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, WIDTH, 4, 4)
+        self.positions = nn.Parameter(torch.randn(1, 4, WIDTH) * 0.02)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.1, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        patches = self.patches(x[:, : 2 * WIDTH].reshape(-1, 1, 8, 8)).flatten(2).transpose(1, 2)
+        return functional.cross_entropy(self.head(self.encoder(patches + self.positions).mean(1)), (y > 0).long())
+
+
+class Gpt(nn.Module):
+    """A small GPT-2 on tokens made of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        self.model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=WIDTH, vocab_size=64, n_positions=64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        tokens = (x.abs() * 20).long() % 64
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+class Big(nn.Module):
+    """A head whose numbers leave fp16: 2**16 and more inside, small again outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.wide(x * 200.0) * 200.0).squeeze(-1) / 1e4
+
+
+class Heads(nn.Module):
+    """A healthy trunk under some overflowing heads."""
+
+    def __init__(self, heads: int = 1) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+        names = ("value", "policy")[:heads]
+        self.heads = nn.ModuleDict({name: Big() for name in names})
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.trunk(x)
+        return sum((functional.mse_loss(head(hidden), y) for head in self.heads.values()), torch.zeros(()))
+
+
+class Router(nn.Module):
+    """Weights for four experts, of logits in the hundreds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.softmax(self.gate(x) * 300.0, dim=-1)
+
+
+class Routed(nn.Module):
+    """Experts weighted by a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Router(), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        weights = self.router(x)
+        mixed = sum(weights[:, i : i + 1] * torch.tanh(expert(x)) for i, expert in enumerate(self.experts))
+        return functional.mse_loss(self.head(mixed).squeeze(-1), y)
+
+
+class Angles(nn.Module):
+    """Sines of positions in the thousands, times trained frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequency = nn.Parameter(torch.linspace(0.5, 1.0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(3000, 3000 + x.shape[-1], device=x.device) * 1.0
+        return torch.sin(positions * self.frequency)
+
+
+class Positioned(nn.Module):
+    """Rows with a positional table made of large integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.net = Angles(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(self.net(x + self.table(x)).squeeze(-1), y)
+
+
+class Scan(nn.Module):
+    """A long recurrence whose state hardly decays, a step at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.decay = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.full((WIDTH,), 0.999))
+
+    def forward(self, x: Tensor) -> Tensor:
+        step, state = self.into(x), torch.zeros_like(self.decay, dtype=self.into.weight.dtype)
+        for _ in range(400):
+            state = (state * self.decay + step).to(step.dtype)
+        return state / 100.0
+
+
+class Scanned(nn.Module):
+    """A scan between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scan, self.head = nn.Linear(WIDTH, WIDTH), Scan(), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(self.head(self.scan(torch.tanh(self.first(x)))).squeeze(-1), y)
+
+
+def _batches(count: int = 3, rows: int = 16, width: int = WIDTH) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(3)
+    rows_of = [torch.randn(rows, width, generator=made) for _ in range(count)]
+    return [(x, x.sum(1) / math.sqrt(width)) for x in rows_of]
+
+
+def _advice(kind: Callable[[], nn.Module], precision: str, **options: Any) -> PinAdvice:
+    torch.manual_seed(0)
+    width = 2 * WIDTH if kind is Vit else WIDTH
+    return suggest_pins(kind(), _batches(width=width), MixedPrecisionPlan(precision), **options)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("kind", [Mlp, Gpt, Vit])
+def test_a_healthy_model_needs_no_pins(kind: Any, precision: str) -> None:
+    advice = _advice(kind, precision)
+    assert advice.pins == {}
+    assert advice.error_before < 0.05
+    assert "No pins" in str(advice)
+
+
+#: the model, the mode, and of which a pin has to be part of what is found
+SICK: dict[str, tuple[Callable[[], nn.Module], str, set[str]]] = {
+    "an overflowing head": (Heads, "16-mixed", {"Big", "value", "heads.value"}),
+    "two overflowing heads": (lambda: Heads(2), "16-mixed", {"Big"}),
+    "a router": (Routed, "bf16-mixed", {"router", "gate", "router.gate", "Router"}),
+    "a positional table": (Positioned, "bf16-true", {"table", "Angles"}),
+    "a scan": (Scanned, "bf16-mixed", {"scan", "Scan"}),
+}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_what_does_harm_is_found(name: str) -> None:
+    kind, precision, right = SICK[name]
+    advice = _advice(kind, precision)
+    assert set(advice.pins) <= right, str(advice)
+    assert len(advice.pins) == 1, str(advice)
+    assert advice.error_after < advice.error_before / 2
+    (row,) = advice.rows
+    assert (row.error_before, row.error_after) == (advice.error_before, advice.error_after)
+    assert row.modules > 0
+    assert row.params > 0
+    text = str(advice)
+    assert f"pins={advice.pins!r}" in text
+    assert "bytes" in text
+    assert advice.to_dict()["pins"] == advice.pins
+
+
+class Steps(Regression):
+    """A LightningModule that logs, keeps what it saw, and draws random numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.losses.append(float(torch.rand(()) + random.random()))
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return {"loss": loss}
+
+
+def _state(module: nn.Module) -> tuple[Any, ...]:
+    return (
+        {name: (tensor.dtype, tensor.clone()) for name, tensor in module.state_dict().items()},
+        {name: id(parameter) for name, parameter in module.named_parameters()},
+        {name: parameter.grad for name, parameter in module.named_parameters()},
+        [(type(one), one.training, list(one.__dict__)) for one in module.modules()],
+        torch.get_rng_state(),
+        random.getstate(),
+        torch.get_default_dtype(),
+        getattr(module, "losses", None) and list(module.losses),
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+class Raises(Mlp):
+    """Fails in its third forward."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        Raises.calls += 1
+        if Raises.calls % 5 == 4:
+            raise RuntimeError("of the user's own")
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("kind", [Steps, Mlp, Routed, Raises])
+def test_everything_is_given_back_untouched(kind: Any, precision: str) -> None:
+    module = kind()
+    data = list(batches()) if kind is Steps else _batches()
+    for parameter in list(module.parameters())[::2]:
+        parameter.grad = torch.randn_like(parameter)
+    module.net[1].eval() if hasattr(module, "net") else None
+    before = _state(module)
+    if kind is Raises:
+        with pytest.raises(RuntimeError, match="of the user's own"):
+            suggest_pins(module, data, MixedPrecisionPlan(precision))
+    else:
+        suggest_pins(module, data, MixedPrecisionPlan(precision), steps=2)
+    assert _same(before, _state(module))
+
+
+@pytest.mark.parametrize("given", [[], iter(()), ()])
+def test_no_batches_is_an_error_that_names_them(given: Any) -> None:
+    with pytest.raises(PlanError, match="batches"):
+        suggest_pins(Mlp(), given, MixedPrecisionPlan("bf16-mixed"))
+
+
+def test_steps_bound_the_batches_that_are_drawn() -> None:
+    data = iter(_batches(5))
+    suggest_pins(Mlp(), data, MixedPrecisionPlan("bf16-mixed"), steps=2)
+    assert len(list(data)) == 3
+
+
+@pytest.mark.parametrize("name", ["steps", "max_pins"])
+def test_numbers_that_are_none_are_refused(name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name}=0"):
+        suggest_pins(Mlp(), _batches(), MixedPrecisionPlan("bf16-mixed"), **{name: 0})
+
+
+class NoLoss(LightningModule):
+    """Returns no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])
+
+
+def test_a_module_without_a_loss_is_refused() -> None:
+    with pytest.raises(PlanError, match="no scalar loss"):
+        suggest_pins(NoLoss(), _batches(), MixedPrecisionPlan("bf16-mixed"))
+
+
+def test_the_plans_own_pins_stay() -> None:
+    torch.manual_seed(0)
+    plan = MixedPrecisionPlan("16-mixed", pins={"value": "fp32", "trunk": "bf16"})
+    advice = suggest_pins(Heads(2), _batches(), plan)
+    assert set(advice.pins) <= {"policy", "heads.policy", "Big"}
+    assert "'trunk': 'bf16'" in str(advice)
