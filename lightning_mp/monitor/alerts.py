@@ -225,7 +225,10 @@ def known(value: float | None) -> float | None:
 # ---------------------------------------------------------------------- what is said
 
 #: for an overflow that no loss scale can help; ``{pinned}`` is how modules are pinned in this run
-_BEYOND_FP16 = "pin the module that the nonfinite events name: {pinned}; or use 'bf16-mixed', without a loss scale"
+_BEYOND_FP16 = (
+    "pin the module that the nonfinite events name: {pinned}; suggest_pins measures which; or use 'bf16-mixed', without a "
+    "loss scale"
+)
 #: by kind, or where a kind has several by what was seen: the likely cause, and what to do
 _TEXTS: dict[str, tuple[str, str]] = {
     "grad_norm_spike": (
@@ -234,7 +237,8 @@ _TEXTS: dict[str, tuple[str, str]] = {
     ),
     "loss_divergence": (
         "a learning rate that is too high, or weights spoiled by a bad step",
-        "go back to the last good checkpoint with a lower learning rate, and clip gradients",
+        "go back to the last good checkpoint with a lower learning rate, and clip gradients; if fp32 does not diverge, "
+        "suggest_pins finds the modules to keep in it",
     ),
     "cut off": (
         "gradients are zero: the loss is cut off from the weights",
