@@ -237,8 +237,10 @@ _TEXTS: dict[str, tuple[str, str]] = {
     ),
     "loss_divergence": (
         "a learning rate that is too high, or weights spoiled by a bad step",
-        "go back to the last good checkpoint with a lower learning rate, and clip gradients; if fp32 does not diverge, "
-        "suggest_pins finds the modules to keep in it",
+        (
+            "go back to the last good checkpoint with a lower learning rate, and clip gradients; if fp32 does not diverge, "
+            "suggest_pins finds the modules to keep in it"
+        ),
     ),
     "cut off": (
         "gradients are zero: the loss is cut off from the weights",
