@@ -226,8 +226,8 @@ def known(value: float | None) -> float | None:
 
 #: for an overflow that no loss scale can help; ``{pinned}`` is how modules are pinned in this run
 _BEYOND_FP16 = (
-    "pin the module that the nonfinite events name: {pinned}; suggest_pins measures which; or use 'bf16-mixed', without a "
-    "loss scale"
+    "pin the module that the nonfinite events name: {pinned}; suggest_pins measures which; or use 'bf16-mixed', "
+    "without a loss scale"
 )
 #: by kind, or where a kind has several by what was seen: the likely cause, and what to do
 _TEXTS: dict[str, tuple[str, str]] = {
@@ -237,10 +237,7 @@ _TEXTS: dict[str, tuple[str, str]] = {
     ),
     "loss_divergence": (
         "a learning rate that is too high, or weights spoiled by a bad step",
-        (
-            "go back to the last good checkpoint with a lower learning rate, and clip gradients; if fp32 does not diverge, "
-            "suggest_pins finds the modules to keep in it"
-        ),
+        "go back to the last good checkpoint with a lower rate, and clip gradients; try suggest_pins in half precision",
     ),
     "cut off": (
         "gradients are zero: the loss is cut off from the weights",
