@@ -23,7 +23,7 @@ from lightning_mp.monitor.side_run import loss_of, output_in
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, to_torch
 from lightning_mp.numerics.rng import rng_state, set_rng_state
-from lightning_mp.numerics.step_counter import StepCounter
+from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.policy import Pin, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 
@@ -177,8 +177,7 @@ class _Search:
         engine = EagerEngine(
             policy,
             device=self._device,
-            step_counter=StepCounter(),
-            scaler=None,
+            scaler=LossScaler(),
             distributed=False,
             global_step=lambda: 0,
         )
