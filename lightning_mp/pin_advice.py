@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import move_data_to_device
-from lightning_mp.engines import device_rules
+from lightning_mp.engines import for_strategy
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.class_swap import original_class
@@ -22,8 +22,8 @@ from lightning_mp.modules.patterns import has_own_forward, matches, named_submod
 from lightning_mp.monitor.side_run import loss_of, output_in
 from lightning_mp.numerics.device import describe
 from lightning_mp.numerics.dtypes import cast_floating, to_torch
+from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.numerics.rng import rng_state, set_rng_state
-from lightning_mp.numerics.scaler import LossScaler
 from lightning_mp.policy import Pin, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 
@@ -156,7 +156,7 @@ class _Search:
     ) -> None:
         policy = plan.policy
         if policy.precision == "auto":
-            policy = device_rules.resolved(policy, describe(device), module)
+            policy = for_strategy.resolved(policy, describe(device), module)
         precision = "bf16-mixed" if policy.fp8 is not None else policy.precision
         self.policy = replace(policy, precision=precision, fp8=None, checkpointing=None)
         self._reference = PrecisionPolicy(precision="32-true")
