@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mp import LossScaleError, LossScaling, NonFiniteError, PlanError, PrecisionPolicy
+from lightning_mp import LossScaleError, LossScaling, NonFiniteError, PrecisionPolicy
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.loss_scale import LossScaler
@@ -132,12 +132,6 @@ def test_faults_are_noted_not_raised() -> None:
     faults = Faults()
     _bare(policy).check(_net(), faults)
     assert [fault.given.split(",")[0] for fault in faults.found] == ["pin 'a'", "pin 'b'", "checkpointing pattern 'c'"]
-
-
-def test_connecting_lbfgs_under_scaling_is_refused() -> None:
-    with pytest.raises(PlanError, match="LBFGS, which evaluates its closure again, with precision='16-mixed'"):
-        _engine(_net(), build=partial(torch.optim.LBFGS, lr=0.1))
-    _engine(_net(), "bf16-mixed", partial(torch.optim.LBFGS, lr=0.1))
 
 
 @pytest.mark.parametrize("budget", [0, 2])

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim import SGD
@@ -37,23 +36,6 @@ def _lrs(module: Regression) -> list[int]:
     return [round(lr / 1e-3) for lr in module.lrs]
 
 
-@pytest.mark.parametrize(
-    ("skipped", "lrs"),
-    [
-        ((), [1, 2, 3, 4, 5, 6, 7, 8]),
-        ((1,), [1, 2, 2, 3, 4, 5, 6, 7]),
-        (tuple(range(8)), [1] * 8),
-        ((6, 7), [1, 2, 3, 4, 5, 6, 7, 7]),
-    ],
-)
-def test_a_step_interval_scheduler_does_not_move_on_a_skip(skipped: tuple[int, ...], lrs: list[int]) -> None:
-    module = Regression(sgd, rising)
-    hooked = Install(lambda: module.trainer.global_step - 1 in skipped)
-    fit(module, precision="32-true", callbacks=[hooked])
-    assert _lrs(module) == lrs
-    hooked.hooks.remove()
-
-
 def test_removing_restores_exactly_what_was_there() -> None:
     module = Regression(sgd, rising)
     before = dict(module.__dict__)
@@ -79,30 +61,6 @@ def test_they_can_be_installed_again_after_a_removal() -> None:
         hooked.hooks.remove()
 
 
-def test_epoch_schedulers_are_left_alone() -> None:
-    class Epoch(Regression):
-        def configure_optimizers(self) -> Any:
-            optimizer = self.make_optimizer(self.parameters())
-            return [optimizer], [rising(optimizer)]
-
-    module, hooked = Epoch(sgd), Install(lambda: True)
-    fit(module, precision="32-true", callbacks=[hooked], max_epochs=2)
-    assert _lrs(module) == [1] * 8 + [2] * 8
-    assert "lr_scheduler_step" not in module.__dict__
-
-
-def test_of_two_schedulers_only_the_step_interval_one_is_held() -> None:
-    class Both(Regression):
-        def configure_optimizers(self) -> Any:
-            optimizer = self.make_optimizer(self.parameters())
-            step, epoch = LambdaLR(optimizer, lambda _: 1.0), LambdaLR(optimizer, lambda _: 1.0)
-            return [optimizer], [{"scheduler": step, "interval": "step"}, {"scheduler": epoch, "interval": "epoch"}]
-
-    module, hooked = Both(sgd), Install(lambda: True)
-    runner = fit(module, precision="32-true", callbacks=[hooked], max_epochs=3)
-    assert [config.scheduler.last_epoch for config in runner.lr_scheduler_configs] == [0, 3]
-
-
 def test_a_weight_average_does_not_move_on_a_skip() -> None:
     class Counts(WeightAveraging):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -117,13 +75,6 @@ def test_a_weight_average_does_not_move_on_a_skip() -> None:
         hooked.hooks.remove()
         assert "should_update" not in average.__dict__
         assert average.should_update(step_idx=0) is True
-
-
-def test_without_anything_to_override_the_module_is_not_touched() -> None:
-    module, hooked = Regression(sgd), Install(lambda: True)
-    fit(module, precision="32-true", callbacks=[hooked])
-    assert "lr_scheduler_step" not in module.__dict__
-    assert torch.isfinite(torch.tensor(module.losses)).all()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_mp import LossScaling, NonFinite
+from lightning_mp import NonFinite
 from support.counting import HostReads
 from support.models import Regression
 from support.oracles import plan_for, stock_for
@@ -103,17 +103,6 @@ def test_at_most_one_where_a_scheduler_is_held(mode: str, optimizer: str) -> Non
     stock = _counts(Unread(build, schedule), precision="32-true")
     ours = _counts(Unread(build, schedule, overflow_at=(3,)), plugins=[plan_for(mode)])
     assert all(mine - theirs <= 1 for mine, theirs in zip(ours[1:], stock[1:], strict=True))
-
-
-def test_the_rule_of_the_scale_reads_nothing_whatever_its_form() -> None:
-    rules = [
-        LossScaling.torch(init_scale=4.0, growth_interval=2),
-        LossScaling.megatron(initial_scale=4.0, growth_interval=2),
-        LossScaling.deepspeed(initial_scale_power=2, loss_scale_window=2, at_min="hold"),
-        LossScaling.static(4.0),
-    ]
-    for rule in rules:
-        assert _counts(Unread(overflow_at=(2, 3)), plugins=[plan_for("16-mixed", rule)])[1:] == [0] * 7
 
 
 def test_the_budget_is_looked_at_only_when_it_can_be_spent() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.optim import SGD, AdamW
 
-from lightning_mp import LossScaling, NonFinite, NonFiniteError, PlanError
-from lightning_mp.callbacks import TrainingHealth
+from lightning_mp import LossScaling, PlanError
 from support.manual import Manual
 from support.models import Regression, same_weights
 from support.oracles import MODES, SCALED, plan_for
@@ -207,27 +205,3 @@ def test_sam_under_a_loss_scale_is_refused_by_name_before_it_changed_anything(mo
     with pytest.raises(PlanError, match=f"SAM, which evaluates its closure again, with precision='{mode}'"):
         fit(module, plugins=[plan_for(mode)])
     assert same_weights(dict(module.named_parameters()), dict(Regression(SAM).named_parameters()))
-
-
-class TestWhatIsNamed:
-    """The batch run again is finite: the parameter, its rank, and that it was changed afterwards."""
-
-    @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
-    @pytest.mark.parametrize("place", ["on_after_backward", "on_before_optimizer_step", "a callback"])
-    def test_by_the_error(self, place: str, mode: str) -> None:
-        module, callbacks = AUTOMATIC[place](OPTIMIZERS["fused"])
-        plan = plan_for(mode, LossScaling.static(64.0), nonfinite=NonFinite(max_consecutive=0))
-        with pytest.raises(NonFiniteError, match="changed after the backward pass") as caught:
-            fit(module, plugins=[plan], callbacks=callbacks)
-        error = caught.value
-        assert (error.rank, error.module, error.parameter) == (0, "net.0", "net.0.weight")
-
-    @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
-    @pytest.mark.parametrize("place", ["on_after_backward", "on_before_optimizer_step", "a callback"])
-    def test_by_the_event(self, place: str, mode: str, tmp_path: Path) -> None:
-        module, callbacks = AUTOMATIC[place](OPTIMIZERS["fused"])
-        health = TrainingHealth(run_dir=tmp_path)
-        fit(module, plugins=[plan_for(mode, LossScaling.static(64.0))], callbacks=[health, *callbacks])
-        (event,) = [event for event in health.events if event.kind == "nonfinite_grad"]
-        assert (event.step, event.rank, event.parameter) == (BAD, 0, "net.0.weight")
-        assert "changed after the backward pass" in event.cause

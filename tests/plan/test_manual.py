@@ -244,17 +244,6 @@ def test_an_overflow_is_skipped_and_counted_whatever_the_way(way: Any, optimizer
     assert trace.scales == [64.0] * 3 + [32.0] * 5
 
 
-def test_unscaling_twice_is_refused_as_torchs_scaler_does() -> None:
-    def twice(m: Any, batch: Any, batch_idx: int) -> None:
-        opt = m.optimizers()
-        m.manual_backward(m.loss(batch))
-        m.user_scaler.unscale_(opt)
-        m.user_scaler.unscale_(opt)
-
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
-        fit(Manual(twice), plugins=[MixedPrecisionPlan("16-mixed")])
-
-
 def _pair_plan(**rule: Any) -> MixedPrecisionPlan:
     pins = {"net": "fp32", "other": "fp32"}
     return MixedPrecisionPlan("16-mixed", pins=pins, loss_scaling=LossScaling(init_scale=64.0, **rule))
@@ -334,33 +323,3 @@ def test_an_overflow_in_one_optimizer_skips_that_one(way: Any, which: str) -> No
     assert moved == {"net", "other"} - {which}
     assert trace.scales == [64.0] * 3 + [32.0] * 5
     assert (plan.applied_steps, plan.skipped_steps) == (15, 1)
-
-
-@pytest.mark.parametrize("way", [one_after_the_other, both_then_step, summed, toggled], ids=lambda way: way.__name__)
-def test_two_overflows_in_one_batch_halve_the_scale_once(way: Any) -> None:
-    trace, plan = Trace(), _pair_plan()
-    fit(Pair(way, {3: "net other"}), plugins=[plan], callbacks=[trace])
-    assert same_weights(trace.weights[2], trace.weights[3])
-    assert trace.scales == [64.0] * 3 + [32.0] * 5
-    assert (plan.applied_steps, plan.skipped_steps) == (14, 2)
-
-
-def test_a_weight_in_two_optimizers_is_divided_once() -> None:
-    class Shared(Manual):
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.net.parameters(), lr=1e-3), torch.optim.SGD(self.net[3].parameters(), lr=1e-3)]
-
-    def both(m: Any, batch: Any, batch_idx: int) -> None:
-        first, second = m.optimizers()
-        first.zero_grad()
-        m.manual_backward(m.loss(batch))
-        m.look()
-        first.step()
-        second.step()
-
-    there, here, stock, ours = Trace(), Trace(), Shared(both), Shared(both)
-    fit(stock, precision="32-true", callbacks=[there])
-    plan = MixedPrecisionPlan("16-mixed", pins=PINNED, loss_scaling=LossScaling.static(64.0))
-    fit(ours, plugins=[plan], callbacks=[here])
-    assert all(same_weights(a, b) for a, b in zip(stock.true, ours.true, strict=True))
-    assert all(same_weights(a, b) for a, b in zip(there.weights, here.weights, strict=True))

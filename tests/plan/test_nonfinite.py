@@ -114,31 +114,6 @@ def test_raise_with_scaling_lets_the_scale_search(mode: str) -> None:
     assert plan.skipped_steps == 2
 
 
-@pytest.mark.parametrize("budget", [0, 1, 2, 5])
-@unscaled
-def test_the_budget_is_of_skips_in_a_row(mode: str, budget: int) -> None:
-    """A clean step in between pays all back."""
-    bad = [step for step in range(16) if step % (budget + 1)]  # budget in a row, then a clean one
-    plan = plan_for(mode, nonfinite=NonFinite(max_consecutive=budget))
-    fit(Regression(overflow_at=tuple(bad)), plugins=[plan], max_epochs=2)
-    assert plan.skipped_steps == len(bad)
-    run = tuple(range(4, 4 + budget + 1))
-    error = _stop(
-        Regression(overflow_at=run), plan_for(mode, nonfinite=NonFinite(max_consecutive=budget)), max_epochs=2
-    )
-    assert error.step == 4 + budget
-
-
-@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("start", range(6))
-def test_a_streak_is_caught_on_its_step_wherever_it_starts(budget: int, start: int) -> None:
-    """The streak is not read every step: it must be read on the right ones (short streaks before included)."""
-    before = (start - 2,) if start >= 2 else ()
-    module = Regression(overflow_at=(*before, *range(start, 16)))
-    error = _stop(module, plan_for("bf16-mixed", nonfinite=NonFinite(max_consecutive=budget)), max_epochs=2)
-    assert error.step == start + budget
-
-
 @unscaled
 def test_ignore_applies_what_came_as_stock_lightning_does(mode: str) -> None:
     ours, stock = Regression(overflow_at=(3,)), Regression(overflow_at=(3,))
@@ -159,15 +134,6 @@ def test_ignore_with_scaling_still_skips(mode: str) -> None:
     fit(Regression(overflow_at=(2, 3)), plugins=[plan], callbacks=[trace])
     assert plan.skipped_steps == 2
     assert same_weights(trace.weights[1], trace.weights[3])
-
-
-@unscaled
-def test_the_default_is_to_skip_a_hundred_in_a_row(mode: str) -> None:
-    plan = plan_for(mode)
-    assert plan.policy.nonfinite == NonFinite(action="skip", max_consecutive=100)
-    bad = tuple(range(2, 103))
-    error = _stop(Regression(overflow_at=bad), plan, max_epochs=14)
-    assert (error.step, plan.skipped_steps) == (102, 101)
 
 
 @pytest.mark.parametrize("how", ORIGINS)

@@ -11,13 +11,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import (
-    DDPStrategy,
     FSDPStrategy,
     SingleDeviceStrategy,
     Strategy,
 )
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_mp import MixedPrecisionPlan, PlanError
 from lightning_mp.compat.torch import cpu_has
@@ -129,17 +127,6 @@ def _on(strategy: Any) -> Regression:
     return module
 
 
-@pytest.mark.parametrize("kind", [Sharded])
-def test_a_stock_sharded_strategy_is_refused_by_name(kind: Any) -> None:
-    module = _on(kind())
-    before = weights(module)
-    with pytest.raises(PlanError) as caught:
-        plan_for("bf16-true").convert_module(module)
-    assert f"strategy {kind.__name__}" in caught.value.faults[0].given
-    assert "strategy='mp_fsdp1'" in caught.value.faults[0].fix
-    assert same_weights(before, weights(module))
-
-
 def test_a_sharded_strategy_and_other_faults_come_in_one_error() -> None:
     with pytest.raises(PlanError) as caught:
         plan_for("bf16-true", pins={"nothing": "fp32"}, checkpointing="nobody").convert_module(_on(Sharded()))
@@ -151,28 +138,6 @@ def test_a_users_own_single_device_strategy_is_taken() -> None:
     strategy: Strategy = Anything(torch.device("cpu"))
     fit(Regression(), plugins=[plan], strategy=strategy, accelerator="auto")
     assert plan.applied_steps == 8
-
-
-@pytest.mark.parametrize(
-    ("hook", "plan", "refused"),
-    [
-        ("fp16_compress_hook", {"precision": "bf16-mixed"}, True),
-        ("bf16_compress_hook", {"precision": "32-true"}, True),
-        ("allreduce_hook", {"precision": "bf16-mixed"}, False),
-        ("allreduce_hook", {"precision": "bf16-true"}, True),
-        ("allreduce_hook", {"precision": "bf16-mixed", "reduce_dtype": "bf16"}, True),
-        ("allreduce_hook", {"precision": "bf16-mixed", "pins": {"LayerNorm": "bf16"}}, True),
-    ],
-)
-def test_a_communication_hook_that_decides_another_dtype_is_refused(
-    hook: str, plan: dict[str, Any], refused: bool
-) -> None:
-    module = _on(DDPStrategy(ddp_comm_hook=getattr(default_hooks, hook)))
-    if not refused:
-        MixedPrecisionPlan(**plan).convert_module(module)
-        return
-    with pytest.raises(PlanError, match=hook):
-        MixedPrecisionPlan(**plan).convert_module(module)
 
 
 def test_a_device_that_cannot_do_the_mode_is_refused() -> None:

@@ -48,23 +48,6 @@ def test_the_continuation_is_the_uninterrupted_run(mode: str, at: int, tmp_path:
     assert (plan.applied_steps, plan.skipped_steps) == (11, 5)
 
 
-RULES = {
-    "growth counter": LossScaling(init_scale=4.0, growth_interval=5),
-    "hysteresis counter": LossScaling(init_scale=64.0, hysteresis=3, growth_interval=100),
-    "deepspeed": LossScaling.deepspeed(initial_scale_power=4, loss_scale_window=4, hysteresis=2, at_min="hold"),
-    "megatron": LossScaling.megatron(initial_scale=16.0, growth_interval=4),
-}
-
-
-@pytest.mark.parametrize("at", [2, 3, 4, 7])
-@pytest.mark.parametrize("rule", RULES)
-def test_every_counter_of_the_rule_is_kept(rule: str, at: int, tmp_path: Path) -> None:
-    bad = (1, 3, 6, 12)
-    _, trace = _save(tmp_path, plan_for("16-mixed", RULES[rule]), at, bad=bad)
-    _, rest = _resume(tmp_path / f"{at}.ckpt", plan_for("16-mixed", RULES[rule]), bad)
-    assert rest.scales == trace.scales[at:]
-
-
 @every_mode
 def test_the_checkpoint_is_plain_and_under_the_plans_name(mode: str, tmp_path: Path) -> None:
     plan = plan_for(mode, pins={"net.1": "fp32"}, nonfinite=NonFinite(max_consecutive=7))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_mp import LossScaleError, LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError
 from lightning_mp.numerics import loss_scale
@@ -51,40 +50,6 @@ def test_the_run_follows_the_pure_rule(rule: str, bad: tuple[int, ...]) -> None:
     assert trace.skipped == [step in bad for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("bad", TRACES)
-def test_torchs_rule_is_torchs(bad: tuple[int, ...]) -> None:
-    """Beside ``torch.amp.GradScaler`` itself, on the same trace of overflows."""
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer, scaler = torch.optim.SGD([parameter], lr=0.0), torch.amp.GradScaler("cpu", 64.0, growth_interval=3)
-    expected = []
-    for step in range(STEPS):
-        scaler.scale(parameter.sum()).backward()
-        if step in bad:
-            parameter.grad.fill_(float("inf"))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        expected.append(scaler.get_scale())
-    assert _run(RULES["torch"], bad).scales == expected
-
-
-@pytest.mark.parametrize("mode", SCALED)
-def test_hysteresis_waits_for_the_second_overflow(mode: str) -> None:
-    rule = LossScaling(init_scale=64.0, growth_interval=100, hysteresis=2)
-    assert _run(rule, (1, 4), mode).scales[:6] == [64.0, 64.0, 64.0, 64.0, 32.0, 32.0]
-    consecutive = LossScaling(init_scale=64.0, growth_interval=100, hysteresis=2, consecutive_hysteresis=True)
-    assert _run(consecutive, (1, 4), mode).scales[:6] == [64.0] * 6
-    assert _run(consecutive, (3, 4), mode).scales[:6] == [64.0, 64.0, 64.0, 64.0, 32.0, 32.0]
-
-
-def test_without_a_floor_the_scale_decays_and_with_one_it_holds() -> None:
-    """Complaint 6 (pytorch 99640): the scale must not decay until it trains on nothing."""
-    bad = tuple(range(12))
-    held, bare = LossScaling(init_scale=8.0, min_scale=1.0), LossScaling.torch(init_scale=8.0)
-    assert _run(held, bad).scales[11] == 1.0
-    assert _run(bare, bad).scales[11] == 8.0 / 2**12
-
-
 @pytest.mark.parametrize(
     ("rule", "bad", "raises_at"),
     [
@@ -122,11 +87,3 @@ def test_overflows_above_the_floor_do_not_count_against_the_budget() -> None:
     with pytest.raises(NonFiniteError) as caught:
         _run(rule, tuple(range(13)), nonfinite=NonFinite(max_consecutive=2))
     assert caught.value.step == 12
-
-
-def test_a_static_scale_counts_every_skip() -> None:
-    """It can go nowhere, so it is always at its floor."""
-    assert len(_run(LossScaling.static(64.0), (1, 2), nonfinite=NonFinite(max_consecutive=2)).scales) == STEPS
-    with pytest.raises(NonFiniteError) as caught:
-        _run(LossScaling.static(64.0), (1, 2, 3), nonfinite=NonFinite(max_consecutive=2))
-    assert caught.value.step == 3
