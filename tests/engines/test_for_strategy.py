@@ -20,7 +20,10 @@ from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.strategies import registry
 from support.models import Regression
+
+registry.register()  # the mp_* names
 
 
 class OwnFSDP(FSDPStrategy):
