@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from shutil import get_terminal_size
 from typing import Any, Literal
 
@@ -30,7 +29,6 @@ class PrecisionAudit(WritesRun):
         steps: how many optimizer steps are audited, from the first one of the run.
         on_mismatch: ``"warn"`` or ``"raise"``, on every rank, whichever rank found it.
         run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
-        every_n_steps: audit again this many steps after the last audit began; by default once a run.
 
     Attributes:
         rows: the rows of the last report, :class:`~lightning_mp.monitor.audit.AuditRow`.
@@ -45,25 +43,18 @@ class PrecisionAudit(WritesRun):
         steps: int = 1,
         on_mismatch: Literal["warn", "raise"] = "warn",
         run_dir: RunDir = None,
-        *,
-        every_n_steps: int | None = None,
     ) -> None:
         with Faults("PrecisionAudit") as faults:
             faults.whole("steps", steps, 1, "use steps=1 to audit the first step")
-            if every_n_steps is not None:
-                faults.whole("every_n_steps", every_n_steps, 1, "leave it out to audit once a run")
             if on_mismatch not in ("warn", "raise"):
                 faults.add(f"on_mismatch={on_mismatch!r}", "'warn', 'raise'", "leave it out for 'warn'")
-            if not faults.found and every_n_steps is not None and every_n_steps < steps:
-                faults.add(f"every_n_steps={every_n_steps} with steps={steps}", "every_n_steps >= steps", "set steps=1")
-        self.steps, self.on_mismatch, self.run_dir, self.every_n_steps = steps, on_mismatch, run_dir, every_n_steps
+        self.steps, self.on_mismatch, self.run_dir = steps, on_mismatch, run_dir
         self.report: AuditReport | None = None
         #: what was seen, for ``lightning_mp.audit(trainer)``
         self.record: Record | None = None
         self._folder: RunFolder | None = None
         self._watch: Watch | None = None
         self._began: int | None = None
-        self._next: float = 0
 
     @property
     def rows(self) -> list[AuditRow]:
@@ -78,7 +69,6 @@ class PrecisionAudit(WritesRun):
         self._end(trainer)
         if stage == "fit":
             self.report = self.record = None
-            self._next = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the folder, once it is known whether the run resumes.
@@ -112,7 +102,7 @@ class PrecisionAudit(WritesRun):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._began is None:
-            if trainer.global_step < self._next:
+            if self.report is not None:
                 return
             self._began = trainer.global_step
         if self._watch is None:
@@ -151,19 +141,18 @@ class PrecisionAudit(WritesRun):
     def _conclude(
         self, trainer: Trainer, module: LightningModule, watch: Watch, began: int, failed: bool = False
     ) -> None:
-        modules, first = modules_of(module), self.report is None
+        modules = modules_of(module)
         note_parameters(watch.seen, modules, states_of(trainer.optimizers))
         watch.attribute_reductions()
         declaration = declared.by_trainer(trainer, modules)
         self._watch = self._began = None
-        self._next = math.inf if self.every_n_steps is None else began + self.every_n_steps
         self.record = Record(declaration, watch.seen)
         steps = f"step {began}" if trainer.global_step <= began + 1 else f"steps {began} to {trainer.global_step - 1}"
         where = f"{steps}, {trainer.strategy.root_device.type}, {type(trainer.strategy).__name__}"
         ranks = [watch.seen] if failed else from_all_ranks(watch.seen)  # the others may not have failed
         self.report = build(declaration, ranks, where=where)
         self._write(self.report)
-        if first and not failed:
+        if not failed:
             width = max(_LEAST_WIDTH, get_terminal_size((_WIDTH, 0)).columns)
             rank_zero_info(f"PrecisionAudit: {self.report.to_text(width)}")
         if self.on_mismatch == "raise" and not failed:

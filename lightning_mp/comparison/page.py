@@ -44,13 +44,13 @@ def render(comparison: Comparison) -> str:
     """
     plans = comparison.plans
     runs = [_as_run(plan.name, {metric_names.LOSS: _mean(plan)}) for plan in plans]
-    drawn = [draw(Panel("loss", f"Loss, {_seeds(comparison)}", "loss", {metric_names.LOSS: "loss"}), runs)]
+    drawn = [draw(Panel(f"Loss, {_seeds(comparison)}", "loss", {metric_names.LOSS: "loss"}), runs)]
     last = comparison.final_loss_steps
-    for number, plan in enumerate(plans[1:]):
+    for plan in plans[1:]:
         band = _band(plans[0], plan, last)
         if band:
             title = f"{plan.name} minus {plans[0].name}, paired" + (f", mean of {last} steps" if last > 1 else "")
-            panel = Panel(f"difference_{number}", title, "difference of the loss", _DIFFERENCE)
+            panel = Panel(title, "difference of the loss", _DIFFERENCE)
             drawn.append(draw(panel, [_as_run(plan.name, band)]))
     about = comparison.about
     names = [plan.name for plan in plans]

@@ -67,7 +67,7 @@ def joined(names: Iterable[str]) -> str | None:
 
 def computed(seen: Observed) -> set[str]:
     """The dtypes that tell what a module computes in: of its products, norms and look-ups, else of all it does."""
-    telling = [ran for ran in seen.ran if ran.kind in ("product", "attention", "norm", "lookup")]
+    telling = [ran for ran in seen.ran if ran.kind in ("product", "norm", "lookup")]
     return {dtype for ran in telling or seen.ran for dtype in ran.dtypes}
 
 
@@ -81,8 +81,6 @@ def _fix(cause: _Cause, name: str, found: str, declaration: Declaration) -> str:
     """What to do, with the pin that would declare what was found where one can be written."""
     dtype = found if cause.pin == _FOUND else cause.pin
     scaled = declaration.compute == "fp16" and declaration.autocast
-    if cause.fix_of_callback and not declaration.plan:
-        return cause.fix_of_callback
     if dtype not in STORAGE_DTYPES or not name or (dtype == "fp16" and scaled and not declaration.plan):
         return cause.fix
     return f"{cause.fix}, or pin it: {pinning([name], under_plan=declaration.plan, dtype=dtype)}"
@@ -159,10 +157,10 @@ def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, 
         weights = declaration.fp8_but_weights and any("fp8" in other.dtypes for other in seen.ran)
         apart = ran.kind != "product" or (weights and "fp8" not in ran.dtypes)
         wanted = declaration.compute or wanted if apart else "fp8"
-    if ran.kind in ("product", "attention"):
+    if ran.kind == "product":
         # a pin says fp32 and leaves to the run's own switch whether products of it use TF32
         tf32 = {"tf32"} if wanted == "fp32" and declaration.tf32 is not False else set[str]()
-        return found <= {wanted} | tf32 | ({"fp32", "tf32"} if ran.kind == "attention" else set())
+        return found <= {wanted} | tf32 | ({"fp32", "tf32"} if seen.attends else set())
     wanted = "fp32" if wanted == "tf32" else wanted
     if ran.kind == "lookup":
         return found <= {"fp32", declaration.stored(name), None if by_lists else wanted}
@@ -188,12 +186,11 @@ def _is_norm(seen: Observed) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Cause:
-    """``pin`` is a dtype that the module may be pinned to instead; ``fix_of_callback`` is for a run without a plan."""
+    """``pin`` is a dtype that the module may be pinned to instead."""
 
     reason: str
     fix: str
     pin: str | None = None
-    fix_of_callback: str | None = None
 
 
 #: the column, what is declared, what was found, and the likely cause
@@ -217,8 +214,7 @@ _CAST = _Cause(
 )
 _PIN_NOT_IN_FORCE = _Cause(
     "the pin is not in force: the plan was not applied yet, the module was replaced or unpinned, or it casts itself",
-    "let the Trainer apply the plan (or call plan.convert_module), and remove casts from its forward",
-    fix_of_callback="let the Trainer run DtypePinning, and remove casts from its forward",
+    "let the Trainer apply the plan or DtypePinning (or call plan.convert_module), and remove casts from its forward",
 )
 _NOT_FP8 = _Cause(
     "products did not run in FP8: the layer was frozen or replaced since, or its weight is used without it",
@@ -241,8 +237,7 @@ _CASTS_ITSELF = _Cause(
 )
 _TF32 = _Cause(
     "torch's TF32 switches were changed after the run began",
-    "set them with the plan's tf32= only",
-    fix_of_callback="set them with EnableTF32 only",
+    "set them with the plan's tf32=, or with EnableTF32, only",
 )
 _GRADIENT = _Cause(
     "a hook gave the gradient another dtype than its parameter",
@@ -254,6 +249,5 @@ _STATE = _Cause(
 )
 _REDUCED = _Cause(
     "a communication hook casts gradients, or they are summed in the dtype they are stored in",
-    "remove the hook; reduce_dtype= says what gradients are summed in",
-    fix_of_callback="remove the hook",
+    "remove the hook; a plan's reduce_dtype= says what gradients are summed in",
 )

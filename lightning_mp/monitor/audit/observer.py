@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -23,7 +23,7 @@ from lightning_mp.numerics.device import has_tf32
 from lightning_mp.numerics.dtypes import dtype_name, left_alone
 from lightning_mp.numerics.nested import floating_in
 
-Kind = Literal["product", "attention", "norm", "lookup", "statistic", "pointwise"]
+Kind = Literal["product", "norm", "lookup", "statistic", "pointwise"]
 
 _CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "miopen_convolution")
 _RNN = ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn")
@@ -46,7 +46,7 @@ _COPIES = frozenset(("clone", "copy", "copy_", "fill", "fill_", "zero_"))
 _COLLECTIVES = "c10d"
 #: dtypes of optimizer state by ``id`` of its parameter
 States = Mapping[int, set[str]]
-#: the plain attention kernel alone uses it, between its two products
+#: the plain attention kernel alone uses it, between two products that it widens to fp32 by itself
 _IN_PLAIN_ATTENTION = "_safe_softmax"
 _REDUCTIONS = ("allreduce", "reduce_scatter", "reduce_")
 
@@ -55,7 +55,6 @@ _REDUCTIONS = ("allreduce", "reduce_scatter", "reduce_")
 class Ran:
     """One kind of operator in one combination of dtypes (short names, sorted).
 
-    An ``"attention"`` is a product in torch's plain attention kernel, which widens half precision to fp32 by itself.
     ``weighted`` tells a norm that has weights or running statistics next to its input.
     """
 
@@ -140,6 +139,8 @@ class Observed:
     hidden: bool = False
     #: each rank holds a part of its parameters
     sharded: bool = False
+    #: it runs torch's plain attention kernel, some of whose products are in fp32 by itself
+    attends: bool = False
 
     @property
     def param(self) -> set[str]:
@@ -151,7 +152,8 @@ class Observed:
         for name in ("trained", "frozen", "special", "input", "output", "ran", "grad", "reduce", "state"):
             getattr(self, name).update(getattr(other, name))
         self.calls += other.calls
-        self.hidden, self.sharded = self.hidden or other.hidden, self.sharded or other.sharded
+        for name in ("hidden", "sharded", "attends"):
+            setattr(self, name, getattr(self, name) or getattr(other, name))
 
 
 class Watch(TorchDispatchMode):
@@ -178,9 +180,6 @@ class Watch(TorchDispatchMode):
         self.in_backward = False
         self._compiled = any(seen.hidden for seen in self.seen.values())
         self._inside: list[str] = []
-        #: a module's last product, until it is known whether it was plain attention's; and where its second one follows
-        self._held: dict[str, Ran] = {}
-        self._attending: set[str] = set()
         #: the converted layer whose backward products are being computed
         self._backward_of: str | None = None
         self._undo = ExitStack()
@@ -203,10 +202,6 @@ class Watch(TorchDispatchMode):
     def stop(self) -> None:
         """Remove every hook; a second call does nothing."""
         self._undo.close()
-        for name, ran in self._held.items():
-            self.seen[name].ran.add(ran)
-        self._held.clear()
-        self._attending.clear()
         self._inside.clear()
         self.in_backward = False
 
@@ -236,28 +231,15 @@ class Watch(TorchDispatchMode):
             if ran is not None and self._backward_of:
                 self.seen[self._backward_of].ran.add(ran)
             return
-        if func.overloadpacket.__name__ == _IN_PLAIN_ATTENTION and name in self._held:
-            self.seen[name].ran.add(replace(self._held.pop(name), kind="attention"))
-            self._attending.add(name)
+        self.seen[name].attends |= func.overloadpacket.__name__ == _IN_PLAIN_ATTENTION
         owns = bool(name) and _owns(self._modules[name])
         # Elsewhere only products that training depends on count, not a table of positions made in fp32. A compiled
         # region leaves its products at whatever is around it.
         if not owns and (self._compiled or not is_product(func.overloadpacket.__name__) or not _differentiable(args)):
             return
         ran = read(func, args, result)
-        if ran is not None and ran.kind == "product":
-            self._note_product(name, ran)
-        elif ran is not None:
+        if ran is not None:
             self.seen[name].ran.add(ran)
-
-    def _note_product(self, name: str, ran: Ran) -> None:
-        if name in self._attending:
-            self._attending.discard(name)
-            self.seen[name].ran.add(replace(ran, kind="attention"))
-            return
-        before, self._held[name] = self._held.get(name), ran
-        if before is not None:
-            self.seen[name].ran.add(before)
 
     def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # a function compiled by the user: leave no trace in its graph

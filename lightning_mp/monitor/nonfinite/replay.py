@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -210,7 +210,6 @@ def _step(trainer: Trainer, module: LightningModule, kept: KeptBatch, losses: li
             _hold_steps(trainer, stack, run_backward)
         if whole:  # past the wrapper, which would sum over ranks
             stack.enter_context(trainer.precision_plugin.forward_context())
-            stack.enter_context(_autocast_by_deepspeed(strategy))
             output = module.training_step(*inputs)
         else:
             output = strategy.training_step(*inputs)
@@ -230,13 +229,6 @@ def _holds_whole_weights(strategy: Strategy) -> bool:
 def _forward_only(strategy: Strategy) -> bool:
     """Whether a backward pass is the engine's alone: it frees what the forward gathered, and counts on it."""
     return isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
-
-
-def _autocast_by_deepspeed(strategy: Strategy) -> AbstractContextManager[Any]:
-    engine: Any = strategy.model if isinstance(strategy, DeepSpeedStrategy) else None
-    if engine is None or not engine.torch_autocast_enabled():
-        return nullcontext()
-    return torch.autocast(strategy.root_device.type, engine.torch_autocast_dtype())
 
 
 def _hold_steps(trainer: Trainer, stack: ExitStack, backward: Any) -> None:

@@ -49,7 +49,6 @@ class Panel:
     ``overflows`` marks ordinary overflows too.
     """
 
-    key: str
     title: str
     unit: str
     lines: Mapping[str, str]
@@ -58,25 +57,12 @@ class Panel:
 
 
 KNOWN: tuple[Panel, ...] = (
-    Panel("loss", "Loss", "loss", {names.LOSS: "training", names.VAL_LOSS: "validation"}),
+    Panel("Loss", "loss", {names.LOSS: "training", names.VAL_LOSS: "validation"}),
+    Panel("Loss minus the first run's, smoothed", "loss", {LOSS_DIFFERENCE: "difference"}),
+    Panel("Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log", "grouped"),
+    Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}, traits="grouped"),
+    Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log", "grouped"),
     Panel(
-        "loss_difference",
-        "Loss minus the first run's, smoothed",
-        "loss",
-        {LOSS_DIFFERENCE: "difference"},
-    ),
-    Panel("grad_norm", "Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log", "grouped"),
-    Panel("param_norm", "Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}, traits="grouped"),
-    Panel(
-        "update_ratio",
-        "Update-to-weight ratio",
-        "update / weights (L2)",
-        {names.UPDATE_RATIO: "all parameters"},
-        "log",
-        "grouped",
-    ),
-    Panel(
-        "lost_updates",
         "Lost updates",
         "share of updates rounded away",
         {names.LOST_UPDATES: "half-precision weights"},
@@ -84,63 +70,44 @@ KNOWN: tuple[Panel, ...] = (
         "from-zero",
     ),
     Panel(
-        "fp8_flushed",
         "FP8: values flushed to zero",
         "share of values",
         {names.FP8_FLUSHED: "largest of all layers"},
         "share",
         "grouped from-zero",
     ),
-    Panel("fp8_amax", "FP8: largest magnitudes", "amax", {names.FP8_AMAX: "all layers"}, "log", "grouped"),
+    Panel("FP8: largest magnitudes", "amax", {names.FP8_AMAX: "all layers"}, "log", "grouped"),
+    Panel("FP8: scales", "factor on the operand", {names.FP8_SCALE: "all layers"}, "log2", "stepped grouped"),
+    Panel("Loss scale", "factor on the loss", {names.LOSS_SCALE: "loss scale"}, "log2", "stepped grouped overflows"),
     Panel(
-        "fp8_scale",
-        "FP8: scales",
-        "factor on the operand",
-        {names.FP8_SCALE: "all layers"},
-        "log2",
-        "stepped grouped",
-    ),
-    Panel(
-        "loss_scale",
-        "Loss scale",
-        "factor on the loss",
-        {names.LOSS_SCALE: "loss scale"},
-        "log2",
-        "stepped grouped overflows",
-    ),
-    Panel(
-        "skips",
         "Skipped steps",
         "steps",
         {names.SKIPPED_STEPS: "in total", names.SKIPPED_IN_A_ROW: "in a row"},
         traits="stepped overflows",
     ),
-    Panel("lr", "Learning rate", "learning rate", {names.LR: "learning rate"}, traits="grouped"),
-    Panel("tokens", "Tokens per second", "tokens / s", {names.TOKENS_PER_S: "tokens"}, traits="from-zero"),
-    Panel("samples", "Samples per second", "samples / s", {names.SAMPLES_PER_S: "samples"}, traits="from-zero"),
-    Panel("mfu", "Model FLOPs utilisation", "share of the device's peak", {names.MFU: "MFU"}, "share", "from-zero"),
+    Panel("Learning rate", "learning rate", {names.LR: "learning rate"}, traits="grouped"),
+    Panel("Tokens per second", "tokens / s", {names.TOKENS_PER_S: "tokens"}, traits="from-zero"),
+    Panel("Samples per second", "samples / s", {names.SAMPLES_PER_S: "samples"}, traits="from-zero"),
+    Panel("Model FLOPs utilisation", "share of the device's peak", {names.MFU: "MFU"}, "share", "from-zero"),
     Panel(
-        "memory",
         "Memory",
         "GiB",
         {names.MEMORY_PEAK: "peak", names.MEMORY_ALLOCATED: "allocated", names.MEMORY_RESERVED: "reserved"},
         traits="from-zero",
     ),
     Panel(
-        "growth",
         "Growth counter of the loss scale",
         "clean steps in a row",
         {names.GROWTH_TRACKER: "growth counter"},
         traits="stepped",
     ),
     Panel(
-        "hysteresis",
         "Hysteresis of the loss scale",
         "overflows left before it falls",
         {names.HYSTERESIS: "hysteresis"},
         traits="stepped",
     ),
-    Panel("skip_rate", "Skip rate", "share of steps", {names.SKIP_RATE: "skip rate"}, "share", "from-zero"),
+    Panel("Skip rate", "share of steps", {names.SKIP_RATE: "skip rate"}, "share", "from-zero"),
 )
 
 
@@ -184,7 +151,7 @@ def _others(found: Sequence[str], together: bool) -> list[Panel]:
         family, _, label = name.rpartition("/")
         title = family if together and "/" in family else name
         families.setdefault(title, {})[name] = label if title == family else name
-    return [Panel(f"other_{i}", title, "as logged", lines) for i, (title, lines) in enumerate(families.items())]
+    return [Panel(title, "as logged", lines) for title, lines in families.items()]
 
 
 def _split(panel: Panel) -> Iterator[Panel]:
@@ -192,7 +159,7 @@ def _split(panel: Panel) -> Iterator[Panel]:
         if place == 0:
             yield replace(panel, lines={name: label}, title=_ALONE.get(name, panel.title))
         elif name in _ALONE:
-            yield replace(panel, key=f"{panel.key}_{label}", lines={name: label}, title=_ALONE[name])
+            yield replace(panel, lines={name: label}, title=_ALONE[name])
 
 
 # ---------------------------------------------------------------------- one chart
@@ -221,7 +188,7 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
         values += drawn.finite
     traces += [mark for place, run in enumerate(runs) for mark in _marks(panel, run, place, many)]
     return {
-        "key": panel.key,
+        "key": panel.title,
         "title": panel.title,
         "unit": panel.unit,
         "latest": "" if many else _latest(panel, found[0][3].values[-1]),

@@ -48,9 +48,9 @@ JUDGED: list[tuple[Declaration, dict[str, Any], str]] = [
     (PINNED, ran("product", "tf32"), ""),
     (PINNED, ran("product", "bf16"), "compute"),
     # attention that widens by itself
-    (MIXED, ran("attention", "fp32"), ""),
-    (HALF, ran("attention", "fp32"), ""),
-    (MIXED, ran("attention", "fp16"), "compute"),
+    (MIXED, {**ran("product", "fp32"), "attends": True}, ""),
+    (HALF, {**ran("product", "fp32"), "attends": True}, ""),
+    (MIXED, {**ran("product", "fp16"), "attends": True}, "compute"),
     # norms
     (MIXED, ran("norm", "fp32", weighted=True), ""),
     (MIXED, ran("norm", "bf16", "fp32", weighted=True), ""),

@@ -154,7 +154,7 @@ def test_dark_and_light_follow_the_system_at_once(show: Show, address: str) -> N
 def test_zoom_in_one_chart_is_zoom_in_all_and_fits_the_height(show: Show, address: str) -> None:
     shown = show(address)
     before = shown.charts()
-    box = shown.page.locator("#chart-grad_norm .nsewdrag").first.bounding_box()
+    box = shown.page.locator("[id='chart-Gradient norm'] .nsewdrag").first.bounding_box()
     assert box is not None
     middle = box["y"] + box["height"] / 2
     # From just after the spike at step 12 to nearly the end.
@@ -175,12 +175,12 @@ def test_zoom_in_one_chart_is_zoom_in_all_and_fits_the_height(show: Show, addres
 
 def test_hovering_tells_the_reading_and_the_alert(show: Show, address: str) -> None:
     shown = show(address)
-    shown.page.locator("#chart-grad_norm").scroll_into_view_if_needed()
-    box = shown.page.locator("#chart-grad_norm .nsewdrag").first.bounding_box()
+    shown.page.locator("[id='chart-Gradient norm']").scroll_into_view_if_needed()
+    box = shown.page.locator("[id='chart-Gradient norm'] .nsewdrag").first.bounding_box()
     assert box is not None
     low, high = shown.charts()["Gradient norm"]["x"]
     shown.page.mouse.move(box["x"] + box["width"] * (SPIKE - low) / (high - low), box["y"] + box["height"] / 2)
-    hover = shown.page.locator("#chart-grad_norm .hoverlayer")
+    hover = shown.page.locator("[id='chart-Gradient norm'] .hoverlayer")
     hover.locator("text=grad norm spike").first.wait_for()
     text = hover.text_content() or ""
     assert "all parameters : 101" in text
@@ -204,7 +204,7 @@ def test_runs_and_lines_can_be_hidden_and_brought_back(show: Show, address: str,
             both = [visible] if title.startswith("Loss minus") else [True, visible]
             assert [curve["visible"] for curve in chart["curves"]] == both
     shown = show(address)
-    shown.page.click("#chart-memory .keys button:nth-child(2)")
+    shown.page.click("[id='chart-Memory'] .keys button:nth-child(2)")
     shown.frames()
     assert [curve["visible"] for curve in shown.charts()["Memory"]["curves"]] == [True, False, True]
     assert [curve["visible"] for curve in shown.charts()["Loss"]["curves"]] == [True, True]
@@ -213,17 +213,17 @@ def test_runs_and_lines_can_be_hidden_and_brought_back(show: Show, address: str,
 def test_an_axis_can_be_made_logarithmic_and_linear_again(show: Show, address: str) -> None:
     shown = show(address)
     linear = shown.charts()["Loss"]["y"]
-    shown.page.click("#chart-loss .kind")
+    shown.page.click("[id='chart-Loss'] .kind")
     shown.frames()
     log = shown.charts()["Loss"]["y"]
     assert 10 ** log[0] < 7 / 30**0.5 < 7 / 3**0.5 < 10 ** log[1]
     assert 10 ** log[1] < linear[1] + 1
-    shown.page.click("#chart-loss .kind")
-    shown.page.click("#chart-grad_norm .kind")
+    shown.page.click("[id='chart-Loss'] .kind")
+    shown.page.click("[id='chart-Gradient norm'] .kind")
     shown.frames()
     assert shown.charts()["Loss"]["y"] == linear
     assert shown.charts()["Gradient norm"]["y"][1] > SPIKE
-    assert shown.page.locator("#chart-loss_scale .kind").is_hidden()
+    assert shown.page.locator("[id='chart-Loss scale'] .kind").is_hidden()
 
 
 def test_markup_from_files_does_nothing(show: Show, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_markup_from_files_does_nothing(show: Show, tmp_path: Path) -> None:
     shown = show(write_report(folder).as_uri())
     assert HOSTILE in shown.charts()
     assert shown.page.evaluate("window.hurt === undefined && document.querySelectorAll('main img').length === 0")
-    assert HOSTILE in (shown.page.locator("#chart-grad_norm .keys").text_content() or "")
+    assert HOSTILE in (shown.page.locator("[id='chart-Gradient norm'] .keys").text_content() or "")
 
 
 def test_a_served_page_follows_the_run_and_keeps_its_zoom(show: Show, tmp_path: Path) -> None:
