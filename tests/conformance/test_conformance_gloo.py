@@ -33,7 +33,7 @@ def references() -> matrix.References:
 
 
 #: the others are in the slow tests, and in CI's sample
-FAST = ("single", "ddp", "fsdp2")
+FAST = ("single",)
 
 
 @pytest.mark.parametrize(

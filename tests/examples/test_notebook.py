@@ -15,6 +15,8 @@ import pytest
 from support.examples import FOLDER
 from support.launching import environment
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = FOLDER / "plan_to_report.ipynb"
 
 

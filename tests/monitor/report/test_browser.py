@@ -17,6 +17,8 @@ from monitor.report.browser import DESKTOP, PHONE, Shown, chromium
 from monitor.report.runs import COLLAPSE, OVERFLOWS, SPIKE, reading, values, write_run
 from monitor.report.test_writing import HOSTILE
 
+pytestmark = pytest.mark.slow
+
 LINES = {
     "Loss": {"training": "train/loss", "validation": "val/loss"},
     "Gradient norm": {"all parameters": "health/grad_norm", "head": "health/grad_norm/head"},

@@ -19,7 +19,7 @@ from lightning_mp.planner.memory import PARTS
 from support.ranks import Ranks
 from support.running import trainer
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 LENGTH, VOCABULARY, STAGES = 64, 512, 2
 #: of the allocator's peak
@@ -76,12 +76,10 @@ class Peak:
         return predict_memory(module, self.batch(), plan, strategy=strategy, devices=STAGES)
 
 
-SLOW = (Peak("32-true"), Peak("32-true", rows=8), Peak("32-true", "gpipe", 8))
+PEAKS = (Peak("bf16-mixed"), Peak("32-true"), Peak("32-true", rows=8), Peak("32-true", "gpipe", 8))
 
 
-@pytest.mark.parametrize(
-    "peak", [Peak("bf16-mixed"), *(pytest.param(peak, marks=pytest.mark.slow) for peak in SLOW)], ids=repr
-)
+@pytest.mark.parametrize("peak", PEAKS, ids=repr)
 def test_the_first_stages_peak_is_the_allocators(peak: Peak, ranks: Ranks) -> None:
     module = Llama()
     found = peak.predicted(module)
