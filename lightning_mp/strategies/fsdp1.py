@@ -108,12 +108,14 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
             **sharding_compat.leave_all_modules(),
         )
 
-    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Any:
+    def check_plan(self, engine: StepEngine, module: Any, faults: Faults) -> Any:
         """Decide what is wrapped: a policy for FSDP; ``None`` where a run before did. Changes nothing."""
         unfit.refuse(module, faults, (*unfit.AVERAGES, *unfit.PRUNING, *unfit.FINETUNING), "FSDP1's flat parameters")
         if engine.policy.pins:
             faults.add("pins with FSDP1, whose units have one dtype", "plans without pins under FSDP1", _INSTEAD)
-        self._check_manual(faults)
+        if not module.automatic_optimization and module.trainer.state.fn == TrainerFn.FITTING:
+            # a backward pass inside training_step is one inside the root's forward, which FSDP1 does not survive
+            faults.add("automatic_optimization=False under FSDP1", "", "use strategy='mp_fsdp2' or 'mp_ddp'")
         self.check_remote_folders(faults)
         before = vars(module).get(_ROOT)
         if before is not None:
@@ -139,17 +141,6 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
 
     def _stored_as(self, engine: StepEngine) -> tuple[Any, ...]:
         return engine.policy.storage_dtype, engine.policy.reduce_dtype, self.sharding_strategy
-
-    def _check_manual(self, faults: Faults) -> None:
-        """A backward pass inside ``training_step`` is one inside the root's forward, which FSDP1 does not survive."""
-        module = self.lightning_module
-        if module is None or module.automatic_optimization or module.trainer.state.fn != TrainerFn.FITTING:
-            return
-        faults.add(
-            "automatic_optimization=False under FSDP1",
-            "automatic optimization: FSDP1 cannot run backward before training_step has returned",
-            "use strategy='mp_fsdp2' or 'mp_ddp'",
-        )
 
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, wrap, then make the optimizers on what is left here."""

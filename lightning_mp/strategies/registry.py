@@ -88,18 +88,17 @@ LIGHTNINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
 #: keywords of the hosts, and the plan's own, that the plan or the Trainer answers
 _THE_PLANS = {
     **{item.name: f"use MixedPrecisionPlan({item.name}=...)" for item in fields(PrecisionPolicy)},
-    "gradient_checkpointing": "use MixedPrecisionPlan(checkpointing=...)",
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing", "activation_checkpointing_policy"),
+        "use MixedPrecisionPlan(checkpointing=...)",
+    ),
     "precision_plugin": "remove it: the plan is the precision plugin",
-    "mixed_precision": "remove it: the plan says which dtypes are gathered and reduced",
-    "mp_policy": "remove it: the plan says which dtypes are gathered and reduced",
-    "activation_checkpointing": "use MixedPrecisionPlan(checkpointing=...)",
-    "activation_checkpointing_policy": "use MixedPrecisionPlan(checkpointing=...)",
+    **dict.fromkeys(("mixed_precision", "mp_policy"), "remove it: the plan says which dtypes are gathered and reduced"),
     "device_id": "use Trainer(accelerator=..., devices=...)",
-    "loss_scale": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
-    "initial_scale_power": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
-    "loss_scale_window": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
-    "hysteresis": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
-    "min_loss_scale": "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
+    **dict.fromkeys(
+        ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
+        "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Going on with another number of processes: FSDP2 does, ZeRO says how many it takes."""
+"""Going on with another number of processes: ZeRO says how many it takes."""
 
 from __future__ import annotations
 
@@ -58,11 +58,6 @@ class Resume:
 def alone() -> Iterator[Ranks]:
     with Ranks(1) as started:
         yield started
-
-
-def test_fsdp2_goes_on_with_another_number_of_processes(ranks: Ranks, alone: Ranks, tmp_path: Path) -> None:
-    ranks.run(Save(tmp_path, "fsdp2"))
-    assert alone.run(Resume(tmp_path, "fsdp2")) == [(8, 4)]
 
 
 @pytest.mark.parametrize("name", ["deepspeed_zero2", "deepspeed_zero3"])

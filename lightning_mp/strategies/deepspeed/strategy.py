@@ -240,12 +240,9 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         with Faults("strategy") as faults:
             step.check_optimizers([optimizer], faults)
             if scheduler is not None and "scheduler" in (self.config or {}):
-                faults.add(
-                    f"scheduler={cast('Any', self.config)['scheduler']!r} in the JSON and {type(scheduler).__name__} "
-                    "in configure_optimizers",
-                    "one of the two",
-                    "remove one",
-                )
+                given = cast("Any", self.config)["scheduler"]
+                both = f"scheduler={given!r} in the JSON and {type(scheduler).__name__} in configure_optimizers"
+                faults.add(both, "one of the two", "remove one")
             if faults.found:
                 step.revert()
 

@@ -119,18 +119,14 @@ class Batches:
         given: Any = self._module
         with self._context():
             loss = given.pipeline_loss(output, target)
-        if not isinstance(loss, Tensor) or loss.ndim:
-            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)
-            fix = "return the mean over the rows of the micro-batch"
-            self._fault = Fault(f"pipeline_loss, which returned {what}", "a scalar tensor", fix)
-            return any_loss(output)
-        if not loss.requires_grad and any(leaf.requires_grad for leaf in leaves(output)):
-            fix = "compute it from the output, without detach(), item() or no_grad()"
-            self._fault = Fault(
-                "pipeline_loss, which returned a tensor without a gradient", "a loss of its output", fix
-            )
-            return any_loss(output)
-        return loss
+        trains = any(leaf.requires_grad for leaf in leaves(output))
+        if isinstance(loss, Tensor) and not loss.ndim and (loss.requires_grad or not trains):
+            return loss
+        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)
+        what = what if not isinstance(loss, Tensor) or loss.ndim else "a tensor without a gradient"
+        fix = "return the mean over the rows of the micro-batch, computed from the output without detach() or item()"
+        self._fault = Fault(f"pipeline_loss, which returned {what}", "a scalar tensor with a gradient", fix)
+        return any_loss(output)
 
     @contextmanager
     def nothing_logged(self) -> Generator[None, None, None]:

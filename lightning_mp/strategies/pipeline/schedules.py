@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 from lightning_mp.compat.torch_pipelining import WatchedStage
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Faults
 from lightning_mp.strategies.pipeline.batches import any_loss
 from lightning_mp.strategies.pipeline.stages import Part
 from lightning_mp.strategies.pipeline.trace import Trace
@@ -109,27 +109,13 @@ class Pipeline:
         self.last = layout.count - 1 in parts
 
     def train(self, inputs: tuple[Tensor, ...], target: Any, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Forward and backward of every micro-batch, from ``scaled(loss)``; the mean loss, on every rank.
-
-        Raises:
-            PlanError: the schedule cannot go backward where the first stages are frozen.
-        """
+        """Forward and backward of every micro-batch, from ``scaled(loss)``; the mean loss, on every rank."""
         self._scaled = scaled
         trained = tuple(parameter.requires_grad for parameter, _ in self._homes)
         if trained != self._trained:
-            self._check_trained()
             self._trained = trained
             self._made = {key: made for key, made in self._made.items() if key[0] != "step"}
         return self._run(inputs, target, self.layout.microbatches, "step")
-
-    def _check_trained(self) -> None:
-        first = min((stage for one, stage in self._homes if one.requires_grad and stage >= 0), default=0)
-        if first and SCHEDULES[self.layout.schedule].in_two_parts:
-            given = f"schedule={self.layout.schedule!r} with nothing to train in the stages before stage {first}"
-            allowed = (
-                "a first stage that is trained: torch starts the gradients of weights from those of a stage's input"
-            )
-            raise PlanError([Fault(given, allowed, "use schedule='interleaved_1f1b'")], "strategy")
 
     def evaluate(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
         """Forward alone; the mean loss, on every rank; in one piece where the batch cannot be split evenly."""

@@ -90,11 +90,6 @@ def test_a_module_that_deepspeed_does_not_take_is_as_before(ranks: Ranks) -> Non
         assert all(torch.equal(found["after"][name], weight) for name, weight in found["before"].items())
 
 
-def test_no_copy_is_left_behind(ranks: Ranks) -> None:
-    for found in ranks.run(Copied("kinds", "1")):
-        assert {weight.dtype for weight in found["half"]["weights"].values()} == {torch.float32}
-
-
 @pytest.mark.parametrize(("stage", "how"), [("1", "an error"), ("2", "Ctrl-C"), ("2", "NaN")])
 def test_weights_are_fp32_again_after_a_failure(ranks: Ranks, stage: str, how: str) -> None:
     for found in ranks.run(Failed(stage, how)):

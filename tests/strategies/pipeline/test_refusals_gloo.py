@@ -156,12 +156,6 @@ class Penalty(Staged):
         return super().pipeline_loss(output, target) + sum(p.square().sum() for p in self.parameters())
 
 
-class FrozenFirst(Staged):
-    def build(self) -> None:
-        super().build()
-        self.blocks[0].requires_grad_(False)
-
-
 class Compiled(Staged):
     def build(self) -> None:
         super().build()
@@ -272,7 +266,6 @@ class Refused:
         said |= {name: _said(Staged(), data(1, ROWS), {}, **given()) for name, (given, _) in TRAINERS.items()}
         said["fp8"] = _said(Llama(), data(1, ROWS), {}, "fp8-mixed")
         said["compiled"] = _said(Compiled(), data(1, ROWS), {"schedule": "interleaved_zero_bubble"})
-        said["frozen"] = _said(FrozenFirst(), data(1, ROWS), {"schedule": "interleaved_zero_bubble"})
         return said
 
 
@@ -282,7 +275,6 @@ EXPECTED = {
     **{name: text for name, (_, text) in OPTIONS.items()},
     **{name: text for name, (_, text) in TRAINERS.items()},
     "compiled": "compiled modules with schedule='interleaved_zero_bubble'",
-    "frozen": "schedule='interleaved_zero_bubble' with nothing to train in the stages before stage 1",
     "fp8": "precision='fp8-mixed' under pipeline parallelism",
 }
 
