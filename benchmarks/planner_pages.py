@@ -211,9 +211,8 @@ def coverage() -> str:
         + table(["model", "GPUs", "tokens a sequence", "measured", "predicted", "off by"], worst)
     )
     return (
-        text
-        + "\nMemory by the formula, GiB a GPU:\n\n"
-        + table(["model", "GPUs", "layout", "measured", "predicted", "error"], _memory())
+        text + "\nMemory by the formula, GiB a GPU, the five worst of "
+        f"{len(_memory())}:\n\n" + table(["model", "GPUs", "layout", "measured", "predicted", "error"], _memory()[:5])
     )
 
 
@@ -253,9 +252,13 @@ def _cell(run: Run) -> list[object]:
     return [run.model, f"{layout.gpus} x {layout.gpu.word}{degrees}, `{layout.precision}`", run.shape.seq_len]
 
 
+def _memory_error(run: Run) -> float:
+    return -abs(of_layout(run.shape, run.layout).memory_bytes / GIB / (run.memory_gib or 1) - 1)
+
+
 def _memory() -> list[list[object]]:
     rows: list[list[object]] = []
-    for run in published():
+    for run in sorted(published(), key=_memory_error):
         if run.memory_gib is not None:
             found = of_layout(run.shape, run.layout).memory_bytes / GIB
             name, where, length = _cell(run)

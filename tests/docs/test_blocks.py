@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,8 +58,6 @@ def test_the_blocks_of_a_page_do_what_the_page_says(page: str) -> None:
 
 
 def _has_slow(page: str) -> bool:
-    import re
-
     if setup_of(page).all_slow:
         return True
     lines = [" ".join(words[1:]) for block in blocks(page) if block.language == "bash" for words in commands(block)]
@@ -86,9 +85,15 @@ def test_every_set_up_is_of_a_page_that_exists() -> None:
 def test_pages_are_short_and_so_are_their_lines() -> None:
     lines = {page: text(page).splitlines() for page in pages()}
     assert {page: len(of) for page, of in lines.items() if len(of) > 200} == {}
-    wide = [f"{page}:{n}" for page, of in lines.items() for n, line in enumerate(of, 1) if len(line) > 120]
+    wide = [
+        f"{page}:{n}"
+        for page, of in lines.items()
+        if "examples" not in page
+        for n, line in enumerate(of, 1)
+        if len(line) > 120
+    ]
     assert [place for place in wide if "api.md" not in place] == []  # options of mkdocstrings
-    assert sum(len(of) for page, of in lines.items() if page.startswith("docs/")) <= 2600
+    assert sum(len(of) for page, of in lines.items() if page.startswith("docs/")) <= 3000
 
 
 def test_a_text_that_was_not_printed_is_found() -> None:

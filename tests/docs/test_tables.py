@@ -26,38 +26,9 @@ CODE = re.compile(r"^`([^`]+)`$")
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names of the migration pages, in a folder of their own."""
-    from contextlib import nullcontext
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(PROJECT))
-    known = docs_setup.accelerate_loop()
-    loss = docs_setup.loss_of(known["model"], next(iter(known["loader"])))
-    loss.backward()
-    known["trainer"] = _Attached()
-    return {**known, "loss": loss, "self": _Logs(), "nullcontext": nullcontext}
-
-
-class _Logs:
-    """What ``self.log`` is to a line of a ``training_step``: it takes what LightningModule's takes."""
-
-    def log(self, *arguments: Any, **keywords: Any) -> None:
-        import inspect
-
-        from lightning.pytorch import LightningModule
-
-        inspect.signature(LightningModule.log).bind(self, *arguments, **keywords)
-
-
-class _Attached:
-    """A Trainer's methods as lines of a script: each takes what the Trainer's does."""
-
-    def __getattr__(self, name: str) -> Any:
-        import inspect
-
-        from lightning.pytorch import Trainer
-
-        signature = inspect.signature(getattr(Trainer, name))
-        return lambda *arguments, **keywords: signature.bind(self, *arguments, **keywords)
+    return docs_setup.names()
 
 
 def _rows(page: str) -> Iterator[tuple[str, str]]:
@@ -77,7 +48,7 @@ def _is_expression(code: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore")  # what stock hosts say of a CPU
-@pytest.mark.parametrize("page", ["migrate", "migrate-accelerate", "deepspeed"])
+@pytest.mark.parametrize("page", ["migrate", "deepspeed"])
 def test_both_sides_of_a_row_are_what_their_hosts_take(page: str, project: dict[str, Any]) -> None:
     rows = [(old, new) for old, new in _rows(f"docs/how-to/{page}.md") if _is_expression(new)]
     assert len(rows) > 12
@@ -94,15 +65,6 @@ def _needs_cuda(code: str) -> bool:
 
 
 def _evaluated(code: str, names: dict[str, Any]) -> Any:
-    if "ccelerator" in code:
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-    if code.startswith("accelerator."):
-        names = {**names, "accelerator": names["Accelerator"](cpu=True)}
-        names["accelerator"].prepare(names["optimizer"])
-        if "load_state" in code:
-            names["accelerator"].save_state("folder")
     try:
         return eval(code, dict(names))
     except Exception as error:
@@ -125,25 +87,6 @@ def test_a_json_that_says_formats_gives_the_plan_of_the_other_column(
         assert read.loss_scaling == wanted
     else:
         assert read == wanted.policy
-
-
-def test_the_accelerate_keys_of_the_table_are_accelerates() -> None:
-    import inspect
-
-    from accelerate.commands.config.config_args import ClusterConfig
-    from accelerate.commands.launch import launch_command_parser
-
-    launcher = {action.dest for action in launch_command_parser()._actions}
-    known = launcher | set(inspect.signature(ClusterConfig).parameters)
-    keys = [
-        word.partition(":")[0]
-        for table in tables("docs/how-to/migrate-accelerate.md")
-        if table[0][0] == "key"
-        for row in table[1:]
-        for word in re.findall(r"`([a-z_]+(?::[^`]*)?)`", row[0])
-    ]
-    assert len(keys) > 10
-    assert set(keys) - known == set()
 
 
 # ---------------------------------------------------------------------- modes and strategies

@@ -79,14 +79,6 @@ def _hydra_project(code: str, values: dict[str, Any], block: Block) -> None:
     assert MixedPrecisionPlan.from_config(plan).policy
 
 
-def _accelerate(code: str, values: dict[str, Any], block: Block) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    path = Path(block.file or "accelerate.yaml")
-    path.write_text(code, encoding="utf-8")
-    assert load_config_from_file(str(path)).mixed_precision == values["mixed_precision"]
-
-
 def _lightning_cli(code: str, values: dict[str, Any], block: Block) -> None:
     """A file of the page's, which its commands give to LightningCLI."""
     assert block.file is not None, block.place
@@ -105,7 +97,6 @@ def _is_training_file(values: dict[str, Any]) -> bool:
 
 
 _YAMLS: tuple[tuple[Callable[[dict[str, Any]], bool], Callable[[str, dict[str, Any], Block], None]], ...] = (
-    (lambda values: "distributed_type" in values, _accelerate),
     (lambda values: "class_path" in str(values) or "fit" in values, _lightning_cli),
     (lambda values: "searchpath" in str(values.get("hydra")), _hydra_project),
     (_is_training_file, _training_file),
@@ -176,13 +167,6 @@ def _sbatch(arguments: list[str], block: Block) -> None:
     assert all(word.endswith(".sbatch") for word in arguments), block.place
 
 
-def _accelerate_launch(arguments: list[str], block: Block) -> None:
-    from accelerate.commands.launch import launch_command_parser
-
-    assert arguments[0] == "launch", block.place
-    launch_command_parser().parse_args(arguments[1:])
-
-
 def _python_of_the_project(arguments: list[str], block: Block) -> None:
     """``.venv/bin/python``, for those who work on the project: a module that exists, and pytest's files and markers."""
     from importlib.util import find_spec
@@ -206,7 +190,6 @@ _COMMANDS: dict[str, Callable[[list[str], Block], None]] = {
     "torchrun": _torchrun,
     "srun": _srun,
     "sbatch": _sbatch,
-    "accelerate": _accelerate_launch,
     "python": _python_of_the_project,
     ".venv/bin/python": _python_of_the_project,
     ".venv/bin/mkdocs": _tool,

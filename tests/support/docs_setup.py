@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 Namespace = dict[str, Any]
 
@@ -87,43 +86,6 @@ def names() -> Namespace:
     }
 
 
-# ---------------------------------------------------------------------- accelerate
-
-
-def make_model() -> nn.Module:
-    """A small net."""
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-
-
-def make_loader() -> DataLoader[tuple[Tensor, ...]]:
-    """Eight batches of a sum to learn."""
-    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-
-
-def loss_of(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Mean squared error."""
-    return nn.functional.mse_loss(model(batch[0]).float(), batch[1])
-
-
-def accelerate_loop() -> Namespace:
-    """The names of the loop that the page starts from."""
-    import accelerate
-    from accelerate import utils
-
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handlers = ("GradScalerKwargs", "AutocastKwargs", "DistributedDataParallelKwargs")
-    return {
-        **names(),
-        **{name: getattr(utils, name) for name in handlers},
-        "Accelerator": accelerate.Accelerator,
-        "make_model": make_model, "make_loader": make_loader, "loss_of": loss_of,
-        "model": model, "optimizer": optimizer, "loader": make_loader(),
-        "scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=100),
-    }  # fmt: skip
-
-
 def a_run() -> None:
     """``run.yaml``, and the run in ``runs/x`` that the page goes on from."""
     from lightning_mp.cli.train import run as train
@@ -147,12 +109,11 @@ SETUPS: dict[str, Setup] = {
         prepare=run_yaml, shorter={"compare": ("--seeds=1", "--steps=2")}, slow=("compare",)
     ),
     **dict.fromkeys(
-        (f"docs/how-to/{page}.md" for page in ("nan", "loss-scale-falls", "no-speed-up", "out-of-memory",
+        (f"docs/how-to/{page}.md" for page in ("nan", "no-speed-up", "out-of-memory",
                                                "norm-not-fp32", "bf16-true")),
         _SHORT_RUN,
     ),
     "docs/how-to/migrate.md": Setup(prepare=names, shorter={"train": TWO_STEPS}),
-    "docs/how-to/migrate-accelerate.md": Setup(prepare=accelerate_loop),
     # LongSpec's recipe is run, and looked into, by tests/cli/test_longspec_gloo.py
     "docs/how-to/lora.md": Setup(elsewhere=("train experiment",)),
     "docs/how-to/fsdp2.md": Setup(prepare=names, changes=_ON_ONE),
@@ -175,6 +136,7 @@ SETUPS: dict[str, Setup] = {
             "compare": ("--seeds=1", "--steps=2"),
         },
         slow=("train", "compare"),
+        elsewhere=("train -m",),  # run.yaml is for eight devices
     ),
     "docs/how-to/lightning-cli.md": Setup(prepare=names),
     "docs/reference/strategies.md": Setup(prepare=names, changes=_ON_ONE),
