@@ -26,7 +26,7 @@ def _commands() -> Iterator[str]:
             yield f"```bash\n{' '.join(example.split())}\n```\n"
         options = [_option(parameter) for parameter in command.params]
         if options:
-            yield "| | |\n| --- | --- |\n" + "\n".join(options) + "\n"
+            yield "| option | |\n| --- | --- |\n" + "\n".join(options) + "\n"
 
 
 def _option(parameter: Any) -> str:
