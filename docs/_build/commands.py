@@ -1,18 +1,27 @@
-"""A hook of mkdocs: the reference of the command line, written from the commands as they are."""
+"""A hook of mkdocs: the command line from the commands as they are, the Python API from lists of names."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import typer
 
+_NAMES = re.compile(r"<!-- api(?P<bare> without members)?: (?P<names>[^>]*?) -->", re.DOTALL)
 _MARK = "<!-- commands: docs/_build/commands.py writes them here -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the commands where the page has its mark."""
-    return markdown.replace(_MARK, "\n".join(_commands())) if _MARK in markdown else markdown
+    """Put the commands, and the names of the API, where a page has their marks."""
+    if _MARK in markdown:
+        markdown = markdown.replace(_MARK, "\n".join(_commands()))
+    return _NAMES.sub(_documented, markdown)
+
+
+def _documented(found: re.Match[str]) -> str:
+    options = "\n    options:\n      members: []" if found["bare"] else ""
+    return "\n\n".join(f"::: lightning_mp.{name}{options}" for name in found["names"].split())
 
 
 def _commands() -> Iterator[str]:
