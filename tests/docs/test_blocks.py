@@ -85,14 +85,14 @@ def test_every_set_up_is_of_a_page_that_exists() -> None:
 def test_pages_are_short_and_so_are_their_lines() -> None:
     lines = {page: text(page).splitlines() for page in pages()}
     assert {page: len(of) for page, of in lines.items() if len(of) > 200} == {}
+    # the table of the examples has their commands; an address cannot be broken
     wide = [
-        f"{page}:{n}"
+        f"{page}:{number}"
         for page, of in lines.items()
-        if "examples" not in page
-        for n, line in enumerate(of, 1)
-        if len(line) > 120
+        for number, line in enumerate(of, 1)
+        if len(line) > 120 and "https://" not in line and page != "examples/README.md"
     ]
-    assert [place for place in wide if "api.md" not in place] == []  # options of mkdocstrings
+    assert wide == []
     assert sum(len(of) for page, of in lines.items() if page.startswith("docs/")) <= 2900
 
 
