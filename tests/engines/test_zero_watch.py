@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-from lightning_mp.engines.zero_watch import GradientsElsewhere, Weights
+from lightning_mp.engines.zero import GradientsElsewhere, Weights
 
 
 def _clips(module: nn.Module) -> None:
