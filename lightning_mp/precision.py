@@ -232,11 +232,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             return None  # prepared already, by the run around this one
         for_strategy.check_device(self.policy, device, faults)
         strategy = None if trainer is None else trainer.strategy
-        engine = for_strategy.make_engine(
-            strategy,
+        engine = for_strategy.engine_of(strategy)(
             self.policy,
-            self._device,
+            device=self._device,
             scaler=self.loss_scaler,
+            distributed=for_strategy.is_distributed(strategy),
             global_step=self._global_step,
         )
         engine.check(module, faults)

@@ -71,7 +71,8 @@ class StepEngine(ABC):
         self.fp8: fp8.Conversion | None = None
         self._watched = False
         self._module: nn.Module | None = None
-        self._pin_map = pins.PinMap((), ())
+        #: which pin covers which module; known after ``check``
+        self.pin_map = pins.PinMap((), ())
         #: the modules that recompute their activations; known after ``check``
         self.recomputed: list[nn.Module] = []
         self._applied: checkpointing.Applied | None = None
@@ -90,13 +91,13 @@ class StepEngine(ABC):
     def check(self, module: nn.Module, faults: Faults) -> None:
         """Note what in ``module`` the policy cannot be carried out on; change nothing."""
         self._module = module
-        self._pin_map = pins.resolve(module, self.policy.pins, faults)
+        self.pin_map = pins.resolve(module, self.policy.pins, faults)
         if self.policy.fp8 is not None:
-            pinned = [member.module for member in self._pin_map.members]
+            pinned = [member.module for member in self.pin_map.members]
             self.fp8 = fp8.Conversion(module, self.policy.fp8, pinned, faults)
         self.manual = not getattr(module, "automatic_optimization", True)
-        if self._pin_map.members:
-            outside_reads.check(module, self._pin_map, self.policy.compute_dtype, faults)
+        if self.pin_map.members:
+            outside_reads.check(module, self.pin_map, self.policy.compute_dtype, faults)
         self._check_lstms(module, faults)
         if self.policy.checkpointing is not None:
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
@@ -105,7 +106,7 @@ class StepEngine(ABC):
         """OneDNN has no fp16 LSTM for a CPU without fp16 products, and its own message names neither."""
         if self.device.type != "cpu" or self.policy.compute_dtype != "fp16" or cpu_has(torch.float16):
             return
-        pinned = {id(member.module) for member in self._pin_map.members if member.pin.dtype != "fp16"}
+        pinned = {id(member.module) for member in self.pin_map.members if member.pin.dtype != "fp16"}
         named = [name for name, one in module.named_modules() if isinstance(one, nn.LSTM) and id(one) not in pinned]
         if named:
             faults.add(
@@ -114,23 +115,18 @@ class StepEngine(ABC):
                 "pin it: pins={'LSTM': 'fp32'}",
             )
 
-    @property
-    def pin_map(self) -> pins.PinMap:
-        """Which pin covers which module; known after ``check``."""
-        return self._pin_map
-
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
         """What tells the dtype in which each parameter of the checked module will be stored."""
         assert self._module is not None
         other = to_torch(self.policy.storage_dtype)
         own = storage.kept_dtypes(self._module, other)
-        pinned = {key: to_torch(dtype) for key, dtype in self._pin_map.dtypes().items()}
+        pinned = {key: to_torch(dtype) for key, dtype in self.pin_map.dtypes().items()}
         return lambda parameter: pinned.get(id(parameter)) or own.get(id(parameter), other)
 
     def prepare(self, module: nn.Module) -> None:
         """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""
         policy = self.policy
-        covered = {id(member.module) for member in self._pin_map.members}
+        covered = {id(member.module) for member in self.pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
         if self.may_be_reverted:
             self._before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
@@ -140,7 +136,7 @@ class StepEngine(ABC):
         if self.fp8 is not None:
             self.fp8.apply(to_torch(policy.compute_dtype), self.device.type)
         pins.apply(
-            self._pin_map,
+            self.pin_map,
             mixed=policy.mixed,
             compute_dtype=to_torch(policy.compute_dtype),
             device_type=self.device.type,
@@ -204,7 +200,7 @@ class StepEngine(ABC):
             self.scaler.within_run = False
         self._close_hooks()
         self._module, self._loss, self._before = None, None, []
-        self._pin_map, self.recomputed = pins.PinMap((), ()), []
+        self.pin_map, self.recomputed = pins.PinMap((), ()), []
         self.optimizers, self.pending = [], False
         self._parameters, self._trained = [], []
 
@@ -230,7 +226,7 @@ class StepEngine(ABC):
 
     def _first_step(self, module: nn.Module) -> AbstractContextManager[Any]:
         compute = to_torch(self.policy.compute_dtype)
-        return outside_reads.refused(module, self._pin_map, compute, mixed=self.policy.mixed)
+        return outside_reads.refused(module, self.pin_map, compute, mixed=self.policy.mixed)
 
     def train_others(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
         """Other parameters are trained from now on than before."""

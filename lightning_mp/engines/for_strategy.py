@@ -35,7 +35,6 @@ from lightning_mp.modules import sync_batchnorm
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.device import set_tf32
 from lightning_mp.numerics.dtypes import TORCH_DTYPES, to_torch
-from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.policy import PrecisionPolicy, hardware
 
 _INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after the plan is applied"
@@ -88,22 +87,9 @@ def engine_of(strategy: Strategy | None) -> type[StepEngine]:
     return ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
 
 
-def make_engine(
-    strategy: Strategy | None,
-    policy: PrecisionPolicy,
-    device: torch.device,
-    *,
-    scaler: LossScaler,
-    global_step: Callable[[], int],
-) -> StepEngine:
-    """The engine that carries ``policy`` out on ``strategy``; ``None``: on one device, without a Trainer."""
-    return engine_of(strategy)(
-        policy,
-        device=device,
-        scaler=scaler,
-        distributed=isinstance(strategy, ParallelStrategy) and strategy.world_size > 1,
-        global_step=global_step,
-    )
+def is_distributed(strategy: Strategy | None) -> bool:
+    """Whether several processes take part."""
+    return isinstance(strategy, ParallelStrategy) and strategy.world_size > 1
 
 
 def shards(trainer: Trainer | None) -> bool:

@@ -62,16 +62,6 @@ def test_losses_and_weights_are_those_without_it(mode: str, kind: str) -> None:
 
 
 @each_model
-@pytest.mark.parametrize(("every", "recomputed"), [(1, 2), (2, 1)])
-def test_each_chosen_block_runs_once_more(kind: str, every: int, recomputed: int) -> None:
-    build, block = MODELS[kind]
-    module = Forwards(build())
-    plan = plan_for("bf16-mixed", checkpointing=Checkpointing(modules=block, every=every))
-    fit(module, data=tokens(), plugins=[plan])
-    assert module.calls == 4 * (2 + recomputed)
-
-
-@each_model
 def test_full_recomputes_exactly_the_blocks_forward_and_selective_no_product(kind: str) -> None:
     build, block = MODELS[kind]
 
@@ -118,20 +108,6 @@ def test_use_cache_is_off_meanwhile_and_back_afterwards(kind: str, fail_at: int 
     assert [type(m) for m in module.modules()] == classes
 
 
-@each_model
-def test_state_dict_names_and_parameter_names_are_unchanged(kind: str) -> None:
-    build, block = MODELS[kind]
-
-    class Looks(Language):
-        def on_train_start(self) -> None:
-            self.met = list(self.state_dict()), [name for name, _ in self.named_parameters()]
-
-    module = Looks(build())
-    names = list(module.state_dict()), [name for name, _ in module.named_parameters()]
-    fit(module, data=tokens(), plugins=[plan_for("bf16-mixed", checkpointing=block)])
-    assert module.met == names
-
-
 @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "bf16-true"])
 def test_lora_under_checkpointing_trains(mode: str) -> None:
     """Complaint 5 (open-unlearning 178): with frozen embeddings and no input gradients it would train nothing."""
@@ -146,15 +122,6 @@ def test_lora_under_checkpointing_trains(mode: str) -> None:
     assert all("lora_" in name for name in moved)
     embeddings = module.model.get_input_embeddings()
     assert not embeddings._forward_hooks  # the input gradients' hook went with the run
-
-
-def test_dropout_is_the_same_in_both_forwards() -> None:
-    module, plain = Language(gpt2(resid_pdrop=0.3)), Language(gpt2(resid_pdrop=0.3))
-    for one, options in ((plain, {}), (module, {"checkpointing": "GPT2Block"})):
-        torch.manual_seed(5)
-        fit(one, data=tokens(), plugins=[MixedPrecisionPlan("32-true", **options)])
-    assert plain.losses == module.losses
-    assert same_weights(weights(plain), weights(module))
 
 
 def test_a_validation_between_fits_leaves_checkpointing_working() -> None:

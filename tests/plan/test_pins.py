@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from functools import partial
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_mp import MixedPrecisionPlan, Pin
+from lightning_mp import MixedPrecisionPlan
 from support.language import Language, gpt2, llama, tokens
 from support.models import Regression, batches, same_weights, weights
 from support.oracles import MODES, plan_for
@@ -66,25 +64,6 @@ def test_a_pinned_module_is_stored_run_and_optimized_in_its_dtype(mode: str, dty
     assert seen.outputs["net.3"] == COMPUTE[mode]
 
 
-@pytest.mark.parametrize(
-    ("mode", "output", "expected"),
-    [
-        ("bf16-mixed", None, FP32),
-        ("bf16-mixed", "pin", FP32),
-        ("bf16-mixed", "input", BF16),
-        ("bf16-mixed", "bf16", BF16),
-        ("bf16-true", None, BF16),
-        ("bf16-true", "input", BF16),
-        ("16-mixed", None, FP32),
-        ("16-mixed", "input", FP16),
-    ],
-)
-def test_output_says_otherwise(mode: str, output: str | None, expected: torch.dtype) -> None:
-    module, seen = Regression(lenient), Observe()
-    fit(module, plugins=[plan_for(mode, pins=[Pin("net.1", "fp32", output=output)])], callbacks=[seen])
-    assert seen.outputs["net.1"] == expected
-
-
 def test_a_pinned_matrix_product_really_runs_in_fp32() -> None:
     """The head's output has bits that a bf16 or fp16 product could not have."""
 
@@ -125,17 +104,6 @@ def test_every_cast_of_the_model_leaves_pins_alone(mode: str, cast: str) -> None
         assert torch.equal(after[name], before[name])  # not through a narrower dtype and back
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_a_pinned_module_survives_copies(way: Any) -> None:
-    module = Regression(lenient)
-    fit(module, plugins=[plan_for("bf16-true", pins={"LayerNorm": "fp32"})])
-    copied = way(module)
-    x = next(iter(batches()))[0].to(BF16)
-    assert torch.equal(module.net(x), copied.net(x))
-    assert copied.to(BF16).net[1].weight.dtype == FP32
-    assert module.net[1].weight is not copied.net[1].weight
-
-
 def test_a_later_plan_replaces_earlier_pins() -> None:
     module = Regression(lenient)
     fit(module, plugins=[plan_for("bf16-true", pins={"LayerNorm": "fp32"})])
@@ -145,13 +113,6 @@ def test_a_later_plan_replaces_earlier_pins() -> None:
     fit(module, plugins=[plan_for("32-true")])
     assert {p.dtype for p in module.parameters()} == {FP32}
     assert type(module.net[1]) is nn.LayerNorm
-
-
-def test_names_in_the_state_dict_do_not_change() -> None:
-    module, plain = Regression(), Regression()
-    fit(module, plugins=[plan_for("bf16-mixed", pins={"net.*": "fp32"})])
-    assert list(module.state_dict()) == list(plain.state_dict())
-    plain.load_state_dict(module.state_dict())
 
 
 def test_a_shadowed_pin_warns() -> None:
@@ -188,14 +149,6 @@ def test_norms_in_fp32_on_gpt2(mode: str) -> None:
         assert parameter.dtype == (FP32 if "ln_" in name else STORED[mode]), name
     assert module.model.lm_head.weight is module.model.transformer.wte.weight
     assert module.losses[-1] < module.losses[0] + 0.5
-
-
-def test_a_pin_on_one_owner_of_a_tied_weight_covers_the_other() -> None:
-    module = Language(gpt2())
-    fit(module, data=tokens(), plugins=[MixedPrecisionPlan("bf16-true", pins={"lm_head": "fp32"})])
-    assert module.model.lm_head.weight is module.model.transformer.wte.weight
-    assert module.model.lm_head.weight.dtype == FP32
-    assert module.model.transformer.h[0].attn.c_attn.weight.dtype == BF16
 
 
 def test_fp32_everywhere_by_pins_is_fp32_training() -> None:
