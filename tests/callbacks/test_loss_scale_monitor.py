@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 import math
 from functools import partial
@@ -13,7 +12,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mp import LossScaling, PlanError
 from lightning_mp.callbacks import LossScaleMonitor
@@ -84,18 +82,6 @@ def test_without_a_scale_it_says_so_once_and_logs_nothing(of: str, mode: str, ca
             fit(module, callbacks=[monitor], **(stock_for(mode) if of == "stock" else {"plugins": [plan_for(mode)]}))
     assert sum("LossScaleMonitor" in message for message in caplog.messages) == 1
     assert monitor.rows == []
-
-
-@keepers
-def test_every_logger_gets_every_reading(keeper: str, tmp_path: Path) -> None:
-    loggers = [CSVLogger(tmp_path, name=name) for name in ("one", "two")]
-    monitor, _ = watched(keeper, logger=loggers)
-    for logger in loggers:
-        with (Path(logger.log_dir) / "metrics.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row[metric_names.LOSS_SCALE]]
-        assert [int(row["step"]) for row in rows] == list(range(8))
-        for row, mine in zip(rows, monitor.rows, strict=True):
-            assert {name: float(row[name]) for name in mine} == mine
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])

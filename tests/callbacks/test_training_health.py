@@ -205,13 +205,6 @@ def test_without_a_known_peak_there_is_no_mfu_and_one_line_says_so(tmp_path: Pat
 # ---------------------------------------------------------------------- where it is written
 
 
-def test_files_and_memory_say_the_same(tmp_path: Path) -> None:
-    mine = watched(tmp_path)
-    assert lines(tmp_path / "run" / "metrics.jsonl") == mine.rows
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
-    assert not list((tmp_path / "run").glob(".*.lock"))
-
-
 def test_memory_holds_the_last_readings_and_the_files_hold_all(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(run_log, "IN_MEMORY", 3)
     monkeypatch.setattr(loss_scale_monitor, "IN_MEMORY", 3)
@@ -221,6 +214,8 @@ def test_memory_holds_the_last_readings_and_the_files_hold_all(tmp_path: Path, m
     assert (len(rows), len(events)) == (8, 5)
     assert (mine.rows, [event.to_dict() for event in mine.events]) == (rows[-3:], events[-3:])
     assert [row["step"] for row in scale.rows] == [5, 6, 7]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+    assert not list((tmp_path / "run").glob(".*.lock"))
 
 
 @pytest.mark.parametrize("beside", [(), (LossScaleMonitor,)])

@@ -274,15 +274,14 @@ def test_two_of_one_kind_in_one_folder_are_refused(tmp_path: Path) -> None:
         callback.teardown()
 
 
-def test_a_folder_that_cannot_be_made_is_named_with_its_cause(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("file/run", "(FileExistsError|NotADirectoryError).*file"), ("\0", "ValueError: embedded null byte")],
+)
+def test_a_folder_that_cannot_be_made_is_named_with_its_cause(tmp_path: Path, name: str, cause: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(PlanError, match=r"cannot be opened: (FileExistsError|NotADirectoryError).*file"):
-        fit(Regression(), callbacks=[PrecisionAudit(run_dir=tmp_path / "file" / "run")], max_steps=1)
-
-
-def test_an_error_that_is_not_of_the_system_is_a_refusal_too(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="cannot be opened: ValueError: embedded null byte"):
-        fit(Regression(), callbacks=[PrecisionAudit(run_dir="\0")], max_steps=1)
+    with pytest.raises(PlanError, match=f"cannot be opened: {cause}"):
+        fit(Regression(), callbacks=[PrecisionAudit(run_dir=tmp_path / name)], max_steps=1)
 
 
 def test_a_folder_that_vanishes_is_warned_of_once_and_training_goes_on(

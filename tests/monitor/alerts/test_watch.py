@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
-from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,17 +108,6 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(cut: int, seed: int) -> None:
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.state_dict() == before.state_dict()
     assert events + run(after, readings[cut:]) == run(Alerts(), readings)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda alerts: pickle.loads(pickle.dumps(alerts))])
-def test_a_copy_goes_on_by_itself(copied: Any) -> None:
-    readings = troubled()
-    alerts = Alerts()
-    events = run(alerts, readings[:400])
-    other = copied(alerts)
-    rest = run(alerts, readings[400:])
-    assert run(other, readings[400:]) == rest
-    assert len(events + rest) == len(RULE_KINDS)
 
 
 def test_a_state_of_other_settings_is_taken_as_far_as_it_goes() -> None:
