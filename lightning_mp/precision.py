@@ -154,7 +154,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     @classmethod
     def preset(cls, name: str) -> MixedPrecisionPlan:
-        """A plan by name: fp32, tf32, bf16, fp16, bf16_true, fp16_true, longspec, or a GPU: v100, t4, a100, h100."""
+        """A plan by name: fp32, tf32, bf16, fp16, bf16_true, fp16_true, longspec, or v100, t4, a100, h100, b200."""
         return cls.from_policy(presets.preset(name))
 
     @classmethod

@@ -21,6 +21,9 @@ _RECIPES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
 #: who speaks up while torchao is imported
 _SPEAKS = ("torchao", "torch.utils._pytree")
 
+#: the autograd functions that compute the products
+_PRODUCTS = ("matmul_with_hp_or_float8_args", "mx_mm")
+
 #: rows (tokens, in) and a transposed weight (in, out) to their product (tokens, out), in FP8 in both passes
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -79,8 +82,55 @@ def _recipe(recipe: str, emulate: bool) -> tuple[Any, Any]:
 
 
 @cache
+def _has_mx_kernels() -> bool:
+    """Whether MXFP8 runs here as such: capability 10.x, CUDA 12.8 or newer, and torchao's own kernels for it."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
+        return False
+    if tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) < (12, 8):
+        return False
+    try:
+        import_module("torchao._C_mxfp8")
+    except ImportError:
+        return False
+    return True
+
+
+def emulates(recipe: str, emulate: bool) -> bool:
+    """Whether the products of a recipe are computed from the rounded numbers in a wider format."""
+    return emulate or (recipe.startswith("mxfp8") and not _has_mx_kernels())
+
+
+def _mx_product(recipe: str, emulate: bool) -> Product:
+    require()
+    with quietly():
+        mx: Any = import_module("torchao.prototype.moe_training.mxfp8_linear")
+    kernels = mx.KernelPreference.EMULATED if emulates(recipe, emulate) else mx.KernelPreference.AUTO
+
+    def multiplied(rows: Tensor, weight_t: Tensor) -> Tensor:
+        # It takes one dtype, contiguous. RCEIL rounds scales up, so that nothing saturates; FLOOR errs by half more.
+        weight_of = weight_t.t().to(rows.dtype).contiguous()
+        return mx._to_mxfp8_then_scaled_mm(
+            rows.contiguous(), weight_of, kernels, mx.ScaleCalculationMode.RCEIL, recipe.endswith("_gw_hp")
+        )
+
+    return multiplied
+
+
+def _mx_scaling(rows: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    from functools import partial
+
+    from torchao.float8.float8_utils import to_fp8_saturated  # pyright: ignore
+
+    largest = rows.float().unflatten(-1, (-1, 32)).abs().amax(-1)
+    scale = torch.exp2(-torch.ceil(torch.log2(largest.clamp(min=2.0**-118) / 448)))
+    return scale.repeat_interleave(32, -1), partial(cast("Any", to_fp8_saturated), float8_dtype=torch.float8_e4m3fn)
+
+
+@cache
 def product(recipe: str, *, emulate: bool) -> Product:
     """The product of one of the plan's recipes; with ``emulate`` it is computed in fp32 from the rounded numbers."""
+    if recipe.startswith("mxfp8"):
+        return _mx_product(recipe, emulate)
     config, how = _recipe(recipe, emulate)
     from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen  # pyright: ignore
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # pyright: ignore
@@ -98,8 +148,10 @@ def scaling(rows: Tensor, recipe: str, role: str) -> tuple[Tensor, Callable[[Ten
     """The scale by which a recipe multiplies an operand, and what rounds the result to FP8.
 
     ``rows`` are of the operand named ``role`` (input, weight, gradient), in the product where each of its rows has a
-    scale of its own if the recipe's have: fp32 (rows, 1), else a scalar.
+    scale of its own if the recipe's have: fp32 (rows, 1), else a scalar; of blocks (rows, columns).
     """
+    if recipe.startswith("mxfp8"):
+        return _mx_scaling(rows)
     from functools import partial
 
     from torchao.float8 import float8_scaling_utils  # pyright: ignore
@@ -163,6 +215,8 @@ def held(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 def held_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of what the tensor holds: a tensor of torchao's that is FP8 gives itself out as what it was made of."""
+    if type(tensor).__name__ == "MXTensor":
+        return cast("Any", tensor).qdata.dtype
     if not holds_fp8(tensor):
         return tensor.dtype
     return held(tensor)[0].dtype
@@ -172,7 +226,7 @@ def product_node(output: Tensor) -> Any:
     """The node of the graph that computes the backward products of a converted layer's ``output``, or ``None``."""
     nodes = [output.grad_fn]
     for _ in range(8):  # a bias, views and slices lie between
-        found = next((node for node in nodes if "matmul_with_hp_or_float8_args" in type(node).__name__), None)
+        found = next((node for node in nodes if type(node).__name__.startswith(_PRODUCTS)), None)
         if found is not None:
             return found
         nodes = [above for node in nodes if node is not None for above, _ in node.next_functions]

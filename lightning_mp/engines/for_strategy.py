@@ -27,6 +27,7 @@ from lightning_mp.compat.lightning import (
     mesh_of,
     rank_zero_info,
 )
+from lightning_mp.compat.torchao import emulates
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.engines.sharded import ShardedEngine
@@ -56,7 +57,7 @@ def resolved(policy: PrecisionPolicy, device: hardware.Device, module: nn.Module
 
 def check_device(policy: PrecisionPolicy, device: hardware.Device, faults: Faults) -> None:
     """Note why ``device`` cannot compute what the policy declares."""
-    emulate = policy.fp8 is not None and policy.fp8.emulate
+    emulate = policy.fp8 is not None and policy.fp8.anywhere
     refused = hardware.refusal(device, policy.precision, emulate=emulate)
     if refused is not None:
         faults.add(*refused)
@@ -66,7 +67,7 @@ def switch_tf32(policy: PrecisionPolicy, device: hardware.Device) -> Callable[[]
     """Set TF32 as the policy says, where the device has it; what puts it back. What is slow there is said."""
     if device.bf16 == "emulated" and policy.precision.startswith("bf16"):
         rank_zero_info(f"bf16 is emulated on {device.name}: right, but no faster than fp32")
-    if policy.fp8 is not None and (device.type != "cuda" or policy.fp8.emulate):
+    if policy.fp8 is not None and (device.type != "cuda" or emulates(policy.fp8.recipe, policy.fp8.emulate)):
         rank_zero_info(f"fp8 on {device.name} is for checking, not for speed: it is slower than bf16 there")
     if policy.tf32 is None:
         return None

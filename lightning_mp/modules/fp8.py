@@ -24,17 +24,14 @@ from lightning_mp.numerics.grads import local
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.policy import FP8
 
-#: what a dimension of an FP8 product is a multiple of (torch._scaled_mm on CUDA; a CPU takes any)
-MULTIPLE = 16
-
 
 @dataclass(frozen=True, slots=True)
 class FP8Layer:
     """A Linear or Conv1D: whether its products run in FP8, and why not.
 
-    ``reason`` is ``None`` where they do, else one of ``shape`` (a dimension that is no multiple of 16), ``size`` (too
-    small to pay), ``skip``, ``pinned``, ``tied``, ``frozen``, ``adapter``, ``kind`` (no plain Linear);
-    ``shape`` is the weight's.
+    ``reason`` is ``None`` where they do, else one of ``shape`` (a dimension that is no multiple of 16, or of 32 under
+    MXFP8), ``size`` (too small to pay), ``skip``, ``pinned``, ``tied``, ``frozen``, ``adapter``, ``kind`` (no plain
+    Linear); ``shape`` is the weight's.
     """
 
     name: str
@@ -46,8 +43,8 @@ class FP8Layer:
 def pays(recipe: str, out: int, into: int) -> bool:
     """Whether a product of ``into`` to ``out`` features is faster in FP8 than in bf16 on an H100, by torchao's rule.
 
-    ``torchao.float8.float8_linear_utils._auto_filter_for_recipe``; it has none for ``rowwise_gw_hp``, whose products
-    in FP8 are the rowwise ones.
+    ``torchao.float8.float8_linear_utils._auto_filter_for_recipe``; it has none for ``rowwise_gw_hp`` and MXFP8, for
+    which that of rowwise stands.
     """
     if recipe == "tensorwise":
         return into > 4096 or out > 1024
@@ -93,7 +90,7 @@ def select(
         elif reason == "kind":
             kinds[name] = class_swap.original_class(module).__name__
     if not chosen:
-        faults.add(*_nothing(layers, kinds))
+        faults.add(*_nothing(layers, kinds, rule.multiple))
     return layers, chosen
 
 
@@ -106,7 +103,7 @@ def _shape(module: nn.Module) -> tuple[int, ...]:
 
 def _by_numbers(rule: FP8, shape: tuple[int, ...]) -> str | None:
     out, into = shape
-    if out % MULTIPLE or into % MULTIPLE:
+    if out % rule.multiple or into % rule.multiple:
         return "shape"
     return "size" if rule.small == "skip" and not pays(rule.recipe, out, into) else None
 
@@ -179,17 +176,17 @@ def summary(layers: Sequence[FP8Layer]) -> str:
     return f"{len(layers) - len(reasons)} of {many} in fp8" + (f"; left in bf16: {left}" if left else "")
 
 
-def _nothing(layers: Sequence[FP8Layer], kinds: Mapping[str, str]) -> tuple[str, str, str]:
+def _nothing(layers: Sequence[FP8Layer], kinds: Mapping[str, str], multiple: int) -> tuple[str, str, str]:
     found = "; ".join(table(layers, kinds)) or "it has no Linear"
     fixes: list[str] = []
     if any(layer.reason == "size" for layer in layers):
         fixes.append("write FP8(small='convert') to convert small layers too, which is slower than bf16")
     if any(layer.reason == "shape" for layer in layers):
-        fixes.append("round dimensions up to a multiple of 16")
+        fixes.append(f"round dimensions up to a multiple of {multiple}")
     fixes.append("use precision='bf16-mixed'")
     return (
         f"precision='fp8-mixed' on a model of which nothing can be converted: {found}",
-        "a model with a plain, trained Linear whose dimensions are multiples of 16",
+        f"a model with a plain, trained Linear whose dimensions are multiples of {multiple}",
         ", or ".join(fixes),
     )
 
@@ -202,6 +199,8 @@ class Running:
     """What a converted layer needs in its forward; one for a run, shared by its layers and their copies."""
 
     product: torchao.Product
+    #: what the number of rows is padded to
+    multiple: int
     dtype: torch.dtype
     device_type: str
     #: what has the stage of the Trainer's run as ``stage``, and that of training; ``None`` where there is no Trainer
@@ -244,8 +243,8 @@ class FP8Forward(class_swap.Swapped):
         if seen is not None:
             running.watch.note(rows, module.weight, seen)
         count = rows.shape[0]
-        if count % MULTIPLE:  # the tokens are what the gradient of the weight sums over
-            rows = nn.functional.pad(rows, (0, 0, 0, -count % MULTIPLE))
+        if count % running.multiple:  # the tokens are what the gradient of the weight sums over
+            rows = nn.functional.pad(rows, (0, 0, 0, -count % running.multiple))
         # torchao looks at CUDA's autocast alone, and its tensors do not know the operators of inference mode.
         with torch.autocast(running.device_type, enabled=False), _no_inference_mode():
             output = running.product(rows, module.weight.t())[:count]
@@ -303,7 +302,7 @@ class Conversion:
         """Convert in place; parameters stay what they are. ``dtype`` is autocast's."""
         product = torchao.product(self.rule.recipe, emulate=self.rule.emulate)
         evaluate = self.rule.evaluate == "fp8"
-        running = Running(product, dtype, device_type, self.stages, evaluate, self.watch)
+        running = Running(product, self.rule.multiple, dtype, device_type, self.stages, evaluate, self.watch)
         for module in self.modules:
             object.__setattr__(module, "_lmp_fp8", running)
             class_swap.swap_in(module, FP8Forward)

@@ -10,7 +10,7 @@ from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.policy.expression import expression
 
 #: torchao's recipes, by the words a plan has for them
-RECIPES = ("rowwise", "tensorwise", "rowwise_gw_hp")
+RECIPES = ("rowwise", "tensorwise", "rowwise_gw_hp", "mxfp8", "mxfp8_gw_hp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,8 @@ class FP8:
     Args:
         recipe: ``"rowwise"`` gives each row a scale of its own, so that no token changes another's and an inf stays in
             its row; ``"tensorwise"`` one scale a tensor; ``"rowwise_gw_hp"`` is rowwise with the weights' gradients
-            in bf16.
+            in bf16. ``"mxfp8"`` gives each 32 numbers of a row a power of two as scale (OCP Microscaling Formats 1.0):
+            Blackwell multiplies so, elsewhere it is emulated. ``"mxfp8_gw_hp"`` has the weights' gradients in bf16.
         modules: the layers that may be converted; a pattern as in :class:`Pin`, or several.
         skip: the layers that are left in bf16; as ``modules``.
         all_gather: FSDP2 gathers converted weights in FP8 (``"tensorwise"`` alone).
@@ -32,7 +33,7 @@ class FP8:
         PlanError: every bad value at once.
     """
 
-    recipe: Literal["rowwise", "tensorwise", "rowwise_gw_hp"] = "rowwise"
+    recipe: Literal["rowwise", "tensorwise", "rowwise_gw_hp", "mxfp8", "mxfp8_gw_hp"] = "rowwise"
     modules: str | tuple[str, ...] = "*"
     skip: str | tuple[str, ...] = ("lm_head",)
     all_gather: bool = False
@@ -60,6 +61,21 @@ class FP8:
                     "all_gather=True with recipe='tensorwise'",
                     "leave all_gather out, or write recipe='tensorwise'",
                 )
+
+    @property
+    def blocks(self) -> bool:
+        """Whether blocks of 32 numbers have a scale each."""
+        return self.recipe.startswith("mxfp8")
+
+    @property
+    def anywhere(self) -> bool:
+        """Whether it runs on a device without FP8 units too, emulated: MXFP8 does so of its own accord."""
+        return self.emulate or self.blocks
+
+    @property
+    def multiple(self) -> int:
+        """What a dimension of a product is a multiple of: 16 (``torch._scaled_mm`` on CUDA), or a block."""
+        return 32 if self.blocks else 16
 
     @property
     def patterns(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ PRESETS = MappingProxyType[str, dict[str, Any]](
         "t4": {"precision": "16-mixed"},
         "a100": {"precision": "bf16-mixed", "tf32": "high"},
         "h100": {"precision": "bf16-mixed", "tf32": "high"},
+        "b200": {"precision": "bf16-mixed", "tf32": "high"},
         # LongSpec's: TF32, fp16 with the loss scale of DeepSpeed's own defaults, and norms in fp32
         "longspec": {
             "precision": "16-mixed",

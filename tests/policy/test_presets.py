@@ -19,6 +19,7 @@ EXPECTED = {
     "t4": ("16-mixed", None),
     "a100": ("bf16-mixed", "high"),
     "h100": ("bf16-mixed", "high"),
+    "b200": ("bf16-mixed", "high"),
 }
 
 

@@ -85,7 +85,7 @@ def by_policy(
         tf32=None if policy.tf32 is None or not facts.tf32 else policy.tf32 != "highest",
         pins={name: pinned[id(module)] for name, module in modules.items() if id(module) in pinned},
         fp8=frozenset(name for name, module in modules.items() if id(module) in converted),
-        fp8_but_weights=policy.fp8 is not None and policy.fp8.recipe == "rowwise_gw_hp",
+        fp8_but_weights=policy.fp8 is not None and policy.fp8.recipe.endswith("_gw_hp"),
         notes=(without_tf32,) if policy.tf32 is not None and not facts.tf32 else (),
     )
 

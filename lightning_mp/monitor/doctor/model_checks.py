@@ -26,7 +26,7 @@ from lightning_mp.policy import hardware
 _BITS = {"bf16": 8, "fp16": 11}
 #: 16 bytes, of what the product runs in: NVIDIA's "Deep Learning Performance Guide", matrix multiplication,
 #: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/ (table 1)
-_MULTIPLES = {"fp16": 8, "bf16": 8, "fp8": 16}
+_MULTIPLES = {"fp16": 8, "bf16": 8}
 #: below this part of the weights that are multiplied, odd sizes (a head with 10 classes) cost nothing worth naming
 _SHARE = 0.1
 #: a table as small as this holds segments or classes, no vocabulary
@@ -97,7 +97,7 @@ def tied_pins(case: ModelUnderTest) -> Iterator[Finding]:
 def device_cannot(case: ModelUnderTest) -> Iterator[Finding]:
     """A precision that the device emulates in fp32, or does not compute: there the run is refused."""
     device, bf16_pins = case.device, [pin.pattern for pin in case.pins if pin.dtype == "bf16"]
-    refused = hardware.refusal(device, case.precision, emulate=case.fp8 is not None and case.fp8.emulate)
+    refused = hardware.refusal(device, case.precision, emulate=case.fp8 is not None and case.fp8.anywhere)
     if device.bf16 != "native" and (case.compute == "bf16" or bf16_pins):
         effect = "the run is refused" if refused else "results are correct, but no faster than in fp32"
         severity: Severity | None = "error" if refused else "info" if device.type == "cpu" else None
@@ -131,10 +131,11 @@ def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
 def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
     """Linear layers, and a vocabulary, whose sizes are not multiples of a tensor core's tile."""
     compute = case.compute if case.fp8 is None else "fp8"
-    multiple = _MULTIPLES.get(compute, 1)
+    multiples = _MULTIPLES if case.fp8 is None else {**_MULTIPLES, "fp8": case.fp8.multiple}
+    multiple = multiples.get(compute, 1)
     odd: dict[str, tuple[int, int]] = {}
     for name, module in case.modules:
-        sizes, step = _sizes(module), _MULTIPLES.get(case.pinned.get(id(module)) or compute, 1)
+        sizes, step = _sizes(module), multiples.get(case.pinned.get(id(module)) or compute, 1)
         if any(size % step for size in sizes or ()):
             multiple, odd[name] = max(multiple, step), cast("tuple[int, int]", sizes)
     tables = {module.num_embeddings for _, module in case.modules if isinstance(module, nn.Embedding)}
