@@ -18,7 +18,7 @@ from lightning_mp.compat import torchao
 from lightning_mp.compat.transformers import conv1d
 from lightning_mp.errors import Faults
 from lightning_mp.modules import class_swap, fp8_watch
-from lightning_mp.modules.patterns import matches, named_submodules, no_match
+from lightning_mp.modules.patterns import matches, named_submodules, no_match, owners
 from lightning_mp.numerics.dtypes import is_plain
 from lightning_mp.numerics.grads import local
 from lightning_mp.numerics.nonfinite import Origin
@@ -65,7 +65,8 @@ def select(
         if not usual and not any(matches(pattern, name, module) for name, module in named):
             no_match(pattern, root, "fp8 pattern", faults)
     pins, adapters = {id(module) for module in pinned}, _adapters(root)
-    tied, linear = _tied(root), (nn.Linear, *conv1d())
+    tied = {key for key, places in owners(root).items() if len({id(module) for _, module, _ in places}) > 1}
+    linear = (nn.Linear, *conv1d())
     kinds: dict[str, str] = {}
     layers: list[FP8Layer] = []
     chosen: list[nn.Module] = []
@@ -137,15 +138,6 @@ def _adapters(root: nn.Module) -> set[int]:
             if isinstance(added, nn.Module):
                 found.update(map(id, added.modules()))
     return found
-
-
-def _tied(root: nn.Module) -> set[int]:
-    """``id`` of the parameters that more than one module has."""
-    owners: dict[int, int] = {}
-    for module in root.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return {parameter for parameter, count in owners.items() if count > 1}
 
 
 # ------------------------------------------------------------------ in words

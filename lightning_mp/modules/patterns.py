@@ -48,6 +48,19 @@ def named_submodules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+#: the name of a module, itself, and the name of a parameter in it
+Place = tuple[str, nn.Module, str]
+
+
+def owners(root: nn.Module) -> dict[int, list[Place]]:
+    """``id`` of every parameter → all places it is reached by, those of the root itself under the name ``""``."""
+    found: dict[int, list[Place]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), []).append((name, module, key))
+    return found
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Whether calling the module means anything; a ``ModuleList`` only holds others."""
     return original_class(module).forward is not nn.Module.forward

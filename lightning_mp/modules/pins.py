@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_mp.compat.torch import apply_to_tensors
 from lightning_mp.errors import Faults
 from lightning_mp.modules import class_swap
-from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
+from lightning_mp.modules.patterns import Place, has_own_forward, matches, named_submodules, no_match, owners
 from lightning_mp.numerics.dtypes import (
     HALF,
     cast_module_,
@@ -71,9 +71,9 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
         return PinMap((), ())
     named = list(named_submodules(root))
     index_of = _covering(named, pins, root, faults)
-    _extend_over_ties(named, index_of)
-    _check_ties(named, index_of, pins, faults)
-    _check_root_ties(root, named, index_of, faults)
+    places = owners(root).values()
+    _extend_over_ties(places, index_of)
+    _check_ties(places, index_of, pins, faults)
     modules = dict(named)
     members: list[PinnedModule] = []
     seen: set[int] = set()
@@ -112,32 +112,21 @@ def _covering(
     return index_of
 
 
-def _owners(named: Sequence[tuple[str, nn.Module]]) -> dict[int, list[tuple[str, str]]]:
-    """``id(parameter)`` → every (module name, parameter name) it is reached by."""
-    owners: dict[int, list[tuple[str, str]]] = {}
-    for name, module in named:
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append((name, key))
-    return owners
-
-
-def _extend_over_ties(named: Sequence[tuple[str, nn.Module]], index_of: dict[str, int]) -> None:
+def _extend_over_ties(tied: Iterable[list[Place]], index_of: dict[str, int]) -> None:
     """A tied weight lives in one dtype: a pin on one owner covers an owner that no pin mentions.
 
     Not one that contains a pinned owner: BERT's head shares a bias with the decoder in it, and nothing else.
     """
-    for places in _owners(named).values():
-        pinned = [name for name, _ in places if name in index_of]
-        for name, _ in places if pinned else ():
-            if not any(owner.startswith(f"{name}.") for owner in pinned):
+    for places in tied:
+        pinned = [name for name, _, _ in places if name in index_of]
+        for name, _, _ in places if pinned else ():
+            if name and not any(owner.startswith(f"{name}.") for owner in pinned):
                 index_of.setdefault(name, min(index_of[owner] for owner in pinned))
 
 
-def _check_ties(
-    named: Sequence[tuple[str, nn.Module]], index_of: dict[str, int], pins: Sequence[Pin], faults: Faults
-) -> None:
-    for places in _owners(named).values():
-        dtypes = {f"{name}.{key}": pins[index_of[name]].dtype for name, key in places if name in index_of}
+def _check_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: Sequence[Pin], faults: Faults) -> None:
+    for places in tied:
+        dtypes = {f"{name}.{key}": pins[index_of[name]].dtype for name, _, key in places if name in index_of}
         if len(set(dtypes.values())) > 1:
             given = " and ".join(f"{place} pinned to {dtype}" for place, dtype in dtypes.items())
             faults.add(
@@ -145,21 +134,14 @@ def _check_ties(
                 "one dtype for a tied weight, since it is a single tensor",
                 "pin both to the same dtype, or untie them (transformers: tie_word_embeddings=False)",
             )
-
-
-def _check_root_ties(
-    root: nn.Module, named: Sequence[tuple[str, nn.Module]], index_of: dict[str, int], faults: Faults
-) -> None:
-    """The root itself is never pinned: a weight it owns directly could not keep a pin's dtype."""
-    roots_own = {id(parameter): name for name, parameter in root.named_parameters(recurse=False)}
-    for name, module in named:
-        for key, parameter in module.named_parameters(recurse=False) if name in index_of else ():
-            if id(parameter) in roots_own:
-                faults.add(
-                    f"a pin on {name}.{key}, which is tied to the root module's own {roots_own[id(parameter)]!r}",
-                    "pins on weights that only modules below the root own",
-                    "let the root reach it through the module instead of owning the parameter itself",
-                )
+        # The root itself is never pinned: a weight it owns directly could not keep a pin's dtype.
+        own = next((key for name, _, key in places if not name), None)
+        if own is not None and dtypes:
+            faults.add(
+                f"a pin on {next(iter(dtypes))}, which is tied to the root module's own {own!r}",
+                "pins on weights that only modules below the root own",
+                "let the root reach it through the module instead of owning the parameter itself",
+            )
 
 
 #: in the name of a class

@@ -32,11 +32,15 @@ def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict
             ``_target_`` that is none of this package's; all faults of one kind together.
     """
     faults = Faults()
-    loaded = _loaded(config)
-    plain = _resolved(loaded, repr(str(config)) if isinstance(config, (str, PathLike)) else "a mapping")
+    loaded, path = _loaded(config), repr(str(config)) if isinstance(config, (str, PathLike)) else None
+    plain = _resolved(loaded, path or "a mapping")
     if not isinstance(plain, Mapping):
-        fix = "write the plan's arguments as 'precision: bf16-mixed'"
-        raise PlanError([Fault(f"a config of type {type(loaded).__name__}", "a mapping", fix)])
+        kind = (
+            f"config {path}, which holds a {type(plain).__name__}"
+            if path
+            else f"a config of type {type(loaded).__name__}"
+        )
+        raise PlanError([Fault(kind, "a mapping", "write the plan's arguments as 'precision: bf16-mixed'")])
     built = _built(plain, "", faults)
     faults.raise_if_any()
     return cast("dict[str, Any]", built)

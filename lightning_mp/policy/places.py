@@ -20,10 +20,8 @@ _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 class Places:
     """Dotted keys and where each was written; of several places the one added last."""
 
-    def __init__(self, section: str | None = None) -> None:
+    def __init__(self) -> None:
         self._found: dict[str, str] = {}
-        #: keys may also stand in this section
-        self._section = section
 
     def add(self, path: Path, prefix: str = "") -> None:
         """Note every key of a YAML file, which stands at ``prefix`` in the config."""
@@ -48,20 +46,17 @@ class Places:
 
     def of(self, key: str) -> str:
         """`` (file:line)`` of the key, or of what it stands in; empty where that is not known."""
-        for full in (key, f"{self._section}.{key}"):
-            parts = full.split(".")
-            for length in range(len(parts), 0, -1):
-                found = self._found.get(".".join(parts[:length]))
-                if found is not None and parts[:length] != [self._section]:
-                    return f" ({found})"
+        while key:
+            if key in self._found:
+                return f" ({self._found[key]})"
+            key = key.rpartition(".")[0]
         return ""
 
     def below(self, section: str, key: str) -> str:
         """As :meth:`of`, for a key of ``section`` or, by its last part alone, of what stands in it."""
         full, within = (f"{section}.{key}", f".{section}.") if section else (key, "")
         deeper = [found for found in self._found if found.endswith(f".{key}") and within in f".{found}"]
-        exact = full in self._found or f"{self._section}.{full}" in self._found
-        return self.of(full if exact or len(deeper) != 1 else deeper[0])
+        return self.of(full if full in self._found or len(deeper) != 1 else deeper[0])
 
 
 def plan_fault(fault: Fault, places: Places, section: str = "plan") -> Fault:

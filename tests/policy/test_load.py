@@ -129,10 +129,10 @@ def test_a_folder_is_no_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["- a\n- b\n", "just text\n", "3\n"], ids=["list", "text", "number"])
-def test_a_file_that_holds_no_plan_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_file_that_holds_no_plan_is_refused_by_name(content: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(content)
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError, match=r"plan\.yaml"):
         MixedPrecisionPlan.from_config(path)
 
 
