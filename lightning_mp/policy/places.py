@@ -81,8 +81,12 @@ def named_lines(config: object) -> Generator[None]:
         places = Places()
         with suppress(YAMLError, OSError, ValueError):  # which is the fault then
             places.add(path)
-        placed = [plan_fault(fault, places, "") for fault in error.faults]
+        placed = [_in_file(plan_fault(fault, places, ""), path) for fault in error.faults]
         raise PlanError(placed, error.subject) from None
+
+
+def _in_file(fault: Fault, path: Path) -> Fault:
+    return fault if path.name in fault.given else replace(fault, given=f"{fault.given} ({path.name})")
 
 
 def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
