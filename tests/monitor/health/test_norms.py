@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning_mp.numerics.grad_norm import squares
 from torch import Tensor, nn
 
 from lightning_mp.errors import Faults
@@ -23,6 +22,7 @@ from lightning_mp.monitor.health.measurement import (
     memory,
     named_parameters,
 )
+from lightning_mp.numerics.grads import squares
 from support.models import Regression
 
 CPU = torch.device("cpu")
