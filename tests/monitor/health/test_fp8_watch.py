@@ -51,6 +51,16 @@ def cast_by_torchao(values: Tensor, recipe: str, role: str) -> Any:
     )
 
 
+def test_under_mxfp8_a_block_of_small_numbers_is_flushed_by_a_large_one_in_it_alone() -> None:
+    watch, layer = Watch("mxfp8"), nn.Linear(64, 32, bias=False)
+    rows = torch.full((4, 64), 1e-6)
+    rows[:, 0] = 448.0
+    watch.begin({"it": layer}, CPU)
+    watch.note(rows, layer.weight, layer.__dict__["_lmp_fp8_seen"])
+    flushed, largest, scale = watch.operands(watch.end().tolist())["it", "input"]
+    assert (flushed, largest, scale) == (pytest.approx(31 / 64), 448.0, 1.0)
+
+
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
 def test_it_is_what_torchao_makes_of_the_operands(recipe: str) -> None:
     watch, layer = Watch(recipe), nn.Linear(64, 32, bias=False)
@@ -92,7 +102,7 @@ def test_zeros_are_not_flushed_and_nothing_is_no_reading() -> None:
     assert watch.operands(watch.end().tolist()) == {("it", "input"): (0.0, 1.0, 256.0)}
 
 
-@pytest.mark.parametrize("recipe", fp8.RECIPES)
+@pytest.mark.parametrize("recipe", [*fp8.RECIPES, "mxfp8"])
 def test_watching_changes_no_bit_and_sees_every_layer_and_role(recipe: str, tmp_path: Path) -> None:
     health, module, plugin = watched(tmp_path, recipe, steps=4)
     unwatched = fp8.run(fp8.Language(), fp8.plan(recipe, emulate=True), data=fp8.texts(rows=16))
