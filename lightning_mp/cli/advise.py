@@ -246,8 +246,8 @@ def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
     shape, best = found.shape, found.best.estimate
     typer.echo(f"{in_short(shape.params)} parameters, {shape.seq_len} tokens a sequence, on {best.layout.gpus} x")
     typer.echo(f"{found.gpu.word} ({found.gpu.source}). Precision: {found.precision_reason}.\n")
-    heads = "strategy", "data x tensor x pipeline", "checkpointing", "micro-batch", "GiB", "tokens/s a GPU", "MFU"
-    table = Table("", *heads)
+    sizes = "data x tensor\nx pipeline", "checkpointing", "micro-batch\nx accumulated", "GiB"
+    table = Table("", "strategy", *sizes, "tokens/s a GPU", "MFU")
     for rank, each in enumerate(found.choices[:_SHOWN], start=1):
         low, mid, high = each.tokens_per_s
         degrees = f"{each.data} x {each.tensor} x {each.pipeline}"
