@@ -48,7 +48,7 @@ def units(
     called = {id(one): one for module in apart for one in called_in(module, through_sequential=True)}
     pinned = [module for module in called.values() if _can_be_unit(module)]
     pinned = [module for module in pinned if id(module) not in _read_from_outside(root)]
-    chosen = _keep_ties_together(root, blocks, pinned, faults)
+    chosen = _keep_ties_together(root, blocks if wrap is not None else (), (*blocks, *pinned), faults)
     depth = {id(module): name.count(".") for name, module in named_submodules(root)}
     inner = sorted(chosen, key=lambda module: -depth[id(module)])
     _check_dtypes(root, inner, stored, faults)
@@ -147,15 +147,16 @@ def _unit_of_each(root: nn.Module, chosen: Iterable[nn.Module]) -> dict[str, nn.
 
 
 def _keep_ties_together(
-    root: nn.Module, blocks: Sequence[nn.Module], pinned: Sequence[nn.Module], faults: Faults
+    root: nn.Module, asked: Sequence[nn.Module], candidates: Sequence[nn.Module], faults: Faults
 ) -> list[nn.Module]:
-    """Candidates less the pinned modules that hold a weight some other unit holds as well.
+    """Candidates less those that hold a weight some other unit holds as well, unless the user asked for them.
 
-    A tied weight is one tensor and lives in one unit: the pinned module is then no unit, and its weights fall to the
-    unit around it (in which their dtype is checked).
+    A tied weight is one tensor and lives in one unit: a pinned module, or a block that transformers names (BERT's
+    embeddings, whose table is its head), is then no unit, and its weights fall to the unit around it (in which their
+    dtype is checked).
     """
-    chosen = list({id(module): module for module in (*blocks, *pinned)}.values())
-    fixed, names = set(map(id, blocks)), {id(module): name for name, module in named_submodules(root)}
+    chosen = list({id(module): module for module in candidates}.values())
+    fixed, names = set(map(id, asked)), {id(module): name for name, module in named_submodules(root)}
     while split := _split_ties(root, chosen):
         dropped = {id(module) for module in split} - fixed
         if not dropped:

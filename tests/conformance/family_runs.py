@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from conformance.cells import is_refusal
@@ -228,9 +229,15 @@ def run_cell(strategy: str, row: FamilyRow, rates: Sequence[float]) -> Outcome:
 
 def _whole(tensor: Tensor) -> Tensor:
     """In full, and a copy; numbers of 8 bits as bytes, since fp8 travels between processes no other way."""
-    full = getattr(tensor, "full_tensor", None)
-    tensor = (tensor if full is None else full()).detach()
-    return (tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor).clone()
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        local, options = _bytes(tensor.to_local()), {"shape": tensor.shape, "stride": tensor.stride()}
+        tensor = DTensor.from_local(local, tensor.device_mesh, tensor.placements, **options).full_tensor()
+    return _bytes(tensor).clone()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 # ---------------------------------------------------------------------- the verdict
@@ -267,14 +274,17 @@ def _weights(
         yield f"weights: there is no {min(missing)} at the end, and {len(missing) - 1} others"
         return
     went = {name: _length(wanted[name], start[name]) for name in wanted}
-    usual = (sum(far**2 for far in went.values()) / len(went)) ** 0.5 or 1e-30  # every step was skipped
-    off = {name: _length(ended[name], wanted[name]) / max(went[name], usual / 10) for name in wanted}
+    usual = (sum(far**2 for far in went.values()) / len(went)) ** 0.5
+    # weights that are stored in the mode's format are rounded to it at every step
+    spacing = 0.0 if row.policy.mixed else STEPS * row.policy.rounding
+    off = {name: _length(ended[name], wanted[name]) - spacing * _length(wanted[name]) for name in wanted}
+    off = {name: far / (max(went[name], usual / 10) or 1.0) for name, far in off.items()}
     wrong = [name for name, far in off.items() if not far <= row.tolerance]
     if wrong:
         name = max(wrong, key=lambda name: off[name])
         yield f"weights: {name} ended {off[name]:.1e} of its way from the plain loop's; so did {len(wrong) - 1} others"
 
 
-def _length(one: Tensor, other: Tensor) -> float:
+def _length(one: Tensor, other: Tensor | float = 0.0) -> float:
     """The root mean square of the difference."""
-    return (one.double() - other.double()).pow(2).mean().sqrt().item()
+    return (one.double() - other).pow(2).mean().sqrt().item()

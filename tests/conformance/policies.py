@@ -44,6 +44,11 @@ class Policy:
         return self.half
 
     @property
+    def rounding(self) -> float:
+        """How far apart the mode's numbers are just above 1."""
+        return {"fp32": 2**-23, "bf16": 2**-7, "fp16": 2**-10}[self.half]
+
+    @property
     def storage(self) -> str:
         """What unpinned parameters are stored in."""
         return "fp32" if self.mixed else self.half

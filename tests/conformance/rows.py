@@ -49,10 +49,10 @@ class FamilyRow:
     def tolerance(self) -> float:
         """How far losses, and how far of their way weights may be: some roundings of the mode's format.
 
-        Weights that are stored in it are rounded to it at every step, and one step moves them by ``MOVE``.
+        Weights that are stored in it are rounded to it at every step, and one step moves them by ``MOVE``. Sums of
+        hundreds of terms are taken in fp32, in another order on two ranks.
         """
-        rounding = {"fp32": 2**-23, "bf16": 2**-7, "fp16": 2**-10}[self.policy.compute]
-        return (4 if self.policy.mixed else 1 / MOVE) * rounding
+        return max(1e-4, (4 if self.policy.mixed else 1 / MOVE) * self.policy.rounding)
 
     def plan(self) -> Any:
         """Of this row."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conformance.families import FAMILIES
 from lightning_mp import PlanError
 from lightning_mp.errors import Faults
 from lightning_mp.modules import pins
@@ -110,6 +111,8 @@ def test_large_modules_are_blocks_in_the_models_order(monkeypatch: pytest.Monkey
 
 def test_transformers_models_name_their_own() -> None:
     assert cut(hf.llama())[0] == ["model.layers.0", "model.layers.1"]
+    bert = FAMILIES["bert"].model()  # it names its embeddings too, whose table is its head
+    assert cut(bert)[0] == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
     assert cut(hf.gpt2(lora=True))[0] == [f"base_model.model.transformer.h.{index}" for index in (0, 1)]
 
 
