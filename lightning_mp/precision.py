@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import asdict
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
@@ -65,12 +66,18 @@ _OF_A_RUN = (
 )
 
 
-def unpickled(declared: dict[str, Any], policy: dict[str, Any], state: dict[str, Any]) -> MixedPrecisionPlan:
+def unpickled(
+    declared: dict[str, Any], policy: dict[str, Any], state: dict[str, Any], notes: dict[str, Any] | None = None
+) -> MixedPrecisionPlan:
     """A plan that was pickled, of plain values, so that torch's ``weights_only=True`` takes it."""
     plan: Any = MixedPrecisionPlan.from_policy(PrecisionPolicy.from_dict(declared))
     plan.policy, plan._ran = PrecisionPolicy.from_dict(policy), True
     plan._start_over()
     plan.load_state_dict(state)
+    if notes is not None:
+        from lightning_mp.deepspeed_config.read import DeepSpeedNotes
+
+        plan.deepspeed_notes = DeepSpeedNotes(**notes)
     return plan
 
 
@@ -199,7 +206,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not MixedPrecisionPlan:
             return super().__reduce_ex__(protocol)
-        return unpickled, (self._declared.to_dict(), self.policy.to_dict(), self.state_dict())
+        notes = None if self.deepspeed_notes is None else asdict(self.deepspeed_notes)
+        return unpickled, (self._declared.to_dict(), self.policy.to_dict(), self.state_dict(), notes)
 
     def __repr__(self) -> str:
         precision, *others = self._declared.arguments().items()

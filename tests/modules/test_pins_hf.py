@@ -114,6 +114,30 @@ def test_a_whole_model_pinned_under_a_module_generates_as_before() -> None:
     assert wrapped.model(input_ids=tokens(1)).logits.shape[-1] == VOCABULARY
 
 
+@pytest.mark.parametrize(
+    ("mode", "spec"),
+    [
+        ("bf16-mixed", {"self_attn": "bf16"}),
+        ("16-mixed", {"self_attn": "bf16"}),
+        ("bf16-mixed", {"self_attn": "fp16"}),
+        ("bf16-mixed", {"q_proj": "fp16", "k_proj": "fp16"}),
+        ("16-mixed", {"q_proj": "bf16"}),
+    ],
+    ids=str,
+)
+def test_a_left_padded_batch_trains_with_half_pins_in_eager_attention(mode: str, spec: dict[str, str]) -> None:
+    model = llama()
+    model.set_attn_implementation("eager")
+    pin(model, spec, mode=mode)
+    mask = torch.ones_like(tokens())
+    mask[0, :3] = 0
+    with torch.autocast("cpu", TORCH[COMPUTE[mode]]):
+        loss = model(input_ids=tokens(), attention_mask=mask, labels=tokens()).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 CASTS_ITS_INPUT = {
     "Mamba": (lambda: MambaModel(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32)), "norms"),
     "ViT": (lambda: ViTModel(ViTConfig(**_VISION, num_attention_heads=2, intermediate_size=32)), "projection"),
