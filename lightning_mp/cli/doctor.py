@@ -16,6 +16,8 @@ from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults, nearest, one_line
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from lightning_mp.cli.parts import Regime
     from lightning_mp.monitor.findings import Finding
     from lightning_mp.policy import PrecisionPolicy
@@ -65,6 +67,7 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
         faults.add("nothing to examine", "a YAML file, key=value", "lightning-mp doctor run.yaml, or experiment=NAME")
         faults.raise_if_any()
     with composed(arguments, "doctor", faults, config_dirs) as (job,):
+        _take_out_plan(job.config)
         sections, needed = ["plan", "model", "strategy", "trainer", "run_dir"], ["model"]
         if not job.config.get("plan"):
             if nearest("plan", {str(key) for key in job.config} - {*SECTIONS}):
@@ -77,6 +80,19 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
         regime = parts.regime(config, job.places, faults) if config.get("plan") else None
         faults.raise_if_any()
         return _examined(config, regime, faults, missing, device)
+
+
+def _take_out_plan(config: DictConfig) -> None:
+    """Where the Trainer's plugins are a plan, and others, that is the plan section."""
+    from omegaconf import OmegaConf, open_dict
+
+    written = OmegaConf.select(config, "trainer.plugins")
+    plugins = list(written) if OmegaConf.is_list(written) else [written]
+    plans = [one for one in plugins if OmegaConf.is_dict(one) and "MixedPrecisionPlan" in str(one.get("_target_"))]
+    if plans and not config.get("plan"):
+        with open_dict(config):
+            config.plan = plans[0]
+            config.trainer.plugins = [plugin for plugin in plugins if plugin is not plans[0]]
 
 
 def _examined(
