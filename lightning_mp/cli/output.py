@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
@@ -48,8 +49,9 @@ def refuse(command: str, message: str) -> NoReturn:
 
 
 def progress(text: str) -> None:
-    """Say on stderr what takes its time."""
-    typer.echo(text, err=True)
+    """Say to who looks at a terminal what takes its time."""
+    if sys.stderr.isatty():
+        typer.echo(text, err=True)
 
 
 def console() -> Console:
