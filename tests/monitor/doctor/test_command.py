@@ -188,7 +188,7 @@ def test_without_a_config_there_is_nothing_to_examine() -> None:
 def test_a_missing_file_and_an_override_that_is_none_are_refused(tmp_path: Path) -> None:
     line = _refusal(tmp_path / "none.yaml", "precision")
     assert "which is no file" in line
-    assert "Error parsing override 'precision'" in _refusal("experiment=llama_tiny", "precision")
+    assert "'precision', which is no file" in _refusal("experiment=llama_tiny", "precision")
 
 
 def test_without_hydra_the_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
