@@ -111,9 +111,8 @@ def checked(
     if wrong or found is None:
         return None
     gbps = default_gbps(found) if interconnect_gbps is None else interconnect_gbps
-    layout = Layout(
-        found, strategy=strategy, precision=mode, interconnect_gbps=gbps, **{**words, **_NOT_SAID, **counts}
-    )
+    fields: dict[str, Any] = {**words, **_NOT_SAID, **counts}
+    layout = Layout(found, strategy=strategy, precision=mode, interconnect_gbps=gbps, **fields)
     layout = _filled(layout, shape, faults)
     return None if faults.found else layout
 
