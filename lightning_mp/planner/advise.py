@@ -167,7 +167,8 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
         for name, value in {"tokens": tokens, "calibration": calibration}.items():
             if value is not None and not (is_number(value) and value > 0):
                 faults.add(f"{name}={value!r}", "a number above 0", "write a number above 0")
-        links: dict[str, Any] = {"nvlink": nvlink, "interconnect_gbps": interconnect_gbps, "gpus_per_node": gpus_per_node}
+        links: dict[str, Any] = {"nvlink": nvlink, "gpus_per_node": gpus_per_node}
+        links["interconnect_gbps"] = interconnect_gbps
         base = checked(shape, faults, STRATEGIES, gpu=gpu, gpus=gpus, precision=mode, **links)
     assert base is not None
     layouts = list(_layouts(shape, base, global_batch, offload))
