@@ -107,7 +107,7 @@ class TrainingHealth(WritesRun):
             ``ReduceLR(factor, steps)``, ``"stop"``, or a callable(event, trainer, pl_module), called on every rank.
         groups: group name to module pattern; the gradients of each group get a norm of their own.
         tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the 2-D
-            integer tensor that the batch is or begins with; ``None`` where neither is there.
+            integer tensor that the batch is, or begins with before one as large (labels); else ``None``.
         samples: callable(batch) that counts its samples; by default the length on which all its tensors agree, if the
             loader's ``batch_size`` says the same; ``None`` where they do not (a detector's images, a graph).
         peak_flops: peak FLOP/s of each device, for MFU; by default from its data sheet.

@@ -152,21 +152,28 @@ def _mixed(rest: hardware.Peak, fp8: hardware.Peak, share: float) -> hardware.Pe
 
 
 def default_tokens(batch: Any) -> int | None:
-    """The size of ``input_ids``, of a batch that is or begins with a 2-D integer tensor; ``None`` without either."""
+    """The size of the token ids in ``batch``; ``None`` where it has none.
+
+    They are its ``input_ids``, or the 2-D integer tensor that it is, or that it begins with where one as large comes
+    next (labels, a mask): before anything else it may as well be a table of categories.
+    """
     ids = _token_ids(batch)
     return None if ids is None else ids.numel()
 
 
 def _token_ids(batch: Any) -> Tensor | None:
+    after: Any = None
     if isinstance(batch, (tuple, list)) and batch:  # what comes later may be classes, several of a sample
-        batch = cast("list[Any]", batch)[0]
+        batch, after = cast("list[Any]", [*batch, None])[:2]
     if isinstance(batch, Mapping):
         batch = cast("Mapping[str, Any]", batch).get("input_ids")
-    elif isinstance(batch, Tensor) and batch.dim() != 2:
+    elif not isinstance(batch, Tensor) or batch.dim() != 2 or (after is not None and _shape(after) != batch.shape):
         return None
-    if not isinstance(batch, Tensor) or batch.is_floating_point() or batch.is_complex():
-        return None
-    return None if batch.dtype is torch.bool else batch
+    return batch if isinstance(batch, Tensor) and batch.dtype in (torch.int32, torch.int64) else None
+
+
+def _shape(data: Any) -> Any:
+    return getattr(data, "shape", None)
 
 
 def samples_in(batch: Any) -> int | None:

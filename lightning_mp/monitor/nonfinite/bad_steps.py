@@ -154,8 +154,8 @@ class BadSteps:
 
         ``batch`` (inputs and targets as ``training_step`` got them, on the CPU), ``batch_idx``, ``step``, ``rank``,
         ``accumulate`` (the micro-batches that a loss is divided by), ``rng`` (the generators before the forward),
-        ``loss_scale``, ``event``. ``torch.load(weights_only=True)`` reads
-        it where the batch is of tensors in plain containers.
+        ``loss_scale``, ``event``. ``torch.load(weights_only=True)`` reads it where the batch is of tensors in plain
+        containers.
         """
         rank = self._trainer.global_rank
         self._left -= 1
@@ -214,7 +214,9 @@ def replay_saved(
             loss: Tensor | None = loss_of(step_output(module, batch, saved["batch_idx"]))
         if loss is not None:
             losses.append(loss.detach())
-            (loss.float() / saved["accumulate"] * (saved["loss_scale"] or 1.0)).backward()
+            (
+                loss.float() / saved.get("accumulate", 1) * (saved["loss_scale"] or 1.0)
+            ).backward()  # in an older file none
         return loss
 
     origin = nonfinite.locate(module, run)
