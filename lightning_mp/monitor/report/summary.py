@@ -139,7 +139,7 @@ def _losses(run: Run) -> dict[int, float]:
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.3f}".replace("-", _MINUS) if abs(value) >= 5e-4 else "0.000"
+    return f"{value:+.3g}".replace("-", _MINUS) if value else "0"
 
 
 # ---------------------------------------------------------------------- numbers

@@ -39,12 +39,15 @@ def test_the_table_tells_its_mean_and_band_over_the_second_half() -> None:
     runs = [_run("a", train__loss=list(LOSSES)), _run("b", train__loss=[9.0, 3.0, 2.1, 0.8])]
     add_differences(runs)
     late = runs[1].series[LOSS_DIFFERENCE].finite[2:]
-    mean, low, high = (f"{value:+.3f}" for value in (sum(late) / 2, min(late), max(late)))
+    mean, low, high = (f"{value:+.3g}" for value in (sum(late) / 2, min(late), max(late)))
     assert difference(runs[1]) == (mean, f"{low} to {high}")
     assert difference(runs[0]) == ("-", "")
+    near = [_run("a", train__loss=[2.0, 2.0]), _run("b", train__loss=[2.0001, 2.0001])]
+    add_differences(near)
+    assert difference(near[1]) == ("+0.0001", "+0.0001 to +0.0001")
     same = [_run("a", train__loss=list(LOSSES)), _run("b", train__loss=list(LOSSES))]
     add_differences(same)
-    assert difference(same[1]) == ("0.000", "0.000 to 0.000")
+    assert difference(same[1]) == ("0", "0 to 0")
 
 
 def test_the_speed_up_is_a_ratio_of_medians() -> None:
