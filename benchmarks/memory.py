@@ -175,7 +175,7 @@ def summed_up(found: Iterable[tuple[tuple[str, ...], int, Sequence[float]]]) -> 
 def _found() -> Iterator[tuple[tuple[str, ...], int, Sequence[float]]]:
     for cell in cells():
         said, true = predicted(cell).peak_bytes, measured(cell)
-        yield (cell.model, f"`{cell.precision}`"), true, [said / true - 1]
+        yield (cell.model,), true, [said / true - 1]
 
 
 def write(
@@ -189,4 +189,4 @@ def write(
 
 
 if __name__ == "__main__":
-    write(["model", "precision", *FIGURES], _found(), MARKS)
+    write(["model", *FIGURES], _found(), MARKS)

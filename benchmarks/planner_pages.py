@@ -51,7 +51,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def guide() -> str:
     """docs/PARALLELISM_GUIDE.md."""
-    return "\n".join([_HEAD, _bytes(), _reach(), _examples(), _traffic(), _bubbles(), _rules()]).rstrip() + "\n"
+    return "\n".join([_HEAD, _bytes(), _reach(), _examples(), _traffic(), _rules()]).rstrip() + "\n"
 
 
 _HEAD = """# Which precision, which strategy, which degrees
@@ -73,10 +73,11 @@ with published runs.
 
 
 def _bytes() -> str:
-    rows = [
-        [f"`{mode}`", *HELD[mode], *(f"{bytes_per_parameter(mode, name, ranks):.4g}" for name, ranks in _COLUMNS)]
-        for mode in PRECISIONS
-    ]
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for mode in PRECISIONS:
+        held = (*HELD[mode], *(f"{bytes_per_parameter(mode, name, ranks):.4g}" for name, ranks in _COLUMNS))
+        groups.setdefault(held, []).append(f"`{mode}`")
+    rows = [[", ".join(modes), *held] for held, modes in groups.items()]
     head = ["mode", "weights", "gradients", "AdamW", *(f"{_SHORT[name]} x {ranks}" for name, ranks in _COLUMNS)]
     return (
         "## Bytes a parameter\n\nWhat each rank holds at the step, with AdamW's state, by strategy and data-parallel "
@@ -141,11 +142,12 @@ def _examples() -> str:
 
 def _traffic() -> str:
     shape = ModelShape.of_size(7e9)
-    rows: list[list[str]] = []
+    groups: dict[tuple[float, float], list[str]] = {}
     for name in SHARDED:
-        layout = estimate(shape, gpu="h100-80", gpus=8, strategy=name).layout
-        each, once = data_bytes(layout)
-        rows.append([f"`{name}`", f"{each:g}", f"{once:g}"])
+        groups.setdefault(data_bytes(estimate(shape, gpu="h100-80", gpus=8, strategy=name).layout), []).append(name)
+    rows = [
+        [", ".join(f"`{name}`" for name in names), f"{sent[0]:g}", f"{sent[1]:g}"] for sent, names in groups.items()
+    ]
     head = ["strategy", "every micro-batch", "every optimizer step"]
     return (
         "## What is sent\n\nBytes a parameter that each rank sends under `bf16-mixed`, times (n - 1)/n. Gradients are "
@@ -153,16 +155,9 @@ def _traffic() -> str:
         + table(head, rows)
         + "\n`hsdp` sends the same as `fsdp2` within a node, and 8 bytes over the number of its GPUs across nodes, "
         "once a step.\nTensor parallelism sends 4 all-reduces of the activations a layer and micro-batch (6 under full "
-        "checkpointing), and\nwaits for each. Data parallelism sends while it computes: the longer of the two counts.\n"
-    )
-
-
-def _bubbles() -> str:
-    stages, batches = (2, 4, 8, 16), (4, 8, 16, 32, 64)
-    rows = [[f"{p} stages", *(f"{bubble(p, m):.0%}" for m in batches)] for p in stages]
-    return (
-        "## The pipeline's bubble\n\nThe share of a step that stages wait, (p - 1)/(m + p - 1), for m micro-batches.\n"
-        "\n" + table(["", *(f"m = {m}" for m in batches)], rows)
+        "checkpointing), and\nwaits for each. Data parallelism sends while it computes: the longer of the two counts. "
+        "Pipeline stages wait for\n(p - 1)/(m + p - 1) of a step: "
+        f"{bubble(4, 8):.0%} for 4 stages and 8 micro-batches, {bubble(4, 32):.0%} for 32.\n"
     )
 
 
@@ -202,21 +197,17 @@ def _rules() -> str:
 
 def coverage() -> str:
     """The tables of docs/reference/planner.md."""
-    rows, worst = _speed()
-    text = (
+    rows, memory = _speed(), _memory_errors()
+    return (
         "Tokens/s, each model left out of the fit in turn; the range is the middle times and over "
         f"{math.sqrt(SPREAD):.2f} (high/low {SPREAD:g}).\n\n"
         + table(["runs", "count", "inside the range", "median error", "worst"], rows)
-        + "\nThe five worst cells:\n\n"
-        + table(["model", "GPUs", "tokens a sequence", "measured", "predicted", "off by"], worst)
-    )
-    return (
-        text + "\nMemory by the formula, GiB a GPU, the five worst of "
-        f"{len(_memory())}:\n\n" + table(["model", "GPUs", "layout", "measured", "predicted", "error"], _memory()[:5])
+        + f"\nMemory by the formula is off by {median(map(abs, memory)):.0%} in the median of {len(memory)} runs, by "
+        f"{min(memory):+.0%} to {max(memory):+.0%} at the ends.\n"
     )
 
 
-def _speed() -> tuple[list[list[object]], list[list[object]]]:
+def _speed() -> list[list[object]]:
     half = [run for run in published() if run.layout.precision != "16-mixed"]
     cells: list[tuple[Run, float]] = []
     for model in dict.fromkeys(run.model for run in half):
@@ -226,12 +217,7 @@ def _speed() -> tuple[list[list[object]], list[list[object]]]:
     for cell in cells:
         where = f"{cell[0].source.split('@')[0]}, {cell[0].layout.gpu.word}, `{cell[0].layout.precision}`"
         groups.setdefault(where, []).append(cell)
-    rows = [[name, len(group), *_errors(group)] for name, group in groups.items()]
-    worst = sorted(cells, key=lambda cell: -_error(cell))[:5]
-    return rows, [
-        [*_cell(run), f"{run.tokens_per_s:,.0f}", f"{mid:,.0f}", f"{math.exp(_error((run, mid))):.2f} x"]
-        for run, mid in worst
-    ]
+    return [[name, len(group), *_errors(group)] for name, group in groups.items()]
 
 
 def _error(cell: tuple[Run, float]) -> float:
@@ -244,29 +230,12 @@ def _errors(group: list[tuple[Run, float]]) -> list[str]:
     return [f"{sum(inside) / len(inside):.1%}", f"{median(errors):.1%}", f"{max(errors):.0%}"]
 
 
-def _cell(run: Run) -> list[object]:
-    layout = run.layout
-    degrees = "".join(
-        f", {name} {getattr(layout, name)}" for name in ("tensor", "pipeline", "context") if getattr(layout, name) > 1
-    )
-    return [run.model, f"{layout.gpus} x {layout.gpu.word}{degrees}, `{layout.precision}`", run.shape.seq_len]
-
-
-def _memory_error(run: Run) -> float:
-    return -abs(of_layout(run.shape, run.layout).memory_bytes / GIB / (run.memory_gib or 1) - 1)
-
-
-def _memory() -> list[list[object]]:
-    rows: list[list[object]] = []
-    for run in sorted(published(), key=_memory_error):
-        if run.memory_gib is not None:
-            found = of_layout(run.shape, run.layout).memory_bytes / GIB
-            name, where, length = _cell(run)
-            batch = f"{length} x {run.layout.micro_batch}, {run.layout.checkpointing}"
-            rows.append(
-                [name, where, batch, f"{run.memory_gib:.1f}", f"{found:.1f}", f"{found / run.memory_gib - 1:+.0%}"]
-            )
-    return rows
+def _memory_errors() -> list[float]:
+    return [
+        of_layout(run.shape, run.layout).memory_bytes / GIB / run.memory_gib - 1
+        for run in published()
+        if run.memory_gib is not None
+    ]
 
 
 def with_tables(page: str) -> str:

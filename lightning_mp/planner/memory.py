@@ -1,7 +1,7 @@
 """Bytes on one GPU by formula: by mode and strategy a parameter, by checkpointing a token.
 
 Sources: Rajbhandari et al. 2020 (ZeRO) for what is held and sharded; Korthikanti et al. 2022 for activations, without
-the scores that fused attention never stores; this package's modes (docs/reference/modes.md) for the dtypes.
+the scores that fused attention never stores; this package's modes (docs/reference/plan.md#modes) for the dtypes.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def test_a_json_that_says_formats_gives_the_plan_of_the_other_column(
 
 
 def test_the_table_of_modes_is_the_policys() -> None:
-    (table,) = [table for table in tables("docs/reference/modes.md") if table[0][0] == "precision"]
+    (table,) = [table for table in tables("docs/reference/plan.md") if table[0][0] == "precision"]
     rows = {row[0].strip("`"): row[1:] for row in table[1:]}
     for precision in (name for name in PRECISIONS if name != "auto"):
         policy = PrecisionPolicy(precision=precision)

@@ -17,11 +17,11 @@ def test_the_tables_of_coverage_are_written_by_the_code() -> None:
     assert page == planner_pages.with_tables(page), "run: python -m benchmarks.planner_pages"
 
 
-def test_each_of_ten_questions_has_one_command_and_what_it_prints() -> None:
+def test_each_question_has_one_command_and_what_it_prints() -> None:
     """tests/docs runs the commands, and compares the output."""
     questions = re.split(
-        r"^\*\*", text("docs/how-to/plan-a-run.md").split("## Ten questions")[1].split("\n## ")[0], flags=re.MULTILINE
+        r"^\*\*", text("docs/how-to/plan-a-run.md").split("## Questions")[1].split("\n## ")[0], flags=re.MULTILINE
     )[1:]
-    assert len(questions) == 10
+    assert len(questions) > 5
     for each in questions:
         assert re.findall(r"^```(\w+)", each, re.MULTILINE) == ["bash", "text"], each

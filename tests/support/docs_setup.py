@@ -109,8 +109,7 @@ SETUPS: dict[str, Setup] = {
         prepare=run_yaml, shorter={"compare": ("--seeds=1", "--steps=2")}, slow=("compare",)
     ),
     **dict.fromkeys(
-        (f"docs/how-to/{page}.md" for page in ("nan", "no-speed-up", "out-of-memory",
-                                               "norm-not-fp32", "bf16-true")),
+        (f"docs/how-to/{page}.md" for page in ("nan", "out-of-memory", "pins")),
         _SHORT_RUN,
     ),
     "docs/how-to/migrate.md": Setup(prepare=names, shorter={"train": TWO_STEPS}),
