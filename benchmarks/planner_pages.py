@@ -173,21 +173,16 @@ def _rules() -> str:
     alone = _run("llama3.1-8b", 1, gpus=8, precision="bf16-mixed")
     split = _run("llama3.1-8b", 0, tensor=8)
     fp8 = _run("llama3.1-8b", 0, gpus=8, precision="fp8-mixed", checkpointing="selective")
-    one, many = _run("mpt-1b", 0, gpus=128, precision="bf16-mixed"), _run("mpt-1b", 0, gpus=512)
     plain, interleaved = _run("llama3.1-405b", 0, gpus=512), _run("llama3.1-405b", 1, gpus=512)
     attention = flops_per_token(alone.shape) / (6 * alone.shape.params) - 1
     said = [f"{predicted(run.shape, run.layout):,.0f}" for run in (alone, split)]
     rules = {
         "6 FLOPs a parameter and token": f"without attention: {attention:.0%} more for 8B at 8192 tokens",
-        "20 tokens a parameter": "a budget, not a speed: `--tokens` changes it",
-        "DDP, FSDP, tensor, pipeline": "holds. Sharding is cheap over fast links: "
-        f"1B on {one.layout.gpus} to {many.layout.gpus} H100, {one.tokens_per_s:,.0f} to {many.tokens_per_s:,.0f}",
         "tensor parallelism is for speed": "it is for memory: 8B, tensor=8, "
         f"{alone.tokens_per_s:,.0f} to {split.tokens_per_s:,.0f} a GPU ({said[0]} to {said[1]} predicted)",
         "fp8 is 2 to 4 times faster": f"measured {fp8.tokens_per_s / alone.tokens_per_s:.2f} times for 8B on 8 H100",
         "the bubble is what a pipeline costs": "in part: 405B, interleaved stages gave "
         f"{interleaved.tokens_per_s / plain.tokens_per_s:.2f} times the speed of 1F1B",
-        "bf16 halves memory": "activations; weights, gradients and AdamW's state stay 16 bytes a parameter",
     }
     return "## Where the usual rules hold\n\n" + table(["rule", "measured runs, tokens/s"], rules.items())
 
