@@ -239,6 +239,7 @@ def tests(*, quick: bool) -> Figures:
     folder = ROOT / "tests" / "gpu"
     files = [folder / "test_steps_gpu.py"] if quick else [folder]
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "--maxfail=40"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # a plugin of another package, imported by now
     yield "pytest", {"exit status": int(pytest.main([*options, *map(str, files)]))}
 
 

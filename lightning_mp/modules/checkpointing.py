@@ -44,7 +44,7 @@ class CheckpointState:
 
     save_ops: frozenset[str] | None
     preserve_rng: bool
-    #: it stands for the container above it, where code iterates over that one and never calls it
+    #: it stands for the module above it, where code calls this one and never that one
     in_container: bool = False
 
 
@@ -239,11 +239,12 @@ def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) 
 
 
 def _iterated(modules: Iterable[nn.Module], state: CheckpointState) -> Iterable[tuple[nn.Module, CheckpointState]]:
-    """What code calls that iterates over a ``Sequential`` instead of calling it: what is in it stands for it then."""
-    for module in filter(is_sequential, modules):
-        inner = list({id(called): called for child in module.children() for called in called_in(child)}.values())
-        yield from ((one, replace(state, in_container=True)) for one in inner)
-        yield from _iterated(inner, state)
+    """What code calls that iterates over a module or indexes it, and never calls it: what is in it stands for it."""
+    for module in modules:
+        inner = {id(called): called for child in module.children() for called in called_in(child)}
+        found = [one for one in inner.values() if not isinstance(one, torch.jit.ScriptModule)]
+        yield from ((one, replace(state, in_container=True)) for one in found)
+        yield from _iterated(filter(is_sequential, found), state)
 
 
 def _remove(module: nn.Module) -> None:

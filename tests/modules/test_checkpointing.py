@@ -121,23 +121,31 @@ def test_exactly_so_many_products_are_recomputed(
     assert flops(root) == (FORWARD + BACKWARD + recomputed) * PRODUCT
 
 
+class Bag(nn.Sequential):
+    """A container with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class Iterates(nn.Module):
     """Calls what is in its container, one by one or by slices, and never the container."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.how, self.layers = how, nn.Sequential(*(Block(nn.Tanh()) for _ in range(2)))
+        container = Bag if "own" in how else nn.Sequential
+        self.how, self.layers = how, container(*(Block(nn.Tanh()) for _ in range(2)))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "called":
+        if "called" in self.how:
             return self.layers(x)
         for layer in (self.layers[:1], self.layers[1]) if self.how == "sliced" else self.layers:
             x = layer(x)
         return x
 
 
-@pytest.mark.parametrize("how", ["called", "iterated", "sliced"])
+@pytest.mark.parametrize("how", ["called", "iterated", "sliced", "own forward, called", "own forward, iterated"])
 def test_a_container_that_is_never_called_has_what_is_in_it_checkpointed(how: str) -> None:
     plain, root = Iterates(how), Iterates(how)
     applied = checkpoint(root, modules="layers")
