@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_mp.callbacks.acting import ActingCallback
-from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer, TrainerFn
+from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer, TrainerFn, begins_window
 from lightning_mp.compat.torch import waits_for_unscale
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import max_over_ranks_
@@ -257,7 +257,7 @@ class _Run:
     def begin(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """A batch begins."""
         self._start_batch()
-        if not trainer.lightning_module.automatic_optimization:
+        if not trainer.lightning_module.automatic_optimization or begins_window(trainer, batch_idx):
             self.losses.clear()
         self.steps.batch_starts(trainer)
         self.bad_steps.remember(batch, batch_idx)

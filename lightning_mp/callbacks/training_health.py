@@ -18,6 +18,7 @@ from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     LightningModule,
     Trainer,
+    begins_window,
     check_copy,
     logged_step,
     rank_zero_warn,
@@ -37,7 +38,7 @@ from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.health.measurement import Measured, StepMeasurement, Values, unscales_in_step
 from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, StockSource, scale_source
 from lightning_mp.monitor.health.throughput import Count, Throughput
-from lightning_mp.monitor.health.to_host import Tables, ToHost
+from lightning_mp.monitor.health.to_host import LAG, Tables, ToHost
 from lightning_mp.monitor.nonfinite.events import NonFiniteClassifier
 from lightning_mp.monitor.nonfinite.plan_guard import PlanGuard
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
@@ -95,8 +96,9 @@ class TrainingHealth(WritesRun):
 
     Nothing waits for the device: numbers are copied together, once per reading, and looked at when they have arrived,
     on CUDA at most 3 steps later. So late a ``"stop"``, ``ReduceLR`` or callable acts there, and a non-finite step that
-    nothing keeps from being applied (a stock plugin without a scaler) has been applied by then. Only ``"skip"`` waits:
-    before each step that is measured.
+    nothing keeps from being applied (a stock plugin without a scaler) has been applied by then. Until then a step's
+    batches are held: at most those of four steps, under accumulation of two. Only ``"skip"`` waits: before each step
+    that is measured.
 
     Args:
         run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
@@ -206,7 +208,7 @@ class TrainingHealth(WritesRun):
         """Begin a reading, if one is due."""
         run = self._here
         run.steps.batch_starts(trainer)
-        if run.step.ended:
+        if run.step.ended or begins_window(trainer, batch_idx):
             run.step = _Step(measures=run.until_reading == 0)
             if run.step.measures:
                 run.measured.begin()
@@ -473,7 +475,9 @@ class _Run:
         self.guard = next(filter(_writes_bad_steps, beside), None)
         #: whether a LossScaleMonitor hands the scale and the skips to the loggers already
         self.scale_logged = any(isinstance(callback, LossScaleMonitor) for callback in beside)
-        self.to_host = ToHost(device, trainer.world_size)
+        # of several micro-batches, a step is long over when the next one is; and fewer windows wait in memory
+        window = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        self.to_host = ToHost(device, trainer.world_size, lag=max(1, LAG // window))
         source = self.source = scale_source(trainer)
         self.count: SkipCount | None = None
         if (guard := self.guard) is not None:

@@ -305,6 +305,12 @@ def accumulate_apart(zero: Any, on: bool) -> None:
     zero.use_grad_accum_attribute = on
 
 
+def forget_gradients(zero: Any) -> None:
+    """Have a ZeRO-1 or 2 optimizer begin a window: zeroing gradients leaves those that it has averaged."""
+    zero.averaged_gradients, zero.all_grad_tensors = {}, {}
+    zero.micro_step_id = -1
+
+
 def partition_sums(zero: Any) -> Tensor:
     """Of each group of a ZeRO-1 or 2 optimizer, the sum of the bits of the weights that this rank steps."""
     groups = zip(zero.parallel_partitioned_bit16_groups, zero.real_dp_process_group, strict=True)

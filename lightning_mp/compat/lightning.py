@@ -211,6 +211,12 @@ def accumulates(trainer: Trainer) -> bool:
     return cast("Any", trainer.fit_loop)._should_accumulate()
 
 
+def begins_window(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether Lightning sets gradients to zero for this batch: what an epoch that was left out left is over then."""
+    automatic = trainer.lightning_module.automatic_optimization
+    return automatic and batch_idx % trainer.accumulate_grad_batches == 0
+
+
 def step_inputs(trainer: Trainer, batch: Any, batch_idx: int) -> list[Any]:
     """The arguments that ``training_step`` takes for a batch."""
     return list(cast("Any", trainer.fit_loop.epoch_loop)._build_kwargs(OrderedDict(), batch, batch_idx).values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mp import PlanError
-from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth, loss_scale_monitor
+from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, TrainingHealth, loss_scale_monitor
 from lightning_mp.monitor import metric_names, run_log
 from lightning_mp.monitor.health import flops, throughput, to_host
 from lightning_mp.monitor.health.throughput import default_tokens, samples_in
@@ -76,6 +77,24 @@ def test_step_after_step(host: str, tmp_path: Path) -> None:
     for number, (row, expected) in enumerate(zip(rows, health.oracle(world=1), strict=True)):
         assert row[metric_names.STEP] == number
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_window_that_an_epoch_left_out_is_no_part_of_the_next_step(tmp_path: Path) -> None:
+    """The first epoch ends in the midst of its second window, whose first loss was NaN."""
+
+    class LeftOut(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if (self.current_epoch, batch_idx) == (0, 3) else None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            return loss * math.nan if (self.current_epoch, batch_idx) == (0, 2) else loss
+
+    mine, guard = TrainingHealth(tmp_path, report=False), NonFiniteGuard(run_dir=tmp_path)
+    fit(LeftOut(PLAIN), callbacks=[mine, guard], accumulate_grad_batches=2, max_epochs=2)
+    assert [row[metric_names.STEP] for row in mine.rows] == list(range(5))
+    assert all(math.isfinite(row[metric_names.LOSS]) for row in mine.rows)
+    assert (guard.applied_steps, guard.skipped_steps) == (5, 0)
 
 
 @hosts

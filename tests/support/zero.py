@@ -246,14 +246,21 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of three micro-batches, the last of two."""
+    """Windows of three micro-batches, the last of two, which is left out in the first of two epochs."""
 
     stage: str | None
     mode: str
+    epochs: int = 1
 
     def run(self) -> dict[str, Any]:
         module, plan, readings = Window(), plan_for(self.mode, STATIC), Readings()
-        fit(module, accumulate_grad_batches=3, callbacks=[readings], **on(plan, self.stage))
+        fit(
+            module,
+            accumulate_grad_batches=3,
+            max_epochs=self.epochs,
+            callbacks=[readings],
+            **on(plan, self.stage),
+        )
         counts = plan.applied_steps, plan.skipped_steps
         return {"weights": whole(module), "skipped": readings.skipped, "counts": counts}
 

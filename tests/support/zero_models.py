@@ -91,7 +91,10 @@ class ByHand(Small):
 
 
 class Window(Small):
-    """One micro-batch in the middle of the first window overflows on rank 1."""
+    """One micro-batch in the middle of the first window overflows on rank 1; the first of two epochs ends in one."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.trainer.max_epochs, self.current_epoch, batch_idx) == (2, 0, 7) else None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)

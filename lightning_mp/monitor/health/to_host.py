@@ -48,12 +48,12 @@ class Sent:
 class ToHost:
     """Copies what is on ``device`` into pinned memory, and hands it on in order once it is there.
 
-    On CUDA that is at most :data:`LAG` steps later, on ``ranks`` of more than one always so many, for all have to do
-    the same; on any other device it is at once.
+    On CUDA that is at most ``lag`` steps later, on ``ranks`` of more than one always so many, for all have to do the
+    same; on any other device it is at once.
     """
 
-    def __init__(self, device: torch.device, ranks: int = 1) -> None:
-        self._device, self._ranks = device, ranks
+    def __init__(self, device: torch.device, ranks: int = 1, lag: int = LAG) -> None:
+        self._device, self._ranks, self._lag = device, ranks, lag
         self._under_way: deque[Sent] = deque()
         self._free: list[tuple[Tensor, Any]] = []
 
@@ -81,7 +81,7 @@ class ToHost:
         return read
 
     def _is_due(self, sent: Sent) -> bool:
-        return sent.event is None or sent.age > LAG or (self._ranks == 1 and bool(sent.event.query()))
+        return sent.event is None or sent.age > self._lag or (self._ranks == 1 and bool(sent.event.query()))
 
     def _start(
         self, values: Mapping[str, Number | None], tables: tuple[Tensor, ...], then: Callable[[Read, Tables], object]

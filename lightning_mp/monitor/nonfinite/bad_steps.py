@@ -214,9 +214,8 @@ def replay_saved(
             loss: Tensor | None = loss_of(step_output(module, batch, saved["batch_idx"]))
         if loss is not None:
             losses.append(loss.detach())
-            (
-                loss.float() / saved.get("accumulate", 1) * (saved["loss_scale"] or 1.0)
-            ).backward()  # in an older file none
+            parts = saved.get("accumulate", 1)  # which older files lack
+            (loss.float() / parts * (saved["loss_scale"] or 1.0)).backward()
         return loss
 
     origin = nonfinite.locate(module, run)

@@ -20,6 +20,7 @@ from lightning_mp.compat.lightning import (
     LightningModule,
     Strategy,
     Trainer,
+    begins_window,
     draws_batches_itself,
     step_inputs,
 )
@@ -114,7 +115,7 @@ class Replayer:
         It costs a few small copies on the host, and never synchronises with the device.
         """
         module = trainer.lightning_module
-        if not module.automatic_optimization or batch_idx % trainer.accumulate_grad_batches == 0:
+        if not module.automatic_optimization or begins_window(trainer, batch_idx):
             self._window.clear()
         if draws_batches_itself(trainer):
             return  # a batch cannot be drawn twice

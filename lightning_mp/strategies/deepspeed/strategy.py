@@ -20,6 +20,7 @@ from lightning_mp.compat.deepspeed import (
     FunctionalLinear,
     accumulate_apart,
     casts_left_out,
+    forget_gradients,
     halve_masters,
     note_hooks,
     refresh_masters,
@@ -32,6 +33,7 @@ from lightning_mp.compat.lightning import (
     Trainer,
     TrainerFn,
     accumulates,
+    begins_window,
     is_overridden,
     rank_zero_info,
     remove_module_hooks,
@@ -321,10 +323,13 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         module = self.lightning_module
         assert module is not None
         accumulating = module.automatic_optimization and accumulates(module.trainer)
+        if self._accumulated and self._stage < 3 and begins_window(module.trainer, module.trainer.fit_loop.batch_idx):
+            forget_gradients(self.deepspeed_engine.optimizer)  # of a window that an epoch left out in its midst
+            self._accumulated = False
         self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulating)
         if self._shadows is not None and self._stage == 1:
             accumulate_apart(self.deepspeed_engine.optimizer, on=accumulating or self._accumulated)
-            self._accumulated = accumulating
+        self._accumulated = accumulating
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def on_train_end(self) -> None:

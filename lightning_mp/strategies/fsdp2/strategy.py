@@ -22,6 +22,7 @@ from lightning_mp.compat.lightning import (
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
+    begins_window,
     default_pg_timeout,
     optimizers_to_device,
     set_mesh,
@@ -319,6 +320,12 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         assert self._root is not None
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._in_window and begins_window(trainer, trainer.fit_loop.batch_idx):
+            assert self.model is not None
+            # gradients are zero now: those of a window that an epoch left out in its midst wait no longer
+            sharding_compat.drop_sums_of_shards(self.model)
         self._root.before_backward(closure_loss)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -65,6 +65,12 @@ def test_what_is_late_is_waited_for_after_three_steps_and_the_rest_at_the_end(ra
     assert LAG == 3
 
 
+def test_a_shorter_lag_is_kept() -> None:
+    to_host = Slow([False] * 3)
+    to_host._lag = 1
+    assert looked_at(to_host, 3) == [[], [0], [1], [2]]
+
+
 def test_what_has_arrived_is_looked_at_in_order() -> None:
     assert looked_at(Slow([True, False, True, True, True]), 5) == [[0], [], [], [], [1, 2, 3, 4], []]
 

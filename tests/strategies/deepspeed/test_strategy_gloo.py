@@ -68,6 +68,7 @@ COMPARED: dict[str, tuple[Callable[[str | None], Case], tuple[str, ...]]] = {
     "clipped": (_trained("16-mixed", optimizer="sgd", gradient_clip_val=0.1), ()),
     "window": (_of(Windows, "16-mixed"), STAGES),
     "window bf16-mixed": (_of(Windows, "bf16-mixed"), ("1", "3")),
+    "unfinished": (_of(Windows, "bf16-mixed", epochs=2), ("1", "2", "3")),
     "manual": (_of(Manual, "bf16-mixed"), ("1", "2", "3")),
     "manual clipped": (_of(Manual, "16-mixed", clip=0.1), ("2", "3")),
     "every step": (_of(EveryStep, "16-mixed"), ("1", "2", "3")),
@@ -180,6 +181,13 @@ def test_accumulation_clipping_and_the_norm_are_ddps(ranks: Ranks, name: str, st
     assert same(ours["weights"], theirs["weights"], LAST_BITS)
     assert ours["counts"] == theirs["counts"] == (3, 0)
     assert ours["norms"][2:] == pytest.approx(theirs["norms"][2:], rel=of_sums(32))
+
+
+@_cases("unfinished")
+def test_nothing_is_stepped_of_a_window_that_an_epoch_left_out(ranks: Ranks, name: str, stage: str) -> None:
+    ours, theirs = _pair(ranks, name, stage)
+    assert same(ours["weights"], theirs["weights"], LAST_BITS)
+    assert ours["counts"] == theirs["counts"]
 
 
 @_cases("overflow")

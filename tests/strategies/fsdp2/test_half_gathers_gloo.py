@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from support.comparing import same_runs
-from support.fsdp2_halves import EQUAL, LAYERS, Afterwards, Bytes, Read
+from support.fsdp2_halves import EQUAL, LAYERS, Afterwards, Bytes, LeftOut, Read, text
 from support.models import same_weights
 from support.ranks import Ranks
+from support.sharded import Both
 
 pytestmark = pytest.mark.gloo
 
@@ -43,6 +46,12 @@ def test_replicas_are_summed_once_a_window(ranks: Ranks) -> None:
     for result in ranks.run(Bytes("llama", options=window, strategy={"device_mesh": (2, 1)})):
         assert same_runs(result["ddp"], result["sharded"], 0.0)
         assert [sum(step["reduced"]) for step in result["steps"][2:]] == [0, 572_672]  # 4 an element
+
+
+def test_replicas_sum_nothing_of_a_window_that_an_epoch_left_out(ranks: Ranks) -> None:
+    window = {"data": text(), "accumulate_grad_batches": 2, "max_epochs": 2}
+    for result in ranks.run(Both("bf16-mixed", partial(LeftOut, "llama"), window, {"device_mesh": (2, 1)})):
+        assert same_runs(result["ddp"], result["sharded"], 0.0)
 
 
 @pytest.mark.parametrize("case", EQUAL)
