@@ -245,7 +245,7 @@ class TrainingHealth(WritesRun):
         if run.automatic:
             step.early_events = self._nonfinite(trainer, step, reading, changed=False)
         bad = [event for event in step.early_events if event.is_alert and event.kind in self._skips]
-        if found or bad:
+        if found or bad or (run.applies_bad_steps and self._skips_for(reading)):
             step.suppressed = True
             applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
             step.early_events = [applied_nothing(event) if event.is_alert else event for event in step.early_events]
@@ -253,6 +253,11 @@ class TrainingHealth(WritesRun):
             if not run.hooks.active:
                 run.hooks.install(trainer, trainer.lightning_module, lambda: run.step.suppressed)
         step.early_events += found
+
+    def _skips_for(self, reading: Reading) -> bool:
+        """Whether a non-finite step is to be left out: every one of a streak, of which the first has an event."""
+        bad = {"nonfinite_loss": reading.loss, "nonfinite_grad": reading.grad_norm}
+        return any(kind in self._skips and not math.isfinite(value or 0.0) for kind, value in bad.items())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -485,10 +490,11 @@ class _Run:
         elif source is not None:
             self.count = SkipCount(source.skipped, source if isinstance(source, StockSource) else None)
         self.automatic = module.automatic_optimization
-        applied = self.automatic and not (self.guard or _skips_bad_steps(trainer, source))
+        #: whether nothing else keeps a non-finite step from being applied
+        self.applies_bad_steps = not (self.guard or _skips_bad_steps(trainer, source))
         #: whether numbers are read before the optimizer's step: to leave it out, or for free to find out what went
         #: wrong while weights are as they were
-        self.looks_before = skips or (applied and device.type != "cuda")
+        self.looks_before = skips or (self.automatic and self.applies_bad_steps and device.type != "cuda")
         self.steps, self.hooks, self.classifier = StepTracker(), SkipAwareHooks(), NonFiniteClassifier()
         self.step = self.last = _Step(measures=True, ended=True)
         self.until_reading = 0

@@ -207,6 +207,30 @@ def test_a_skipped_step_changes_nothing_but_the_next_does(host: str, optimizer: 
     assert [row[metric_names.SKIPPED_STEPS] for row in mine.rows[SPIKE_AT - 1 : SPIKE_AT + 2]] == [0, 1, 1]
 
 
+@pytest.mark.parametrize("manual", [False, True])
+def test_every_step_of_a_streak_is_skipped_and_one_event_tells_it(manual: bool, tmp_path: Path) -> None:
+    class Streak(Regression):
+        def __init__(self) -> None:
+            super().__init__(PLAIN)
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch) * (math.nan if batch_idx in (3, 4, 5) else 1.0)
+            if manual:
+                optimizer: Any = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    module = Streak()
+    mine = TrainingHealth(tmp_path, report=False, actions={"nonfinite_loss": "skip"})
+    fit(module, callbacks=[mine])
+    assert [(event.step, event.action) for event in mine.events if event.is_alert] == [(3, "skip")]
+    assert [row[metric_names.SKIPPED_STEPS] for row in mine.rows] == [0, 0, 0, 1, 2, 3, 3, 3]
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
 @hosts
 def test_a_schedule_stands_still_on_a_skipped_step_and_is_free_afterwards(host: str, tmp_path: Path) -> None:
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.99)
