@@ -88,9 +88,7 @@ def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
     words = dict.fromkeys(word for name, module in named_submodules(root) for word in _words(name, module))
     here = f"choose among the modules here: {', '.join(list(words)[:5])}"
     fix = did_you_mean(pattern.strip("*."), words, here)
-    if pattern == NORMS:
-        fix = "leave it out: this model has no normalization layer"
-    elif "SyncBatchNorm" in words and any(fnmatchcase(f"BatchNorm{size}d", pattern) for size in (1, 2, 3)):
+    if "SyncBatchNorm" in words and any(fnmatchcase(f"BatchNorm{size}d", pattern) for size in (1, 2, 3)):
         fix = (
             "use strategy='mp_ddp', where sync_batchnorm=True leaves batch norms their class, or write 'SyncBatchNorm'"
         )

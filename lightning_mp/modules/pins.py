@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_mp.compat.torch import apply_to_tensors
 from lightning_mp.errors import Faults
 from lightning_mp.modules import class_swap
-from lightning_mp.modules.patterns import Place, has_own_forward, matches, named_submodules, no_match, owners
+from lightning_mp.modules.patterns import NORMS, Place, has_own_forward, matches, named_submodules, no_match, owners
 from lightning_mp.numerics.dtypes import (
     HALF,
     cast_module_,
@@ -89,7 +89,8 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
         attends = callers[:1] and _ATTENTION.search(class_swap.original_class(modules[callers[0]]).__name__)
         members.append(PinnedModule(name, module, pins[index], around[:1] != [index], inside, bool(attends)))
     used = set(index_of.values())
-    shadowed = [pin.pattern for index, pin in enumerate(pins) if index not in used]
+    unused = [pin.pattern for index, pin in enumerate(pins) if index not in used]
+    shadowed = [pattern for pattern in unused if any(matches(pattern, name, module) for name, module in named)]
     return PinMap(tuple(members), tuple(shadowed))
 
 
@@ -107,7 +108,7 @@ def _covering(
         if candidates:
             index_of[name] = min(candidates)
     for index, pin in enumerate(pins):
-        if index not in matched:
+        if index not in matched and pin.pattern != NORMS:  # a kind, which one config may declare for any model
             no_match(pin.pattern, root, "pin", faults)
     return index_of
 

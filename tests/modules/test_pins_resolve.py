@@ -86,6 +86,11 @@ def test_all_patterns_that_match_nothing_are_told_together() -> None:
     assert "'blocks.0'" in str(error.value)
 
 
+def test_the_word_norms_is_no_error_in_a_model_without_any() -> None:
+    found = resolve(nn.Sequential(nn.Linear(2, 2)), {"norms": "fp32"})
+    assert (found.members, found.shadowed) == ((), ())
+
+
 def test_resolving_changes_nothing() -> None:
     root = Net()
     before = {name: (type(module), dict(vars(module))) for name, module in root.named_modules()}
