@@ -105,8 +105,9 @@ class TrainingHealth(WritesRun):
         every_n_steps: optimizer steps from one reading to the next.
         alerts: thresholds, as :class:`~lightning_mp.monitor.alerts.AlertSettings` or a mapping of its fields; False for
             none.
-        actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step),
-            ``ReduceLR(factor, steps)``, ``"stop"``, or a callable(event, trainer, pl_module), called on every rank.
+        actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step, nor any
+            other of the same streak of spikes or non-finite values, which has one event), ``ReduceLR(factor, steps)``,
+            ``"stop"``, or a callable(event, trainer, pl_module), called on every rank.
         groups: group name to module pattern; the gradients of each group get a norm of their own.
         tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the 2-D
             integer tensor that the batch is, or begins with before one as large (labels); else ``None``.
@@ -245,7 +246,8 @@ class TrainingHealth(WritesRun):
         if run.automatic:
             step.early_events = self._nonfinite(trainer, step, reading, changed=False)
         bad = [event for event in step.early_events if event.is_alert and event.kind in self._skips]
-        if found or bad or (run.applies_bad_steps and self._skips_for(reading)):
+        spikes = "grad_norm_spike" in self._skips and self._alerts.holds("grad_norm_spike")
+        if found or bad or spikes or (run.applies_bad_steps and self._skips_for(reading)):
             step.suppressed = True
             applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
             step.early_events = [applied_nothing(event) if event.is_alert else event for event in step.early_events]

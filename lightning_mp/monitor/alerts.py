@@ -810,6 +810,10 @@ class Alerts:
         asked = [rule for rule in self.rules if only is None or rule.kind in only]
         return [event for rule in asked if (event := rule.begins(reading, pinned)) is not None]
 
+    def holds(self, kind: Kind) -> bool:
+        """Whether the condition of a step's rule held in the last reading, though its event may have come before."""
+        return any(rule.kind == kind and rule.cooldown.get("") == rule.calm for rule in self.rules)
+
     def state_dict(self) -> dict[str, Any]:
         """Every rule's windows and counts, as plain values."""
         return {rule.kind: rule.state_dict() for rule in self.rules}

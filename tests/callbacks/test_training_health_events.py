@@ -207,6 +207,19 @@ def test_a_skipped_step_changes_nothing_but_the_next_does(host: str, optimizer: 
     assert [row[metric_names.SKIPPED_STEPS] for row in mine.rows[SPIKE_AT - 1 : SPIKE_AT + 2]] == [0, 1, 1]
 
 
+def test_every_spike_of_a_streak_is_skipped(tmp_path: Path) -> None:
+    class Spikes(Faulty):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            return loss * 1000 if self.trainer.global_step in (SPIKE_AT, SPIKE_AT + 1, SPIKE_AT + 3) else loss
+
+    module = Spikes(at=SPIKE_AT)
+    mine = watched(tmp_path, module, {"actions": {"grad_norm_spike": "skip"}})
+    assert [(event.step, event.action) for event in alerts(mine)] == [(SPIKE_AT, "skip")]
+    skipped = [row[metric_names.SKIPPED_STEPS] for row in mine.rows]
+    assert skipped[SPIKE_AT - 1 : SPIKE_AT + 5] == [0, 1, 2, 2, 3, 3]
+
+
 @pytest.mark.parametrize("manual", [False, True])
 def test_every_step_of_a_streak_is_skipped_and_one_event_tells_it(manual: bool, tmp_path: Path) -> None:
     class Streak(Regression):
