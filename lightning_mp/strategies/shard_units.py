@@ -83,14 +83,17 @@ def _means(item: str | type[nn.Module], name: str, module: nn.Module) -> bool:
 
 
 def _matching(root: nn.Module, item: str | type[nn.Module]) -> list[nn.Module]:
-    """What ``item`` matches; of nested matches the outermost, and for a ``ModuleList`` what it holds."""
+    """What ``item`` matches; of nested matches the outermost, and what a ``ModuleList`` or a ``Sequential`` holds."""
     found: dict[int, nn.Module] = {}
     covered: list[str] = []
     for name, module in named_submodules(root):
         if any(name.startswith(f"{above}.") for above in covered) or not _means(item, name, module):
             continue
         covered.append(name)
-        found.update((id(called), called) for called in called_in(module) if _can_be_unit(called))
+        # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
+        tops = module.children() if original_class(module) is nn.Sequential else (module,)
+        inside = (called for top in tops for called in called_in(top))
+        found.update((id(called), called) for called in inside if _can_be_unit(called))
     return list(found.values())
 
 

@@ -164,3 +164,8 @@ def test_nothing_is_changed() -> None:
 def test_what_is_in_a_pinned_sequential_is_a_unit_each_for_code_may_never_call_the_container() -> None:
     root = nn.ModuleDict({"stem": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(Block())), "head": Block()})
     assert cut(root, "head", {"stem": "fp32"}) == (["head"], ["stem.2.0", "stem.0", "head"])
+
+
+def test_what_is_in_a_wrapped_sequential_is_a_unit_each_for_code_may_never_call_the_container() -> None:
+    root = nn.ModuleDict({"stem": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.ModuleList([Block()])), "head": Block()})
+    assert cut(root, "stem") == (["stem.0", "stem.2.0"], ["stem.2.0", "stem.0"])

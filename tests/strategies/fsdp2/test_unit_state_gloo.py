@@ -121,6 +121,10 @@ WAYS: dict[str, Callable[[Any, Tensor, int], None]] = {
 }
 
 
+class Net(nn.Sequential):
+    """A class that can be a unit: a plain Sequential is none."""
+
+
 class Adversaries(LightningModule):
     """Two small nets; every rank has its own rows of a batch, so that the mean over ranks is that of the batch."""
 
@@ -130,8 +134,8 @@ class Adversaries(LightningModule):
         self.way, self.ranks = WAYS[way], ranks
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.maker = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 4))
-            self.judge = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+            self.maker = Net(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 4))
+            self.judge = Net(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
             if way == "frozen_for_the_next":
                 self.judge.requires_grad_(False)
 
@@ -152,8 +156,8 @@ class Adversaries(LightningModule):
 STRATEGIES: dict[str, Callable[[], dict[str, Any]]] = {
     "one unit": partial(fsdp2, wrap=None),
     "hsdp": partial(fsdp2, wrap=None, device_mesh=(2, 1)),
-    "a unit a net": partial(fsdp2, wrap="Sequential"),
-    "units that stay gathered": partial(fsdp2, wrap="Sequential", reshard_after_forward=False),
+    "a unit a net": partial(fsdp2, wrap="Net"),
+    "units that stay gathered": partial(fsdp2, wrap="Net", reshard_after_forward=False),
     "mp_ddp": partial(on, "mp_ddp_find_unused_parameters_true"),
 }
 
