@@ -241,10 +241,10 @@ def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) 
 def _iterated(modules: Iterable[nn.Module], state: CheckpointState) -> Iterable[tuple[nn.Module, CheckpointState]]:
     """What code calls that iterates over a module or indexes it, and never calls it: what is in it stands for it."""
     for module in modules:
-        inner = {id(called): called for child in module.children() for called in called_in(child)}
-        found = [one for one in inner.values() if not isinstance(one, torch.jit.ScriptModule)]
-        yield from ((one, replace(state, in_container=True)) for one in found)
-        yield from _iterated(filter(is_sequential, found), state)
+        children = (child for child in module.children() if not isinstance(child, torch.jit.ScriptModule))
+        inner = list({id(called): called for child in children for called in called_in(child)}.values())
+        yield from ((one, replace(state, in_container=True)) for one in inner)
+        yield from _iterated(filter(is_sequential, inner), state)
 
 
 def _remove(module: nn.Module) -> None:
