@@ -103,8 +103,9 @@ class StepEngine(ABC):
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
 
     def _check_lstms(self, module: nn.Module, faults: Faults) -> None:
-        """OneDNN has no fp16 LSTM for a CPU without fp16 products, and its own message names neither."""
-        if self.device.type != "cpu" or self.policy.compute_dtype != "fp16" or cpu_has(torch.float16):
+        """OneDNN, which autocast uses, has no fp16 LSTM for a CPU without fp16 products; its message names neither."""
+        in_fp16 = self.policy.compute_dtype == "fp16" and self.policy.storage_dtype != "fp16"
+        if self.device.type != "cpu" or not in_fp16 or cpu_has(torch.float16):
             return
         pinned = {id(member.module) for member in self.pin_map.members if member.pin.dtype != "fp16"}
         named = [name for name, one in module.named_modules() if isinstance(one, nn.LSTM) and id(one) not in pinned]

@@ -515,8 +515,8 @@ class LossScaler(GradScaler):
 
     def _of(self, optimizer: Optimizer) -> _Gradients:
         known = self._known.get(id(optimizer))
-        if known is None:
-            known = self._known[id(optimizer)] = _Gradients()
+        if known is None:  # a trainer's wrapper is never a key: what is known of it is known of the optimizer in it
+            known = self._known.setdefault(id(_plain(optimizer)), _Gradients())
         return known
 
     def _are_scaled(self, known: _Gradients) -> bool:

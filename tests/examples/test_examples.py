@@ -69,7 +69,8 @@ def test_the_doctor_finds_no_error_in_what_an_example_trains(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer, model, batch = handed_to_fit(path, ARGUMENTS.get(path.name[:2], ()), monkeypatch)
+    with monkeypatch.context() as patch:
+        trainer, model, batch = handed_to_fit(path, ARGUMENTS.get(path.name[:2], ()), patch)
     arguments = {"accelerator": "cpu", "gradient_clip_val": trainer.gradient_clip_val}
     found = doctor(model, trainer.precision_plugin, trainer.strategy, arguments, batch=batch)
     assert [finding for finding in found if finding.severity == "error"] == []

@@ -39,7 +39,8 @@ _LOOKUPS = frozenset(("embedding", "embedding_bag", "_embedding_bag"))
 _STATISTICS = frozenset(("mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm", "rsqrt", "sqrt"))
 #: products that the lists name on some devices only, and what torch forgot to tag as elementwise
 _AS_POINTWISE = frozenset(("mv", "addmv", "dot", "_trilinear", "_prelu_kernel"))
-_COPIES = frozenset(("clone", "copy", "copy_", "fill", "fill_", "zero_"))
+#: the last two keep a mask finite where a pin casts it
+_COPIES = frozenset(("clone", "copy", "copy_", "fill", "fill_", "zero_", "clamp", "where"))
 
 
 #: the group's own collectives; those of ``_c10d_functional`` move activations of tensor parallelism

@@ -26,7 +26,7 @@ from lightning_mp.policy import hardware
 _BITS = {"bf16": 8, "fp16": 11}
 #: 16 bytes, of what the product runs in: NVIDIA's "Deep Learning Performance Guide", matrix multiplication,
 #: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/ (table 1)
-_MULTIPLES = {"fp16": 8, "bf16": 8}
+_MULTIPLES = {"fp16": 8, "bf16": 8, "fp8": 16}
 #: below this part of the weights that are multiplied, odd sizes (a head with 10 classes) cost nothing worth naming
 _SHARE = 0.1
 #: a table as small as this holds segments or classes, no vocabulary
