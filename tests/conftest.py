@@ -39,6 +39,13 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_rank() -> Iterator[None]:
+    """A distributed strategy leaves its environment and group to the tests after it: it runs in ``in_a_process``."""
+    yield
+    assert os.environ.pop("RANK", None) is None
+
+
+@pytest.fixture(autouse=True)
 def _what_is_logged() -> Iterator[None]:
     """Lightning's loggers say after each test what they said before: a program that a test runs here may quiet them."""
     loggers = [
