@@ -16,6 +16,7 @@ from benchmarks.memory import Cell, Trained, cells, measured, predicted
 from lightning_mp import MixedPrecisionPlan, make_strategy, trainer_kwargs
 from lightning_mp.comparison.run import quiet
 from lightning_mp.compat.lightning import Trainer
+from lightning_mp.compat.torch import cpu_has
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import predict_memory
 from lightning_mp.planner.memory import PARTS
@@ -51,6 +52,8 @@ def test_the_peak_is_the_allocators(cell: Cell) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", [cell for cell in cells() if cell not in FEW], ids=_name)
 def test_so_it_is_in_every_cell(cell: Cell) -> None:
+    if (cell.model, cell.precision) == ("conv", "16-mixed") and not cpu_has(torch.float16):
+        pytest.skip("a CPU without fp16 products convolves in fp32, in memory that no operator shows")
     assert predicted(cell).peak_bytes == pytest.approx(measured(cell), rel=WITHIN)
 
 
