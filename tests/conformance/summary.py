@@ -28,15 +28,19 @@ ends bit for bit where the uninterrupted run ends.
 *no pins* means: the same without pins, and refused with them. *refused* means: an error before the first optimizer
 step, with what to write instead.
 
-The other columns count runs: optimizers under `16-mixed`, and 71 families of models in every mode (plain, with pinned
-norms, with recomputed blocks). *-* are runs in which plain PyTorch itself raises.
+The column of optimizers counts runs under `16-mixed`.{families}
 [The full tables](../conformance.txt) have every cell, the reason of each refusal, and what was observed.
 """
 
 
+_FAMILIES = """ That of families counts 71 families of models in every mode: plain,
+with pinned norms, with recomputed blocks. *-* are runs in which plain PyTorch itself raises."""
+
+
 def summary(words: Mapping[tuple[str, str], str]) -> str:
     """The page, of the word (``same``, ``refused``, …) of each strategy and row."""
-    others = [table for table in TABLES if table != "plan"]
+    tables = {_table(row) for _, row in words}
+    others = [table for table in TABLES if table != "plan" and table in tables]
     lines = [["strategy", *(f"`{mode}`" for mode in MODES), *others]]
     lines.append(["---"] * len(lines[0]))
     for strategy in STRATEGIES:
@@ -49,7 +53,8 @@ def summary(words: Mapping[tuple[str, str], str]) -> str:
             for table in others
         ]
         lines.append([f"`{strategy}`", *modes, *(_counts(each) for each in found)])
-    return _PAGE.format(table="\n".join(f"| {' | '.join(line)} |" for line in lines))
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return _PAGE.format(table=table, families=_FAMILIES if "families" in others else "")
 
 
 def _table(row: str) -> str:
