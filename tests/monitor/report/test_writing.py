@@ -166,7 +166,7 @@ def test_a_comparison_has_a_row_a_run(tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", steps=20, shift=0.5, status="failed")
     text = _text(one, two)
     assert "one finished 30 - - 1.278 2.7 1,003 tokens/s 2.5 GiB 3 2" in text
-    assert "two failed 20 +0.500 +0.500 to +0.500 1.00x 2.065 3.3 1,003 tokens/s 2.5 GiB 3 2" in text
+    assert "two failed 20 +0.5 +0.5 to +0.5 1.00x 2.065 3.3 1,003 tokens/s 2.5 GiB 3 2" in text
     assert "two: The run failed" in text
 
 

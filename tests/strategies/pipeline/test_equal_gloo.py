@@ -112,9 +112,6 @@ FITS = {
     "a frozen first stage, clipped by value": Fit(
         "16-mixed", module=FrozenFirst, scale=64.0, clip=0.01, arguments=BY_VALUE
     ),
-    "made on the meta device": Fit(
-        "16-mixed", "interleaved_1f1b", "meta", scale=64.0, plan=(("pins", {"*norm*": "fp32"}),)
-    ),
     "frozen by epoch": Fit("bf16-mixed", "interleaved_1f1b", Thaws, arguments=EPOCHS),
     "what is unused, the last step of fewer batches": Fit("16-mixed", module=Unused, scale=64.0, steps=3, accumulate=2),
     "batch norms, epochs cut short": Fit(module=Norms, arguments=(("limit_train_batches", 2), ("max_epochs", 2))),
@@ -123,6 +120,9 @@ FITS = {
     "a batch norm, validated": Fit(module="batch norm"),
 }
 SLOW = {
+    "made on the meta device": Fit(
+        "16-mixed", "interleaved_1f1b", "meta", scale=64.0, plan=(("pins", {"*norm*": "fp32"}),)
+    ),
     "fp16 from 2^24": Fit("16-mixed", module="llama", steps=16),
     "gpipe": Fit(schedule="gpipe", accumulate=2),
     "interleaved, fp16": Fit("16-mixed", "interleaved_1f1b", scale=64.0, bad=ALONE),
