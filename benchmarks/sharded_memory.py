@@ -26,7 +26,8 @@ from lightning_mp.tracing.run import ALONE, STEPS, Again
 
 MARKS = ("<!-- written by benchmarks/sharded_memory.py -->", "<!-- as far as here, sharded -->")
 HELD = ("parameters", "gradients", "optimizer_state")
-#: gloo's threads let go of what they sent at no fixed moment, which only adds: the least of so many runs is taken
+#: gloo's threads let go of what they sent at no fixed moment: in the run itself this adds, from the run before it is
+#: counted as a fall. The second least of so many runs is taken
 _RUNS = 3
 #: so many with tensor parallelism, which sends activations
 _MORE_RUNS = 6
@@ -58,7 +59,7 @@ class OfRank:
     name: str
 
     def run(self) -> tuple[int, dict[str, int]]:
-        """Run it; the least peak of some."""
+        """Run it; the second least peak of some."""
         peaks: list[int] = []
         holds = _Holds()
         for _ in range(_MORE_RUNS if "tensor_parallel" in self.name else _RUNS):
@@ -70,7 +71,7 @@ class OfRank:
                 trainer.fit(self.cell.module(), Again(self.cell.batch()))
                 del trainer
             peaks.append(peak.bytes)
-        return min(peaks), holds.bytes
+        return sorted(peaks)[1], holds.bytes
 
 
 class _Holds(Callback):

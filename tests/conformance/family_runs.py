@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +16,15 @@ from torch.utils.data import DataLoader
 from conformance.cells import is_refusal
 from conformance.families import Family
 from conformance.judge import DIFFERS, FAILED, REFUSED, SAME, Verdict
-from conformance.local import plain_name
+from conformance.local import bits, plain_name
+from conformance.plain import DTYPES
 from conformance.policies import Policy
 from conformance.rows import MOVE, SCALE, FamilyRow
 from conformance.strategies import trainer_arguments
 from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.numerics.dtypes import default_dtype
 
 STEPS = 2
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -89,7 +89,7 @@ def _pin(module: nn.Module, policy: Policy) -> None:
 
     def pinned(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = (apply_to_collection(each, Tensor, _to(torch.float32)) for each in (args, kwargs))
-        with torch.autocast("cpu", enabled=False), _default(torch.float32):
+        with torch.autocast("cpu", enabled=False), default_dtype(torch.float32):
             output = forward(*args, **kwargs)
         return output if policy.mixed else apply_to_collection(output, Tensor, _to(DTYPES[policy.storage]))
 
@@ -99,16 +99,6 @@ def _pin(module: nn.Module, policy: Policy) -> None:
 
 def _to(dtype: torch.dtype) -> Any:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-@contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _prepared(family: Family, policy: Policy) -> nn.Module:
@@ -170,7 +160,7 @@ def _loss(model: nn.Module, loss: Any, batch: Any, policy: Policy) -> Tensor:
     if policy.mixed:
         with torch.autocast("cpu", half, cache_enabled=False):
             return loss(model, batch)
-    with _default(half):
+    with default_dtype(half):
         return loss(model, apply_to_collection(batch, Tensor, _to(half)))
 
 
@@ -231,13 +221,9 @@ def _whole(tensor: Tensor) -> Tensor:
     """In full, and a copy; numbers of 8 bits as bytes, since fp8 travels between processes no other way."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        local, options = _bytes(tensor.to_local()), {"shape": tensor.shape, "stride": tensor.stride()}
+        local, options = bits(tensor.to_local()), {"shape": tensor.shape, "stride": tensor.stride()}
         tensor = DTensor.from_local(local, tensor.device_mesh, tensor.placements, **options).full_tensor()
-    return _bytes(tensor).clone()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    return bits(tensor).clone()
 
 
 # ---------------------------------------------------------------------- the verdict

@@ -82,10 +82,10 @@ def _stored(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         value = local(value)
         inside = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
-        yield from ((f"{name}.{part}", _bits(getattr(value, part))) for part in inside) if inside else ((name, value),)
+        yield from ((f"{name}.{part}", bits(getattr(value, part))) for part in inside) if inside else ((name, value),)
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
     """Numbers of 8 bits as bytes: fp8 travels between processes no other way."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
