@@ -129,12 +129,12 @@ def _loop(family: Family, policy: Policy, rates: Sequence[float], parts: int) ->
             for part in range(parts):
                 _exchange(model, buffers[part])
                 found = _loss(model, loss, batch[part], policy)
-                found_gradients = torch.autograd.grad(found * scale / parts, parameters, allow_unused=True)
+                found_gradients = torch.autograd.grad(found * scale, parameters, allow_unused=True)
                 _exchange(model, buffers[part])
                 seen.append(float(found))
                 for total, gradient in zip(sums, found_gradients, strict=True):
                     if gradient is not None:
-                        total.add_(gradient)
+                        total.add_(gradient.float() / parts)
             lost.append(sum(seen) / parts)
             if not all(total.isfinite().all() for total in sums):
                 scale /= 2
