@@ -6,21 +6,23 @@ precision engines (``bf16``, ``torch_autocast``) stay off, and ``fp16`` states t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any, cast
 
 from lightning_mp.deepspeed_config.read import load_json, read_policy
 from lightning_mp.deepspeed_config.schema import (
     REFUSED,
+    REFUSED_ENTRIES,
     RULE,
     SAYS,
     SUBJECT,
     check,
     dtype_of,
     is_off,
-    json_value,
+    loss_scale,
+    of_rule,
     without_unset,
 )
 from lightning_mp.errors import Faults, PlanError
@@ -30,33 +32,6 @@ from lightning_mp.policy.loss_scaling import LossScaling
 _CLIP, _STEPS = "gradient_clipping", "gradient_accumulation_steps"
 _BATCH, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 _SENT = "communication_data_type"
-_FLAGS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
-_MASTERS = "the plan's precision says what is stored: fp32 under the '-mixed' modes, the half format under '-true'"
-#: entries that would choose formats instead of the plan
-_REFUSED_ENTRIES: Mapping[str, str] = {
-    "fp16.fp16_master_weights_and_grads": _MASTERS,
-    **{f"{name}.bf16_master_weights_and_grads": _MASTERS for name in ("bf16", "bfloat16")},
-    **{f"{name}.bf16_optimizer_states": _MASTERS for name in ("bf16", "bfloat16")},
-    "torch_autocast.lower_precision_safe_modules": (
-        "the plan enters PyTorch's own autocast; pins={pattern: dtype} chooses the format of a module"
-    ),
-}
-#: fields of a loss scale no key says, and what DeepSpeed does (deepspeed/runtime/fp16/loss_scaler.py)
-_NO_KEY: Mapping[str, Any] = {
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_delay": 1,
-    "max_scale": math.inf,
-    "at_min": "raise",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Composed:
-    """What the engine gets, and one line for everything that the plan carries out instead or JSON cannot say."""
-
-    config: dict[str, Any]
-    notes: tuple[str, ...]
 
 
 def compose(
@@ -67,7 +42,7 @@ def compose(
     offload_optimizer: bool = False,
     offload_parameters: bool = False,
     fp16_supported: bool = True,
-) -> Composed:
+) -> dict[str, Any]:
     """The engine's config for a plan, ``completed``, and a ZeRO stage, with the user's own JSON merged in.
 
     ``fp16_supported`` says whether DeepSpeed takes fp16 on this device; the plan computes in it either way.
@@ -85,7 +60,7 @@ def compose(
     merge.dtypes()
     merge.zero(stage, {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters})
     merge.faults.raise_if_any()
-    return Composed(merge.config, tuple(merge.notes))
+    return merge.config
 
 
 def completed(policy: PrecisionPolicy, user: Mapping[str, Any] | None) -> PrecisionPolicy:
@@ -107,16 +82,13 @@ class _Merge:
     def __init__(self, policy: PrecisionPolicy, user: dict[str, Any]) -> None:
         self.policy = policy
         self.faults = Faults(SUBJECT)
-        self.notes: list[str] = []
         for key in [key for key in user if key in REFUSED]:
             value = user.pop(key)
-            if is_off(value):
-                self.notes.append(f"{key}={value!r}: taken out, it is off")
-            else:
+            if not is_off(value):
                 self.faults.add(f"{key}={value!r}", f"no {key}: {REFUSED[key]}", f"remove {key} from the JSON")
         self.config, wrong = check("", user)
         self.faults.extend(wrong.values())
-        for path, reason in _REFUSED_ENTRIES.items():
+        for path, reason in REFUSED_ENTRIES.items():
             where, key = path.split(".")
             value = self.config.get(where, {}).pop(key, False)
             if value is not False:
@@ -124,95 +96,60 @@ class _Merge:
         self.config.setdefault("zero_allow_untested_optimizer", True)  # the step is the plan's, whatever the optimizer
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # offloading must not swap the user's optimizer
 
-    def _agrees(self, path: str, given: Any, key: str | None = None) -> bool:
-        """Whether the JSON says what the plan does; what it says otherwise is noted with both."""
-        says = SAYS[key or path]
-        wanted = says.value(self.policy)
-        if wanted == given or (isinstance(wanted, str) and dtype_of(given) == wanted):
-            return True
-        shown = f"{given!r} (2**{given})" if path == "fp16.initial_scale_power" else repr(given)
-        fix = f"remove {path} from the JSON, or set {says.same(given)}"
-        self._contradiction(f"{path}={shown}", f"{says.words(self.policy)} in the plan", fix)
-        return False
+    def _compare(self, path: str, given: Any, key: str | None = None) -> None:
+        """Note what the JSON says otherwise than the plan does, with both."""
+        field, value = SAYS[key or path]
+        wanted = value(self.policy)
+        if wanted != given and not (isinstance(wanted, str) and dtype_of(given) == wanted):
+            self._contradiction(f"{path}={given!r}", f"{field}={attrgetter(field)(self.policy)!r} in the plan")
 
-    def _contradiction(self, given: str, otherwise: str, fix: str) -> None:
+    def _contradiction(self, given: str, otherwise: str) -> None:
+        fix = f"remove {given.partition('=')[0]} from the JSON, or write the same in both"
         self.faults.add(f"{given} in the JSON and {otherwise}", "the same in both", fix)
-
-    def _taken_out(self, where: str, block: Mapping[str, Any], reason: str) -> None:
-        if block:
-            given = ", ".join(f"{where}.{key}={value!r}" for key, value in block.items())
-            self.notes.append(f"{given}: taken out, {reason}")
 
     def engines(self, fp16_supported: bool) -> None:
         """The blocks of the half precision engines: the plan does their work; what the user wrote must agree."""
-        policy, does = self.policy, f"the plan's precision={self.policy.precision!r}"
+        policy = self.policy
         for name in ("bf16", "bfloat16"):
-            block = self.config.pop(name, {})
-            if block.pop("enabled", False) and self._agrees(f"{name}.enabled", True, "bf16.enabled"):
-                self._taken_out(name, {"enabled": True}, f"{does} computes in bf16 itself")
-            self._taken_out(name, block, "the bf16 engine is off")
+            if self.config.pop(name, {}).get("enabled"):
+                self._compare(f"{name}.enabled", True, "bf16.enabled")
         block = self.config.pop("torch_autocast", {})
-        if block.get("enabled"):
-            dtype = block.get("dtype")
-            given = f"torch_autocast.enabled=True with dtype={dtype!r}"
-            if policy.mixed and dtype_of(dtype) == policy.compute_dtype:
-                self.notes.append(f"{given}: taken out, {does} enters autocast itself")
-            else:
-                fix = "set torch_autocast.enabled to false, or its dtype and the plan's precision to the same '-mixed'"
-                self._contradiction(given, f"precision={policy.precision!r} in the plan", fix)
+        if block.get("enabled") and not (policy.mixed and dtype_of(block.get("dtype")) == policy.compute_dtype):
+            given = f"torch_autocast.enabled=True with dtype={block.get('dtype')!r}"
+            self._contradiction(given, f"precision={policy.precision!r} in the plan")
         self.config |= {"bf16": {"enabled": False}, "torch_autocast": {"enabled": False}}
         block = self.config.pop("fp16", {})
         if "enabled" in block:
-            self._agrees("fp16.enabled", block.pop("enabled"))
+            self._compare("fp16.enabled", block["enabled"])
         if policy.compute_dtype != "fp16" or policy.loss_scaling is None:
-            self._taken_out("fp16", block, f"{does} has no loss scale")
             self.config["fp16"] = {"enabled": False}
             return
-        if not fp16_supported:
-            self.notes.append("fp16.enabled=False: DeepSpeed refuses this device, and the plan computes in fp16 itself")
-        auto_cast = block.pop("auto_cast", False)
-        if auto_cast:
-            self.notes.append("fp16.auto_cast=True: the engine casts floating inputs to fp16 before the forward")
-        scaling = self._scaling(block, policy.loss_scaling)
-        self.config["fp16"] = {"enabled": fp16_supported, "auto_cast": auto_cast, **scaling}
+        enabled = {"enabled": fp16_supported, "auto_cast": block.get("auto_cast", False)}
+        self.config["fp16"] = {**enabled, **self._scaling(block, policy.loss_scaling)}
 
     def _scaling(self, block: dict[str, Any], rule: LossScaling) -> dict[str, Any]:
-        """The loss scale as the plan says it, with a note on what DeepSpeed has no number or no key for."""
-        if "loss_scale" in block:
-            self._agrees("fp16.loss_scale", block.pop("loss_scale"))
-        if not rule.dynamic:
-            self._taken_out("fp16", block, "the plan's loss scale is static and DeepSpeed reads none of them")
-        for key in RULE if rule.dynamic else ():
+        """The loss scale as the plan says it; what DeepSpeed has no number for is left out, and the plan does it."""
+        for key in ("loss_scale", *(RULE if rule.dynamic else ())):
             if key in block:
-                self._agrees(f"fp16.{key}", block[key])
-        written: dict[str, Any] = {"loss_scale": SAYS["fp16.loss_scale"].value(self.policy)}
-        for key, (field, _) in RULE.items():
-            own = getattr(rule, field)
-            value = json_value(key, own)
-            if fits(key, value, rule.dynamic):
+                self._compare(f"fp16.{key}", block[key])
+        written: dict[str, Any] = {"loss_scale": loss_scale(self.policy)}
+        for key in RULE if rule.dynamic else ():
+            value = of_rule(key, self.policy)
+            if fits(key, value):
                 written[key] = int(value) if key == "min_loss_scale" else value
-            else:
-                needs = "a power of 2 >= 1" if key == "initial_scale_power" else "a whole number >= 1"
-                why = f"the plan's loss_scaling.{field}={own!r} is none, and applies all the same"
-                self.notes.append(f"fp16.{key}: left out, DeepSpeed takes {needs}; {why}")
-        unsaid = {field: getattr(rule, field) for field in _NO_KEY} if rule.dynamic else {}
-        given = ", ".join(f"{field}={value!r}" for field, value in unsaid.items() if value != _NO_KEY[field])
-        if given:
-            note = f"loss_scaling: DeepSpeed's JSON has no key for {given}; the plan's rule carries them out"
-            self.notes.append(note)
         return written
 
     def dtypes(self) -> None:
         """``communication_data_type`` and ``data_types``: what gradients are sent and summed in."""
         if _SENT in self.config:
-            self._agrees(_SENT, self.config[_SENT])
+            self._compare(_SENT, self.config[_SENT])
         self.config[_SENT] = self.policy.reduce_dtype
         types = self.config.pop("data_types", {})
         for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
             # Taken out even where it agrees: the engine would cast, pins included, or refuse what is not its own mode.
             dtype = types.pop(key, None)
-            if dtype is not None and self._agrees(f"data_types.{key}", dtype) and key != "grad_accum_dtype":
-                self._taken_out("data_types", {key: dtype}, "the plan stores in it itself")
+            if dtype is not None:
+                self._compare(f"data_types.{key}", dtype)
         self.config["data_types"] = {**types, "grad_accum_dtype": "fp32"}
 
     def zero(self, stage: int, offload: Mapping[str, bool]) -> None:
@@ -221,39 +158,27 @@ class _Merge:
         if stage not in (1, 2, 3):
             self.faults.add(f"stage={stage!r}", "1, 2, 3", "choose 'ddp' for training without shards")
         if zero.get("stage", stage) != stage:
-            self._against_strategy(f"zero_optimization.stage={zero['stage']!r}", f"stage={stage!r}")
+            self._contradiction(f"zero_optimization.stage={zero['stage']!r}", f"stage={stage!r} in the strategy")
         # The deprecated flags as the blocks that took their place, which DeepSpeed refuses next to them.
         for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-            if zero.pop(old, False) and new not in zero:
-                zero[new] = {"device": "cpu"}
-                self.notes.append(f"zero_optimization.{old}=True: written as {new}, which took its place")
+            if zero.pop(old, False):
+                zero.setdefault(new, {"device": "cpu"})
         for name, wanted in offload.items():
-            self._offload(zero, name, wanted, stage)
+            if wanted and zero.get(name, {}).get("device") == "none":
+                given = f"zero_optimization.{name}.device='none'"
+                self._contradiction(given, f"{name.replace('param', 'parameters')}=True in the strategy")
+            if wanted:
+                zero[name] = {"device": "cpu", **zero.get(name, {})}
+        if stage in (1, 2) and zero.get("offload_param", {}).get("device", "none") != "none":
+            self.faults.add(f"offload_param with stage={stage}", "offloaded parameters at stage 3", "choose stage 3")
         self.config["zero_optimization"] = {**zero, "stage": stage}
 
-    def _against_strategy(self, given: str, chosen: str) -> None:
-        fix = "remove it from the JSON, or choose the strategy that says the same"
-        self._contradiction(given, f"{chosen} in the strategy", fix)
 
-    def _offload(self, zero: dict[str, Any], name: str, wanted: bool, stage: int) -> None:
-        where, given = f"zero_optimization.{name}", name in zero
-        block: dict[str, Any] = zero.pop(name, {})
-        if wanted and block.get("device") == "none":
-            self._against_strategy(f"{where}.device='none'", f"{_FLAGS[name]}=True")
-        if wanted:
-            block = {"device": "cpu", **block}
-        if wanted or given:
-            zero[name] = block
-        if name == "offload_param" and stage in (1, 2) and block.get("device", "none") != "none":
-            given_as = f"{_FLAGS[name]}=True" if wanted else f"{where}={block!r}"
-            self.faults.add(f"{given_as} with stage={stage}", "offloaded parameters at stage 3", "choose stage 3")
-
-
-def fits(key: str, value: Any, dynamic: bool) -> bool:
-    """Whether DeepSpeed takes a value (precision_config.DeepSpeedFP16Config); it does not look at a static floor."""
+def fits(key: str, value: Any) -> bool:
+    """Whether DeepSpeed takes a value of a dynamic scale (precision_config.DeepSpeedFP16Config)."""
     if key == "initial_scale_power":
         return value is not None and value >= 0
-    return key != "min_loss_scale" or (value == int(value) and (value >= 1 or not dynamic))
+    return key != "min_loss_scale" or (value == int(value) and value >= 1)
 
 
 def add_trainer(

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_mp.deepspeed_config.merge import add_trainer, compose, fits
 from lightning_mp.deepspeed_config.read import read_policy
-from lightning_mp.deepspeed_config.schema import SUBJECT, check, json_value
+from lightning_mp.deepspeed_config.schema import SUBJECT, check, of_rule
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
 
@@ -35,7 +35,7 @@ def write_policy(policy: PrecisionPolicy, trainer: Mapping[str, Any], **sharding
     mode = policy if policy.precision != "auto" else replace(policy, precision="32-true", loss_scaling=None)
     composed: dict[str, Any] = {}
     try:
-        composed = compose(mode, **sharding).config
+        composed = compose(mode, **sharding)
     except PlanError as error:
         faults.extend(error.faults)
     faults.raise_if_any()
@@ -65,21 +65,18 @@ def _check(policy: PrecisionPolicy, faults: Faults) -> None:
     rule = policy.loss_scaling
     if rule is None or not rule.dynamic:
         return
-    checks: tuple[tuple[str, bool, str, str], ...] = (
-        ("growth_factor", rule.growth_factor == 2, "2.0, DeepSpeed's only one", "write growth_factor=2.0"),
-        ("backoff_factor", rule.backoff_factor == 0.5, "0.5, DeepSpeed's only one", "write backoff_factor=0.5"),
-        ("growth_delay", rule.growth_delay <= 1, "1, DeepSpeed's only one (or 0)", "write growth_delay=1"),
-        ("init_scale", _said("initial_scale_power", rule.init_scale), "a power of 2 >= 1", "65536.0 is the default"),
-        ("min_scale", _said("min_loss_scale", rule.min_scale), "a whole number >= 1", "write min_scale=1.0"),
-        ("max_scale", rule.max_scale in (None, math.inf), "inf (or None): DeepSpeed has no ceiling", "leave it out"),
-    )
-    for name, fine, allowed, fix in checks:
+    checks: Mapping[str, tuple[bool, str]] = {
+        "growth_factor": (rule.growth_factor == 2, "2.0"),
+        "backoff_factor": (rule.backoff_factor == 0.5, "0.5"),
+        "growth_delay": (rule.growth_delay <= 1, "1, or 0"),
+        "init_scale": (fits("initial_scale_power", of_rule("initial_scale_power", policy)), "a power of 2 >= 1"),
+        "min_scale": (fits("min_loss_scale", rule.min_scale), "a whole number >= 1"),
+        "max_scale": (rule.max_scale in (None, math.inf), "inf, or None"),
+    }
+    for name, (fine, allowed) in checks.items():
         if not fine:
-            faults.add(f"loss_scaling.{name}={getattr(rule, name)!r}", allowed, fix)
-
-
-def _said(key: str, value: float) -> bool:
-    return fits(key, json_value(key, value), dynamic=True)
+            given = f"loss_scaling.{name}={getattr(rule, name)!r}"
+            faults.add(given, f"{allowed}, which DeepSpeed does", f"write that, or {_ITSELF}")
 
 
 def _without_key(policy: PrecisionPolicy, back: PrecisionPolicy) -> list[str]:

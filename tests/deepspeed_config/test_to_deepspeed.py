@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mp import Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, PlanError
+from lightning_mp import Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite
 from lightning_mp.deepspeed_config.merge import compose
-from support.deepspeed_json import DEEPSPEED, OFF, WHOLE_FP16, faults_of, the_fault
+from support.deepspeed_json import DEEPSPEED, WHOLE_FP16, faults_of, the_fault
 
 WRITABLE = ("32-true", "bf16-mixed", "16-mixed")
 BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+
+
+@pytest.fixture(scope="session")
+def parse() -> Callable[[dict[str, Any]], Any]:
+    """DeepSpeed's own reading of a config; without a process group it takes the world for one rank."""
+    return pytest.importorskip("deepspeed.runtime.config").DeepSpeedConfig
 
 
 def plan(precision: str = "16-mixed", **fields: Any) -> MixedPrecisionPlan:
@@ -72,8 +77,8 @@ def test_the_plans_own_strategies_get_the_same_but_for_the_bf16_engine(precision
     written = plan(precision).to_deepspeed(stage=stage, offload_optimizer=True)
     alone = compose(policy, stage=stage, offload_optimizer=True)
     merged = compose(policy, written, stage=stage, offload_optimizer=True)
-    assert {key: value for key, value in merged.config.items() if key not in BATCH} == alone.config
-    changed = {key for key in alone.config if written[key] != alone.config[key]}
+    assert {key: value for key, value in merged.items() if key not in BATCH} == alone
+    changed = {key for key in alone if written[key] != alone[key]}
     assert changed == ({"bf16"} if precision == "bf16-mixed" else set())
 
 
@@ -82,22 +87,6 @@ def test_longspecs_block_key_for_key() -> None:
     assert config["fp16"] == WHOLE_FP16
     assert list(config["fp16"]) == list(WHOLE_FP16)
     assert MixedPrecisionPlan.from_deepspeed({"fp16": WHOLE_FP16}).to_deepspeed(stage=1) == config
-
-
-def test_the_whole_of_a_bf16_plan() -> None:
-    assert plan("bf16-mixed").to_deepspeed(stage=3, offload_parameters=True) == {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "fp16": OFF,
-        "bf16": {"enabled": True, "check_grad_overflow": True},
-        "torch_autocast": OFF,
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
 
 
 def test_a_path_gets_the_same_as_json(tmp_path: Path, parse: Callable[..., Any]) -> None:
@@ -111,11 +100,8 @@ def test_a_path_gets_the_same_as_json(tmp_path: Path, parse: Callable[..., Any])
 REFUSED: list[tuple[MixedPrecisionPlan, list[str]]] = [
     (plan(loss_scaling=LossScaling(growth_factor=4.0)), ["loss_scaling.growth_factor=4.0"]),
     (plan(loss_scaling=LossScaling(backoff_factor=0.25)), ["loss_scaling.backoff_factor=0.25"]),
-    (plan(loss_scaling=LossScaling(growth_delay=2)), ["loss_scaling.growth_delay=2"]),
-    (plan(loss_scaling=LossScaling(init_scale=3000)), ["loss_scaling.init_scale=3000"]),
     (plan(loss_scaling=LossScaling(init_scale=0.5, min_scale=0)), ["init_scale=0.5", "min_scale=0"]),
     (plan(loss_scaling=LossScaling(max_scale=2.0**20)), ["loss_scaling.max_scale=1048576.0"]),
-    (plan(loss_scaling=LossScaling.torch()), ["loss_scaling.min_scale=0.0"]),
     (plan(loss_scaling=LossScaling(min_scale=1.5)), ["loss_scaling.min_scale=1.5"]),
     (plan("bf16-true"), ["precision='bf16-true'"]),
     (plan("16-true", loss_scaling=LossScaling(growth_factor=3)), ["precision='16-true'", "growth_factor=3"]),
@@ -171,35 +157,3 @@ def test_what_json_has_no_key_for_stands_in_a_comment(
         lines
     )
     assert parse(config).float16_config.enabled
-
-
-rules = st.builds(
-    LossScaling,
-    init_scale=st.sampled_from([2.0**16, 2.0**20, 3000.0]),
-    growth_factor=st.sampled_from([2.0, 2, 3.0]),
-    backoff_factor=st.sampled_from([0.5, 0.5, 0.25]),
-    growth_interval=st.integers(1, 9),
-    growth_delay=st.integers(0, 2),
-    hysteresis=st.integers(1, 4),
-    consecutive_hysteresis=st.booleans(),
-    min_scale=st.sampled_from([0.0, 1.0, 2, 1.5]),
-    max_scale=st.sampled_from([None, math.inf, 2.0**30]),
-    at_min=st.sampled_from(["hold", "raise"]),
-    dynamic=st.sampled_from([True, True, False]),
-)
-
-
-@given(rule=rules)
-def test_any_rule_is_said_whole_refused_or_told_of(rule: LossScaling) -> None:
-    try:
-        config = plan(loss_scaling=rule).to_deepspeed(stage=2)
-    except PlanError:
-        return
-    back = MixedPrecisionPlan.from_deepspeed(config).policy.loss_scaling
-    assert back is not None
-    told = " ".join(config.get("_comment", []))
-    fields = ("init_scale", "dynamic") if not rule.dynamic else LossScaling.__dataclass_fields__
-    edges = ("growth_delay", "max_scale", "at_min")
-    for field in fields:
-        same = getattr(back, field) == getattr(rule, field)
-        assert same or (field in edges and f"loss_scaling.{field}=" in told)

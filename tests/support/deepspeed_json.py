@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from lightning_mp.deepspeed_config.merge import Composed, add_trainer, compose
+from lightning_mp.deepspeed_config.merge import add_trainer, compose
 from lightning_mp.deepspeed_config.schema import BLOCKS, REFUSED
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
@@ -43,7 +43,7 @@ def policy(precision: str = "16-mixed", **fields: Any) -> PrecisionPolicy:
     return PrecisionPolicy(precision=precision, **fields)
 
 
-def composed(precision: str = "16-mixed", user: Any = None, /, *, stage: int = 2, **words: Any) -> Composed:
+def composed(precision: str = "16-mixed", user: Any = None, /, *, stage: int = 2, **words: Any) -> dict[str, Any]:
     """``compose`` for a precision; LossScaling.deepspeed() is the rule where there is one."""
     flags = {
         name: words.pop(name) for name in ("offload_optimizer", "offload_parameters", "fp16_supported") & words.keys()

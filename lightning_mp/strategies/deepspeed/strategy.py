@@ -123,9 +123,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
             offload_parameters=self._offloads[1],
             fp16_supported=bool(cast("Any", get_accelerator()).is_fp16_supported()),
         )
-        for note in composed.notes:
-            rank_zero_info(f"DeepSpeed config: {note}")
-        return merge.over(self._host_defaults, composed.config)
+        return merge.over(self._host_defaults, composed)
 
     def _load_config(self, config: Json | None) -> None:
         """Nothing: the JSON is merged with the plan's, and Lightning's defaults stand below both."""
