@@ -67,7 +67,7 @@ def render(comparison: Comparison) -> str:
     return document(
         Path(__file__).with_name("compare.html.j2"),
         title=f"{' and '.join(names)} compared" if len(names) == 2 else f"{len(names)} plans compared",
-        payload={"charts": drawn, "steps": [1, comparison.steps], "running": False},
+        payload={"charts": drawn, "steps": [1, comparison.steps]},
         runs=runs,
         words=[about["module"], about["machine"]["device"], _seeds(comparison), f"{comparison.steps} steps a run"],
         failed=[(plan.name, run) for plan in plans for run in plan.failed],

@@ -111,47 +111,26 @@ KNOWN: tuple[Panel, ...] = (
 )
 
 
-def lay_out(runs: Sequence[Run]) -> tuple[list[Panel], list[str]]:
-    """The charts of what ``runs`` recorded, and a sentence each on what there is no room for."""
+def lay_out(runs: Sequence[Run]) -> list[Panel]:
+    """The charts of what ``runs`` recorded; several are compared by the first line of each."""
     found = list(dict.fromkeys(name for run in runs for name, series in run.series.items() if series.finite))
     known = [_with_groups(panel, found) for panel in KNOWN]
     drawn = [
         replace(panel, lines={name: text for name, text in panel.lines.items() if name in found}) for panel in known
     ]
-    others = _others([name for name in found if not any(name in panel.lines for panel in known)], len(runs) == 1)
-    panels, notes = [panel for panel in drawn if panel.lines] + others[:MAX_OTHERS], list[str]()
-    if len(others) > MAX_OTHERS:
-        notes.append(f"{len(others) - MAX_OTHERS} more readings than there is room for: not drawn")
-    if len(runs) > 1:
-        notes += [
-            f"{panel.title}: compared for {next(iter(panel.lines.values()))!r} only; its other lines are in each run's "
-            "own report"
-            for panel in panels
-            if any(name not in _ALONE for name in list(panel.lines)[1:])
-        ]
-        panels = [single for panel in panels for single in _split(panel)]
-    notes += [
-        f"{panel.title}: {len(panel.lines) - MAX_LINES} more lines than can be told apart"
-        for panel in panels
-        if len(panel.lines) > MAX_LINES
+    others = [
+        Panel(name, "as logged", {name: name}) for name in found if not any(name in panel.lines for panel in known)
     ]
-    return [replace(panel, lines=dict(list(panel.lines.items())[:MAX_LINES])) for panel in panels], notes
+    panels = [panel for panel in drawn if panel.lines] + others[:MAX_OTHERS]
+    if len(runs) > 1:
+        panels = [single for panel in panels for single in _split(panel)]
+    return [replace(panel, lines=dict(list(panel.lines.items())[:MAX_LINES])) for panel in panels]
 
 
 def _with_groups(panel: Panel, found: Sequence[str]) -> Panel:
     start = f"{next(iter(panel.lines))}/"
     groups = {name: name.removeprefix(start) for name in found if "grouped" in panel.traits and name.startswith(start)}
     return replace(panel, lines={**panel.lines, **groups})
-
-
-def _others(found: Sequence[str], together: bool) -> list[Panel]:
-    """Charts for readings of unknown meaning; ``together``, names that share their first parts share a chart."""
-    families: dict[str, dict[str, str]] = {}
-    for name in found:
-        family, _, label = name.rpartition("/")
-        title = family if together and "/" in family else name
-        families.setdefault(title, {})[name] = label if title == family else name
-    return [Panel(title, "as logged", lines) for title, lines in families.items()]
 
 
 def _split(panel: Panel) -> Iterator[Panel]:
@@ -231,32 +210,21 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def _line(panel: Panel, drawn: Series, name: str, meta: dict[str, Any], dashed: str) -> list[dict[str, Any]]:
-    """The line through the readings, broken where there is none and where the steps go back; a cross for each gap."""
-    steps: list[int | None] = []
-    values: list[float | None] = []
-    for step, value in zip(drawn.steps, drawn.values, strict=True):
-        if steps and steps[-1] is not None and step < steps[-1]:
-            steps.append(None)
-            values.append(None)
-        steps.append(step)
-        values.append(value)
-    around = zip([None, *values], values, [*values[1:], None], strict=False)
-    # A reading with none next to it, which a line would not show.
-    alone = [value is not None and before is None and after is None for before, value, after in around]
+    """The line through the readings, broken where one is not finite: there it has a cross."""
     few = len(drawn.steps) <= _FEW and "stepped" not in panel.traits
     curve: dict[str, Any] = {
         "type": "scatter",
-        "x": steps,
-        "y": values,
+        "x": drawn.steps,
+        "y": drawn.values,
         "name": name,
-        "mode": "lines+markers" if few or any(alone) else "lines",
+        "mode": "lines+markers" if few else "lines",
         "line": {"width": 1.8, "dash": dashed, "shape": "hv" if "stepped" in panel.traits else "linear"},
         "hovertemplate": _HOVER[panel.scale],
         "connectgaps": False,
         "meta": {"role": "curve", **meta},
     }
-    if few or any(alone):
-        curve["marker"] = {"size": 4 if few else [5 if single else 0 for single in alone]}
+    if few:
+        curve["marker"] = {"size": 4}
     gaps = [step for step, value in zip(drawn.steps, drawn.values, strict=True) if value is None]
     cross = _symbols(gaps, 0.0, "x-thin", 8, ["no number"] * len(gaps), meta={"role": "gap", **meta})
     return [curve, {**cross, "name": name, "hovertemplate": "%{text}"}] if gaps else [curve]

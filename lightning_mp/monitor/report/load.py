@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.metric_names import FP8_AMAX, FP8_FLUSHED, FP8_SCALE, STEP
@@ -16,8 +15,6 @@ from lightning_mp.monitor.run_folder import AUDIT, EVENTS, FINDINGS, FP8, METRIC
 #: What a run writes, and a report reads.
 FILES = (METRICS, EVENTS, FP8, RUN, AUDIT, FINDINGS)
 _OPERANDS_DRAWN = 8
-# What a line or a document that is cut off, or is no JSON of ours, may raise where it is read.
-_DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(slots=True)
@@ -30,7 +27,7 @@ class Series:
     def add(self, step: int, value: float | None) -> None:
         """Append a reading."""
         self.steps.append(step)
-        self.values.append(value)
+        self.values.append(value if value is None or math.isfinite(value) else None)
 
     @property
     def finite(self) -> list[float]:
@@ -78,64 +75,50 @@ def is_run(path: Path) -> bool:
 def load(path: Path, name: str) -> Run:
     """Read the folder ``path``; ``name`` is what the report calls the run."""
     run = Run(path, name)
-    _read_lines(run, METRICS, _take_reading)
-    if not run.series and not run.faults:
+    for row in _lines(run, METRICS):
+        step = row.pop(STEP)
+        for reading, value in row.items():
+            run.series.setdefault(reading, Series()).add(step, value)
+    if not run.series:
         run.faults.append(f"{METRICS} holds no reading yet" if (path / METRICS).exists() else f"{METRICS} is missing")
-    _read_lines(run, EVENTS, lambda run, row: run.events.append(Event.from_dict({**row, STEP: int(row[STEP])})))
-    _read_lines(run, FP8, _take_operands)
+    run.events = [Event.from_dict(row) for row in _lines(run, EVENTS)]
+    for row in _lines(run, FP8):
+        for layer, operands in row["layers"].items():
+            for operand, numbers in operands.items():
+                for number, value in numbers.items():
+                    run.fp8.setdefault((layer, operand, number), Series()).add(row[STEP], value)
     _chart_operands(run)
-    run.about = _document(run, RUN, dict[str, Any]) or {}
-    if not (path / RUN).exists():
-        run.faults.append(f"{RUN} is missing: status, machine, versions and plan are unknown")
-    run.audit = _document(run, AUDIT, lambda found: _rows(found["rows"]))
-    run.findings = _document(run, FINDINGS, lambda found: _rows(found["findings"]))
+    run.about = _document(run, RUN) or {}
+    run.audit = (_document(run, AUDIT) or {}).get("rows")
+    run.findings = (_document(run, FINDINGS) or {}).get("findings")
     return run
 
 
-def _read_lines(run: Run, name: str, take: Callable[[Run, dict[str, Any]], None]) -> None:
-    """Hand every line of JSON to ``take``; say how many lines could not be read."""
-    if not (run.path / name).is_file():
-        return
-    lines = [line for line in (run.path / name).read_bytes().splitlines() if line.strip()]
-
-    def damaged(line: bytes) -> bool:
-        try:
-            take(run, json.loads(line))
-        except _DAMAGE:
-            return True
-        return False
-
-    bad = sum(map(damaged, lines))
-    if bad:
-        run.faults.append(f"{name} is damaged: {bad:,} of {len(lines):,} lines cannot be read")
+def _lines(run: Run, name: str) -> list[dict[str, Any]]:
+    """Every line of JSON; a run that was killed leaves one that is cut off, which is said."""
+    path = run.path / name
+    rows = [_parsed(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
+    found = [row for row in rows if isinstance(row, dict) and STEP in row]
+    if len(found) < len(rows):
+        run.faults.append(f"{name} is damaged: {len(rows) - len(found):,} of {len(rows):,} lines cannot be read")
+    return found
 
 
-def _document(run: Run, name: str, take: Callable[[Any], Any]) -> Any:
-    """What ``take`` makes of a whole file of JSON; ``None`` where it is not there or cannot be read."""
-    if not (run.path / name).is_file():
-        return None
+def _parsed(line: bytes) -> Any:
     try:
-        return take(json.loads((run.path / name).read_bytes()))
-    except _DAMAGE:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _document(run: Run, name: str) -> Any:
+    """A whole file of JSON; ``None`` where it is not there or cannot be read."""
+    path = run.path / name
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else None
+    except ValueError:
         run.faults.append(f"{name} is damaged and left out")
         return None
-
-
-def _rows(found: Any) -> list[dict[str, Any]]:
-    return [dict(row) for row in cast("list[dict[str, Any]]", found)]
-
-
-def _take_reading(run: Run, row: dict[str, Any]) -> None:
-    step = int(row.pop(STEP))
-    for name, value in {name: _finite(value) for name, value in row.items()}.items():
-        run.series.setdefault(name, Series()).add(step, value)
-
-
-def _take_operands(run: Run, row: dict[str, Any]) -> None:
-    for layer, operands in row["layers"].items():
-        for operand, numbers in operands.items():
-            for name, value in numbers.items():
-                run.fp8.setdefault((layer, operand, name), Series()).add(int(row[STEP]), _finite(value))
 
 
 def _chart_operands(run: Run) -> None:
@@ -153,7 +136,3 @@ def _chart_operands(run: Run) -> None:
         for name, family in (("flushed", FP8_FLUSHED), ("amax", FP8_AMAX), ("scale", FP8_SCALE)):
             if (layer, operand, name) in run.fp8:
                 run.series[f"{family}/{layer} {operand}"] = run.fp8[layer, operand, name]
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)

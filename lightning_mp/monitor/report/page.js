@@ -1,15 +1,13 @@
 "use strict";
-// Draws the charts, keeps their steps aligned while one of them is zoomed, follows the system's light or dark mode, and
-// on a served page asks for news.
+// Draws the charts, keeps their steps aligned while one of them is zoomed, and follows the system's light or dark mode.
 (() => {
-  const REFRESH = 3000;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   // On a touch screen a finger that moves over a chart scrolls the page; the buttons above the charts zoom.
   const touch = matchMedia("(pointer: coarse)");
   const hidden = new Set();
   // Charts whose axis the reader switched, to "log" or "linear".
   const kinds = new Map();
-  let content = JSON.parse(document.getElementById("payload").textContent);
+  const content = JSON.parse(document.getElementById("payload").textContent);
   let zoom = null;
 
   function themed() {
@@ -190,45 +188,8 @@
     draw();
   });
 
-  function refreshText(html) {
-    const page = new DOMParser().parseFromString(html, "text/html");
-    for (const next of page.querySelectorAll("main > section:not(#charts)")) {
-      const place = document.getElementById(next.id);
-      if (place.dataset.shown === next.innerHTML) continue;
-      const open = [...place.querySelectorAll("details[open]")].map((one) => one.id);
-      place.dataset.shown = next.innerHTML;
-      place.innerHTML = next.innerHTML;
-      for (const one of place.querySelectorAll("details")) one.open = open.includes(one.id);
-    }
-  }
-
-  async function refresh(status) {
-    try {
-      const answer = await fetch(`data.json?seen=${encodeURIComponent(content.version || "")}`, { cache: "no-store" });
-      if (!answer.ok) throw new Error(await answer.text());
-      if (answer.status !== 204) {
-        content = await answer.json();
-        refreshText(content.page);
-        for (const one of document.querySelectorAll(".chart")) {
-          if (!content.charts.some((chart) => one.id === `chart-${chart.key}`)) one.remove();
-        }
-        await draw();
-      }
-      status.textContent = content.running ? "live" : "live; the run has ended";
-    } catch (error) {
-      status.textContent = `no news: ${error.message}; trying again`;
-    }
-    setTimeout(refresh, REFRESH, status);
-  }
-
   dark.addEventListener("change", draw);
   touch.addEventListener("change", draw);
   document.documentElement.dataset.drawn = "no";
   draw().then(() => { document.documentElement.dataset.drawn = "yes"; });
-  if (document.body.dataset.live !== undefined) {
-    const status = document.body.appendChild(document.createElement("div"));
-    status.id = "live";
-    status.textContent = "live";
-    setTimeout(refresh, REFRESH, status);
-  }
 })();

@@ -59,7 +59,7 @@ def write_report(
     if target.is_dir():
         fault = Fault(f"output={str(target)!r}, a folder", "the name of a file", f"write {str(target / REPORT)!r}")
         raise PlanError([fault], "report")
-    put(target, render(load_runs(folders), title=title, not_run=not_run or {}))
+    put(target, document(_HERE / "report.html.j2", **_content(load_runs(folders), title, not_run or {})))
     return target
 
 
@@ -110,38 +110,17 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def render(
-    runs: Sequence[Run],
-    *,
-    title: Sequence[str] = (),
-    not_run: Mapping[str, str] | None = None,
-    live: bool = False,
-) -> str:
-    """The whole page; a ``live`` one asks its server for news.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
-    """
-    return document(_HERE / "report.html.j2", **_content(runs, title, not_run or {}), live=live)
-
-
-def news(runs: Sequence[Run]) -> dict[str, Any]:
-    """All that changes while a run goes on: the page without its scripts, and what they draw."""
-    content = _content(runs, (), {})
-    return {**content["payload"], "page": _template(_HERE / "report.html.j2").render(content, live=True, plotly=None)}
-
-
 def document(template: Path, *, title: str, payload: Mapping[str, Any], **context: Any) -> str:
     """A page in the report's style that fetches nothing: ``template`` extends ``base.html.j2``.
 
     ``payload`` is what the page's script draws: ``charts`` (each of :func:`~lightning_mp.monitor.report.charts.draw`),
-    ``steps`` (the first and the last) and ``running``. ``runs`` in ``context`` are objects with a ``name``; several
+    ``steps`` (the first and the last). ``runs`` in ``context`` are objects with a ``name``; several
     have a legend above the charts.
 
     Raises:
         MissingExtraError: plotly is not installed.
     """
-    context = {"live": False, "runs": (), **context, "title": title, "payload": payload}
+    context = {"runs": (), **context, "title": title, "payload": payload}
     return _template(template).render(context, plotly=plotly_script())
 
 
@@ -187,7 +166,6 @@ def _dotted(name: Any) -> Markup:
 
 
 def _content(runs: Sequence[Run], title: Sequence[str], not_run: Mapping[str, str]) -> dict[str, Any]:
-    panels, left_out = lay_out(runs)
     steps = [step for run in runs for series in run.series.values() for step in series.steps]
     steps += [event.step for run in runs for event in run.alerts]
     heading, *lines = title or [runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"]
@@ -204,11 +182,9 @@ def _content(runs: Sequence[Run], title: Sequence[str], not_run: Mapping[str, st
         "alerts": [item for item in events if item[1].is_alert],
         "notices": [item for item in events if not item[1].is_alert],
         "fp8": [(run, _fp8_layers(run)) for run in runs if run.fp8 or run.about.get("fp8_layers")],
-        "left_out": left_out,
         "payload": {
-            "charts": [draw(panel, runs) for panel in panels],
+            "charts": [draw(panel, runs) for panel in lay_out(runs)],
             "steps": [min(steps), max(steps)] if steps else [0, 1],
-            "running": any(state(run) == "running" for run in runs),
         },
     }
 

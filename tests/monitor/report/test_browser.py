@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import pytest
 from playwright.sync_api import Browser
 
 from lightning_mp.monitor.report import write_report
-from lightning_mp.monitor.report.serve import ReportServer
 from monitor.report.browser import DESKTOP, PHONE, Shown, chromium
-from monitor.report.runs import COLLAPSE, OVERFLOWS, SPIKE, reading, values, write_run
-from monitor.report.test_writing import HOSTILE
+from monitor.report.runs import COLLAPSE, OVERFLOWS, SPIKE, values, write_run
+from monitor.report.test_report import HOSTILE
 
 pytestmark = pytest.mark.slow
 
@@ -117,42 +115,6 @@ def test_a_phone_has_one_column_and_nothing_to_scroll_sideways(show: Show, addre
     assert len({chart["box"]["left"] for chart in show(address).charts().values()}) == 2  # on a desk, two
 
 
-def test_a_finger_scrolls_the_page_over_a_chart_and_buttons_zoom(show: Show, address: str) -> None:
-    shown = show(address, **PHONE)
-    assert shown.page.evaluate("document.querySelector('.plot')._fullLayout.dragmode") is False
-    before = shown.charts()["Loss"]["x"]
-    shown.page.tap("[data-zoom=in]")
-    shown.frames()
-    ranges = {tuple(chart["x"]) for chart in shown.charts().values()}
-    assert len(ranges) == 1
-    ((low, high),) = ranges
-    assert before[0] < low < high < before[1]
-    shown.page.tap("[data-zoom=all]")
-    shown.frames()
-    assert shown.charts()["Loss"]["x"] == before
-
-
-def test_dark_and_light_follow_the_system_at_once(show: Show, address: str) -> None:
-    shown = show(address)
-    light = shown.charts()
-    back = "getComputedStyle(document.body).backgroundColor"
-    light_page = shown.page.evaluate(back)
-    shown.page.evaluate("document.querySelector('[data-zoom=in]').click()")
-    shown.frames()
-    zoomed = shown.charts()["Loss"]["x"]
-    shown.page.emulate_media(color_scheme="dark")
-    shown.frames()
-    dark = shown.charts()
-    assert shown.page.evaluate(back) != light_page
-    for title, chart in dark.items():
-        assert chart["back"] != light[title]["back"]
-        assert chart["curves"][0]["colour"] != light[title]["curves"][0]["colour"]
-        assert chart["x"] == zoomed
-    shown.page.emulate_media(color_scheme="light")
-    shown.frames()
-    assert shown.charts()["Loss"]["back"] == light["Loss"]["back"]
-
-
 def test_zoom_in_one_chart_is_zoom_in_all_and_fits_the_height(show: Show, address: str) -> None:
     shown = show(address)
     before = shown.charts()
@@ -173,20 +135,6 @@ def test_zoom_in_one_chart_is_zoom_in_all_and_fits_the_height(show: Show, addres
     shown.frames()
     shown.page.wait_for_timeout(400)
     assert {title: chart["x"] for title, chart in shown.charts().items()} == {t: c["x"] for t, c in before.items()}
-
-
-def test_hovering_tells_the_reading_and_the_alert(show: Show, address: str) -> None:
-    shown = show(address)
-    shown.page.locator("[id='chart-Gradient norm']").scroll_into_view_if_needed()
-    box = shown.page.locator("[id='chart-Gradient norm'] .nsewdrag").first.bounding_box()
-    assert box is not None
-    low, high = shown.charts()["Gradient norm"]["x"]
-    shown.page.mouse.move(box["x"] + box["width"] * (SPIKE - low) / (high - low), box["y"] + box["height"] / 2)
-    hover = shown.page.locator("[id='chart-Gradient norm'] .hoverlayer")
-    hover.locator("text=grad norm spike").first.wait_for()
-    text = hover.text_content() or ""
-    assert "all parameters : 101" in text
-    assert "rank 1, module 'net.3'" in text
 
 
 def test_an_alert_leads_to_its_step(show: Show, address: str) -> None:
@@ -212,22 +160,6 @@ def test_runs_and_lines_can_be_hidden_and_brought_back(show: Show, address: str,
     assert [curve["visible"] for curve in shown.charts()["Loss"]["curves"]] == [True, True]
 
 
-def test_an_axis_can_be_made_logarithmic_and_linear_again(show: Show, address: str) -> None:
-    shown = show(address)
-    linear = shown.charts()["Loss"]["y"]
-    shown.page.click("[id='chart-Loss'] .kind")
-    shown.frames()
-    log = shown.charts()["Loss"]["y"]
-    assert 10 ** log[0] < 7 / 30**0.5 < 7 / 3**0.5 < 10 ** log[1]
-    assert 10 ** log[1] < linear[1] + 1
-    shown.page.click("[id='chart-Loss'] .kind")
-    shown.page.click("[id='chart-Gradient norm'] .kind")
-    shown.frames()
-    assert shown.charts()["Loss"]["y"] == linear
-    assert shown.charts()["Gradient norm"]["y"][1] > SPIKE
-    assert shown.page.locator("[id='chart-Loss scale'] .kind").is_hidden()
-
-
 def test_markup_from_files_does_nothing(show: Show, tmp_path: Path) -> None:
     folder = write_run(tmp_path, module=HOSTILE, status="failed", error=HOSTILE)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -237,29 +169,3 @@ def test_markup_from_files_does_nothing(show: Show, tmp_path: Path) -> None:
     assert HOSTILE in shown.charts()
     assert shown.page.evaluate("window.hurt === undefined && document.querySelectorAll('main img').length === 0")
     assert HOSTILE in (shown.page.locator("[id='chart-Gradient norm'] .keys").text_content() or "")
-
-
-def test_a_served_page_follows_the_run_and_keeps_its_zoom(show: Show, tmp_path: Path) -> None:
-    folder = write_run(tmp_path, status="running")
-    with ReportServer(folder, 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            shown = show(server.url)
-            shown.page.click("summary >> nth=0")
-            shown.page.click("[data-zoom=in]")
-            shown.frames()
-            zoomed = shown.charts()["Loss"]["x"]
-            with (folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": 31, **reading(31), "new/reading": 1.0}) + "\n")
-            shown.page.wait_for_selector("text=new/reading")
-            shown.frames()
-            charts = shown.charts()
-            assert charts["Loss"]["curves"][0]["y"][-1] == reading(31)["train/loss"]
-            assert {tuple(chart["x"]) for chart in charts.values()} == {tuple(zoomed)}
-            assert "step 31" in (shown.page.text_content("#head") or "")
-            assert shown.page.locator("details[open]").count() == 1
-            assert shown.page.text_content("#live") == "live"
-        finally:
-            server.shutdown()
-            thread.join()
