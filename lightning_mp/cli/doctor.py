@@ -55,9 +55,8 @@ def doctor(
 def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Device | None) -> list[Finding]:
     """What :func:`lightning_mp.doctor` finds. The model may be any ``torch.nn.Module``.
 
-    Without a plan the run is one of Lightning's own precisions: ``trainer.precision``. Where the memory of ``device``
-    is known, by default that of this machine, it is compared with what a batch of the data takes; data that give none
-    are told on stderr.
+    Without a plan the run is one of Lightning's own precisions: ``trainer.precision``. Data that give no batch for a
+    step are told on stderr.
     """
     from lightning_mp.cli import parts
     from lightning_mp.cli.config import SECTIONS, checked, composed
@@ -115,7 +114,7 @@ def _examined(
             strategy = parts.instantiated(strategy, "strategy", faults)
     faults.raise_if_any()
     case = case_of(model, plan, strategy, trainer, target=device)
-    if isinstance(model, LightningModule) and (case.device.memory is not None or not missing.found):
+    if isinstance(model, LightningModule) and not missing.found:
         case = replace(case, rows=_batch(config, model, missing))
     return examine(case)
 
@@ -125,11 +124,11 @@ def _batch(config: dict[str, Any], model: Any, faults: Faults) -> Any:
     from lightning_mp.cli import parts
 
     try:
-        loaders = {} if faults.found else parts.data(config, faults)
+        loaders = parts.data(config, faults)
         faults.raise_if_any()
         return next(iter(parts.training_batches(loaders, model)))
     except Exception as error:  # of the user's data
-        said = f"no batch, memory is looked at without activations: {type(error).__name__}: {one_line(error)}"
+        said = f"no batch, no step is tried: {type(error).__name__}: {one_line(error)}"
         typer.echo(f"lightning-mp doctor: {said}", err=True)
         return None
 

@@ -205,11 +205,6 @@ def own_reset(module: nn.Module) -> Callable[[], Any] | None:
     return reset if callable(reset) else None
 
 
-def is_loss(module: nn.Module) -> bool:
-    """Whether it is one of torch's losses, or made of one."""
-    return isinstance(module, cast("Any", nn.modules.loss)._Loss)
-
-
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether it is a batch norm of any dimension, torch's ``SyncBatchNorm`` included."""
     return isinstance(module, cast("Any", nn.modules.batchnorm)._BatchNorm)

@@ -31,12 +31,6 @@ CODES: dict[str, str] = {
     "accumulation_overflows": "LMP013",
     "schedule_counts_skips": "LMP014",
     "deepspeed_contradicts_trainer": "LMP015",
-    "fp8_converts_nothing": "LMP016",
-    "fp8_not_compiled": "LMP017",
-    "fp8_tensorwise_not_causal": "LMP018",
-    "updates_vanish": "LMP019",
-    "will_not_fit": "LMP020",
-    "pipeline_bubble": "LMP021",
     "precision_refused": "LMP022",
     "step_raises": "LMP023",
 }

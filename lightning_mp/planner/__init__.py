@@ -31,10 +31,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     predict_memory: Any
-    prediction_and_change: Any
     step_error: Any
 
-_ABOVE = {"predict_memory": "predict", "prediction_and_change": "fitting", "step_error": "run"}
+_ABOVE = {"predict_memory": "predict", "step_error": "run"}
 
 
 def __getattr__(name: str) -> Any:

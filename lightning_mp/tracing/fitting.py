@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.lightning import Strategy
 from lightning_mp.compat.torch_fake import leaves, mapped
 from lightning_mp.compat.transformers import block_classes
-from lightning_mp.planner.memory import MemoryPrediction, name_of
-from lightning_mp.policy import Checkpointing, PrecisionPolicy
+from lightning_mp.planner.memory import MemoryPrediction
+from lightning_mp.policy import Checkpointing
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.tracing.predict import predict_memory
 
@@ -107,55 +105,3 @@ def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: Memor
         line = int(guess + (memory - sizes[guess]) / slope) if slope > 0 else 2 * guess
         guess = min(max(line, low + 1), high - 1)
     return low, min(sizes.values())
-
-
-def prediction_and_change(
-    module: nn.Module,
-    batch: Any,
-    policy: PrecisionPolicy,
-    memory: float,
-    *,
-    strategy: str | Strategy,
-    devices: int,
-    trainer_args: Mapping[str, Any],
-) -> tuple[MemoryPrediction, str]:
-    """The prediction, and where it is above ``memory`` bytes the cheapest change that fits: what the doctor says.
-
-    ``strategy`` is left as it is.
-    """
-    plan = MixedPrecisionPlan.from_policy(policy)
-    run: dict[str, Any] = {"devices": devices, "trainer_args": trainer_args}
-
-    def another(there: MixedPrecisionPlan) -> Any:
-        made: Any = copy.deepcopy(strategy)
-        if getattr(made, "made_for", None) is not None:
-            made.made_for = there
-        return made
-
-    found = predict_memory(module, batch, plan, strategy=another(plan), **run)
-    if found.peak_bytes <= memory:
-        return found, ""
-    ways = {each.checkpointing: each for each in fits(module, batch, plan, memory, another, **run)}
-    sharded = name_of(strategy) not in ("auto", "ddp")
-    return found, _change(ways, plan, rows_of(batch), memory, sharded=sharded, devices=devices)
-
-
-def _change(
-    ways: Mapping[str, Fit], plan: MixedPrecisionPlan, rows: int, memory: float, *, sharded: bool, devices: int
-) -> str:
-    """Fewer rows, then recomputation, then ranks."""
-    own = "none" if plan.policy.checkpointing is None else plan.policy.checkpointing.mode
-    for each in (ways[own], *ways.values()):
-        said = [] if each.checkpointing == own else [f"checkpointing with mode={each.checkpointing!r}"]
-        if 0 < each.rows < rows:
-            said.append(f"micro-batches of {each.rows} and accumulate_grad_batches={-(-rows // each.rows)}")
-        if each.rows:
-            return f"use {', '.join(said)}"
-    least = list(ways.values())[-1]
-    held = sum(least.prediction.held[part] for part in ("parameters", "gradients", "optimizer_state"))
-    alone = least.least_bytes - held
-    for ranks in () if sharded else (2**power for power in range(1, 13)):
-        if ranks >= devices and alone + held / ranks <= memory:
-            also = "" if least.checkpointing == own else f" and checkpointing with mode={least.checkpointing!r}"
-            return f"use strategy='mp_fsdp2' on {ranks} devices{also}"
-    return "use more devices, or larger ones: neither fewer rows nor checkpointing is enough"

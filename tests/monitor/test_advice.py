@@ -7,30 +7,21 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import LossScaling, MixedPrecisionPlan
 from lightning_mp.callbacks import (
-    ActivationCheckpointing,
     DtypePinning,
-    EnableTF32,
-    NonFiniteGuard,
     PrecisionAudit,
     TrainingHealth,
 )
-from lightning_mp.errors import NonFiniteError
-from support import audit_faults, hf
-from support.doctor import A100, V100, Wrapped, found, net
+from support import audit_faults
 from support.models import FEATURES, Regression
-from support.nonfinite import Breaks
 from support.oracles import stock_for
 from support.running import fit
 
@@ -123,41 +114,6 @@ def test_alerts_of_a_run_in_fp16(planned: bool, tmp_path: Any) -> None:
         assert not {event.kind for event in mended.events if event.is_alert} & said.keys()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_what_the_guard_advises(tmp_path: Any) -> None:
-    guard = NonFiniteGuard(run_dir=tmp_path / "sick")
-    fit(Beyond(), **with_callback(pinned(False, "16-mixed", None), guard))
-    pins = pins_in(guard.events[-1].advice, planned=False)
-    mended = NonFiniteGuard(run_dir=tmp_path / "mended")
-    fit(Beyond(), **with_callback(pinned(False, "16-mixed", pins), mended))
-    assert mended.events == []
-
-
-def test_what_the_error_of_a_plan_advises() -> None:
-    stops = LossScaling(init_scale=1.0, min_scale=1.0, at_min="raise")
-    with pytest.raises(NonFiniteError) as error:
-        fit(Breaks("gradient"), plugins=[MixedPrecisionPlan("16-mixed", loss_scaling=stops)])
-    assert "use 'bf16-mixed', without loss_scaling" in str(error.value)
-    fit(Breaks("gradient", ()), **pinned(True, "16-mixed", pins_in(str(error.value), True), loss_scaling=stops))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("own_folder")
-def test_nothing_is_advised_of_the_root_that_no_pin_covers() -> None:
-    class Bare(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.tensor(float("nan")))
-
-        def loss(self, batch: Any) -> Any:
-            return super().loss(batch) * self.gain
-
-    health = TrainingHealth(alerts=False, report=False)
-    fit(Bare(), **with_callback(pinned(True, "bf16-mixed", None), health))
-    assert health.events
-    assert all("pins=" not in event.advice for event in health.events)
-
-
 # ---------------------------------------------------------------------- the audit
 
 AUDITED: dict[str, tuple[Any, list[bool]]] = {
@@ -187,160 +143,3 @@ def test_what_the_audit_advises(name: str, planned: bool, tmp_path: Any) -> None
     mended = PrecisionAudit(run_dir=tmp_path / "mended")
     fit(make(), **with_callback(pinned(planned, precision, pins), mended))
     assert mended.report.ok, mended.report.to_markdown()
-
-
-# ---------------------------------------------------------------------- the doctor
-
-
-@dataclass(frozen=True)
-class Advised:
-    """A run that the doctor finds ``name`` in; ``follow`` makes model, plan and options by what its fix says."""
-
-    name: str
-    model: Any
-    precision: Any
-    follow: Any
-    scaling: Any = None
-    options: Any = None
-    ways: tuple[bool, ...] = (True, False)
-
-    def plan(self, planned: bool) -> Any:
-        return MixedPrecisionPlan(self.precision, loss_scaling=self.scaling) if planned else self.precision
-
-
-def _named(case: Advised, fix: str, planned: bool) -> Any:
-    """Another precision, the one that is quoted."""
-    precision = re.search(r"use '([^']+)'", fix)
-    assert precision is not None, fix
-    return case.model(), MixedPrecisionPlan(precision[1]) if planned else precision[1], {}  # type: ignore[arg-type]
-
-
-def _pins(case: Advised, fix: str, planned: bool) -> Any:
-    """Pins, which the doctor cannot see where a callback makes them; the run has to take them."""
-    pins = pins_in(fix, planned)
-    arguments = pinned(planned, case.precision, pins)
-    fit(Wrapped(case.model(), partial(torch.optim.SGD, lr=1e-4)), data=DATA, **arguments)
-    return case.model(), MixedPrecisionPlan(case.precision, pins=pins), {}
-
-
-def _scale(case: Advised, fix: str, planned: bool) -> Any:
-    if planned:
-        rule = re.search(r"LossScaling\([^)]*\)", fix)
-        assert rule is not None, fix
-        return case.model(), MixedPrecisionPlan(case.precision, loss_scaling=eval(rule[0])), {}
-    plugin = re.search(r"MixedPrecision\(.*\)\)", fix)
-    assert plugin is not None, fix
-    return case.model(), eval(plugin[0], {**globals(), "device": "cpu"}), {}
-
-
-def _tf32(case: Advised, fix: str, planned: bool) -> Any:
-    if planned:
-        assert "MixedPrecisionPlan(tf32='high')" in fix
-        return case.model(), MixedPrecisionPlan(case.precision, tf32="high"), {}
-    assert "EnableTF32()" in fix
-    return case.model(), case.precision, {"trainer_args": {"callbacks": [EnableTF32()]}}
-
-
-def _blocks(case: Advised, fix: str, planned: bool) -> Any:
-    pattern = re.search(r"(checkpointing=|ActivationCheckpointing\()'([^']+)'", fix)
-    assert pattern is not None, fix
-    assert (pattern[1] == "checkpointing=") == planned
-    model = case.model()
-    model.gradient_checkpointing_disable()
-    if not planned:
-        ActivationCheckpointing(pattern[2])
-        return model, case.precision, {}
-    plan = MixedPrecisionPlan(case.precision, checkpointing=pattern[2])
-    plan.convert_module(model)
-    return model, plan, {}
-
-
-def _reentrant() -> Any:
-    model: Any = hf.llama(lora=True)
-    model.config.use_cache = False
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    model.base_model.model.disable_input_require_grads()
-    return model
-
-
-DATA = DataLoader(TensorDataset(torch.randn(8, 16), torch.randn(8, 16)), batch_size=4)
-
-
-class OwnNorm(nn.Module):
-    """A norm of someone's own, in whatever comes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-8
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps)
-
-
-def _normed() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 16), OwnNorm())
-
-
-def _layer_normed() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
-
-
-ADVISED = {
-    "norm": Advised("norm_in_half", _normed, "bf16-mixed", _pins),
-    "norm of a true mode": Advised("norm_in_half", _layer_normed, "bf16-true", _pins),
-    "eps": Advised("eps_underflows", _normed, "16-mixed", _pins),
-    "true mode": Advised("no_fp32_masters", net, "bf16-true", _named),
-    "scaled true mode": Advised("no_fp32_masters", net, "16-true", _named),
-    "emulated": Advised("bf16_emulated", net, "bf16-mixed", _named, options={"device": V100}),
-    "tf32": Advised("tf32_off", net, "32-true", _tf32, options={"device": A100}),
-    "high scale": Advised(
-        "scale_overflows_at_once", net, "16-mixed", _scale, LossScaling(init_scale=2.0**32), ways=(True,)
-    ),
-    "high floor": Advised(
-        "scale_overflows_at_once",
-        net,
-        "16-mixed",
-        _scale,
-        LossScaling(init_scale=2.0**32, min_scale=2.0**20),
-        ways=(True,),
-    ),
-    "floor above a batch": Advised(
-        "scale_overflows_at_once",
-        lambda: Wrapped(net()),
-        "16-mixed",
-        _scale,
-        LossScaling(init_scale=2.0**20, min_scale=2.0**20),
-        {"batch": (torch.ones(4, 16) * 50, torch.ones(4, 8))},
-        ways=(True,),
-    ),
-    "batch": Advised(
-        "scale_overflows_at_once",
-        lambda: Wrapped(net()),
-        "16-mixed",
-        _scale,
-        options={"batch": (torch.ones(4, 16) * 2000, torch.ones(4, 8))},
-    ),
-    "accumulation": Advised(
-        "accumulation_overflows",
-        net,
-        "16-true",
-        _scale,
-        LossScaling(init_scale=2.0**15),
-        {"trainer_args": {"accumulate_grad_batches": 4}},
-        ways=(True,),
-    ),
-    "adapters": Advised("lora_checkpoint_no_input_grads", _reentrant, "bf16-mixed", _blocks),
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "planned"), [(case, planned) for case, one in ADVISED.items() for planned in one.ways]
-)
-@pytest.mark.filterwarnings("ignore")
-def test_what_the_doctor_advises(case: str, planned: bool) -> None:
-    one = ADVISED[case]
-    torch.manual_seed(0)
-    sick = found(one.model(), one.plan(planned), **(one.options or {}))
-    torch.manual_seed(0)
-    model, plan, more = one.follow(one, sick[one.name].fix, planned)
-    assert one.name not in found(model, plan, **{**(one.options or {}), **more})

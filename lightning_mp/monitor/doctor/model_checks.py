@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule
-from lightning_mp.compat.torch import has_forward_hooks, is_compiled, is_loss, reentrant
+from lightning_mp.compat.torch import has_forward_hooks, reentrant
 from lightning_mp.compat.transformers import checkpointing_function, conv1d
-from lightning_mp.errors import Faults
-from lightning_mp.modules import fp8
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest, below, listed, many
 from lightning_mp.monitor.doctor.probe import reduces_in_half
@@ -31,8 +29,6 @@ _MULTIPLES = {"fp16": 8, "bf16": 8, "fp8": 16}
 _SHARE = 0.1
 #: a table as small as this holds segments or classes, no vocabulary
 _SMALL_TABLE = 32
-#: how transformers' language models that predict the next token end
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 # ---------------------------------------------------------------------- modes and weights
@@ -168,63 +164,24 @@ def _multiplied(case: ModelUnderTest) -> int:
     return sum(p.numel() for _, _, p in case.parameters if p.ndim >= 2 and id(p) not in lookups)
 
 
-# ---------------------------------------------------------------------- FP8
-
-
-def fp8_layers(case: ModelUnderTest) -> Iterator[Finding]:
-    """FP8 of which no layer can run, without ``torch.compile`` on a GPU, or with one scale for all of a sequence."""
-    if case.fp8 is None:
-        return
-    faults = Faults()
-    layers, chosen = fp8.select(case.model, case.fp8, [m for _, m in case.modules if id(m) in case.pinned], faults)
-    if not chosen:
-        what = f"no layer can run in FP8: {'; '.join(fp8.table(layers)) or 'the model has no Linear'}"
-        yield fact("fp8_converts_nothing", what, change=faults.found[-1].fix)
-    compiles = getattr(getattr(case.strategy, "sharding", None), "compile", False) or any(
-        is_compiled(module) or type(module).__name__ == "OptimizedModule" for _, module in case.modules
-    )
-    if case.device.type == "cuda" and not compiles:
-        yield fact("fp8_not_compiled", "FP8 on a GPU without torch.compile")
-    kinds = ((name, [cls.__name__ for cls in type(module).__mro__]) for name, module in case.modules)
-    causal = next((name for name, names in kinds if any(each.endswith(_CAUSAL) for each in names)), None)
-    if case.fp8.recipe == "tensorwise" and causal is not None:
-        severity: Severity | None = None if case.fp8.evaluate == "fp8" else "info"
-        yield fact("fp8_tensorwise_not_causal", "recipe='tensorwise' on a causal language model", causal, severity)
-
-
-# ---------------------------------------------------------------------- norms and losses
-
-
-class HalfModule(NamedTuple):
-    """A norm, or a loss, whose sums are over half-precision numbers, with the name of its class."""
-
-    name: str
-    module: nn.Module
-    kind: str
-    dtype: str
+# ---------------------------------------------------------------------- norms
 
 
 def half_norms(case: ModelUnderTest) -> Iterator[Finding]:
-    """Norms and losses that would run in half precision, and epsilons of norms that are 0 there."""
-    norms, losses = list(_norms(case)), list(_losses(case))
-    found = norms + losses
+    """Norms that would run in half precision, and epsilons of theirs that are 0 there."""
+    found = list(_norms(case))
+    kinds = list(dict.fromkeys(original_class(module).__name__ for _, module, _ in found))
     if found:
-        kinds = list(dict.fromkeys(member.kind for member in found))
-        counts = [many(len(each), what) for each, what in ((norms, "norm"), (losses, "loss module")) if each]
         why = f"{case.precision} stores and computes everything in half precision: sums lose bits"
-        if any(case.pinned.get(id(member.module)) in HALF for member in found):
+        if any(case.pinned.get(id(module)) in HALF for _, module, _ in found):
             why = "a pin says so; sums over many numbers lose bits, and in fp16 squares above 65504 are infinite"
-        elif case.mixed:
-            why = "autocast runs no operation of theirs in fp32, and they do not cast their input themselves"
-        names = listed([member.name for member in found])
-        what = f"{' and '.join(counts)} ({', '.join(kinds)}) in {found[0].dtype}: {names}"
-        yield fact("norm_in_half", what, found[0].name, why=why, pins=_pinning(case, kinds))
-    small = [(member, eps) for member in norms if (eps := _eps(member.module)) > 0 and _is_0(eps, member.dtype)]
+        name, _, dtype = found[0]
+        what = f"{many(len(found), 'norm')} ({', '.join(kinds)}) in {dtype}: {listed([name for name, *_ in found])}"
+        yield fact("norm_in_half", what, name, why=why, pins=_pinning(case, kinds))
+    small = [(name, eps) for name, module, dtype in found if (eps := _eps(module)) > 0 and _is_0(eps, dtype)]
     if small:
-        eps = min(eps for _, eps in small)
-        names = [member.name for member, _ in small]
-        what = f"eps={eps!r} is 0 in fp16, in {many(len(small), 'norm')}: {listed(names)}"
-        kinds = dict.fromkeys(member.kind for member, _ in small)
+        names, given = [name for name, _ in small], min(eps for _, eps in small)
+        what = f"eps={given!r} is 0 in fp16, in {many(len(small), 'norm')}: {listed(names)}"
         yield fact("eps_underflows:norm", what, names[0], pins=_pinning(case, kinds))
 
 
@@ -241,36 +198,22 @@ def _pinning(case: ModelUnderTest, kinds: Iterable[str]) -> str:
     return pinning(kinds, under_plan=case.policy is not None)
 
 
-def _norms(case: ModelUnderTest) -> Iterator[HalfModule]:
-    """Every norm that would run in half precision."""
-    probed: dict[tuple[type[nn.Module], str, str], bool] = {}
+def _norms(case: ModelUnderTest) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every norm whose weights are, and sums would be, in half precision: its name and its dtype."""
+    probed: dict[tuple[type[nn.Module], str], bool] = {}
     for name, module in case.modules:
         kind = original_class(module)
         if "norm" not in kind.__name__.lower() or next(module.children(), None) is not None:
             continue
         first, pin = next(iter(module.parameters(recurse=False)), None), case.pinned.get(id(module))
         stored = pin or case.storage or ("fp32" if first is None else case.stored(first))
-        given = pin or (case.compute if case.mixed else stored)
-        if given not in HALF:
+        if stored not in HALF:  # torch's kernels sum in fp32 then, and so does autocast's list
             continue
-        if kind.forward.__module__.startswith("torch.nn."):
-            if stored in HALF:  # with fp32 weights torch's kernels sum in fp32
-                yield HalfModule(name, module, kind.__name__, stored)
-            continue
-        key = kind, stored, given
-        if key not in probed:
-            autocast = case.device.type if case.mixed and pin is None else None
-            probed[key] = reduces_in_half(module, stored=stored, given=given, autocast=autocast)
-        if probed[key]:
-            yield HalfModule(name, module, kind.__name__, given)
-
-
-def _losses(case: ModelUnderTest) -> Iterator[HalfModule]:
-    """Loss modules; autocast runs torch's losses in fp32, the true modes do not."""
-    for name, module in case.modules:
-        dtype = case.pinned.get(id(module)) or (case.storage if not case.mixed else None)
-        if dtype in HALF and is_loss(module):
-            yield HalfModule(name, module, original_class(module).__name__, str(dtype))
+        if (kind, stored) not in probed:
+            own = not kind.forward.__module__.startswith("torch.nn.")
+            probed[kind, stored] = reduces_in_half(module, stored) if own else True
+        if probed[kind, stored]:
+            yield name, module, stored
 
 
 # ---------------------------------------------------------------------- activation checkpointing
@@ -282,7 +225,6 @@ class Block(NamedTuple):
     name: str
     module: nn.Module
     reentrant: bool
-    #: transformers does it, and turns caches off in the blocks that it checkpoints
     by_transformers: bool
 
 
@@ -329,10 +271,10 @@ def use_cache(case: ModelUnderTest) -> Iterator[Finding]:
             continue
         mine = [block for block in blocks if below(block.name, name)]
         if getattr(model.config, "use_cache", False) is True and (mine or by_plan):
-            wrapped = [block.reentrant for block in mine if not block.by_transformers]
-            kind = "reentrant" if any(wrapped) else "kept" if wrapped else "transformers" if mine else "plan"
+            wrong = any(block.reentrant and not block.by_transformers for block in mine)
+            severity: Severity | None = "error" if wrong else None if mine else "info"  # the plan turns it off itself
             what = "config.use_cache is on while activations are recomputed"
-            yield fact(f"use_cache_while_checkpointing:{kind}", what, name)
+            yield fact("use_cache_while_checkpointing", what, name, severity)
 
 
 def _blocks(case: ModelUnderTest) -> Iterator[Block]:

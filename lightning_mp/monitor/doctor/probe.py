@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat.torch import TorchDispatchMode
 from lightning_mp.modules import pins
-from lightning_mp.numerics.dtypes import HALF, cast_floating, to_torch
+from lightning_mp.numerics.dtypes import HALF, to_torch
 
 # fmt: off
 #: aten operators that sum
 _SUMS = frozenset((
     "mean", "sum", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm",
     "native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm",
-))
-#: what CUDA's autocast runs in fp32, https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32;
-#: ``x ** 2`` and ``square`` are ``pow``
-_CUDA_FP32 = frozenset((
-    "__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "cosh", "cosine_similarity", "cross_entropy",
-    "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm", "kl_div", "l1_loss", "layer_norm", "log",
-    "log10", "log1p", "log2", "log_softmax", "mse_loss", "nll_loss", "norm", "normalize", "pow", "prod",
-    "reciprocal", "renorm", "rsqrt", "sinh", "smooth_l1_loss", "softmax", "softmin", "softplus", "square", "sum",
-    "tan", "vector_norm",
 ))
 # fmt: on
 
@@ -50,20 +39,10 @@ class _Sums(TorchDispatchMode):
         return True
 
 
-class _CudaAutocast(TorchFunctionMode):
-    """What CUDA's autocast does to the operators of norms, on any machine."""
+def reduces_in_half(module: nn.Module, stored: str) -> bool:
+    """Whether ``module``, with weights and an input in ``stored``, sums over half-precision numbers.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: tuple[Any, Mapping[str, Any]] = (args, kwargs or {})
-        if getattr(func, "__name__", "") in _CUDA_FP32:
-            given = cast_floating(given[0], torch.float32), cast_floating(given[1], torch.float32)
-        return func(*given[0], **given[1])
-
-
-def reduces_in_half(module: nn.Module, *, stored: str, given: str, autocast: str | None) -> bool:
-    """Whether ``module``, with weights in ``stored`` and an input in ``given``, sums over half-precision numbers.
-
-    A copy runs on the CPU, under the rules of autocast on a device of type ``autocast`` where one is named.
+    A copy runs on the CPU.
 
     Raises:
         RuntimeError: it takes none of the inputs that norms take.
@@ -72,14 +51,9 @@ def reduces_in_half(module: nn.Module, *, stored: str, given: str, autocast: str
     pins.remove([copied])
     copied = _filled(copied).to(to_torch(stored))
     for shape in _shapes(copied):
-        context: AbstractContextManager[Any] = nullcontext()
-        if autocast == "cpu":
-            context = torch.autocast("cpu", to_torch(given))
-        elif autocast is not None:
-            context = _CudaAutocast()
         try:
-            with torch.no_grad(), context, _Sums() as sums:
-                copied.forward(torch.ones(shape, dtype=to_torch(given)))  # not by a call: hooks are the user's
+            with torch.no_grad(), _Sums() as sums:
+                copied.forward(torch.ones(shape, dtype=to_torch(stored)))  # not by a call: hooks are the user's
         except (RuntimeError, IndexError, ValueError):
             continue
         return sums.seen

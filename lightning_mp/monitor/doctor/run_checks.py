@@ -1,4 +1,4 @@
-"""Checks of how the model is trained: loss scale, optimizer, schedule, DeepSpeed's JSON, pipeline, memory."""
+"""Checks of how the model is trained: loss scale, optimizer, schedule, DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from inspect import unwrap
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
 from typing import Any, cast
@@ -20,21 +19,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp import planner
-from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Strategy, move_data_to_device
+from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, move_data_to_device
 from lightning_mp.deepspeed_config.merge import add_trainer, compose
 from lightning_mp.engines.eager import EagerEngine
-from lightning_mp.engines.optimizer_facts import keeps_small_updates
 from lightning_mp.errors import Fault, Faults, PlanError, one_line
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest
 from lightning_mp.monitor.doctor.table import fact
 from lightning_mp.monitor.events import Severity, pinning
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.health.measurement import some
 from lightning_mp.monitor.side_run import loss_of, output_in, untouched
-from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
-from lightning_mp.planner.memory import USABLE, degrees, held, name_of
-from lightning_mp.planner.speed import bubble
 from lightning_mp.policy import PrecisionPolicy, hardware
 from lightning_mp.policy.loss_scaling import FP32_MAX, TORCH_INIT_SCALE, LossScaling
 
@@ -47,13 +41,7 @@ HIGH_SCALE = 2.0**24
 HOPELESS_SCALE = FP16_MAX / FP16_TINY
 #: overflows in a row with which a healthy run in fp16 may begin
 _WARM_UP = 5
-#: the share of weights that has to stay as it is for a learning rate to be called too small
-VANISH = 0.5
-#: of a step; with four micro-batches a stage, as many as there are by default, it is less
-_MOST_WAITING = 0.2
 _STEPS = "gradient_accumulation_steps"
-_BLOCK = ".enabled="
-_GIB = 2**30
 
 
 # ---------------------------------------------------------------------- a step
@@ -180,19 +168,11 @@ def _loss(model: nn.Module, batch: Any, policy: PrecisionPolicy, device: torch.d
 
 
 def accumulation_overflows(case: ModelUnderTest) -> Iterator[Finding]:
-    """Scaled gradients whose sum over micro-batches leaves the format they are stored in.
-
-    Lightning divides each micro-batch's loss by their number, so that the sum is the scaled mean; a plain module's
-    training loop may not.
-    """
+    """Scaled gradients whose sum over micro-batches, the scaled mean, leaves the format it is stored in."""
     rule, parts = case.scaling, int(case.argument("accumulate_grad_batches", 1))
-    if rule is None or parts <= 1:
-        return
     half = any(case.stored(parameter) == "fp16" for _, _, parameter in case.trained)
     dtype, limit = ("fp16", FP16_MAX) if half else ("fp32", FP32_MAX)
-    divided = isinstance(case.model, LightningModule) and case.model.automatic_optimization
-    largest = rule.init_scale * (1 if divided else parts)
-    if largest < limit:
+    if rule is None or parts <= 1 or rule.init_scale < limit:
         return
     # the power of 2 that leaves a factor of 16 below the limit
     lower = _starting(case, rule, 2.0 ** (math.floor(math.log2(limit / parts)) - 4))
@@ -200,11 +180,9 @@ def accumulation_overflows(case: ModelUnderTest) -> Iterator[Finding]:
         "accumulation_overflows",
         f"{parts} micro-batches are summed in {dtype} at a loss scale of {rule.init_scale:g}",
         "accumulate_grad_batches",
-        "warning" if rule.init_scale >= limit else None,
         dtype=dtype,
         limit=limit,
-        entry=limit / largest,
-        undivided="" if divided else f" where each loss is not divided by {parts}",
+        entry=limit / rule.init_scale,
         change=lower + (", or '16-mixed', whose gradients are fp32" if half else ""),
     )
 
@@ -227,56 +205,13 @@ def optimizer_eps_underflows(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def schedule_counts_skips(case: ModelUnderTest) -> Iterator[Finding]:
-    """A schedule that goes on at steps that a loss scaler skips; under automatic optimization a plan holds it."""
-    by_hand = isinstance(case.model, LightningModule) and not case.model.automatic_optimization
-    if case.scaling is None or (case.policy is not None and not by_hand):
+    """A schedule that goes on at steps that a stock loss scaler skips; a plan holds it."""
+    if case.scaling is None or case.policy is not None:
         return
-    hooks = ("training_step", "on_train_batch_end") if by_hand else ()
-    # the names that the model's own code for a step refers to
-    called = {name for hook in hooks for name in unwrap(getattr(type(case.model), hook)).__code__.co_names}
-    if "step_skipped" in called:
-        return
-    stepped = "lr_schedulers" in called
-    names = [type(scheduler).__name__ for scheduler, interval in configured(case)[1] if stepped or interval == "step"]
+    names = [type(scheduler).__name__ for scheduler, interval in configured(case)[1] if interval == "step"]
     if names:
-        plan = [] if case.policy is not None else [f"use MixedPrecisionPlan('{case.precision}')"]
-        held = "advance it only where not self.trainer.precision_plugin.step_skipped"
-        change = " and ".join([*plan, held]) if by_hand else f"{plan[0]}, which holds schedules on a skipped step"
         what = f"{', '.join(names)} advances at every step, including those that the loss scaler skips"
-        yield fact("schedule_counts_skips", what, "training_step" if by_hand else "configure_optimizers", change=change)
-
-
-def updates_vanish(case: ModelUnderTest) -> Iterator[Finding]:
-    """A learning rate that is too small for weights stored in half precision alone, without fp32 masters."""
-    if case.policy is None and (isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)):
-        return  # its own engines keep fp32 masters
-    for optimizer in configured(case)[0]:
-        if keeps_small_updates(optimizer):
-            continue
-        lost, every, rates = _vanishing(case, optimizer)
-        if every and lost > VANISH * every:
-            name, half = type(optimizer).__name__, next(word for word in HALF if word in rates)
-            what = f"{name}(lr={rates[half]:g}) cannot move {lost / every:.0%} of the weights, stored in {half} alone"
-            mixed = "16-mixed" if half == "fp16" else "bf16-mixed"
-            yield fact("updates_vanish", what, "configure_optimizers", mixed=mixed)
-
-
-def _vanishing(case: ModelUnderTest, optimizer: Optimizer) -> tuple[int, int, dict[str, float]]:
-    """How many weights stay what they are under an update of the learning rate, of how many in half precision."""
-    lost = every = 0
-    rates: dict[str, float] = {}
-    trained = {id(parameter) for _, _, parameter in case.trained}
-    for group in optimizer.param_groups:
-        lr = group.get("initial_lr", group["lr"])  # a schedule that warms up has lowered it
-        halves = [p for p in group["params"] if id(p) in trained and case.stored(p) in HALF] if lr else []
-        for parameter in halves:
-            stored = case.stored(parameter)
-            rates.setdefault(stored, float(lr))
-            weight = some(parameter.detach()).to(to_torch(stored))
-            up, down = ((weight.float() + step).to(weight.dtype) == weight for step in (float(lr), -float(lr)))
-            share = (up & down).float().mean().item() if weight.numel() else 0.0
-            lost, every = lost + round(share * parameter.numel()), every + parameter.numel()
-    return lost, every, rates
+        yield fact("schedule_counts_skips", what, "configure_optimizers", precision=case.precision)
 
 
 def configured(case: ModelUnderTest) -> tuple[list[Optimizer], list[tuple[Any, str]]]:
@@ -341,12 +276,7 @@ def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
     if case.trainer:
         faults += [fault for fault in _faults(partial(_against_trainer, case, json, stock)) if fault not in faults]
     for fault in faults:
-        # Lightning adds the block of its own precision to the other, and DeepSpeed takes no two
-        two = case.mixed or case.storage in HALF
-        refused = not stock or case.policy is not None or _STEPS in fault.given or (_BLOCK in fault.given and two)
-        kind = "refused" if refused else "silent"
-        key = fault.given.partition("=")[0]
-        yield fact(f"deepspeed_contradicts_trainer:{kind}", fault.given, key, change=fault.fix)
+        yield fact("deepspeed_contradicts_trainer", fault.given, fault.given.partition("=")[0], change=fault.fix)
 
 
 def _faults(check: Callable[[], None]) -> list[Fault]:
@@ -366,7 +296,7 @@ def _against_plan(case: ModelUnderTest, json: Mapping[str, Any], stage: int, off
         for block in HALF:
             half = case.precision.startswith(block.removeprefix("fp"))
             if not half and (json.get(block) or {}).get("enabled") is True:
-                given = f"{block}{_BLOCK}True in the JSON and precision={case.precision!r} in the Trainer"
+                given = f"{block}.enabled=True in the JSON and precision={case.precision!r} in the Trainer"
                 faults.add(given, "the same in both", f"set {block}.enabled to false, or train in it")
 
 
@@ -384,54 +314,3 @@ def _against_trainer(case: ModelUnderTest, json: Mapping[str, Any], stock: bool)
         given = f"{_STEPS}={config[_STEPS]!r} in the JSON and Trainer(accumulate_grad_batches={accumulate})"
         fix = f"remove {_STEPS} from the JSON: Lightning's DeepSpeedStrategy takes the Trainer's alone"
         raise PlanError([Fault(given, "the Trainer's alone", fix)])
-
-
-# ---------------------------------------------------------------------- pipeline and memory
-
-
-def pipeline_bubble(case: ModelUnderTest) -> Iterator[Finding]:
-    """A schedule of so few micro-batches that its ranks are idle for much of a step."""
-    layout_on: Any = getattr(case.strategy, "layout_on", None)
-    devices, nodes = case.argument("devices", "auto"), case.argument("num_nodes", 1)
-    if layout_on is None or not isinstance(devices, int) or devices < 1:
-        return
-    layout = layout_on(devices * nodes)
-    share = bubble(layout.stages, layout.microbatches, layout.per_rank)
-    if share > _MOST_WAITING:
-        enough = 4 * layout.stages
-        what = f"microbatches={layout.microbatches} in {layout.stages} stages: ranks wait for {share:.0%} of a step"
-        better = bubble(layout.stages, enough, layout.per_rank)
-        yield fact("pipeline_bubble", what, "microbatches", enough=enough, share=better)
-
-
-def will_not_fit(case: ModelUnderTest) -> Iterator[Finding]:
-    """A peak beyond the device: predicted with a batch; without one, weights and gradients alone."""
-    memory, policy = case.device.memory, case.policy
-    strategy = "auto" if case.strategy is None else case.strategy
-    if memory is None or policy is None or not isinstance(strategy, (str, Strategy)):
-        return
-    devices = [case.argument(key, 1) for key in ("devices", "num_nodes")]
-    ranks = devices[0] * devices[1] if all(isinstance(each, int) and each > 0 for each in devices) else 1
-    fix = "shard with strategy='mp_fsdp2' on more devices; lightning-mp advise says how many"
-    if name_of(strategy) not in ("auto", "ddp", "deepspeed_zero1", "deepspeed_zero2"):
-        fix = "use more devices, or larger ones; lightning-mp advise says how many"
-    batch = case.rows if case.batch is None else case.batch
-    if batch is None or not isinstance(case.model, LightningModule):
-        shards, tensor = degrees(strategy, ranks)
-        count = sum(parameter.numel() for _, _, parameter in case.trained) // tensor
-        sizes = held(policy.precision, name_of(strategy), shards)[:2]
-        parts = {part: round(count * size) for part, size in zip(("parameters", "gradients"), sizes, strict=True)}
-        peak, how = sum(parts.values()), "by the dtypes of the plan, without optimizer state and activations"
-    else:
-        args = {key: value for key, value in case.trainer.items() if key not in ("strategy", "devices", "precision")}
-        run = {"strategy": strategy, "devices": ranks, "trainer_args": args | {"accelerator": "auto"}}
-        found, fix = planner.prediction_and_change(case.model, batch, policy, memory * USABLE, **run)
-        parts, peak, how = found.parts, found.peak_bytes, f"{found.method}, at the peak of two steps"
-    if peak > memory * USABLE:
-        listed = ", ".join(f"{part} {_size(size)}" for part, size in parts.items() if size)
-        what = f"{_size(peak)} on {case.device.name}, which has {_size(memory)}"
-        yield fact("will_not_fit", what, parts=listed, how=how, change=fix)
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / 2**20:.0f} MiB"

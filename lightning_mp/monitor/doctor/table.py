@@ -18,7 +18,6 @@ class Rule(NamedTuple):
 
 _LOAD = "load them in fp32: from_pretrained(..., dtype=torch.float32)"
 _LOST = "{dtype} has {bits} bits of precision: an update below 2**-{bits} of its weight is lost"
-_CACHE_OFF = "set model.config.use_cache = False for training, and on again to generate"
 
 #: by the finding's name, and behind a colon the case
 RULES: dict[str, Rule] = {
@@ -62,21 +61,11 @@ RULES: dict[str, Rule] = {
         "call model.enable_input_require_grads(), or checkpoint with gradient_checkpointing_kwargs="
         "{{'use_reentrant': False}}, or call model.gradient_checkpointing_disable() and use {instead}",
     ),
-    "use_cache_while_checkpointing:reentrant": Rule(
-        "error",
-        "the recomputation finds the cache of the forward pass and attends to it: gradients are wrong",
-        _CACHE_OFF,
-    ),
-    "use_cache_while_checkpointing:kept": Rule(
+    "use_cache_while_checkpointing": Rule(
         "warning",
-        "keys and values of every layer are kept, much of the memory that checkpointing should save",
-        _CACHE_OFF,
-    ),
-    "use_cache_while_checkpointing:transformers": Rule(
-        "warning", "transformers turns the cache off in every forward of these blocks, and logs it once", _CACHE_OFF
-    ),
-    "use_cache_while_checkpointing:plan": Rule(
-        "info", "the plan turns it off while it runs, and back on afterwards", _CACHE_OFF
+        "keys and values of every layer are kept, much of the memory that checkpointing should save; a recomputation "
+        "by torch's reentrant wrapper attends to them, and gradients are wrong",
+        "set model.config.use_cache = False for training, and on again to generate",
     ),
     "bf16_emulated": Rule("warning", "{effect}", "use {instead} on this device, or precision='auto'"),
     "precision_refused": Rule("error", "the run is refused before its first step: it takes {needed}", "{change}"),
@@ -117,43 +106,18 @@ RULES: dict[str, Rule] = {
         "warning", "a gradient of {gradient:.1g} overflows fp16 once scaled{steps}", "use {scaling}"
     ),
     "accumulation_overflows": Rule(
-        "info",
-        "{dtype} ends at {limit:g}: the sum overflows where a gradient is {entry:.3g} or more{undivided}, although the "
-        "gradient of each micro-batch fits",
+        "warning",
+        "{dtype} ends at {limit:g}: the sum overflows where a gradient is {entry:.3g} or more, although that of each "
+        "micro-batch fits",
         "use {change}",
     ),
     "schedule_counts_skips": Rule(
         "warning",
         "the first steps in fp16 are often skipped: warm-up is cut short, and the schedule runs ahead",
-        "{change}",
+        "use MixedPrecisionPlan('{precision}'), which holds schedules on a skipped step",
     ),
-    "deepspeed_contradicts_trainer:refused": Rule("error", "the run is refused before its first step", "{change}"),
-    "deepspeed_contradicts_trainer:silent": Rule("warning", "DeepSpeed silently uses that of the JSON", "{change}"),
-    "fp8_converts_nothing": Rule(
-        "error", "fit refuses such a plan, since it would be a bf16 run by another name", "{change}"
-    ),
-    "fp8_not_compiled": Rule(
-        "warning",
-        "the casts and scales are kernels of their own then, and cost more than the products save",
-        "compile each block, block.compile(), or write make_strategy('fsdp2', plan, compile=True)",
-    ),
-    "fp8_tensorwise_not_causal": Rule(
-        "warning",
-        "one scale for all tokens lets a later one, and other rows of the batch, change a token's logits",
-        "write FP8(recipe='rowwise'), whose scales belong to a row each",
-    ),
-    "updates_vanish": Rule(
-        "warning",
-        "an update of the learning rate's size is below half of the last bit of these weights, and is rounded away; "
-        "Adam's updates are of that size at most",
-        "use '{mixed}', which keeps fp32 weights, or an optimizer that rounds stochastically, such as torchao.optim's "
-        "with bf16_stochastic_round=True",
-    ),
-    "will_not_fit": Rule("error", "{parts}: {how}", "{change}"),
-    "pipeline_bubble": Rule(
-        "info",
-        "the first micro-batch has to reach the last stage, and the last one the first, while others have none",
-        "use microbatches={enough}, of fewer rows or in a larger batch: {share:.0%}",
+    "deepspeed_contradicts_trainer": Rule(
+        "error", "the run is refused before its first step, or DeepSpeed silently uses that of the JSON", "{change}"
     ),
 }
 

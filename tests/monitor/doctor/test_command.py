@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from lightning_mp.cli import app
-from lightning_mp.policy.hardware import GPUS
 
 HEALTHY = """
 plan: {precision: 16-mixed, pins: {LayerNorm: fp32}}
@@ -79,21 +77,6 @@ def test_the_list_reads_what_why_do(config: Path) -> None:
     assert lines[-1] == "2 found: 0 error, 2 warning, 0 info"
 
 
-def test_what_a_model_prints_does_not_spoil_the_json(config: Path) -> None:
-    config.write_text("model: {_target_: support.doctor.talking}")
-    result = _run(config, "--json")
-    assert result.exit_code == 0
-    assert json.loads(result.stdout) == []
-    assert "hello" in result.stderr
-
-
-def test_without_a_plan_the_run_is_one_of_lightnings_own(config: Path) -> None:
-    config.write_text("model: {_target_: support.hf.gpt2}\ntrainer: {precision: bf16-true, strategy: ddp}")
-    result = _run(config)
-    assert result.exit_code == 1
-    assert "bf16-true trains " in result.stdout
-
-
 def test_it_examines_what_train_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defaults list, groups of one's own and modules beside the file are found as they are there."""
     (tmp_path / "conf" / "plan").mkdir(parents=True)
@@ -106,18 +89,6 @@ def test_it_examines_what_train_would_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert "LMP001" in _run(path, "plan=ours", "--config-dir", tmp_path / "conf").stdout
     assert "Could not find 'plan/ours'" in _refusal(path, "plan=ours")
     assert _run("experiment=llama_tiny", "plan=bf16").output == "nothing found\n"
-
-
-def test_a_strategy_is_built_too(config: Path) -> None:
-    pytest.importorskip("deepspeed")
-    strategy = {
-        "_target_": "lightning.pytorch.strategies.DeepSpeedStrategy",
-        "config": {"gradient_accumulation_steps": 2},
-    }
-    config.write_text(HEALTHY + f"strategy: {json.dumps(strategy)}\n")
-    result = _run(config, "plan=bf16-mixed")
-    assert result.exit_code == 2
-    assert "LMP015 error deepspeed_contradicts_trainer" in result.stdout
 
 
 PLUGIN = "{_target_: lightning_mp.MixedPrecisionPlan, precision: bf16-true, pins: {wte: fp32}}"
@@ -140,13 +111,6 @@ def test_beside_a_plan_of_its_own_section_it_is_refused_as_the_run_is(config: Pa
     assert "plugins=[MixedPrecisionPlan] beside the plan" in _refusal(config)
 
 
-def test_a_strategys_json_is_read_with_that_plan(config: Path) -> None:
-    pytest.importorskip("deepspeed")
-    strategy = "{name: deepspeed_zero2, config: {fp16: {enabled: true}}}"
-    config.write_text(f"model: {{_target_: support.hf.gpt2}}\nstrategy: {strategy}\ntrainer: {{plugins: {PLUGIN}}}")
-    assert "fp16.enabled=True in the JSON and precision='bf16-true' in the plan" in _refusal(config)
-
-
 # ------------------------------------------------------------------ bad input
 
 
@@ -156,24 +120,12 @@ def test_every_fault_is_named_in_one_line(config: Path) -> None:
         assert said in line
 
 
-def test_patterns_that_match_nothing_are_refused_as_the_run_would(config: Path) -> None:
-    line = _refusal(config, "plan.pins.nowhere=fp32", "plan.checkpointing=GPT3Block")
-    assert "pin 'nowhere', which matches no module" in line
-    assert "'GPT2Block'" in line
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: [", "while parsing"),
-        ("- 1", "a YAML mapping"),
         ("", "no model"),
-        ("plam: {}\nmodel: {_target_: support.hf.gpt2}", "Call it plan: 'plam'"),
-        ("plan: bf16-mixed", "no model"),
         ("plan:\n  precision: ???\nmodel: {_target_: support.hf.gpt2}", "precision"),
         ("plan: bf18\nmodel: {_target_: support.hf.gpt2}", "precision='bf18'"),
-        ("model: {_target_: support.hf.gpt2, wrong: 1}", "unknown key model.wrong"),
-        ("model: {_target_: builtins.dict}", "a torch.nn.Module"),
     ],
 )
 def test_a_file_that_says_nothing_usable_is_refused(config: Path, text: str, said: str) -> None:
@@ -181,53 +133,10 @@ def test_a_file_that_says_nothing_usable_is_refused(config: Path, text: str, sai
     assert said in _refusal(config)
 
 
-def test_without_a_config_there_is_nothing_to_examine() -> None:
-    assert "nothing to examine" in _refusal()
-
-
 def test_a_missing_file_and_an_override_that_is_none_are_refused(tmp_path: Path) -> None:
     line = _refusal(tmp_path / "none.yaml", "precision")
     assert "which is no file" in line
     assert "'precision', which is no file" in _refusal("experiment=llama_tiny", "precision")
-
-
-def test_without_hydra_the_extra_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hydra", None)
-    assert "lightning-mp[hydra]" in _refusal(config)
-
-
-def _small(monkeypatch: pytest.MonkeyPatch, memory: int) -> str:
-    t4 = GPUS["t4-16"]
-    monkeypatch.setitem(GPUS, "small-0", replace(t4, device=replace(t4.device, memory=memory)))
-    return "--gpu=small-0"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
-def test_what_will_not_fit_is_predicted_with_a_batch_of_the_data(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``advise`` measures the same run at 9.1 MiB; weights and gradients alone, 1.3 MiB, would fit."""
-    monkeypatch.chdir(tmp_path)
-    run = ("experiment=llama_tiny", "plan=fp16", f"strategy={strategy}")
-    result = _run(*run, _small(monkeypatch, 6 * 2**20), "--json")
-    assert result.exit_code == 2, result.output
-    (found,) = [finding for finding in json.loads(result.stdout) if finding["code"] == "LMP020"]
-    assert found["what"].startswith("9 MiB on T4")
-    assert "traced, at the peak of two steps" in found["why"]
-    assert "micro-batches of " in found["fix"]
-    assert "LMP020" not in _run(*run, _small(monkeypatch, 12 * 2**20)).stdout
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("memory", "fits"), [(2**20, False), (2**24, True)])
-def test_data_that_fail_are_told_and_fail_nothing(memory: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ("experiment=llama_tiny", "plan=fp16", "data.text=/nowhere.txt")
-    result = _run(*run, _small(monkeypatch, memory), "--json")
-    assert ("will_not_fit" in [finding["name"] for finding in json.loads(result.stdout)]) != fits
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("lightning-mp doctor: ")]
-    assert "no batch, memory is looked at without activations: " in line
-    assert "nowhere" in line
 
 
 def test_an_unknown_gpu_is_refused(config: Path) -> None:

@@ -1,9 +1,11 @@
-"""The doctor as a whole: healthy runs, what it takes, and that it leaves everything as it was."""
+"""The doctor as a whole: healthy runs, what it takes, that it leaves everything as it was, and what ``fit`` says."""
 
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,15 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from torch import nn
 
 from lightning_mp import MixedPrecisionPlan, PlanError, PrecisionPolicy
+from lightning_mp.callbacks import EnableTF32, TrainingHealth, training_health
 from lightning_mp.monitor.doctor import doctor
-from lightning_mp.monitor.doctor.table import RULES
-from lightning_mp.monitor.findings import CODES, Finding
+from lightning_mp.monitor.doctor.examine import warn_at_fit
+from lightning_mp.monitor.findings import Finding
 from support import hf
 from support.doctor import A100, CPU, Tagger, Wrapped, bert, found, net, resnet
 from support.models import Regression
-from support.oracles import MODES
+from support.oracles import MODES, plan_for
+from support.running import fit
 
 HEALTHY: dict[str, Callable[[], nn.Module]] = {
     "llama": hf.llama,
@@ -30,6 +34,8 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
     "lstm": Tagger,
     "regression": Regression,
 }
+
+
 #: everything a true mode is told of a model that is well otherwise
 TRUE_MODES = {"no_fp32_masters", "norm_in_half"}
 
@@ -53,8 +59,6 @@ def test_a_true_mode_is_told_no_more_than_that_it_is_one(name: str, mode: str) -
 
 
 # ------------------------------------------------------------------ nothing is changed
-
-
 class Sick(Wrapped):
     """Something for every check to look at."""
 
@@ -103,8 +107,6 @@ def test_the_model_is_left_as_it_is(mode: str, stock: bool) -> None:
 
 
 # ------------------------------------------------------------------ what it takes
-
-
 def test_the_most_severe_comes_first() -> None:
     severities = [finding.severity for finding in doctor(Sick(), "16-true", device=A100)]
     assert severities == sorted(severities, key=["error", "warning", "info"].index)
@@ -128,25 +130,9 @@ def test_a_plan_may_be_given_in_every_way(plan: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("arguments", [{"precision": "bf16-true"}, {"plugins": HalfPrecision("bf16-true")}])
-def test_a_stock_run_may_be_told_by_its_trainer_arguments(arguments: dict[str, Any]) -> None:
-    assert "no_fp32_masters" in found(net(), trainer_args=arguments)
-
-
 def test_a_stock_scalers_own_scale_is_looked_at() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     assert "scale_overflows_at_once" in found(net(), MixedPrecision("16-mixed", "cpu", scaler))
-
-
-def test_auto_is_what_the_device_makes_of_it() -> None:
-    assert found(net().half(), MixedPrecisionPlan("auto"))["no_fp32_masters"].what.endswith(
-        "under 32-true: 0.weight, 0.bias, 2.weight, 2.bias"
-    )
-
-
-def test_the_device_is_the_one_the_trainer_would_choose() -> None:
-    assert doctor(net(), "bf16-mixed", None, {"accelerator": "gpu"}) == []
-    assert doctor(net(), "32-true", None, {"accelerator": "cpu"}) == []
 
 
 @pytest.mark.parametrize(
@@ -164,33 +150,8 @@ def test_what_is_no_model_or_no_plan_is_refused(model: Any, plan: Any, said: str
     assert said in str(caught.value)
 
 
-# ------------------------------------------------------------------ odd models
-
-
-class Hostile(nn.Module):
-    """Answers nothing but errors to what is asked beside its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_forward_hooks", "gradient_checkpointing", "eps", "running_mean"):
-            raise RuntimeError("planned")
-        return super().__getattr__(name)
-
-    @property
-    def config(self) -> Any:
-        raise RuntimeError("planned")
-
-    def can_generate(self) -> bool:
-        raise RuntimeError("planned")
-
-
 ODD: dict[str, Callable[[], nn.Module]] = {
     "without parameters": nn.ReLU,
-    "hostile": Hostile,
     "lazy": lambda: nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d()),
     "on the meta device": lambda: nn.Sequential(nn.Linear(8, 8, device="meta"), nn.RMSNorm(8, device="meta")),
     "scripted": lambda: torch.jit.trace(nn.Linear(8, 8), torch.ones(1, 8)),
@@ -212,6 +173,52 @@ def test_no_model_is_too_odd(name: str, mode: str) -> None:
             assert isinstance(finding, Finding)
 
 
-def test_every_code_has_its_row_in_the_table() -> None:
-    """That a check uses it is shown by the page of each code, whose example is run."""
-    assert {rule.partition(":")[0] for rule in RULES} == set(CODES)
+def _warned(run: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(item.message) for item in caught if str(item.message).startswith("before the first step:")]
+
+
+def _asleep() -> Regression:
+    module = Regression()
+    module.net.eval()
+    return module
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_warning_names_code_and_command(mode: str) -> None:
+    (text,) = _warned(lambda: fit(_asleep(), plugins=[plan_for(mode)]))
+    assert "LMP003 eval_mode: " in text
+    assert "self.net.train()" not in text.splitlines()[0]
+    assert "'lightning-mp doctor CONFIG'" in text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_healthy_fit_says_nothing(mode: str) -> None:
+    assert _warned(lambda: fit(Regression(), plugins=[plan_for(mode)])) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_it_takes_models_without_values(device: str) -> None:
+    with torch.device(device):
+        model: nn.Module = hf.gpt2()
+    (text,) = _warned(lambda: warn_at_fit(model.eval(), MixedPrecisionPlan("bf16-mixed").policy))
+    assert "eval_mode" in text
+
+
+def test_training_health_tells_the_doctor_what_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that neither a strategy nor TF32 is advised to a run that has it."""
+    told: list[tuple[Any, Any]] = []
+
+    def doctor(model: Any, plan: Any, strategy: Any, arguments: Any, **_: Any) -> list[Any]:
+        told.append((strategy, arguments))
+        return []
+
+    monkeypatch.setattr(training_health, "doctor", doctor)
+    tf32 = EnableTF32()
+    runner = fit(Regression(), callbacks=[TrainingHealth(tmp_path), tf32], accumulate_grad_batches=2)
+    ((strategy, arguments),) = told
+    assert strategy is runner.strategy
+    assert tf32 in arguments.pop("callbacks")
+    assert arguments == {"accumulate_grad_batches": 2, "devices": 1, "num_nodes": 1}

@@ -1,0 +1,389 @@
+"""What the doctor says of a run: a step that raises, the loss scale, the optimizer, the schedule, DeepSpeed's JSON."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+from typer.testing import CliRunner
+
+from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
+from lightning_mp.cli import app
+from lightning_mp.monitor.doctor import doctor
+from lightning_mp.monitor.findings import Finding
+from lightning_mp.policy.loss_scaling import FP32_MAX
+from support import hf
+from support.doctor import CPU, Wrapped, found, net
+from support.models import Regression, batches
+from support.running import fit
+
+
+class Raises(Wrapped):
+    """Needs what a Trainer's own hooks make, logs, and raises in its loss."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(net(), partial(torch.optim.SGD, lr=0.1))
+        self.how = how
+
+    def setup(self, stage: str) -> None:
+        self.made = nn.Identity()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        if self.how == "its own":
+            raise KeyError("no labels here")
+        rows = batch[0][:, 1:] if self.how == "a layer's" else batch[0]
+        return self.made(self.model(rows)).pow(2).mean()
+
+
+@pytest.mark.parametrize("plan", [MixedPrecisionPlan("bf16-mixed"), "32-true"], ids=str)
+@pytest.mark.parametrize(
+    ("how", "said", "line"),
+    [
+        ("its own", "a step raises KeyError: 'no labels here'", 'raise KeyError("no labels here")'),
+        ("a layer's", "a step raises RuntimeError: mat1 and mat2 shapes", "self.made(self.model(rows))"),
+        ("not at all", None, ""),
+    ],
+)
+def test_a_step_that_raises_is_named_with_the_users_own_line(how: str, said: str | None, line: str, plan: Any) -> None:
+    module = Raises(how)
+    finding = found(module, plan, batch=(torch.ones(4, 16), torch.ones(4, 8))).get("step_raises")
+    assert not hasattr(module, "made")
+    assert (finding is None) == (said is None)
+    if finding is not None and said is not None:
+        assert finding.what.startswith(said)
+        assert (finding.where or "").startswith("test_run_checks.py:")
+        assert line in finding.why
+        assert finding.severity == "error"
+
+
+def test_on_the_command_line_it_is_the_first_batch_of_the_data(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {_target_: monitor.doctor.test_run_checks.Raises, how: its own}\n"
+        "data: {_target_: support.models.batches}\nplan: bf16-mixed\ntrainer: {accelerator: cpu}\n"
+    )
+    result = CliRunner().invoke(app, ["doctor", str(path)])
+    assert result.exit_code == 2, result.output
+    assert "LMP023 error step_raises  test_run_checks.py:" in result.output
+    assert "KeyError: 'no labels here'" in result.output
+
+
+NAME = "scale_overflows_at_once"
+
+
+def _plan(mode: str = "16-mixed", **scaling: Any) -> MixedPrecisionPlan:
+    return MixedPrecisionPlan(mode, loss_scaling=LossScaling(**scaling))
+
+
+# ------------------------------------------------------------------ by its size
+@pytest.mark.parametrize(
+    ("scaling", "severity", "said"),
+    [
+        ({"init_scale": 2.0**32}, "warning", "about 16 steps are skipped"),
+        ({"init_scale": 2.0**32, "hysteresis": 2}, "warning", "about 17 steps are skipped"),
+        ({"init_scale": 2.0**25}, "warning", "about 9 steps are skipped"),
+        ({"init_scale": 2.0**32, "dynamic": False, "min_scale": 0.0}, "warning", "skipped forever"),
+        ({"init_scale": 2.0**41, "dynamic": False, "min_scale": 0.0}, "error", "skipped forever"),
+        ({"init_scale": 2.0**42, "min_scale": 2.0**41}, "error", "skipped forever"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["16-mixed", "16-true"])
+def test_a_scale_no_gradient_fits_under(mode: str, scaling: Any, severity: str, said: str) -> None:
+    finding = found(net(), _plan(mode, **scaling))[NAME]
+    assert finding.severity == severity
+    assert said in finding.why
+    assert finding.where == "loss_scaling.init_scale"
+
+
+@pytest.mark.parametrize("scaling", [{}, {"init_scale": 2.0**24}, {"init_scale": 2.0**15, "dynamic": False}])
+def test_usual_scales_are_healthy(scaling: Any) -> None:
+    assert found(net(), _plan(**scaling)) == {}
+    assert found(net(), "16-mixed") == {}
+
+
+# ------------------------------------------------------------------ by a real batch
+def _plain(scale: float = 1.0) -> Wrapped:
+    """Nothing in it asks for a Trainer; its loss is ``scale`` times the squared error."""
+
+    class Squares(Wrapped):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx) * scale
+            self.log("loss", loss)
+            return loss
+
+    torch.manual_seed(0)
+    return Squares(net(), lambda p: torch.optim.SGD(p, lr=0.0))
+
+
+@pytest.mark.parametrize("mode", ["16-mixed", "16-true"])
+@pytest.mark.parametrize("exponent", [8, 18, 24, 40])
+def test_a_batch_tells_how_many_steps_will_be_skipped(exponent: int, mode: str) -> None:
+    module, plan, batch = _plain(), _plan(mode, init_scale=2.0**exponent), next(iter(batches()))
+    findings = found(module, plan, batch=batch)
+    same = DataLoader(TensorDataset(*(part.repeat(40, 1) for part in batch)), batch_size=8)
+    fit(module, plugins=[plan], data=same)
+    if plan.skipped_steps == 0:
+        assert NAME not in findings
+    else:
+        assert findings[NAME].severity == ("info" if plan.skipped_steps <= 5 else "warning")
+        assert f"about {plan.skipped_steps} steps are skipped" in findings[NAME].why
+
+
+def test_under_a_floor_that_overflows_nothing_is_ever_trained() -> None:
+    plan = MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling.static(2.0**36))
+    finding = found(_plain(), plan, batch=next(iter(batches())))[NAME]
+    assert finding.severity == "error"
+    assert "never falls below" in finding.why
+
+
+def test_a_forward_pass_that_overflows_is_told_from_a_scale_that_does() -> None:
+    module = _plain()
+    with torch.no_grad():
+        module.model[0].weight.mul_(1e6)
+    finding = found(module, _plan(), batch=next(iter(batches())))[NAME]
+    assert "in the forward pass" in finding.why
+
+
+def test_a_plain_models_batch_may_be_its_keywords() -> None:
+    batch = {"input_ids": hf.tokens(), "labels": hf.tokens()}
+    assert found(hf.gpt2(), _plan(), batch=batch) == {}
+    assert NAME in found(hf.gpt2(), _plan(init_scale=2.0**40), batch=batch)
+
+
+# ------------------------------------------------------------------ accumulation
+def _accumulated(mode: str, parts: int, model: nn.Module | None = None, **scaling: Any) -> Any:
+    findings = found(
+        model or Wrapped(net(), torch.optim.SGD), _plan(mode, **scaling), None, {"accumulate_grad_batches": parts}
+    )
+    return findings.get("accumulation_overflows")
+
+
+@pytest.mark.parametrize(
+    ("mode", "parts", "scaling", "entry"),
+    [
+        ("16-true", 8, {}, "1 or more"),
+        ("16-true", 4, {"init_scale": 2.0**20}, "0.0625 or more"),
+        ("16-mixed", 2, {"init_scale": FP32_MAX}, "1 or more"),
+    ],
+)
+def test_a_sum_leaves_the_format_it_is_stored_in(mode: str, parts: int, scaling: Any, entry: str) -> None:
+    finding = _accumulated(mode, parts, **scaling)
+    assert finding.severity == "warning"
+    assert entry in finding.why
+    assert finding.where == "accumulate_grad_batches"
+
+
+def _adam(**options: Any) -> Any:
+    return partial(AdamW, lr=1e-3, **options)
+
+
+# ------------------------------------------------------------------ eps
+@pytest.mark.parametrize("plan", ["16-true", MixedPrecisionPlan("16-true")])
+def test_adams_eps_is_0_in_fp16(plan: Any) -> None:
+    finding = found(Wrapped(net(), _adam()), plan)["eps_underflows"]
+    assert finding.severity == "error"
+    assert finding.what.startswith("AdamW(eps=1e-08)")
+    assert finding.where == "configure_optimizers"
+
+
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [
+        (_adam(eps=1e-4), "16-true"),
+        (_adam(fused=True), "16-true"),
+        (partial(SGD, lr=1e-3), "16-true"),
+        (_adam(), "16-mixed"),
+        (_adam(), "bf16-true"),
+        (_adam(), {"precision": "16-true", "pins": {"Linear": "fp32"}}),
+    ],
+)
+def test_where_eps_is_not_0_nothing_is_said(make: Any, plan: Any) -> None:
+    assert "eps_underflows" not in found(Wrapped(net(), make), plan)
+
+
+# ------------------------------------------------------------------ schedules
+SCHEDULES = {
+    "OneCycleLR": partial(OneCycleLR, max_lr=1e-2, total_steps=9),
+    "LambdaLR": partial(LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_stock_scaler_skips_and_the_schedule_counts_it(name: str) -> None:
+    finding = found(Regression(scheduler=SCHEDULES[name]), "16-mixed")["schedule_counts_skips"]
+    assert finding.severity == "warning"
+    assert finding.what.startswith(name)
+    assert "MixedPrecisionPlan('16-mixed')" in finding.fix
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "32-true", MixedPrecisionPlan("16-mixed")])
+def test_a_plan_and_modes_without_a_scale_are_healthy(plan: Any) -> None:
+    assert found(Regression(scheduler=SCHEDULES["LambdaLR"]), plan) == {}
+
+
+def _dict(optimizer: Any, interval: str) -> dict[str, Any]:
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": SCHEDULES["LambdaLR"](optimizer), "interval": interval},
+    }
+
+
+def _every_shape(parameters: Any) -> dict[str, tuple[Any, bool]]:
+    """What Lightning takes from ``configure_optimizers``, and whether a schedule in it goes by steps."""
+    sgd = SGD(parameters, lr=1.0)
+    plain = SCHEDULES["LambdaLR"](sgd)
+    return {
+        "an optimizer": (sgd, False),
+        "a list": ([sgd], False),
+        "two lists": (([sgd], [plain]), False),
+        "two lists, a dict": (([sgd], [{"scheduler": plain, "interval": "step"}]), True),
+        "a dict": (_dict(sgd, "step"), True),
+        "a dict by epoch": (_dict(sgd, "epoch"), False),
+        "a tuple of dicts": ((_dict(sgd, "epoch"), _dict(sgd, "step")), True),
+        "nothing": (None, False),
+    }
+
+
+@pytest.mark.parametrize("shape", list(_every_shape(net().parameters())))
+def test_whatever_lightning_takes_is_read(shape: str) -> None:
+    model = Wrapped(net(), lambda p: _every_shape(p)[shape][0])
+    counts = _every_shape(net().parameters())[shape][1]
+    assert ("schedule_counts_skips" in found(model, "16-mixed")) == counts
+
+
+class NeedsTrainer(Regression):
+    """As many do."""
+
+    def configure_optimizers(self) -> Any:
+        total = self.trainer.estimated_stepping_batches
+        return SGD(self.parameters(), lr=1 / total)
+
+
+def test_what_needs_a_trainer_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lightning_mp.monitor.doctor"):
+        assert found(NeedsTrainer(), "16-mixed") == {}
+    assert "schedule_counts_skips could not be made" in caplog.text
+
+
+class Careless(Regression):
+    """Changes itself when it is asked."""
+
+    def configure_optimizers(self) -> Any:
+        self.net[0].weight.requires_grad_(False)
+        self.asked = True
+        self.losses.append(torch.rand(1).item())
+        return _dict(SGD((p for p in self.parameters() if p.requires_grad), lr=1.0), "step")
+
+
+def test_what_asking_changes_is_undone() -> None:
+    module = Careless()
+    generator = torch.get_rng_state()
+    assert "schedule_counts_skips" in found(module, "16-mixed")
+    assert module.net[0].weight.requires_grad
+    assert module.losses == []
+    assert not hasattr(module, "asked")
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+pytest.importorskip("deepspeed")
+
+
+def _found(plan: Any, strategy: Any, trainer: Any = None) -> list[Finding]:
+    findings = doctor(net(), plan, strategy, trainer, device=CPU)
+    return [finding for finding in findings if finding.name == "deepspeed_contradicts_trainer"]
+
+
+def _ours(config: Any, plan: MixedPrecisionPlan | None = None) -> Any:
+    return make_strategy("deepspeed_zero2", plan or MixedPrecisionPlan("bf16-mixed"), config=config)
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "both"),
+    [
+        ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 2}, ("steps=4", "accumulate_grad_batches=2")),
+        ({"gradient_accumulation_steps": 4}, {"devices": 2}, ("steps=4", "accumulate_grad_batches=1")),
+        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}, ("clipping=1.0", "gradient_clip_val=0.5")),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
+            {"devices": 8, "accumulate_grad_batches": 4},
+            ("train_batch_size=64", "= 128"),
+        ),
+    ],
+)
+def test_json_and_trainer_disagree(config: Any, trainer: Any, both: tuple[str, str]) -> None:
+    (finding,) = _found(MixedPrecisionPlan("bf16-mixed"), _ours(config), trainer)
+    assert finding.severity == "error"
+    assert all(value in finding.what for value in both)
+    assert finding.where == next(iter(config))
+
+
+def test_json_and_plan_disagree() -> None:
+    findings = _found(MixedPrecisionPlan("bf16-mixed"), {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}})
+    assert [finding.where for finding in findings] == ["fp16.enabled"]
+    assert "precision='bf16-mixed' in the plan" in findings[0].what
+
+
+def test_every_contradiction_is_a_finding() -> None:
+    config = {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
+    trainer = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    assert len(_found(MixedPrecisionPlan("16-mixed"), config, trainer)) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer"),
+    [
+        ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 4}),
+        ({"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}, {"accumulate_grad_batches": 4}),
+        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 1.0}),
+        ({"gradient_clipping": 1.0}, {"accumulate_grad_batches": 2}),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, {"accumulate_grad_batches": 4}),
+        ({"gradient_accumulation_steps": 4}, None),
+        ({}, {"accumulate_grad_batches": 4}),
+    ],
+)
+def test_what_agrees_or_cannot_be_known_is_healthy(config: Any, trainer: Any) -> None:
+    assert _found(MixedPrecisionPlan("bf16-mixed"), _ours(config), trainer) == []
+
+
+@pytest.mark.parametrize("strategy", [None, "auto", "ddp", "mp_deepspeed_zero2", DeepSpeedStrategy(stage=2)])
+def test_without_a_json_there_is_nothing_to_contradict(strategy: Any) -> None:
+    assert _found("bf16-mixed", strategy, {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}) == []
+
+
+HALF = {"fp16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("plan", [MixedPrecisionPlan("bf16-mixed"), "bf16-mixed", "32-true"], ids=str)
+@pytest.mark.parametrize("key", [None, "plugins", "precision"])
+def test_another_precision_in_the_json_of_lightnings_own_strategy(plan: Any, key: str | None) -> None:
+    """It refuses a plan; of its own precisions it sets the block beside the other one, or leaves that alone."""
+    if (key == "plugins") == isinstance(plan, str) and key is not None:
+        return
+    findings = _found(plan if key is None else None, DeepSpeedStrategy(config=HALF), key and {key: plan})
+    assert [(finding.severity, finding.where) for finding in findings] == [("error", "fp16.enabled")]
+    assert f"precision={getattr(plan, 'precision', plan)!r}" in findings[0].what
+
+
+@pytest.mark.parametrize(
+    ("plan", "config"),
+    [
+        (MixedPrecisionPlan("16-mixed"), HALF),
+        (MixedPrecisionPlan("bf16-mixed"), {"bf16": {"enabled": True}, "fp16": {"enabled": False}}),
+        ("16-mixed", HALF),
+        ("bf16-mixed", {"bf16": {"enabled": "auto"}}),
+        (MixedPrecisionPlan("bf16-mixed"), {}),
+    ],
+    ids=str,
+)
+def test_and_the_same_precision_is_no_contradiction(plan: Any, config: Any) -> None:
+    assert _found(plan, DeepSpeedStrategy(config=config or None)) == []
