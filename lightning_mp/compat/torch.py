@@ -166,6 +166,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return vars(module)["_buffers"]
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """What the tensor is a view of."""
+    return tensor._base
+
+
 def versions(tensors: Iterable[Tensor | None]) -> list[int | None]:
     """How often each was written to; tensors made in inference mode do not count it."""
     return [None if one is None or one.is_inference() else one._version for one in tensors]

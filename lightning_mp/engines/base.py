@@ -226,8 +226,7 @@ class StepEngine(ABC):
         return self._first_step(self._module)
 
     def _first_step(self, module: nn.Module) -> AbstractContextManager[Any]:
-        compute = to_torch(self.policy.compute_dtype)
-        return outside_reads.refused(module, self.pin_map, compute, mixed=self.policy.mixed)
+        return outside_reads.refused(module, self.pin_map, self.policy.compute_dtype)
 
     def train_others(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
         """Other parameters are trained from now on than before."""

@@ -8,7 +8,7 @@ import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from conformance import matrix, moved, report, sample, summary
+from conformance import matrix, report, sample, summary
 from conformance.judge import Verdict
 from conformance.rows import TABLES
 from conformance.strategies import STRATEGIES
@@ -53,10 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     if whole:
         words = {key: verdict.word for key, verdict in result.verdicts.items()}
         summary.PAGE.write_text(summary.summary(words))
-    passed = moved.main() if whole else 0
     bad = [key for key, verdict in result.verdicts.items() if not verdict.good]
     print(f"{len(result.verdicts) - len(bad)} of {len(result.verdicts)} cells are as declared, {result.seconds:.0f} s")
-    return 1 if bad or passed else 0
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

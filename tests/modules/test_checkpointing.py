@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_mp import Checkpointing
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import checkpointing
-from lightning_mp.modules.checkpointing import CheckpointedForward
 from lightning_mp.numerics.dtypes import default_dtype
 from support.pinning import pin, products
 
@@ -155,35 +152,6 @@ def test_a_container_that_is_never_called_has_what_is_in_it_checkpointed(how: st
     assert {type(layer) for layer in root.layers} == {Block}
 
 
-def test_without_gradients_nothing_is_checkpointed() -> None:
-    root = Net()
-    checkpoint(root)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        out = root(X)
-    assert counter.get_total_flops() == FORWARD * PRODUCT
-    assert out.grad_fn is None
-
-
-def test_inputs_are_kept_instead_of_activations() -> None:
-    def kept(root: nn.Module) -> int:
-        sizes: list[int] = []
-        own = {parameter.data_ptr() for parameter in root.parameters()}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.data_ptr() not in own:
-                sizes.append(tensor.numel())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            root(X.clone().requires_grad_())
-        return sum(sizes)
-
-    plain, root = Net(blocks=6), Net(blocks=6)
-    checkpoint(root)
-    assert kept(plain) >= 6 * 3 * ROWS * WIDTH
-    assert kept(root) <= 6 * ROWS * WIDTH
-
-
 # ---------------------------------------------------------------------- nothing else changes
 
 
@@ -193,16 +161,6 @@ def test_gradients_are_the_same_bit_for_bit_dropout_included(options: dict[str, 
     plain, root = (Net(after=lambda: [nn.Dropout(dropout), nn.Tanh()]) for _ in range(2))
     checkpoint(root, **options)
     assert same(gradients(plain), gradients(root))
-
-
-@pytest.mark.parametrize("preserve", [True, False])
-def test_preserve_rng_leaves_the_random_state_of_the_run_alone(preserve: bool) -> None:
-    plain, root = (Net(after=lambda: [nn.Dropout(0.5), nn.Tanh()]) for _ in range(2))
-    checkpoint(root, preserve_rng=preserve)
-    gradients(plain)
-    untouched = torch.get_rng_state()
-    gradients(root)
-    assert torch.equal(torch.get_rng_state(), untouched) is preserve
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -233,32 +191,6 @@ def test_recomputation_runs_under_the_default_dtype_of_the_forward() -> None:
     out.sum().backward()
     assert x.grad is not None
     assert torch.get_default_dtype() == torch.float32
-
-
-def test_names_parameters_and_representation_stay() -> None:
-    root = Net()
-    names, text, parameters = list(root.state_dict()), repr(root), list(map(id, root.parameters()))
-    checkpoint(root)
-    assert (list(root.state_dict()), repr(root), list(map(id, root.parameters()))) == (names, text, parameters)
-    assert isinstance(root.blocks[0], Block)
-
-
-@pytest.mark.parametrize("travel", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_a_copy_is_checkpointed_too(travel: Callable[[nn.Module], nn.Module]) -> None:
-    root = Net(after=with_tanh_at_the_end)
-    checkpoint(root)
-    assert flops(travel(root)) == (FORWARD + BACKWARD + 4) * PRODUCT
-
-
-def test_undo_puts_the_classes_back() -> None:
-    root = Net(after=with_tanh_at_the_end)
-    applied = checkpoint(root)
-    assert [isinstance(block, CheckpointedForward) for block in root.blocks] == [True, True]
-    applied.undo()
-    applied.undo()  # once is enough, twice does no harm
-    assert [type(block) for block in root.blocks] == [Block, Block]
-    assert not [key for module in root.modules() for key in vars(module) if "lmp" in key]
-    assert flops(root) == (FORWARD + BACKWARD) * PRODUCT
 
 
 @pytest.mark.parametrize("pinned_first", [True, False])
@@ -311,30 +243,3 @@ def test_unknown_patterns_and_operators_are_faults(options: dict[str, Any], give
     (fault,) = error.value.faults
     assert fault.given == given
     assert fix in fault.fix
-
-
-def test_every_unknown_name_is_told_at_once() -> None:
-    with pytest.raises(PlanError) as error:
-        checkpoint(Net(), modules=("Blok", "Block", "heads"), mode="selective", save_ops=("addm", "mm", "bmmm"))
-    assert len(error.value.faults) == 4
-
-
-@pytest.mark.parametrize(
-    ("modules", "names"),
-    [
-        (("Block", "Linear"), ["blocks.0", "blocks.1"]),
-        ("blocks", ["blocks.0", "blocks.1"]),
-        (("net.0", "net"), ["blocks.0.net", "blocks.1.net"]),
-        (("blocks.1", "blocks.0.net.0"), ["blocks.0.net.0", "blocks.1"]),
-        ("Net", None),
-    ],
-    ids=str,
-)
-def test_of_nested_matches_the_outermost_below_the_root_counts_in_definition_order(
-    modules: Any, names: list[str] | None
-) -> None:
-    root, faults = Net(), Faults()
-    found = checkpointing.select(root, Checkpointing(modules=modules), faults)
-    known = {id(module): name for name, module in root.named_modules()}
-    assert [known[id(module)] for module in found] == (names or [])
-    assert bool(faults.found) is (names is None), "the root itself is no module below the root"

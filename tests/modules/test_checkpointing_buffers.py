@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.nn import utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mp.callbacks import ActivationCheckpointing
 from lightning_mp.modules import checkpointing
 from lightning_mp.policy import Checkpointing
 from support.comparing import same
 from support.models import FEATURES
-from support.norms import STEPS, Normed, conv_net, run
-from support.running import fit
+from support.norms import Normed, conv_net, run
 
 
 class Average(nn.Module):
@@ -71,12 +69,6 @@ def test_a_run_is_the_one_without(net: str, checkpointing: Any) -> None:
     assert same(found["tensors"], expected["tensors"])
 
 
-def test_nor_does_the_callback_count_twice() -> None:
-    module = Normed()
-    fit(module, max_steps=STEPS, callbacks=[ActivationCheckpointing("net")])
-    assert module.net[1].num_batches_tracked == STEPS
-
-
 class Tables(nn.Module):
     """Reads a table that it never changes, and from its third forward on changes a count."""
 
@@ -121,25 +113,3 @@ def test_buffers_that_no_forward_changes_are_copied_in_the_first_one_alone() -> 
     _copied_bytes(root)
     assert _copied_bytes(root) < table / 10
     assert root[0][1].num_batches_tracked == 2
-
-
-def test_a_batch_norm_that_is_trained_after_it_was_frozen_counts_a_batch_once() -> None:
-    root = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())).eval()
-    checkpointing.apply(root, [root[0]], Checkpointing(modules="0"))
-    for _ in range(2):
-        _copied_bytes(root)
-    root.train()
-    for _ in range(2):
-        _copied_bytes(root)
-    assert root[0][1].num_batches_tracked == 2
-
-
-def test_a_buffer_that_begins_to_change_later_is_restored_from_then_on() -> None:
-    tables = Tables()
-    root = nn.Sequential(nn.Sequential(tables, nn.Tanh()))
-    checkpointing.apply(root, [root[0]], Checkpointing(modules="0"))
-    for _ in range(3):
-        _copied_bytes(root)
-    before = tables.count.clone()
-    _copied_bytes(root)
-    assert tables.count == before + 1

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2LayerNormConvLayer
 
 from lightning_mp.errors import Faults
-from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
+from lightning_mp.modules.patterns import matches, no_match
 
 LINEAR, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
 
@@ -53,20 +53,6 @@ def test_a_pattern_is_a_name_a_dotted_suffix_or_a_class_in_its_own_case(
     pattern: str, name: str, module: nn.Module, found: bool
 ) -> None:
     assert matches(pattern, name, module) is found
-
-
-def test_a_module_is_listed_under_each_of_its_names_and_the_root_under_none() -> None:
-    root = nn.ModuleDict({"a": LINEAR, "b": nn.Sequential(LINEAR)})
-    assert [name for name, _ in named_submodules(root)] == ["a", "b", "b.0"]
-
-
-@pytest.mark.parametrize(
-    ("module", "called"),
-    [(nn.ModuleList(), False), (nn.ModuleDict(), False), (nn.Module(), False), (nn.Sequential(), True), (LINEAR, True)],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
-)
-def test_a_container_that_only_holds_others_is_never_called(module: nn.Module, called: bool) -> None:
-    assert has_own_forward(module) is called
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 import lightning_mp
-from lightning_mp.modules import checkpointing, pins
+from lightning_mp.modules import checkpointing
 from lightning_mp.policy import Checkpointing, Pin
-from support.pinning import Ran, pin, products, resolve, stored
+from support.pinning import Ran, pin, stored
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -61,13 +61,6 @@ def test_a_pinned_module_is_stored_and_runs_in_its_dtype_outside_autocast(dtype:
     assert torch.is_autocast_enabled("cpu") is False
 
 
-def test_what_follows_a_pinned_module_is_cast_by_autocast() -> None:
-    assert products(Net(), X, autocast=BF16) == [BF16, BF16]
-    assert products(pin(Net(), {"body": "fp32"}), X, autocast=BF16) == [FP32, BF16]
-    assert products(pin(Net(), {"head": "fp32"}), X, autocast=BF16) == [BF16, FP32]
-    assert products(pin(Net(), {"head": "fp16"}), X) == [FP32, FP16]
-
-
 def test_under_true_modes_the_dtype_that_came_in_comes_out() -> None:
     root = pin(Net(), {"norm": "fp32", "head": "fp32"}, mode="bf16-true")
     with Ran("native_layer_norm", "addmm") as ran:
@@ -110,32 +103,6 @@ def test_a_module_without_floating_inputs_hands_on_the_compute_dtype_under_true_
     root = pin(nn.Sequential(nn.Embedding(8, 4)), {"Embedding": "fp32"}, mode=mode)
     assert root[0].weight.dtype == FP32
     assert root(torch.tensor([1, 2])).dtype == expected
-
-
-def test_a_pin_inside_another_returns_to_what_came_in_for_autocast_is_off_there() -> None:
-    outer = nn.Sequential(Probe(4, 4), nn.LayerNorm(4), Probe(4, 4))
-    root = pin(nn.ModuleDict({"block": outer}), {"LayerNorm": "fp32", "block": "bf16"})
-    with autocast(FP16), Ran("native_layer_norm") as ran:
-        assert outer(X).dtype == BF16
-    assert ran.dtypes == [FP32]
-    assert [outer[0].met[0], outer[2].met[0]] == [BF16, BF16]
-    assert {name: dtype for name, dtype in stored(root).items() if name.endswith("weight")} == {
-        "block.0.weight": BF16, "block.1.weight": FP32, "block.2.weight": BF16,
-    }  # fmt: skip
-
-
-def test_an_embedding_inside_another_pin_hands_on_that_pins_dtype() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.proj = nn.Embedding(8, 4), nn.Linear(4, 4)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.proj(self.table(ids))
-
-    root = pin(nn.ModuleDict({"block": Block()}), {"table": "fp32", "block": "bf16"})
-    with autocast():
-        assert root["block"](torch.tensor([1])).dtype == BF16
 
 
 @pytest.mark.parametrize("inner", ["norm", "table"])
@@ -296,32 +263,6 @@ def test_keyword_and_nested_inputs_are_cast_and_others_are_not() -> None:
     assert (out["x"].dtype, out["ids"].dtype) == (FP32, torch.bool)
 
 
-def test_a_module_without_parameters_may_be_pinned() -> None:
-    root = pin(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), {"Softmax": "fp32"})
-    with autocast(), Ran("_softmax") as ran:
-        assert root(X).dtype == FP32
-    assert ran.dtypes == [FP32]
-    assert products(pin(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), {"Softmax": "bf16"}), X) == [FP32]
-
-
-@pytest.mark.parametrize("mode", ["bf16-mixed", "bf16-true"])
-def test_gradients_have_the_dtype_of_their_parameters(mode: str) -> None:
-    root = pin(Net(), {"norm": "fp32", "head": "fp16"}, mode=mode)
-    x = X.detach().to(BF16 if mode == "bf16-true" else FP32, copy=True).requires_grad_()
-    with torch.autocast("cpu", BF16, enabled=mode.endswith("mixed")):
-        root(x).float().sum().backward()
-    assert {name: p.grad.dtype for name, p in root.named_parameters()} == stored(root)
-    assert x.grad.dtype == x.dtype
-
-
-def test_the_numbers_are_those_of_the_module_in_its_dtype() -> None:
-    plain, root = Net(), pin(Net(), {"head": "fp32"})
-    with autocast():
-        features = plain.norm(plain.body(X))
-        logits = root(X)
-    assert torch.equal(logits, plain.head(features.float()))
-
-
 # ---------------------------------------------------------------------- modules with ways of their own
 
 
@@ -339,27 +280,6 @@ def test_a_recurrent_module(mode: str, packed: bool) -> None:
     out = out.data if packed else out.squeeze(1)
     assert {out.dtype, hidden.dtype, cell.dtype} == {x.dtype}
     torch.testing.assert_close(out.float(), expected.squeeze(1), rtol=0, atol=0 if mode == "bf16-mixed" else 1e-2)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_attention_with_masks(training: bool) -> None:
-    attention = nn.MultiheadAttention(4, 2, batch_first=True).train(training)
-    x, hidden = X.unsqueeze(0), torch.tensor([[False, False, True]])
-    expected, weights = attention(x, x, x, key_padding_mask=hidden)
-    pin(nn.ModuleDict({"a": attention}), {"MultiheadAttention": "fp32"}, mode="bf16-mixed")
-    with autocast(), torch.set_grad_enabled(training):
-        out, found = attention(x, x, x, key_padding_mask=hidden)
-    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found, weights, rtol=1e-6, atol=1e-6)
-    assert out.dtype == FP32
-
-
-def test_running_statistics_are_pinned_too() -> None:
-    root = pin(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), {"BatchNorm1d": "fp32"}, mode="bf16-true")
-    root.to(BF16)
-    root(X.to(BF16))
-    assert [buffer.dtype for buffer in root.buffers()] == [FP32, FP32, torch.int64]
-    assert root[1].running_mean.abs().sum() > 0
 
 
 # ---------------------------------------------------------------------- moves
@@ -393,20 +313,6 @@ def test_no_move_changes_a_bit_of_a_pinned_weight_or_its_gradient(move: Callable
     assert stored(root)["norm.weight"] == BF16
 
 
-@pytest.mark.parametrize("name", ["half", "to(dtype)", "type"])
-def test_a_move_still_moves_the_rest(name: str) -> None:
-    root = pin(Net(), {"head": "fp32"})
-    MOVES[name](root)
-    assert stored(root)["body.weight"] == FP16
-
-
-def test_a_pin_goes_along_to_another_device() -> None:
-    root = pin(Net(), {"head": "bf16"}).to("meta")
-    assert (root.head.weight.device.type, root.head.weight.dtype) == ("meta", BF16)
-    root.to_empty(device="cpu")
-    assert (root.head.weight.device.type, root.head.weight.dtype) == ("cpu", BF16)
-
-
 # ---------------------------------------------------------------------- what must not change
 
 
@@ -421,13 +327,6 @@ def test_names_classes_parameters_and_representation_stay() -> None:
     assert {name: id(parameter) for name, parameter in root.named_parameters()} == parameters
 
 
-def test_a_checkpoint_in_another_dtype_is_taken_up_in_the_pins() -> None:
-    root, other = pin(Net(), {"head": "bf16"}), Net()
-    root.load_state_dict(other.state_dict())
-    assert stored(root)["head.weight"] == BF16
-    assert torch.equal(root.head.weight, other.head.weight.to(BF16))
-
-
 @pytest.mark.parametrize(
     "travel", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), copy.copy], ids=["deepcopy", "pickle", "copy"]
 )
@@ -439,16 +338,6 @@ def test_a_copy_is_pinned_as_the_original(travel: Callable[[nn.Module], nn.Modul
     x = X.to(BF16)
     root.to(FP16)
     assert torch.equal(copied(x.half()), root(x.half()))
-
-
-def test_a_copy_is_its_own() -> None:
-    root = pin(Net(), {"head": "fp32"})
-    copied = copy.deepcopy(root)
-    with torch.no_grad():
-        copied.head.weight.zero_()
-        copied.head.bias.fill_(1)
-    assert torch.equal(copied(X), torch.ones(3, 2))
-    assert not torch.equal(root(X), torch.ones(3, 2))
 
 
 def test_a_pinned_model_compiles_into_one_graph() -> None:
@@ -477,33 +366,6 @@ def test_another_pin_replaces_that_of_a_module_that_owns_nothing() -> None:
     pin(root, {"0": "fp32"})
     assert root(X).dtype == FP32
     assert root[0][1](X.to(BF16)).dtype == FP32
-
-
-def test_removal_gives_the_forward_back_and_leaves_what_is_stored() -> None:
-    root = pin(Net(), {"norm": "fp32", "head": "bf16"})
-    pins.remove(root.modules())
-    assert (type(root.norm), type(root.head)) == (nn.LayerNorm, Probe)
-    assert stored(root)["head.weight"] == BF16
-    with autocast():
-        root(X)
-    assert root.head.met[2] is True
-    assert stored(root.half())["head.weight"] == FP16
-    assert not [key for module in root.modules() for key in vars(module) if "lmp" in key]
-
-
-def test_a_tied_weight_is_one_tensor_in_one_dtype() -> None:
-    root = nn.ModuleDict({"wte": nn.Embedding(8, 4), "lm_head": nn.Linear(4, 8, bias=False)})
-    root["lm_head"].weight = root["wte"].weight
-    pin(root, {"lm_head": "fp32"}, mode="bf16-true").half()
-    assert root["lm_head"].weight is root["wte"].weight
-    assert root["wte"].weight.dtype == FP32
-    assert root["wte"](torch.tensor([1])).dtype == BF16
-
-
-def test_the_pin_map_of_a_pinned_model_is_that_of_the_plain_one() -> None:
-    spec = {"Probe": "bf16", "LayerNorm": "fp32"}
-    plain = [(m.name, m.pin, m.entry) for m in resolve(Net(), spec).members]
-    assert [(m.name, m.pin, m.entry) for m in resolve(pin(Net(), spec), spec).members] == plain
 
 
 def test_unpin_gives_the_plain_classes_back() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_mp import LossScaling
 from lightning_mp.numerics.loss_scale import LossScaler
 from support.counting import HostReads
-from support.loops import INF, OPTIMIZERS
+from support.loops import OPTIMIZERS
 
 #: each step: was it skipped, and does a skip count against the budget, being at the floor
 steps = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20)
@@ -85,12 +85,3 @@ def test_a_flag_is_fp32_whatever_the_default_dtype() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert (flag.dtype, scaler.skipped_steps, scaler.streak) == (torch.float32, 300, 300)
-
-
-def test_without_a_scale_the_flag_of_an_applied_step_serves_again_and_a_skipped_ones_not() -> None:
-    scaler, stepping = LossScaler(), optimizer()
-    parameter = stepping.param_groups[0]["params"][0]
-    for value in (0.0, INF, 0.0, 0.0):
-        parameter.grad = torch.tensor([value])
-        scaler.step(stepping)
-        assert scaler.step_skipped == (value == INF)

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_mp.numerics.dtypes import cast_floating, cast_module_, floating_dtype, to_torch
-from lightning_mp.policy import STORAGE_DTYPES, Pin
+from lightning_mp.numerics.dtypes import cast_floating, cast_module_, floating_dtype
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 Point = namedtuple("Point", "x y")
 X, IDS = torch.ones(2), torch.arange(2)
-
-
-@pytest.mark.parametrize("name", STORAGE_DTYPES)
-def test_names_and_dtypes_are_each_others_inverse(name: str) -> None:
-    assert Pin("norm", to_torch(name)).dtype == name  # type: ignore[arg-type]
 
 
 NESTED: dict[str, Any] = {
@@ -66,52 +60,6 @@ def test_what_needs_no_cast_is_handed_on_itself(data: Any) -> None:
     assert cast_floating(data, FP32) is data
 
 
-def test_a_model_output_keeps_its_fields() -> None:
-    made = cast_floating(CausalLMOutput(logits=X, attentions=(X,)), FP16)
-    assert made.loss is None
-    assert made.logits.dtype == made.attentions[0].dtype == FP16
-    assert made["logits"] is made.logits
-
-
-def test_a_packed_sequence_still_runs() -> None:
-    packed = cast_floating(pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]), BF16)
-    assert isinstance(packed, PackedSequence)
-    assert nn.GRU(2, 2).to(BF16)(packed)[0].data.dtype == BF16
-
-
-@pytest.mark.parametrize(
-    "data",
-    [None, 3, "x", object(), SimpleNamespace(x=X), {1, 2}, IDS, torch.ones(1, dtype=torch.bool), torch.ones(1) * 1j],
-    ids=lambda data: type(data).__name__,
-)
-def test_anything_else_is_handed_through(data: Any) -> None:
-    assert cast_floating(data, BF16) is data
-
-
-def test_gradients_flow_through_a_cast() -> None:
-    x = torch.ones(2, requires_grad=True)
-    cast_floating({"a": (x,)}, BF16)["a"][0].sum().backward()
-    assert x.grad.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("data", "dtype"),
-    [
-        (X, FP32),
-        (IDS, None),
-        ((IDS, {"mask": IDS > 0, "x": X.half()}, X), FP16),
-        ({"a": [None, X.bfloat16()]}, BF16),
-        ((), None),
-        ("text", None),
-        (X * 1j, None),
-        (CausalLMOutput(logits=X.half()), FP16),
-    ],
-    ids=range(8),
-)
-def test_the_dtype_of_nested_data_is_that_of_its_first_floating_tensor(data: Any, dtype: torch.dtype | None) -> None:
-    assert floating_dtype(data) == dtype
-
-
 # ---------------------------------------------------------------------- modules
 
 
@@ -124,31 +72,6 @@ def test_a_modules_own_parameters_and_buffers_are_cast_and_stay_the_same_objects
     }  # fmt: skip
     assert {name: id(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]} == objects
     assert cast_module_(module, BF16) == 0
-
-
-@pytest.mark.parametrize(
-    ("chosen", "cast"),
-    [({"buffers": False}, {"weight", "bias"}), ({"parameters": False}, {"running_mean", "running_var"})],
-)
-def test_parameters_or_buffers_alone(chosen: dict[str, bool], cast: set[str]) -> None:
-    module = nn.BatchNorm1d(2)
-    cast_module_(module, FP16, **chosen)
-    assert {name for name, tensor in module.state_dict().items() if tensor.dtype == FP16} == cast
-
-
-def test_what_is_below_a_module_is_not_its_own() -> None:
-    module = nn.Sequential(nn.Linear(2, 2))
-    assert cast_module_(module, BF16) == 0
-    assert module[0].weight.dtype == FP32
-
-
-def test_a_gradient_of_the_old_dtype_goes_and_the_next_is_of_the_new_one() -> None:
-    module = nn.Linear(2, 1)
-    module(X).sum().backward()
-    cast_module_(module, BF16)
-    assert module.weight.grad is None
-    module(X.bfloat16()).sum().backward()
-    assert module.weight.grad.dtype == BF16
 
 
 def test_complex_parameters_and_tensor_subclasses_are_left_alone() -> None:

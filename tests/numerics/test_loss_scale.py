@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -95,15 +94,6 @@ def test_the_scale_follows_the_rule(config: LossScaling, trace: str, expected: l
     assert [numbers(state)[0] for state in run(config, trace, device)] == pytest.approx(expected, rel=1e-7)
 
 
-def test_the_state_before_the_first_step_is_the_configuration() -> None:
-    config = LossScaling(init_scale=4, growth_delay=1, hysteresis=3)
-    assert init(config) == LossScaleState(4.0, -1, 3, False)
-    placed = init(config, "cpu")
-    assert numbers(placed) == (4.0, -1, 3, False)
-    assert [value.dtype for value in astuple(placed)] == [torch.float32, torch.int32, torch.int32, torch.bool]
-    assert all(value.shape == () for value in astuple(placed))
-
-
 @pytest.mark.parametrize(
     ("config", "trace", "flags"),
     [
@@ -168,16 +158,6 @@ def test_tensors_are_adjusted_without_a_host_read(config: LossScaling, trace: li
     assert reads.count == 0
 
 
-def test_the_rule_is_pure() -> None:
-    config = LossScaling(init_scale=8, growth_interval=1)
-    state = init(config, "cpu")
-    for found in (True, False):
-        flag = torch.tensor(float(found))
-        adjust(config, state, flag)
-        assert numbers(state) == (8.0, 0, 1, False)
-        assert flag.item() == float(found)
-
-
 # ---------------------------------------------------------------------- torch
 
 
@@ -195,30 +175,6 @@ def test_torch_is_the_sequence_of_amp_update_scale(
         torch._amp_update_scale_(scale, tracker, torch.tensor([float(found)]), growth, backoff, interval)
         assert numbers(device)[:2] == (scale.item(), tracker.item())
         assert numbers(host)[:2] == (scale.item(), tracker.item())
-
-
-@pytest.mark.parametrize("device", [None, "cpu"], ids=["numbers", "tensors"])
-def test_a_growth_past_fp32s_largest_number_by_less_than_its_last_place_is_taken_as_torch_takes_it(
-    device: str | None,
-) -> None:
-    almost, tracker = torch.tensor([15252014 * 2.0**104]), torch.zeros(1, dtype=torch.int32)
-    config = LossScaling.torch(almost.item(), growth_factor=1.1, growth_interval=1)
-    torch._amp_update_scale_(almost, tracker, torch.zeros(1), 1.1, 0.5, 1)
-    assert almost.item() == FP32_MAX
-    assert numbers(run(config, ".", device)[0])[0] == FP32_MAX
-
-
-def test_torchs_defaults_are_those_of_its_scaler() -> None:
-    stock, ours = torch.amp.GradScaler("cpu"), LossScaling.torch()
-    assert ours.init_scale == stock.get_scale()
-    assert ours.growth_factor == stock.get_growth_factor()
-    assert ours.backoff_factor == stock.get_backoff_factor()
-    assert ours.growth_interval == stock.get_growth_interval()
-    assert LossScaling() == LossScaling(**{**_fields(ours), "min_scale": 1.0})
-
-
-def _fields(config: LossScaling) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
 # ---------------------------------------------------------------------- DeepSpeed
@@ -285,18 +241,6 @@ def test_deepspeed_is_the_sequence_of_its_dynamic_loss_scaler(
         assert host.hysteresis_left == theirs.cur_hysteresis
 
 
-def test_deepspeeds_defaults_are_those_of_its_fp16_section() -> None:
-    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
-
-    theirs, ours = DeepSpeedFP16Config(), LossScaling.deepspeed()
-    assert theirs.loss_scale == 0, "dynamic"
-    assert ours.init_scale == 2.0**theirs.initial_scale_power
-    assert ours.growth_interval == theirs.loss_scale_window
-    assert ours.hysteresis == theirs.hysteresis
-    assert ours.consecutive_hysteresis == theirs.consecutive_hysteresis
-    assert ours.min_scale == theirs.min_loss_scale
-
-
 # ---------------------------------------------------------------------- Megatron
 
 
@@ -330,17 +274,6 @@ class Megatron:
             self.scale = self.scale * self.growth
 
 
-@pytest.mark.parametrize("device", [None, "cpu"], ids=["numbers", "tensors"])
-def test_megatron_rounds_its_factors_to_fp32(device: str | None) -> None:
-    config = LossScaling.megatron(5.0, 1.0, growth_factor=1.1, backoff_factor=0.3, growth_interval=1, hysteresis=1)
-    theirs = Megatron(*map(torch.tensor, (5.0, 1.0, 1.1, 0.3)), interval=1, hysteresis=1)
-    trace, expected = [False] * 20 + [True, False] * 5, []
-    for found in trace:
-        theirs.update(found)
-        expected.append(theirs.scale.item())
-    assert [numbers(state)[0] for state in run(config, trace, device)] == expected
-
-
 @quick
 @given(
     initial=st.sampled_from([2.0**32, 2.0**16, 5.0]),
@@ -363,12 +296,3 @@ def test_megatron_is_the_sequence_of_its_dynamic_grad_scaler(
         expected = (theirs.scale.item(), theirs.clean, max(theirs.left, 1))
         assert numbers(device)[:3] == expected
         assert numbers(host)[:3] == expected
-
-
-def test_where_megatrons_scale_would_become_infinite_for_good_ours_stays() -> None:
-    config = LossScaling.megatron(initial_scale=2.0**127, growth_interval=1)
-    theirs = Megatron(*map(torch.tensor, (2.0**127, 1.0, 2.0, 0.5)), interval=1, hysteresis=2)
-    for overflow in (False, True, True):
-        theirs.update(overflow)
-    assert math.isinf(theirs.scale.item())
-    assert [numbers(state)[0] for state in run(config, ".!!", "cpu")] == [2.0**127, 2.0**127, 2.0**126]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -59,30 +58,6 @@ def test_an_fp16_overflow_is_named_by_the_layer_that_made_it(layer: int) -> None
     assert found == Origin(str(layer), f"{layer}.weight", "forward")
 
 
-class Overflowing(nn.Module):
-    """A module without parameters whose output is not finite."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.value
-
-
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_a_module_without_parameters_can_be_the_origin(value: float) -> None:
-    root = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Overflowing(value))
-    found = locate(root, step(root))
-    assert (found.module, found.phase, found.input_bad) == ("2", "forward", False)
-
-
-def test_a_deep_name_is_the_whole_path_of_the_innermost_module() -> None:
-    root = nn.ModuleDict({"body": nn.Sequential(net(1), net(2))})
-    set_(root["body"][1][1].weight, NAN)
-    assert locate(root, step(root["body"])).module == "body.1.1"
-
-
 @pytest.mark.parametrize("first", [nn.Linear(4, 4), nn.Flatten(), nn.Dropout(0.0)], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_a_bad_batch_is_told_from_a_bad_module(first: nn.Module, bad: float) -> None:
@@ -91,20 +66,6 @@ def test_a_bad_batch_is_told_from_a_bad_module(first: nn.Module, bad: float) -> 
     found = locate(root, step(root, x))
     assert (found.module, found.phase, found.input_bad) == ("0", "forward", True)
     assert "whose input from the batch was non-finite already" in str(found)
-
-
-def test_a_bad_batch_given_by_keyword_is_told_too() -> None:
-    class Keyword(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.proj = nn.Linear(4, 4)
-
-        def forward(self, *, embeddings: Tensor) -> Tensor:
-            return self.proj(input=embeddings)
-
-    root, x = Keyword(), torch.full((2, 4), NAN)
-    found = locate(root, lambda: root(embeddings=x).sum())
-    assert (found.module, found.input_bad) == ("proj", True)
 
 
 def test_an_operation_between_modules_is_told_from_the_batch() -> None:
@@ -153,11 +114,6 @@ def test_a_mask_of_minus_infinity_is_no_culprit() -> None:
     assert locate(root, step(root)) == Origin("1", "1.weight", "forward")
 
 
-def test_a_softmax_over_a_wholly_masked_row_is() -> None:
-    root = Attention(masked_rows=True)
-    assert locate(root, step(root)).module == "softmax"
-
-
 # ---------------------------------------------------------------------- loss
 
 
@@ -185,20 +141,6 @@ def test_what_checkpointing_runs_again_is_not_what_ran_last(reentrant: bool) -> 
     assert (found.module, found.phase) == ("2", "loss")
 
 
-def test_a_loss_module_of_the_model_is_named_as_a_module() -> None:
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.loss = net(1), nn.MSELoss()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.loss(self.net(x), torch.full_like(x, INF))
-
-    root = WithLoss()
-    found = locate(root, step(root, loss=lambda out: out))
-    assert (found.module, found.phase) == ("loss", "forward")
-
-
 # ---------------------------------------------------------------------- backward
 
 
@@ -219,32 +161,11 @@ def test_a_gradient_that_becomes_infinite_inside_a_module_is_named(layer: int) -
     assert found.parameter == f"{layer - 1}.weight" or found.parameter == f"{layer - 1}.bias"
 
 
-@pytest.mark.parametrize("layer", range(3))
-def test_a_gradient_of_a_weight_that_overflows_alone_is_named(layer: int) -> None:
-    root = net(3)
-    root[layer].weight.register_hook(lambda gradient: gradient * INF)
-    assert locate(root, step(root)) == Origin(str(layer), f"{layer}.weight", "backward")
-
-
 def test_an_fp16_overflow_under_a_loss_scale_is_found_in_the_backward_pass() -> None:
     root = net(3).half()
     found = locate(root, step(root, X.half(), lambda out: out.float().sum() * 2.0**24))
     assert found.phase == "backward"
     assert found.module == "2"
-
-
-def test_a_skip_connection_does_not_hide_the_culprit() -> None:
-    class Residual(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.inner(x)
-
-    root = nn.Sequential(nn.Linear(4, 4), Residual(Steep()), Residual(nn.Linear(4, 4)))
-    found = locate(root, step(root))
-    assert (found.module, found.phase) == ("1.inner", "backward")
 
 
 # ---------------------------------------------------------------------- nothing wrong, and nothing left behind
@@ -265,46 +186,6 @@ def test_locating_leaves_no_hook_and_no_changed_gradient(bad: bool) -> None:
         assert torch.equal(one.grad, other.grad) or other.grad.isnan().any()
 
 
-def test_hooks_go_also_when_the_run_fails() -> None:
-    def fail() -> Tensor:
-        raise ArithmeticError
-
-    before = dict(nn.modules.module._global_forward_hooks)
-    with pytest.raises(ArithmeticError):
-        locate(net(), fail)
-    assert nn.modules.module._global_forward_hooks == before
-
-
-def test_a_run_without_a_loss_is_judged_by_what_ran() -> None:
-    root = net(2)
-    set_(root[0].weight, NAN)
-
-    def run() -> None:
-        root(X)
-
-    assert locate(root, run) == Origin("0", "0.weight", "forward")
-    assert locate(net(2), lambda: None) is None
-
-
-def test_modules_outside_the_root_are_not_named() -> None:
-    root, other = net(1), net(1)
-    set_(other[0].weight, NAN)
-
-    def run() -> Tensor:
-        return (root(X) + other(X)).sum()
-
-    found = locate(root, run)
-    assert (found.module, found.phase) == ("0", "loss")
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_frozen_layers_are_watched_too(frozen: bool) -> None:
-    root = net(3)
-    root[1].requires_grad_(not frozen)
-    set_(root[1].weight, NAN)
-    assert locate(root, step(root)) == Origin("1", "1.weight", "forward")
-
-
 # ---------------------------------------------------------------------- gradients alone
 
 
@@ -313,13 +194,6 @@ def test_from_gradients_names_the_last_bad_one_which_the_backward_pass_met_first
     for k, layer in enumerate(root):
         layer.weight.grad = torch.full((4, 4), NAN if k < 2 else 1.0)
     assert from_gradients(root) == Origin("1", "1.weight", "backward")
-
-
-def test_from_gradients_finds_nothing_where_there_is_nothing() -> None:
-    root = net(2)
-    assert from_gradients(root) is None
-    step(root)()
-    assert from_gradients(root) is None
 
 
 @pytest.mark.parametrize("bad", range(3))
@@ -337,37 +211,9 @@ def test_what_is_compiled_is_watched_too(bad: int) -> None:
 
 
 @pytest.mark.parametrize("layer", range(3))
-def test_a_forward_without_recording_is_watched_when_that_is_all_there_is(layer: int) -> None:
-    root = net(3)
-    set_(root[layer].weight, NAN)
-
-    def run() -> Tensor:
-        with torch.no_grad():
-            return root(X).sum()
-
-    assert locate(root, run, backward=False) == Origin(str(layer), f"{layer}.weight", "forward")
-    assert locate(net(3), lambda: net(3)(X).sum().detach(), backward=False) is None
-
-
-@pytest.mark.parametrize("layer", range(3))
 def test_from_parameters_names_the_first_bad_one(layer: int) -> None:
     root = net(4)
     assert from_parameters(root) is None
     for later in range(layer, 4):
         set_(root[later].bias, INF)
     assert from_parameters(root) == Origin(str(layer), f"{layer}.bias", "forward")
-
-
-@pytest.mark.parametrize(
-    ("origin", "text"),
-    [
-        (Origin("a.b", "a.b.weight", "forward"), "module 'a.b' (forward), parameter 'a.b.weight'"),
-        (Origin("a", None, "backward"), "module 'a' (backward)"),
-        (
-            Origin("a", "a.w", "loss"),
-            "the loss computed from the finite output of module 'a', parameter 'a.w'",
-        ),
-    ],
-)
-def test_an_origin_reads_as_a_sentence(origin: Any, text: str) -> None:
-    assert str(origin) == text

@@ -33,16 +33,6 @@ def pass_waiting(model: nn.Module, scaler: LossScaler, optimizers: list[Optimize
 # ---------------------------------------------------------------------- unscaled gradients
 
 
-def test_after_divide_gradients_are_waiting_and_nothing_divides_them_again() -> None:
-    plain, model, scaler = net(), net(), LossScaler(CONFIG)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backward(plain, LossScaler(LossScaling.static(1)), 0, overflow=False)
-    pass_waiting(model, scaler, [optimizer], 0, overflow=False)
-    for divide_again in (lambda: None, lambda: scaler.divide_([optimizer]), lambda: scaler.unscale_(optimizer)):
-        divide_again()
-        assert all(map(torch.equal, gradients_of(model), gradients_of(plain)))
-
-
 def test_accumulation_waiting_is_exactly_the_accumulation_of_scaled_gradients() -> None:
     scaled, model = net(), net()
     under, true = LossScaler(CONFIG), LossScaler(CONFIG)
@@ -52,18 +42,6 @@ def test_accumulation_waiting_is_exactly_the_accumulation_of_scaled_gradients() 
         pass_waiting(model, true, [optimizer], step, overflow=False)
     under.unscale_(torch.optim.SGD(scaled.parameters(), lr=0.1))
     assert all(map(torch.equal, gradients_of(model), gradients_of(scaled)))
-
-
-@pytest.mark.parametrize("overflow_in", [0, 1, 2])
-def test_an_overflow_in_any_of_the_accumulated_passes_holds_the_step_back(overflow_in: int) -> None:
-    model, scaler = net(), LossScaler(CONFIG)
-    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), weights(model)
-    for step in range(3):
-        pass_waiting(model, scaler, [optimizer], step, overflow=step == overflow_in)
-    scaler.step(optimizer)
-    scaler.update()
-    assert same_weights(weights(model), before)
-    assert scaler.get_scale() == 2.0**9
 
 
 def test_gradients_waiting_while_the_scale_moves_keep_their_true_value() -> None:
@@ -93,14 +71,6 @@ def test_a_parameter_of_two_optimizers_is_divided_once() -> None:
     for step in range(2):
         pass_waiting(model, scaler, [everything, last_layer], step, overflow=False)
     assert all(map(torch.equal, gradients_of(model), gradients_of(plain)))
-
-
-def test_both_optimizers_of_a_shared_parameter_see_its_overflow() -> None:
-    model, scaler = net(), LossScaler(CONFIG)
-    everything = torch.optim.SGD(model.parameters(), lr=0.1)
-    first_layer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    pass_waiting(model, scaler, [everything, first_layer], 0, overflow=True)
-    assert [scaler.found_inf(optimizer).item() for optimizer in (everything, first_layer)] == [1, 1]
 
 
 @pytest.mark.parametrize("first_overflows", [True, False])
@@ -157,14 +127,6 @@ def with_garbage_in_new_memory(run: Callable[[], Any]) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_torchs_own_scaler_still_spoils_fused_sgd_whose_first_step_is_skipped() -> None:
-    """When this fails torch is mended: drop the special case in ``grads.step_unless``."""
-    model, stock = net(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    with_garbage_in_new_memory(lambda: train(model, optimizer, stock, [True, False]))
-    assert all(parameter.isnan().all() for parameter in model.parameters())
-
-
 # ---------------------------------------------------------------------- host reads
 
 
@@ -188,17 +150,3 @@ def test_a_fused_step_with_clipping_reads_nothing(name: str, clip: str | None, s
             scaler.step(optimizer)
             scaler.update()
     assert reads.count == 0
-
-
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - FUSED.keys()))
-def test_an_optimizer_that_is_not_fused_costs_one_read_a_step_of_ours(name: str) -> None:
-    asked = []
-
-    class Asked(LossScaler):
-        def _read(self, flag: torch.Tensor) -> bool:
-            asked.append(flag)
-            return super()._read(flag)
-
-    model = net()
-    train(model, OPTIMIZERS[name](model.parameters()), Asked(LossScaling()), [False, True, False])
-    assert len(asked) == 3
