@@ -214,6 +214,8 @@ class Runs:
                 self._fit(policy, seed, steps, data)
 
         if self.recipe.trainer.get("accelerator", "auto") == "cpu" or not torch.cuda.is_available():
+            if not self._weights:
+                fit()  # what a process makes once, as data that is read and kept, is not the first plan's memory
             with PeakMemory() as peak:
                 fit()
             return peak.bytes

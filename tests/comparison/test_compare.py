@@ -118,6 +118,17 @@ def test_the_losses_are_those_of_a_plain_run_of_each_plan() -> None:
     assert found.differences[0].differences[1] == pytest.approx(losses[-1] - found.plans[0].runs[1].losses[-1])
 
 
+def test_what_a_process_makes_once_is_not_the_first_plans_memory() -> None:
+    kept: list[Tensor] = []
+
+    class Reads(Net):
+        def setup(self, stage: str) -> None:
+            kept.extend([] if kept else [torch.zeros(2**20)])
+
+    first, second = compared("32-true,32-true", Reads, seeds=1, steps=2).plans
+    assert first.peak_bytes == second.peak_bytes
+
+
 def test_what_is_measured() -> None:
     found = compared("32-true,bf16-true", steps=20, seeds=1)
     assert (found.verdict, found.interval) == ("undecided", None)
