@@ -22,12 +22,13 @@ from lightning_mp.compat.torch_sharding import take_total_norms_by
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.nested import nodes, tensors_in
+from lightning_mp.numerics.autocast_weight import reads_no_value
+from lightning_mp.numerics.nested import map_tensors, nodes, tensors_in
 
 _NORM: Any = Tensor.norm
 _CASTS_AS = (Tensor.type_as, Tensor.to)
-#: set on what was made of a sharded weight and has no gradient, to the weight's name
-_MADE_OF = "lmp_made_of"
+#: set on what was made of a sharded weight and has no gradient, to the weight's name; and where no value was read
+_MADE_OF, _CONSTANT = "lmp_made_of", "lmp_constant"
 _END, _BACKWARD, _REDUCED = "the end of the step", "a backward pass", "a reduction over ranks, as self.log() makes one"
 
 
@@ -77,6 +78,8 @@ def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> C
 class ShardReads(TorchFunctionMode):
     """Within it, a use of one of ``named`` that is ``away``, and of which a gradient would be taken.
 
+    What is made without reading values (``weight.new_zeros(...)``) becomes a plain tensor where it meets plain ones.
+
     Args:
         named: the parameters as they are while they are sharded.
         away: whether one is.
@@ -90,6 +93,8 @@ class ShardReads(TorchFunctionMode):
         self._names = {id(parameter): name for name, parameter in named}
         self._away, self._silent = away, silent
         self._read: str | None = None
+        #: something met plain tensors: every step does so
+        self.needed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # of what is cast like a second tensor, the values of that one are not read
@@ -97,17 +102,27 @@ class ShardReads(TorchFunctionMode):
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
+            given = [args, kwargs or {}]
+            plain = map_tensors(given, lambda one: cast("DTensor", one).full_tensor() if _is_constant(one) else one)
+            result = None if plain is given else func(*plain[0], **plain[1])
+            # zeros[0] = x, or zeros.add_(x), would write into a copy
+            if result is not None and not (args and result is plain[0][0] is not args[0]):
+                self.needed = True
+                return result
             self._read = name or self._read
             self.explain(error)
             raise
-        if name is None or not isinstance(result, Tensor) or result is args[0]:
+        if name is None or not isinstance(result, Tensor) or any(result is one for one in args[:1]):
             return result
         if result.requires_grad:
             if self._silent:
                 raise PlanError([_fault(name)])
             self._read = self._read or name
-        elif isinstance(result, DTensor):
+        if isinstance(result, DTensor):
             setattr(result, _MADE_OF, name)
+            shards = [one for one in tensors_in([args, kwargs or {}]) if isinstance(one, DTensor)]
+            if reads_no_value(getattr(func, "__name__", "")) or all(map(_is_constant, shards)):
+                setattr(result, _CONSTANT, True)
         return result
 
     def explain(self, error: RuntimeError) -> None:
@@ -130,6 +145,10 @@ class ShardReads(TorchFunctionMode):
             if name is not None:
                 return name
         return None
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    return hasattr(tensor, _CONSTANT)
 
 
 def _fault(name: str) -> Fault:

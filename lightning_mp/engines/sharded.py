@@ -6,7 +6,7 @@ A part is unscaled, checked and stepped as whole parameters are; the norm and th
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ class ShardedEngine(StepEngine):
         self._unused: UnusedParameters | None = None
         self._first: FirstForward | None = None
         self._reads: ShardReads | None = None
+        self._seen: set[str] = set()
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse optimizers that cannot update shards, and those that evaluate the closure again (LBFGS, SAM)."""
@@ -69,6 +70,7 @@ class ShardedEngine(StepEngine):
                 if unit is not model and isinstance(unit, (FSDPModule, FullyShardedDataParallel))
             }
             compiled = any(map(is_compiled, model.modules()))
+            self._reads, self._seen = None if compiled else self._reads_of(model), set()
             self._first = FirstForward(model, units, self.device, compiled=compiled)
             self._unused = UnusedParameters(model, self.device) if optimizers else None
 
@@ -78,20 +80,24 @@ class ShardedEngine(StepEngine):
         super().unscale(optimizer)
 
     @contextmanager
-    def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
-        reads = super()._first_step(module)
-        if not self.distributed or any(map(is_compiled, module.modules())):
-            with reads:
-                yield
-            return
-        named = ((name.replace(f"{FSDP1_WRAPPER[1:]}.", ""), one) for name, one in module.named_parameters())
-        units = (unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel))
+    def training_step(self) -> Generator[None, None, None]:
+        """As in the base class, and watched."""
+        with super().training_step(), self.watch_reads("training_step"):
+            yield
+
+    def watch_reads(self, method: str) -> AbstractContextManager[Any]:
+        """Around a step: uses of sharded weights are watched in the first of ``method``, in all where it is needed."""
+        first = method not in self._seen
+        self._seen.add(method)
+        return self._reads if self._reads is not None and (first or self._reads.needed) else nullcontext()
+
+    def _reads_of(self, model: nn.Module) -> ShardReads:
+        named = ((name.replace(f"{FSDP1_WRAPPER[1:]}.", ""), one) for name, one in model.named_parameters())
+        units = (unit for unit in model.modules() if isinstance(unit, FullyShardedDataParallel))
         flat = {id(one) for unit in units for one, _ in sharding_compat.flat_members(unit)}
-        self._reads = ShardReads(
+        return ShardReads(
             named, lambda one: isinstance(one, DTensor) or id(one) in flat, silent=bool(self._flat_groups)
         )
-        with reads, self._reads:
-            yield
 
     def explain(self, error: RuntimeError) -> None:
         """Say why a backward pass failed.

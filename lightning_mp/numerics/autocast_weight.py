@@ -61,7 +61,7 @@ class AutocastWeight(Tensor):
                 return held.detach()
             if func.is_view:
                 return _wrapped(func(held, *args[1:], **kwargs), label)
-            if _reads_no_value(name):
+            if reads_no_value(name):
                 return func(held, *args[1:], **{"dtype": torch.float32, **kwargs})
         other = next(item for item in floating_in([args, kwargs]) if isinstance(item, AutocastWeight))
         raise other_use(other.label, other.held.dtype, func)
@@ -71,7 +71,8 @@ def _wrapped(found: Any, label: str) -> Any:
     return AutocastWeight(found, label) if isinstance(found, Tensor) else [AutocastWeight(one, label) for one in found]
 
 
-def _reads_no_value(name: str) -> bool:
+def reads_no_value(name: str) -> bool:
+    """Whether the function of that name takes a tensor's shape, dtype or device alone."""
     return name.endswith("_like") or name.startswith("new_")
 
 
@@ -128,4 +129,4 @@ class CastAlone(TorchDispatchMode):
 def _reads_in_half(func: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> bool:
     """Whether it casts to ``dtype``, or reads no value."""
     name = func.overloadpacket.__name__
-    return _reads_no_value(name) or (name == "_to_copy" and kwargs.get("dtype") is dtype)
+    return reads_no_value(name) or (name == "_to_copy" and kwargs.get("dtype") is dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from lightning_mp.compat.lightning import DDPStrategy, Trainer, keep_sampler
@@ -43,4 +44,13 @@ class PlanDDPStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableCheckp
         super(DDPStrategy, self).setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return model if self._alone else super()._setup_model(model)
+        if self._alone:
+            return model
+        packed = [(one, one.data) for one in model.parameters() if one.is_floating_point() and one.itemsize == 1]
+        for parameter, data in packed:
+            parameter.data = data.view(torch.uint8)  # rank 0 sends its weights, and gloo sends no float8
+        try:
+            return super()._setup_model(model)
+        finally:
+            for parameter, data in packed:
+                parameter.data = data

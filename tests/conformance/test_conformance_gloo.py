@@ -53,6 +53,7 @@ OTHERS = [
     ("fsdp2", "sam bf16-mixed", REFUSED),
     ("fsdp1", "sam bf16-mixed", REFUSED),
     ("deepspeed_zero2", "mamba: bf16-mixed", SAME),
+    *[("ddp", row, SAME) for row in ("fp8 weights + lora: bf16-mixed", "detr: 16-mixed")],
     *[(strategy, "adamw_8bit 16-mixed", SAME) for strategy in ("single", "ddp", "fsdp2")],
     *[(strategy, "adamw_8bit 16-mixed", REFUSED) for strategy in ("fsdp1", "deepspeed_zero2")],
 ]

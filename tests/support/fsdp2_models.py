@@ -368,6 +368,12 @@ class Reads(Ranked):
         return super().loss((x, y)) + self.read(self.net, x)
 
 
+def _written(net: Any, x: Tensor) -> Tensor:
+    zeros = net[0].weight.new_zeros(2)
+    zeros[0] = x.sum()
+    return zeros.sum()
+
+
 def _gradient_penalty(net: Any, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     return torch.autograd.grad(net(x).sum(), x, create_graph=True)[0].pow(2).sum()
@@ -375,7 +381,7 @@ def _gradient_penalty(net: Any, x: Tensor) -> Tensor:
 
 WAYS: dict[str, Callable[[], Any]] = {
     "penalty": lambda: _fitted(Reads(lambda net, x: net[0].weight.float().pow(2).sum()), fsdp2(wrap="Linear")),
-    "zeros": lambda: _fitted(Reads(lambda net, x: (x + net[0].weight.new_zeros(16)).sum()), fsdp2(wrap="Linear")),
+    "written": lambda: _fitted(Reads(_written), fsdp2(wrap="Linear")),
     "detached": lambda: _fitted(Reads(lambda net, x: (x * net[0].weight[0].detach()).sum()), fsdp2(wrap="Linear")),
     "gradient penalty": lambda: _fitted(Reads(_gradient_penalty), fsdp2(wrap="Linear")),
     "weights": lambda: _fitted(Unfit(), fsdp2()),

@@ -36,6 +36,17 @@ class Direct(Ranked):
         return (out.float() - y).pow(2).mean() + self.gain.pow(2).sum() + again.pow(2)
 
 
+class Shapes(Ranked):
+    """Takes the shape, dtype or device of another unit's weight, and no value, in training and validation."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        weight = next(self.net.parameters())
+        start = weight.new_zeros(len(x), weight.shape[1]).float() + weight.new_ones(1)
+        x = torch.where(x > 0, torch.cat([x, torch.zeros_like(weight)])[: len(x)] + x, start).to(weight)
+        return super().loss((x.type_as(weight), y)) + torch.full_like(weight[0], 0.5).dot(x[0].float())
+
+
 class Parts(Ranked):
     """Never calls the net itself: only what it holds, reads weights, and only some get gradients."""
 
@@ -194,13 +205,13 @@ def _fails(batch: Any, batch_idx: int) -> Any:
 
 @dataclass(frozen=True)
 class TestedAlone:
-    """A module is trained, saved and tested; then another one with its weights, by the same Trainer."""
+    """A module that reads shapes is trained, saved, tested; then another with its weights, by the same Trainer."""
 
     __test__ = False
     folder: Path
 
     def run(self) -> dict[str, Any]:
-        first, other = Ranked(), Ranked()
+        first, other = Shapes(), Shapes()
         runner = fit(first, plugins=[plan_for("32-true")], **fsdp2())
         runner.save_checkpoint(self.folder)
         runner.test(first, batches(), verbose=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -279,20 +279,22 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
         module, root = self.lightning_module, self._root
         assert root is not None
         assert module is not None
-        manual = method == "training_step" and not module.automatic_optimization
+        training, engine = method == "training_step", plan_of(self).engine
+        assert isinstance(engine, ShardedEngine)
+        manual = training and not module.automatic_optimization
         if self._fp8_gather is not None:
-            self._fp8_gather.before_step(in_fp8=method == "training_step" or self._evaluates_in_fp8)
+            self._fp8_gather.before_step(in_fp8=training or self._evaluates_in_fp8)
         patched, fast = "forward" in module.__dict__, torch.backends.mha.get_fastpath_enabled()
         # Torch's attention layers call their children, whose hooks gather and cast, instead of reading their weights.
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with root.step(backward_inside=manual):
+            with root.step(backward_inside=manual), nullcontext() if training else engine.watch_reads(method):
                 output = self._forward_redirection(module, module, method, *args, **kwargs)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
             if not patched:  # Lightning leaves a bound forward on the instance, which a copy would take along
                 module.__dict__.pop("forward", None)
-        if method != "training_step" or manual or output is None:  # else backward follows, and shards again
+        if not training or manual or output is None:  # else backward follows, and shards again
             root.reshard()
         return output
 

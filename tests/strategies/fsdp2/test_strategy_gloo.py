@@ -37,6 +37,7 @@ from support.fsdp2_ways import (
     Parts,
     Restored,
     Returns,
+    Shapes,
     TestedAlone,
     ValidatedOnOthers,
 )
@@ -75,6 +76,7 @@ BLOCKS: dict[str, Both] = {
 }
 WAYS: dict[str, Both] = {
     **{way.__name__: Both("16-mixed", way, PINS | CLIP) for way in (Direct, Returns, Frozen)},
+    "Shapes": Both("bf16-mixed", Shapes, {**CLIP, "num_sanity_val_steps": 1}),
     "Parts": Both("16-mixed", Parts, {"pins": {"LayerNorm": "fp32", "net.3": "fp32"}, **CLIP}, {"wrap": None}),
     "Attends": Both("32-true", Attends, {"pins": {"norm*": "fp32"}, **CLIP}, {"wrap": "TransformerEncoderLayer"}),
 }
@@ -140,7 +142,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "several": ("3 faults", "pin 'Lineal'", "checkpointing pattern 'nothing'", "wrap= 'Blok'"),
     "lbfgs": ("LBFGS, which evaluates its closure again, on sharded parameters", "AdamW"),
     "weights": ("2 faults", "'logit_scale'", "value.view(1)", "'table' with max_norm=0.5"),
-    **dict.fromkeys(("penalty", "zeros", "detached"), ("'net.0.weight' used in the step outside of the unit",)),
+    **dict.fromkeys(("penalty", "written", "detached"), ("'net.0.weight' used in the step outside of the unit",)),
     "gradient penalty": ("create_graph=True", "mp_ddp"),
     "second storage": ("6 parameters sharded already", "bf16"),
 }
