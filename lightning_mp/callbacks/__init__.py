@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from lightning_mp.callbacks.nonfinite_guard import NonFiniteGuard
     from lightning_mp.callbacks.precision_audit import PrecisionAudit
     from lightning_mp.callbacks.training_health import TrainingHealth
-    from lightning_mp.monitor.actions import ReduceLR
     from lightning_mp.monitor.nonfinite.bad_steps import replay_saved
 
 _HOMES = {
@@ -21,7 +20,6 @@ _HOMES = {
     "LossScaleMonitor": "callbacks.loss_scale_monitor",
     "NonFiniteGuard": "callbacks.nonfinite_guard",
     "PrecisionAudit": "callbacks.precision_audit",
-    "ReduceLR": "monitor.actions",
     "TrainingHealth": "callbacks.training_health",
     "replay_saved": "monitor.nonfinite.bad_steps",
 }
@@ -33,7 +31,6 @@ __all__ = [
     "LossScaleMonitor",
     "NonFiniteGuard",
     "PrecisionAudit",
-    "ReduceLR",
     "TrainingHealth",
     "replay_saved",
 ]

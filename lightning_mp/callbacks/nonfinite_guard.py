@@ -20,7 +20,7 @@ from lightning_mp.engines.base import max_over_ranks_
 from lightning_mp.engines.diagnosis import Verdict
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults
-from lightning_mp.monitor.actions import ReduceLR, describe
+from lightning_mp.monitor.actions import ReduceLR
 from lightning_mp.monitor.callback_utils import StepTracker
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite.bad_steps import BadSteps, check_rewind
@@ -30,7 +30,6 @@ from lightning_mp.numerics import grads, nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 
 OnTrip = Literal["skip", "reduce_lr", "raise", "rewind"]
-_WORDS = ", ".join(map(repr, get_args(OnTrip)))
 _NAME = "NonFiniteGuard"
 #: at or below this scale an overflow is no search for the right one any more
 _FLOOR = 1.0
@@ -52,8 +51,8 @@ class NonFiniteGuard(ActingCallback, WritesRun):
     gives an ``info`` event, saves nothing and does not count against ``max_consecutive``.
 
     Args:
-        on_trip: what to do besides skipping. ``"reduce_lr"`` or ``ReduceLR(factor, steps)`` lowers the learning rate
-            for a while, on top of any scheduler; ``"raise"`` stops the run at once; ``"rewind"`` loads the last
+        on_trip: what to do besides skipping. ``"reduce_lr"`` makes 100 steps at a tenth of the learning rate, on
+            top of any scheduler; ``"raise"`` stops the run at once; ``"rewind"`` loads the last
             checkpoint of the Trainer's ``ModelCheckpoint`` whose weights are finite and continues after the bad batch.
         max_consecutive: how many skips in a row are allowed; the next raises ``NonFiniteError``.
         run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
@@ -65,14 +64,12 @@ class NonFiniteGuard(ActingCallback, WritesRun):
 
     plan_field = "nonfinite"
 
-    def __init__(self, on_trip: OnTrip | ReduceLR = "skip", max_consecutive: int = 100, run_dir: RunDir = None) -> None:
+    def __init__(self, on_trip: OnTrip = "skip", max_consecutive: int = 100, run_dir: RunDir = None) -> None:
         super().__init__()
         with Faults(_NAME) as faults:
-            if not isinstance(on_trip, ReduceLR) and on_trip not in get_args(OnTrip):
-                faults.add(f"on_trip={on_trip!r}", f"{_WORDS} or ReduceLR(factor, steps)", "use on_trip='skip'")
+            faults.one_of("on_trip", on_trip, get_args(OnTrip), "use on_trip='skip'")
             faults.whole("max_consecutive", max_consecutive, 0, "use max_consecutive=100")
-        self.on_trip = on_trip
-        self._reduce = on_trip if isinstance(on_trip, ReduceLR) else ReduceLR() if on_trip == "reduce_lr" else None
+        self.on_trip, self._reduce = on_trip, ReduceLR()
         self.max_consecutive, self.run_dir = max_consecutive, run_dir
         self.events: list[Event] = []
         #: whether the last optimizer step was skipped
@@ -130,8 +127,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         run, self._run = self._run, None
         if run is not None:
             run.end(error)
-        if self._reduce is not None:
-            self._reduce.release()
+        self._reduce.release()
 
     # ------------------------------------------------------------------ the step
 
@@ -173,8 +169,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         """
         run = self._run
         assert run is not None
-        if self._reduce is not None:
-            self._reduce.after_batch(trainer)
+        self._reduce.after_batch(trainer)
         if run.dropped:
             self._explain(run, trainer, pl_module)
         elif run.tried:
@@ -195,14 +190,14 @@ class NonFiniteGuard(ActingCallback, WritesRun):
             found,
             step=step,
             bad_loss=run.bad_loss,
-            action=describe(self._reduce) if self._reduce is not None else str(self.on_trip),
+            action=self.on_trip,
             in_a_row=self._in_a_row,
             allowed=allowed,
             scale=run.scale,
             verdict=Verdict(what) if self._in_a_row > allowed else None,
             budget="NonFiniteGuard(on_trip=..., max_consecutive=...)",
         )
-        if self._reduce is not None:
+        if self.on_trip == "reduce_lr":
             self._reduce.start(trainer)
         elif self.on_trip == "rewind":
             run.bad_steps.rewind(event)

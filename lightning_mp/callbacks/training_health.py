@@ -21,7 +21,6 @@ from lightning_mp.compat.lightning import (
     begins_window,
     check_copy,
     logged_step,
-    rank_zero_warn,
 )
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.plan_base import PlanBase
@@ -29,7 +28,7 @@ from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.monitor import actions as acts
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.actions import Action, ActionLike, ReduceLR
+from lightning_mp.monitor.actions import Action, ReduceLR
 from lightning_mp.monitor.alerts import Alerts, AlertSettings, Operand, Reading
 from lightning_mp.monitor.callback_utils import StepTracker, callbacks_of, log
 from lightning_mp.monitor.doctor import doctor
@@ -51,11 +50,10 @@ _VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss
 #: what LossScaleMonitor logs too
 _SCALES = (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW)
 _SKIPPED = "skipped"
-#: what a written reading holds behind the loss and the gradient norms
-_AFTER_GROUPS = (
+#: what a written reading holds behind the loss and the gradient norm
+_WRITTEN_AFTER = (
     metric_names.PARAM_NORM,
     metric_names.UPDATE_RATIO,
-    metric_names.LOST_UPDATES,
     metric_names.FP8_FLUSHED,
     *_SCALES,
     metric_names.LR,
@@ -79,13 +77,11 @@ class TrainingHealth(WritesRun):
 
     - ``train/loss``: the mean over the batches of the step and over all ranks, unscaled. Under manual optimization the
       sum of the losses passed to ``manual_backward``.
-    - ``health/grad_norm``, and ``health/grad_norm/<group>``: 2-norm of the unscaled gradients, before clipping.
+    - ``health/grad_norm``: 2-norm of the unscaled gradients, before clipping.
     - ``health/param_norm``: 2-norm of the trained parameters. ``health/update_ratio``: the norm of their change in the
       step over their norm before it; of a parameter with more elements, 16 evenly spaced pieces of 1,024 are compared.
-    - ``health/lost_updates``: the share of updates that weights stored in half precision rounded away, of the same
-      pieces; ``None`` where weights are fp32, or the optimizer loses none. ``health/fp8_flushed``: the largest share of
-      values that FP8 flushed to zero, over layers and roles; each layer's numbers are in ``fp8_rows`` and
-      ``fp8.jsonl``.
+    - ``health/fp8_flushed``: the largest share of values that FP8 flushed to zero, over layers and roles; each layer's
+      numbers are in ``fp8_rows`` and ``fp8.jsonl``.
     - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
     - ``health/tokens_per_s``, ``health/samples_per_s``: over all ranks, since the last reading, validation excluded.
     - ``health/mfu``: FLOPs per token or sample, counted in the first batch, times the throughput, over the device's
@@ -95,7 +91,7 @@ class TrainingHealth(WritesRun):
     - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory.
 
     Nothing waits for the device: numbers are copied together, once per reading, and looked at when they have arrived,
-    on CUDA at most 3 steps later. So late a ``"stop"``, ``ReduceLR`` or callable acts there, and a non-finite step that
+    on CUDA at most 3 steps later. So late a ``"stop"`` or ``"reduce_lr"`` acts there, and a non-finite step that
     nothing keeps from being applied (a stock plugin without a scaler) has been applied by then. Until then a step's
     batches are held: at most those of four steps, under accumulation of two. Only ``"skip"`` waits: before each step
     that is measured.
@@ -106,19 +102,17 @@ class TrainingHealth(WritesRun):
         alerts: thresholds, as :class:`~lightning_mp.monitor.alerts.AlertSettings` or a mapping of its fields; False for
             none.
         actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step, nor any
-            other of the same streak of spikes or non-finite values, which has one event), ``ReduceLR(factor, steps)``,
-            ``"stop"``, or a callable(event, trainer, pl_module), called on every rank.
-        groups: group name to module pattern; the gradients of each group get a norm of their own.
+            other of the same streak of spikes or non-finite values, which has one event), ``"reduce_lr"`` (a tenth of
+            it for 100 steps), ``"stop"``.
         tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the 2-D
             integer tensor that the batch is, or begins with before one as large (labels); else ``None``.
         samples: callable(batch) that counts its samples; by default the length on which all its tensors agree, if the
             loader's ``batch_size`` says the same; ``None`` where they do not (a detector's images, a graph).
         peak_flops: peak FLOP/s of each device, for MFU; by default from its data sheet.
         report: write ``report.html`` into the folder when the run ends or fails.
-        strict_actions: let a callable's exception end the run; by default it is logged, and the run continues.
 
     Raises:
-        PlanError: an unknown kind, action, threshold or pattern, or ``"skip"`` where a step cannot be skipped.
+        PlanError: an unknown kind, action or threshold, or ``"skip"`` where a step cannot be skipped.
     """
 
     def __init__(
@@ -127,20 +121,19 @@ class TrainingHealth(WritesRun):
         every_n_steps: int = 1,
         *,
         alerts: bool | Mapping[str, Any] | AlertSettings | None = None,
-        actions: Mapping[str, ActionLike] | None = None,
-        groups: Mapping[str, str] | None = None,
+        actions: Mapping[str, Action] | None = None,
         tokens: Count | None = None,
         samples: Count | None = None,
         peak_flops: float | None = None,
         report: bool = True,
-        strict_actions: bool = False,
     ) -> None:
         with Faults(_NAME) as faults:
             faults.whole("every_n_steps", every_n_steps, 1, "use every_n_steps=1")
             self.actions: dict[Kind, Action] = acts.parse(actions, faults)
-        self.run_dir, self.every_n_steps, self.groups = run_dir, every_n_steps, dict(groups or {})
+        self.run_dir, self.every_n_steps, self.report = run_dir, every_n_steps, report
         self.tokens, self.samples, self.peak_flops = tokens, samples, peak_flops
-        self.report, self.strict_actions = report, strict_actions
+        self._skips: list[Kind] = [kind for kind, action in self.actions.items() if action == "skip"]
+        self._reduce = ReduceLR()
         self._alert_settings = AlertSettings.of(alerts)
         self._alerts = Alerts(self._alert_settings)
         self._log = RunLog(_NAME)
@@ -174,8 +167,7 @@ class TrainingHealth(WritesRun):
         """Find the parameters to measure, and open the folder.
 
         Raises:
-            PlanError: a group's pattern that matches nothing, ``"skip"`` where a step cannot be left out, or a folder
-                that another run or monitor writes to.
+            PlanError: ``"skip"`` where a step cannot be left out, or a folder that another run or monitor writes to.
         """
         self._close()
         if is_fresh(trainer):
@@ -233,8 +225,7 @@ class TrainingHealth(WritesRun):
         if run.count is not None:
             run.count.before_step()
         if run.step.measures:
-            factor = math.prod(reduction.still_to_come for reduction in self._reductions())
-            run.measured.before_step(optimizer, run.source, factor)
+            run.measured.before_step(optimizer, run.source, self._reduce.still_to_come)
             if run.looks_before and run.step.early is None:
                 self._look_before(run, run.step, trainer, optimizer)
 
@@ -272,8 +263,7 @@ class TrainingHealth(WritesRun):
             if run.step.measures:
                 self._send(run, run.step, trainer)
             run.to_host.deliver()
-        for reduction in self._reductions():
-            reduction.after_batch(trainer)
+        self._reduce.after_batch(trainer)
 
     def _send(self, run: _Run, step: _Step, trainer: Trainer) -> None:
         run.measured.after_step()
@@ -327,10 +317,6 @@ class TrainingHealth(WritesRun):
         assert self._run is not None, "on_train_start comes first"
         return self._run
 
-    @property
-    def _skips(self) -> list[Kind]:
-        return [kind for kind, action in self.actions.items() if action == "skip"]
-
     # ------------------------------------------------------------------ acting
 
     def _act(self, event: Event, trainer: Trainer, step: _Step) -> Event:
@@ -342,29 +328,9 @@ class TrainingHealth(WritesRun):
             return replace(event, action="skip" if step.suppressed else "log")
         if action == "stop":
             trainer.should_stop = True
-        elif isinstance(action, ReduceLR):
-            for reduction in self._reductions():
-                reduction.release()
-            action.start(trainer)
         else:
-            return self._call(action, event, trainer)
-        return replace(event, action=acts.describe(action))
-
-    def _call(self, action: Any, event: Event, trainer: Trainer) -> Event:
-        acted = replace(event, action=acts.describe(action))
-        try:
-            action(acted, trainer, trainer.lightning_module)
-        except Exception as error:
-            failed = f"{acted.action} failed: {type(error).__name__}: {error}"
-            if self.strict_actions:
-                self._log.event(trainer, replace(acted, action=failed))
-                raise
-            rank_zero_warn(f"{_NAME}: the action for {event.kind} raised, and the run continues: {error!r}")
-            return replace(acted, action=failed)
-        return acted
-
-    def _reductions(self) -> list[ReduceLR]:
-        return [action for action in self.actions.values() if isinstance(action, ReduceLR)]
+            self._reduce.start(trainer)
+        return replace(event, action=action)
 
     # ------------------------------------------------------------------ the end, and checkpoints
 
@@ -392,8 +358,7 @@ class TrainingHealth(WritesRun):
         self._log.close(trainer, report=self.report, error=exception)
 
     def _undo_actions(self) -> None:
-        for reduction in self._reductions():
-            reduction.release()
+        self._reduce.release()
         if self._run is not None:
             self._run.close()
 
@@ -402,16 +367,10 @@ class TrainingHealth(WritesRun):
         self._run = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the state of the alerts, and the name of the folder."""
+        """Write what was measured before the checkpoint, and note the folder."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._run is not None and not self._run.failed:
             self._run.to_host.deliver(wait=True)
-        checkpoint[_NAME] = self._alerts.state_dict()
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore it."""
-        super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        self._alerts.load_state_dict(checkpoint.get(_NAME, {}))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy (a spawned process, a sweep) belongs to no run.
@@ -441,8 +400,6 @@ class _Step:
 
     def count_suppressed(self, values: Values) -> None:
         """Add the steps that were left out for an alert to those that a scaler or plan skipped."""
-        if values[_SKIPPED] or self.suppressed:
-            values[metric_names.LOST_UPDATES] = None  # there was no update
         values[metric_names.SKIPPED_STEPS] = (values[metric_names.SKIPPED_STEPS] or 0.0) + self.suppressed_in_all
         row = values[metric_names.SKIPPED_IN_A_ROW] or 0.0
         values[metric_names.SKIPPED_IN_A_ROW] = max(row, float(self.suppressed_in_a_row))
@@ -455,7 +412,6 @@ class _Step:
             loss=values.get(metric_names.LOSS),
             grad_norm=values.get(metric_names.GRAD_NORM),
             update_ratio=values.get(metric_names.UPDATE_RATIO),
-            lost_updates=values.get(metric_names.LOST_UPDATES),
             loss_scale=scale,
             skipped=bool(values[_SKIPPED]) or self.suppressed,
             skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),
@@ -473,10 +429,10 @@ class _Run:
 
     def __init__(self, trainer: Trainer, module: LightningModule, health: TrainingHealth) -> None:
         skips = "skip" in health.actions.values()
-        with Faults(_NAME) as faults:
-            if skips:
+        if skips:
+            with Faults(_NAME) as faults:
                 _check_skips(trainer, module, faults)
-            self.measured = StepMeasurement(trainer, module, health.groups, faults)
+        self.measured = StepMeasurement(trainer, module)
         device, beside = trainer.strategy.root_device, callbacks_of(trainer)
         self.throughput = Throughput(health.tokens, health.samples, health.peak_flops)
         self.guard = next(filter(_writes_bad_steps, beside), None)
@@ -541,8 +497,7 @@ def _row(values: Values, throughput: Throughput) -> Values:
     """A reading as it is written: every name, always in the same order."""
     flops = values["flops_per_s"]
     mfu = flops / throughput.peak.flops_per_s if flops and throughput.peak is not None else None
-    groups = sorted(name for name in values if name.startswith(f"{metric_names.GRAD_NORM}/"))
-    names = (metric_names.LOSS, metric_names.GRAD_NORM, *groups, *_AFTER_GROUPS)
+    names = (metric_names.LOSS, metric_names.GRAD_NORM, *_WRITTEN_AFTER)
     return {name: mfu if name == metric_names.MFU else values.get(name) for name in names}
 
 
@@ -574,7 +529,7 @@ def _check_skips(trainer: Trainer, module: LightningModule, faults: Faults) -> N
     given = "an action 'skip'"
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         what = f"{given} under DeepSpeed, whose gradients are in its own partitions"
-        faults.add(what, "'log', 'stop', 'reduce_lr' or a callable", "use reduce_lr, or strategy='mp_fsdp2'")
+        faults.add(what, "'log', 'stop' or 'reduce_lr'", "use reduce_lr, or strategy='mp_fsdp2'")
     if not module.automatic_optimization and len(trainer.optimizers) > 1:
         faults.add(f"{given} with {len(trainer.optimizers)} optimizers", "one optimizer", "use reduce_lr")
     for optimizer in filter(optimizer_facts.calls_closure_again, trainer.optimizers):

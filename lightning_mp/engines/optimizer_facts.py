@@ -181,17 +181,6 @@ def loses_updates(optimizer: Optimizer) -> bool:
     )
 
 
-def keeps_small_updates(optimizer: Any) -> bool:
-    """Whether what half-precision weights cannot hold of an update is not lost.
-
-    It is rounded stochastically (torchao, right on average), or kept in fp32 masters (Apex, Transformer Engine) or a
-    compensation of Kahan's (optimi), by the names these optimizers have for it.
-    """
-    own = getattr(optimizer, "optimizer", optimizer)
-    names = ("bf16_stochastic_round", "master_weights", "kahan_sum")
-    return any(getattr(own, name, None) or own.defaults.get(name) for name in names)
-
-
 def eps_is_zero(optimizer: Optimizer) -> bool:
     """Whether an ``eps`` added to fp16 state rounds to 0 (below 2**-25); fused kernels compute in fp32."""
     return any(

@@ -89,11 +89,6 @@ class AlertSettings:
     #: ... in so many readings in a row
     underflow_patience: int = 10
 
-    #: readings whose median share of lost updates ...
-    lost_window: int = 20
-    #: ... is this much
-    lost_share: float = 0.5
-
     #: readings left out at the start: compilation, caches
     throughput_warmup: int = 20
     throughput_window: int = 100
@@ -111,19 +106,17 @@ class AlertSettings:
     memory_gib: float = 0.0625
 
     def __post_init__(self) -> None:
-        given: object = self.kinds
         with Faults("AlertSettings") as faults:
-            if isinstance(given, str) or not isinstance(given, Iterable):
-                faults.add(f"kinds={given!r}", "a list of kinds", f"write kinds=[{str(given)!r}]")
-            else:
-                object.__setattr__(self, "kinds", tuple(self.kinds))
-                for kind in (kind for kind in self.kinds if kind not in RULE_KINDS):
-                    faults.unknown("kind", kind, RULE_KINDS)
+            object.__setattr__(self, "kinds", tuple(self.kinds))
+            for kind in (kind for kind in self.kinds if kind not in RULE_KINDS):
+                faults.unknown("kind", kind, RULE_KINDS)
             for item in fields(self)[1:]:
                 value, default = getattr(self, item.name), cast("float", item.default)
-                wrong = _wrong(item.name, value, default)
-                if wrong is not None:
-                    faults.add(f"{item.name}={value!r}", wrong, f"leave it out for the default, {default:g}")
+                least = SMALLEST_WINDOW if item.name.endswith("window") else 0
+                whole = isinstance(default, int) and not isinstance(value, int)
+                if not is_number(value) or whole or value <= 0 or value < least:
+                    allowed = f"a {'whole ' * isinstance(default, int)}number > 0" + f", at least {least}" * bool(least)
+                    faults.add(f"{item.name}={value!r}", allowed, f"leave it out for the default, {default:g}")
 
     @classmethod
     def of(cls, given: bool | Mapping[str, Any] | AlertSettings | None) -> AlertSettings:
@@ -135,24 +128,12 @@ class AlertSettings:
         if isinstance(given, AlertSettings):
             return given
         if not isinstance(given, Mapping):
-            with Faults("AlertSettings") as faults:
-                if given not in (None, True, False):
-                    allowed = "None, False, a mapping or AlertSettings(...)"
-                    faults.add(f"alerts={given!r}", allowed, "leave it out for the defaults")
             return cls(kinds=()) if given is False else cls()
         known = [item.name for item in fields(cls)]
         with Faults("AlertSettings") as faults:
             for key in (key for key in given if key not in known):
                 faults.unknown("field", key, known)
         return cls(**given)
-
-
-def _wrong(name: str, value: object, default: float) -> str | None:
-    if not is_number(value) or value <= 0:
-        return "a finite number > 0"
-    if isinstance(default, int) and not isinstance(value, int):
-        return "a whole number"
-    return f"at least {SMALLEST_WINDOW}" if name.endswith("window") and value < SMALLEST_WINDOW else None
 
 
 # ---------------------------------------------------------------------- numbers
@@ -183,7 +164,6 @@ class Reading:
     loss: float | None = None
     grad_norm: float | None = None
     update_ratio: float | None = None
-    lost_updates: float | None = None
     loss_scale: float | None = None
     skipped: bool = False
     skips_in_a_row: int = 0
@@ -252,10 +232,6 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "the loss is where it began, within its noise; weights move, and the gradient norm does not fall",
         "none needed if the validation loss improves; else see whether one batch can be overfitted",
     ),
-    "lost_updates": (
-        "weights are stored in half precision alone, where an update below half of the last bit changes nothing",
-        "use the mixed mode, or stochastic rounding: torchao's _AdamW(bf16_stochastic_round=True); raise the rate",
-    ),
     "scale_collapse": (
         "gradients overflow whatever the scale: weights or activations have left fp16's range",
         f"stop; go back to the last good checkpoint, {_BEYOND_FP16}",
@@ -303,10 +279,7 @@ class Found(NamedTuple):
 
 
 class Rule:
-    """One condition. An event is made when it begins, and not again before ``calm`` readings without it.
-
-    Whatever attributes a rule sets in ``__init__`` are saved and restored: numbers, flags and windows.
-    """
+    """One condition. An event is made when it begins, and not again before ``calm`` readings without it."""
 
     kind: ClassVar[Kind]
     severity: ClassVar[Severity] = "warning"
@@ -357,30 +330,6 @@ class Rule:
     def judge(self, reading: Reading) -> Found | None:
         """Take a reading in; the condition if it holds in it, whether or not it held before."""
         raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain values."""
-        return {name: _plain(value) for name, value in vars(self).items() if name != "settings"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; of a window that was longer, the latest numbers are kept."""
-        for name in vars(self).keys() & state.keys():
-            now, value = getattr(self, name), state[name]
-            if isinstance(now, deque):
-                value = deque(value, cast("Window", now).maxlen)
-            elif isinstance(now, defaultdict):
-                windows = cast("defaultdict[str, Window]", now)
-                windows.clear()
-                for key, numbers in value.items():
-                    windows[key].extend(numbers)
-                value = windows
-            setattr(self, name, value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in cast("dict[str, Any]", value).items()}
-    return list(cast("Window", value)) if isinstance(value, deque) else value
 
 
 #: of a loss: the first ones, whose median is where the run began
@@ -552,27 +501,6 @@ class LossPlateau(Rule):
     def _still(self) -> bool:
         least = max(_FP32_ROUNDING, self.settings.plateau_still * self.peak)
         return full(self.ratios) and median(self.ratios) <= least
-
-
-class LostUpdates(Rule):
-    """Over a window, the larger part of the updates was rounded away."""
-
-    kind = "lost_updates"
-
-    def __init__(self, settings: AlertSettings) -> None:
-        super().__init__(settings)
-        self.shares = Window(maxlen=settings.lost_window)
-
-    def judge(self, reading: Reading) -> Found | None:
-        share = known(reading.lost_updates)
-        if share is None:
-            return None
-        self.shares.append(share)
-        usual = median(self.shares)
-        if not full(self.shares) or usual < self.settings.lost_share:
-            return None
-        rate = {} if reading.lr is None else {"lr": reading.lr}
-        return Found(usual, {"lost_updates": usual, "readings": len(self.shares), **rate})
 
 
 #: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
@@ -785,7 +713,6 @@ _RULES: tuple[type[Rule], ...] = (
     SkipStreak,
     ScaleJump,
     FP8Underflow,
-    LostUpdates,
     ThroughputDrop,
     MemoryGrowth,
 )
@@ -813,12 +740,3 @@ class Alerts:
     def holds(self, kind: Kind) -> bool:
         """Whether the condition of a step's rule held in the last reading, though its event may have come before."""
         return any(rule.kind == kind and rule.cooldown.get("") == rule.calm for rule in self.rules)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Every rule's windows and counts, as plain values."""
-        return {rule.kind: rule.state_dict() for rule in self.rules}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; a rule that is not in it starts afresh."""
-        for rule in self.rules:
-            rule.load_state_dict(state.get(rule.kind, {}))

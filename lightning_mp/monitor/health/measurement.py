@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,17 +20,14 @@ from torch.optim import Optimizer
 from lightning_mp.compat import deepspeed as compat
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer
 from lightning_mp.compat.torch import takes_flag
-from lightning_mp.engines.optimizer_facts import keeps_small_updates
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.sharded import flat_groups
-from lightning_mp.errors import Faults
 from lightning_mp.modules.half_copies import HalfCopy
-from lightning_mp.modules.patterns import matches, no_match, plain_name
+from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource
 from lightning_mp.monitor.health.throughput import Processed
-from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares
 
 Values = dict[str, float | None]
@@ -38,24 +35,21 @@ Measured = dict[str, Number | None]
 GIB = 2**30
 #: of a larger local shard, so many evenly spaced pieces of so many elements are copied for the update ratio
 PIECES, PIECE = 16, 1024
-_CHANGE, _BEFORE, _SIZE, _LOST, _MOVED = "change", "before", "size", "lost", "moved"
+_CHANGE, _BEFORE, _SIZE = "change", "before", "size"
 #: of every rank: what is added up, and of what the largest counts
 _ADDED = (metric_names.LOSS, metric_names.SAMPLES_PER_S, metric_names.TOKENS_PER_S, "flops_per_s")
 _LARGEST = ("seconds", metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_RESERVED, metric_names.MEMORY_PEAK)
 
 
 class StepMeasurement:
-    """Collects a step's numbers on the device of the run; ``groups`` are names and module patterns.
+    """Collects a step's numbers on the device of the run."""
 
-    A pattern that matches nothing is noted in ``faults``.
-    """
-
-    def __init__(self, trainer: Trainer, module: LightningModule, groups: Mapping[str, str], faults: Faults) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = trainer.strategy
         self._device, self._world = strategy.root_device, trainer.world_size
         over = getattr(strategy, "parameter_groups", ())
         self._layout = Layout(flat_groups(trainer.model), isinstance(strategy, DeepSpeedStrategy), over)
-        self._named, self._groups = named_parameters(module), in_groups(module, groups, faults)
+        self._named = named_parameters(module)
         self._order = list(dict.fromkeys(self._layout.parameter(value).groups for value in self._named.values()))
         self._accumulates = trainer.accumulate_grad_batches if module.automatic_optimization else 0
         sampler: Any = getattr(strategy, "distributed_sampler_kwargs", None) or {}
@@ -71,7 +65,6 @@ class StepMeasurement:
         self._losses: list[Tensor] = []
         self._seen: set[int] = set()
         self._before: dict[object, Shard] = {}
-        self._half = HalfWeights(self._layout)
         self._trained = {name: value for name, value in self._named.items() if value.requires_grad}
         self._sums = SquareSums(self._device, self._order)
         if self.fp8 is not None:
@@ -100,24 +93,19 @@ class StepMeasurement:
             lr = optimizer.param_groups[0]["lr"]
             self.lr = None if lr is None else lr * lr_factor  # Adafactor may have its own
             self._before = copied(self._parameters())
-            self._sums.add(list(self._before.values()), {_BEFORE: None})
+            self._sums.add(list(self._before.values()), _BEFORE)
         if not self._layout.zero:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} - self._seen
             parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
         elif self._seen:
             return
         self._seen.update(map(id, parameters.values()))
-        self._half.before_step(optimizer, parameters)
         shards = [self._layout.gradient(parameter) for parameter in parameters.values()]
         for groups in dict.fromkeys(shard.groups for shard in shards):
             size = sum(shard.tensor.numel() for shard in shards if shard.groups == groups)
-            self._sums.count(groups, {_SIZE: torch.full((), float(size), device=self._device)})
-        wanted: dict[str, Collection[int] | None] = {metric_names.GRAD_NORM: None}
-        for group, members in self._groups.items():
-            places = {place for place, name in enumerate(parameters) if name in members}
-            wanted[f"{metric_names.GRAD_NORM}/{group}"] = places
+            self._sums.count(groups, _SIZE, torch.full((), float(size), device=self._device))
         scale = source.scale() if source and (self._layout.zero or unscales_in_step(optimizer, source)) else None
-        self._sums.add(shards, wanted, divisor=None if scale is None else scale.scale)
+        self._sums.add(shards, metric_names.GRAD_NORM, divisor=None if scale is None else scale.scale)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -126,9 +114,8 @@ class StepMeasurement:
         now = copied(shards)
         for kind, shard in now.items():
             shard.tensor.sub_(self._before[kind].tensor)
-        self._sums.add(list(now.values()), {_CHANGE: None})
-        self._sums.add(shards, {metric_names.PARAM_NORM: None})
-        self._half.after_step(self._sums)
+        self._sums.add(list(now.values()), _CHANGE)
+        self._sums.add(shards, metric_names.PARAM_NORM)
         self._before = {}
 
     def take(self, done: Processed | None = None) -> Measured:
@@ -175,9 +162,6 @@ class StepMeasurement:
         change, before = values.pop(_CHANGE, None), values.pop(_BEFORE, None)
         if change is not None and before:
             values[metric_names.UPDATE_RATIO] = change / before
-        lost, moved = values.pop(_LOST, None), values.pop(_MOVED, None)
-        if lost is not None and moved:
-            values[metric_names.LOST_UPDATES] = lost / moved
         if values.pop(_SIZE, None) == 0.0:  # the step was dropped already
             values |= {name: None for name in values if name.startswith(metric_names.GRAD_NORM)}
         return values
@@ -280,32 +264,24 @@ class SquareSums:
         self._sums: dict[Groups, dict[str, Tensor]] = {groups: {} for groups in order}
         self._counts: set[str] = set()
 
-    def add(
-        self, shards: Sequence[Shard], names: Mapping[str, Collection[int] | None], divisor: Number | None = None
-    ) -> None:
-        """Add the squares of ``shards`` (over ``divisor``) under each name, or of those at the name's places alone.
-
-        Every rank has to add shards with the same process groups under the same names.
-        """
+    def add(self, shards: Sequence[Shard], name: str, divisor: Number | None = None) -> None:
+        """Add the squares of ``shards`` (over ``divisor``); every rank adds shards with the same process groups."""
         values = squares([shard.tensor for shard in shards], self._device)
         if divisor is not None:
             values = (values.sqrt() / divisor).square()  # a scale's square may be past fp32
         for groups in dict.fromkeys(shard.groups for shard in shards):
-            places = {place for place, shard in enumerate(shards) if shard.groups == groups}
-            self._add(
-                groups,
-                {name: _at(values, places if at is None else places.intersection(at)) for name, at in names.items()},
-            )
+            places = [place for place, shard in enumerate(shards) if shard.groups == groups]
+            every = len(places) == len(shards)
+            self._add(groups, name, (values if every else torch.stack([values[place] for place in places])).sum())
 
-    def count(self, groups: Groups, counts: Mapping[str, Tensor]) -> None:
-        """Add numbers that are added up over ``groups`` as they are."""
-        self._counts.update(counts)
-        self._add(groups, {name: value.float() for name, value in counts.items()})
+    def count(self, groups: Groups, name: str, value: Tensor) -> None:
+        """Add a number that is added up over ``groups`` as it is."""
+        self._counts.add(name)
+        self._add(groups, name, value)
 
-    def _add(self, groups: Groups, values: Mapping[str, Tensor]) -> None:
+    def _add(self, groups: Groups, name: str, value: Tensor) -> None:
         sums = self._sums.setdefault(groups, {})
-        for name, value in values.items():
-            sums[name] = sums[name] + value if name in sums else value
+        sums[name] = sums[name] + value if name in sums else value
 
     def norms(self) -> dict[str, Tensor]:
         """The 2-norm, or the count, under every name: fp32 scalars on the device."""
@@ -319,12 +295,6 @@ class SquareSums:
             for name, value in zip(sums, values, strict=True):
                 total[name] = total[name] + value if name in total else value
         return {name: value if name in self._counts else value.sqrt() for name, value in total.items()}
-
-
-def _at(values: Tensor, places: Collection[int]) -> Tensor:
-    if len(places) == len(values):
-        return values.sum()
-    return torch.stack([values[place] for place in sorted(places)]).sum() if places else values.new_zeros(())
 
 
 Kind = tuple[Groups, torch.dtype, torch.device, int]
@@ -347,64 +317,9 @@ def some(tensor: Tensor) -> Tensor:
     return flat.as_strided((PIECES, PIECE), (flat.numel() // PIECES, 1))
 
 
-class HalfWeights:
-    """The half-precision weights with a gradient as they were before a step, and which of them the step left there.
-
-    A weight whose gradient is 0, or its learning rate, has no update to lose and is not counted. Under ZeRO, whose
-    gradients are not where its weights are, nothing is counted.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._steps: list[tuple[list[Tensor], dict[object, Shard], dict[object, Tensor]]] = []
-
-    def before_step(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
-        """Copy those of ``parameters``, which ``optimizer`` is about to move, that are stored in half precision."""
-        if self._layout.zero or keeps_small_updates(optimizer):
-            return
-        still = {id(p) for group in optimizer.param_groups if _is_zero(group["lr"]) for p in group["params"]}
-        half = [value for value in parameters.values() if value.dtype in HALF and id(value) not in still]
-        moves: dict[object, list[Tensor]] = {}
-        for parameter in half:
-            (weight, groups), gradient = self._layout.parameter(parameter), self._layout.gradient(parameter).tensor
-            kept, whole = some(weight), gradient.numel() == weight.numel()
-            moved = some(gradient) != 0 if whole else torch.zeros_like(kept, dtype=torch.bool)
-            moves.setdefault((groups, weight.dtype, weight.device, kept.dim()), []).append(moved)
-        self._steps.append((half, self._now(half), {kind: torch.cat(found) for kind, found in moves.items()}))
-
-    def after_step(self, sums: SquareSums) -> None:
-        """Add to ``sums`` how many of them were to move, and how many did not."""
-        for half, before, moves in self._steps:
-            for kind, (now, groups) in self._now(half).items():
-                stayed = (now == before[kind].tensor) & moves[kind]
-                sums.count(groups, {_LOST: stayed.sum(), _MOVED: moves[kind].sum()})
-        self._steps = []
-
-    def _now(self, half: list[Tensor]) -> dict[object, Shard]:
-        return copied(map(self._layout.parameter, half))
-
-
-def _is_zero(lr: object) -> bool:
-    return isinstance(lr, float | int) and lr == 0  # a rate on the device is not read; Adafactor may have none
-
-
 # ---------------------------------------------------------------------- names
 
 
 def named_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of ``root`` by the names they have without wrappers; a tied one once."""
     return {plain_name(name): parameter for name, parameter in root.named_parameters()}
-
-
-def in_groups(root: nn.Module, groups: Mapping[str, str], faults: Faults) -> dict[str, set[str]]:
-    """The names of the parameters in or below the modules that each pattern means."""
-    modules = [(plain_name(name), module) for name, module in root.named_modules(remove_duplicate=False) if name]
-    found: dict[str, set[str]] = {}
-    for group, pattern in groups.items():
-        chosen = [module for name, module in modules if matches(pattern, name, module)]
-        if not chosen:
-            no_match(pattern, root, f"group {group!r}:", faults)
-        inside = {id(parameter) for module in chosen for parameter in module.parameters()}
-        named = root.named_parameters(remove_duplicate=False)
-        found[group] = {plain_name(name) for name, parameter in named if id(parameter) in inside}
-    return found

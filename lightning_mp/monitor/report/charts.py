@@ -63,13 +63,6 @@ KNOWN: tuple[Panel, ...] = (
     Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}, traits="grouped"),
     Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log", "grouped"),
     Panel(
-        "Lost updates",
-        "share of updates rounded away",
-        {names.LOST_UPDATES: "half-precision weights"},
-        "share",
-        "from-zero",
-    ),
-    Panel(
         "FP8: values flushed to zero",
         "share of values",
         {names.FP8_FLUSHED: "largest of all layers"},
