@@ -90,7 +90,7 @@ class Fails(Regression):
 
 
 def test_every_public_callback_is_under_this_contract() -> None:
-    assert set(lightning_mp.callbacks.__all__) == {*CALLBACKS, "ReduceLR", "replay_saved"}
+    assert set(lightning_mp.callbacks.__all__) == {*CALLBACKS, "replay_saved"}
 
 
 @every_callback

@@ -17,7 +17,6 @@ from torch.optim import AdamW
 
 from lightning_mp import LossScaling, make_strategy
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
-from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.health.measurement import StepMeasurement
 from lightning_mp.monitor.health.throughput import Processed
@@ -29,7 +28,6 @@ from support.running import fit
 from support.sharded import refused
 
 STEPS, LR = 4, 1e-2
-GROUPS = {"first": "net.0", "norms": "LayerNorm"}
 #: a scale that is no power of two would round; one far from 1 shows where it was forgotten
 STATIC = LossScaling.static(64.0)
 ZERO = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
@@ -69,15 +67,13 @@ def oracle(world: int = 2, accumulate: int = 1) -> list[dict[str, float]]:
         optimizer.zero_grad()
         loss.backward()
         before = [parameter.detach().clone() for parameter in net.parameters()]
-        grads = {name: parameter.grad.clone() for name, parameter in net.named_parameters()}
+        grads = [parameter.grad.clone() for parameter in net.parameters()]
         optimizer.step()
         change = [new - old for new, old in zip(net.parameters(), before, strict=True)]
         rows.append(
             {
                 metric_names.LOSS: loss.item(),
-                metric_names.GRAD_NORM: norm(grads.values()),
-                f"{metric_names.GRAD_NORM}/first": norm([grads["0.weight"], grads["0.bias"]]),
-                f"{metric_names.GRAD_NORM}/norms": norm([grads["1.weight"], grads["1.bias"]]),
+                metric_names.GRAD_NORM: norm(grads),
                 metric_names.PARAM_NORM: norm(net.parameters()),
                 metric_names.UPDATE_RATIO: norm(change) / norm(before),
                 metric_names.LR: LR,
@@ -135,7 +131,7 @@ class Watched:
     folder: Path
 
     def run(self) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-        health, scale = TrainingHealth(self.folder, groups=GROUPS, report=False), LossScaleMonitor()
+        health, scale = TrainingHealth(self.folder, report=False), LossScaleMonitor()
         fit(Ranked(), callbacks=[health, scale], max_steps=STEPS, **two(HOSTS[self.host](self.mode)))
         return health.rows, scale.rows
 
@@ -186,7 +182,7 @@ class Totals:
             def on_train_start(self, trainer: Any, pl_module: Any) -> None:
                 rank = trainer.global_rank
                 done = Processed(samples=8 + rank, tokens=100 * (1 + rank), flops=6e9, seconds=2.0 - rank)
-                measured, to_host = StepMeasurement(trainer, pl_module, {}, Faults()), ToHost(torch.device("cpu"))
+                measured, to_host = StepMeasurement(trainer, pl_module), ToHost(torch.device("cpu"))
                 found.update(measured.derived(to_host.read(measured.take(done))))
 
         fit(Ranked(), callbacks=[Reads()], max_steps=1, **two(_stock_ddp("32-true")))
