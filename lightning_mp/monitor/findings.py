@@ -80,12 +80,9 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     from rich.text import Text
 
     for finding in findings:
-        where = f"  {finding.where}" if finding.where else ""
-        head = Text.assemble(
-            (f"{finding.code} {finding.severity}", _COLOURS[finding.severity]), f" {finding.name}{where}"
-        )
-        console.print(head)
-        for label, text in (("what", finding.what), ("why", finding.why), ("fix", finding.fix)):
-            console.print(Padding(Text.assemble((f"{label}: ", "dim"), text), (0, 0, 0, 2)))
+        head = f"{finding.code} {finding.severity} {finding.name}" + (f"  {finding.where}" if finding.where else "")
+        console.print(head, style=_COLOURS[finding.severity], markup=False, highlight=False)
+        text = f"what: {finding.what}\nwhy: {finding.why}\nfix: {finding.fix}"
+        console.print(Padding(Text(text), (0, 0, 0, 2)))
     counts = [f"{sum(f.severity == severity for f in findings)} {severity}" for severity in reversed(_EXIT)]
     console.print(f"{len(findings)} found: {', '.join(counts)}" if findings else "nothing found")

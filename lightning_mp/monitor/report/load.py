@@ -37,10 +37,7 @@ class Series:
 
 @dataclass(slots=True)
 class Run:
-    """What one folder holds. ``faults`` says, a sentence each, what of it could not be read.
-
-    ``fp8`` has, by layer, operand and name (``flushed``, ``amax``, ``scale``), what became of FP8's operands.
-    """
+    """What one folder holds. ``faults`` says, a sentence each, what of it could not be read."""
 
     path: Path
     name: str
@@ -49,7 +46,6 @@ class Run:
     audit: list[dict[str, Any]] | None = None
     findings: list[dict[str, Any]] | None = None
     about: dict[str, Any] = field(default_factory=dict[str, Any])
-    fp8: dict[tuple[str, str, str], Series] = field(default_factory=dict[tuple[str, str, str], Series])
     faults: list[str] = field(default_factory=list[str])
 
     @property
@@ -82,12 +78,7 @@ def load(path: Path, name: str) -> Run:
     if not run.series:
         run.faults.append(f"{METRICS} holds no reading yet" if (path / METRICS).exists() else f"{METRICS} is missing")
     run.events = [Event.from_dict(row) for row in _lines(run, EVENTS)]
-    for row in _lines(run, FP8):
-        for layer, operands in row["layers"].items():
-            for operand, numbers in operands.items():
-                for number, value in numbers.items():
-                    run.fp8.setdefault((layer, operand, number), Series()).add(row[STEP], value)
-    _chart_operands(run)
+    _add_operands(run)
     run.about = _document(run, RUN) or {}
     run.audit = (_document(run, AUDIT) or {}).get("rows")
     run.findings = (_document(run, FINDINGS) or {}).get("findings")
@@ -121,18 +112,22 @@ def _document(run: Run, name: str) -> Any:
         return None
 
 
-def _chart_operands(run: Run) -> None:
-    """Put the operands that lost most, or whose scale moved most, among the series that are drawn."""
+def _add_operands(run: Run) -> None:
+    """Add the FP8 operands that lost most, or whose scale moved most, to the series that are drawn."""
+    found: dict[tuple[str, str], dict[str, Series]] = {}
+    for row in _lines(run, FP8):
+        for layer, operands in row["layers"].items():
+            for operand, numbers in operands.items():
+                for name, value in numbers.items():
+                    found.setdefault((layer, operand), {}).setdefault(name, Series()).add(row[STEP], value)
 
-    def worth(place: tuple[str, str]) -> tuple[float, float]:
-        lost, scales = (
-            run.fp8[(*place, name)].finite if (*place, name) in run.fp8 else [] for name in ("flushed", "scale")
-        )
-        positive = [scale for scale in scales if scale > 0]
-        return max(lost, default=0.0), math.log(max(positive) / min(positive)) if positive else 0.0
+    def worth(series: dict[str, Series]) -> tuple[float, float]:
+        scales = [scale for scale in series["scale"].finite if scale > 0]
+        moved = math.log(max(scales) / min(scales)) if scales else 0.0
+        return max(series["flushed"].finite, default=0.0), moved
 
-    places = sorted(dict.fromkeys((layer, operand) for layer, operand, _ in run.fp8), key=worth, reverse=True)
-    for layer, operand in places[:_OPERANDS_DRAWN]:
+    for (layer, operand), series in sorted(found.items(), key=lambda item: worth(item[1]), reverse=True)[
+        :_OPERANDS_DRAWN
+    ]:
         for name, family in (("flushed", FP8_FLUSHED), ("amax", FP8_AMAX), ("scale", FP8_SCALE)):
-            if (layer, operand, name) in run.fp8:
-                run.series[f"{family}/{layer} {operand}"] = run.fp8[layer, operand, name]
+            run.series[f"{family}/{layer} {operand}"] = series[name]

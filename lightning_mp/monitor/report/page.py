@@ -181,17 +181,8 @@ def _content(runs: Sequence[Run], title: Sequence[str], not_run: Mapping[str, st
         "not_run": not_run,
         "alerts": [item for item in events if item[1].is_alert],
         "notices": [item for item in events if not item[1].is_alert],
-        "fp8": [(run, _fp8_layers(run)) for run in runs if run.fp8 or run.about.get("fp8_layers")],
         "payload": {
             "charts": [draw(panel, runs) for panel in lay_out(runs)],
             "steps": [min(steps), max(steps)] if steps else [0, 1],
         },
     }
-
-
-def _fp8_layers(run: Run) -> list[dict[str, Any]]:
-    """The layers of an FP8 run, those first of which the run said whether they were converted."""
-    listed: list[dict[str, Any]] = run.about.get("fp8_layers") or []
-    named = [layer["name"] for layer in listed]
-    rest = dict.fromkeys(name for name, _, _ in run.fp8 if name not in named)
-    return [*listed, *({"name": name, "shape": None, "converted": True} for name in rest)]
