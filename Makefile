@@ -31,7 +31,7 @@ LINTED := $(wildcard lightning_mp tests benchmarks examples docs/_build)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-oldest conformance faults docs lint format bench clean
+.PHONY: help demo test test-slow test-oldest conformance docs lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
@@ -54,9 +54,6 @@ test-oldest: $(OLDEST)/.done ## fit, save and resume under every strategy, on th
 conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.txt and its summary (about an hour)
 	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
 	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m conformance $(ARGS)
-
-faults: $(DONE)/test ## inject faults into real runs and count what the monitors find (about 10 minutes)
-	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python -m faults $(ARGS)
 
 docs: $(DONE)/dev ## build the documentation into site/, every warning an error (then open site/index.html)
 	@NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict $(ARGS)

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
-from lightning_mp import LossScaling, PlanError
+from lightning_mp import LossScaling
 from lightning_mp.callbacks import LossScaleMonitor
 from lightning_mp.monitor import metric_names
 from support.manual import Pair
@@ -106,12 +106,6 @@ def test_the_progress_bar_shows_scale_and_skips_in_short(bar: Any, capsys: Any) 
         assert f"scale={shown[-1]['scale']},skipped={shown[-1]['skipped']}" in "".join(capsys.readouterr().out.split())
 
 
-def test_a_scale_that_is_no_power_of_two_is_written_out(capsys: Any) -> None:
-    plan = plan_for("16-mixed", LossScaling(init_scale=1000.0))
-    fit(Regression(), callbacks=[LossScaleMonitor(), TQDMProgressBar()], enable_progress_bar=True, plugins=[plan])
-    assert "scale=1000,skipped=0" in "".join(capsys.readouterr().out.split())
-
-
 def test_skips_between_readings_are_counted() -> None:
     monitor, _ = watched("stock", every=4)
     assert [(row[metric_names.STEP], row[metric_names.SKIPPED_STEPS]) for row in monitor.rows] == [(0, 0), (4, 2)]
@@ -149,9 +143,3 @@ def test_resuming_goes_on_with_the_plans_counts(tmp_path: Path) -> None:
         (6, 3),
         (7, 3),
     ]
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None])
-def test_a_number_of_steps_that_is_none_is_refused(wrong: Any) -> None:
-    with pytest.raises(PlanError, match="every_n_steps"):
-        LossScaleMonitor(wrong)

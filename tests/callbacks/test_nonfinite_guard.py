@@ -62,16 +62,6 @@ def test_the_event_names_step_module_parameter_and_batch(guard: Any, how: str, m
     assert lines == [event.to_dict() for event in watched.events]
 
 
-@pytest.mark.parametrize("how", PASSING)
-def test_the_console_gets_the_event_too(guard: Any, how: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    watched = guard()
-    fit(Breaks(how), callbacks=[watched])
-    assert [record.message for record in caplog.records if "NonFiniteGuard" in record.message] == [
-        f"NonFiniteGuard: {watched.events[0]}"
-    ]
-
-
 # ---------------------------------------------------------------------- what is skipped
 
 
@@ -140,14 +130,6 @@ def test_an_ordinary_overflow_is_left_to_stocks_scaler(guard: Any, fused: bool, 
     assert not (tmp_path / "nonfinite").exists()
 
 
-def test_an_overflow_at_the_floor_is_not_ordinary(guard: Any) -> None:
-    watched = guard(max_consecutive=1)
-    with pytest.raises(NonFiniteError) as caught:
-        fit(Regression(overflow_at=(0, 1, 2, 3)), callbacks=[watched], **stock_for("16-mixed", init_scale=4.0))
-    assert caught.value.step == 3  # at a scale of 4, 2, 1 and 0.5
-    assert [event.severity for event in watched.events] == ["info", "info", "warning", "error"]
-
-
 @pytest.mark.parametrize("mode", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("bad", range(4, 8))
 def test_one_bad_micro_batch_costs_the_whole_window(guard: Any, bad: int, mode: str) -> None:
@@ -208,12 +190,6 @@ def test_the_budget_is_of_skips_in_a_row(guard: Any, budget: int, mode: str) -> 
         assert part in str(error)
     assert [event.action for event in watched.events] == [*["skip"] * budget, "raise"]
     assert watched.applied_steps == 2
-
-
-def test_a_clean_step_pays_the_budget_back(guard: Any) -> None:
-    watched = guard(max_consecutive=2)
-    fit(Breaks("loss", (0, 1, 3, 4, 6, 7)), callbacks=[watched])
-    assert (watched.skipped_steps, watched.applied_steps) == (6, 2)
 
 
 @every_mode

@@ -179,20 +179,6 @@ def test_the_table_is_logged_written_and_kept(tmp_path: Path, caplog: pytest.Log
     assert "tf32='high' changes nothing on CPU" in logged[0]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"steps": 0}, "steps=0"),
-        ({"steps": True}, "steps=True"),
-        ({"on_mismatch": "stop"}, "on_mismatch='stop'"),
-    ],
-)
-def test_arguments_that_mean_nothing_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        PrecisionAudit(**given)
-    assert said in str(caught.value)
-
-
 # ---------------------------------------------------------------------- which steps
 
 
@@ -264,27 +250,6 @@ def test_validation_between_and_alone(tmp_path: Path) -> None:
     assert callback.report is None
     runner.fit(module, batches(), batches())
     assert len(callback.rows) == 3
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
-def test_a_step_that_returns_none_is_no_step(tmp_path: Path) -> None:
-    callback = PrecisionAudit(2, "raise", tmp_path)
-    fit(ReturnsNone(), callbacks=[callback], **_bf16())
-    assert callback.rows[0].compute == "bf16"
-
-
-def test_fit_twice(tmp_path: Path) -> None:
-    module, callback = Hooked(), PrecisionAudit(run_dir=tmp_path)
-    runner = trainer(callbacks=[callback], **_bf16())
-    runner.fit(module, batches())
-    first = callback.report
-    runner.fit_loop.max_epochs = 2
-    runner.fit(module, batches())
-    assert module.hooked == [True, *[False] * 7, True, *[False] * 7]
-    assert first is not None
-    assert callback.report is not None
-    assert callback.report.where.startswith("step 8")
-    assert callback.rows == list(first.rows)
 
 
 @pytest.mark.parametrize("how", ["plan", "stock"])

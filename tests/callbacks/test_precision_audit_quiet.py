@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
-from support import hf
 from support.language import Language, gpt2, llama, tokens
 from support.oracles import MODES, plan_for, stock_for
 from support.running import fit
@@ -51,24 +50,6 @@ def test_language_models(name: str, recomputed: str, pinned: bool, mode: str, tm
     assert linear.compute == linear.declared == plan.policy.compute_dtype
     head = callback.rows[-1]
     assert (head.module, head.compute) == ("model.lm_head", "fp32" if pinned else plan.policy.compute_dtype)
-
-
-@every_mode
-def test_lora_with_adapters_in_another_dtype(mode: str, tmp_path: Path) -> None:
-    plan = plan_for(mode, pins={"*norm*": "fp32", "lora_*": "bf16"})
-    data = DataLoader(TensorDataset(hf.tokens(8)), batch_size=4)
-    callback = _audited(Language(hf.llama(lora=True)), tmp_path, data, plugins=[plan])
-    adapters = [row for row in callback.rows if "lora_" in row.module]
-    assert {(row.param, row.compute, row.grad, row.optimizer_state) for row in adapters} == {("bf16",) * 4}
-    frozen = [row for row in callback.rows if "base_layer" in row.module]
-    assert {(row.grad, row.optimizer_state) for row in frozen} == {(None, None)}
-
-
-@every_mode
-def test_attention_with_dropout_written_either_way(mode: str, tmp_path: Path) -> None:
-    for place, attention in enumerate(("eager", "sdpa")):
-        model = gpt2(attn_pdrop=0.1, attn_implementation=attention)
-        _audited(Language(model), tmp_path / str(place), tokens(), plugins=[plan_for(mode)])
 
 
 class Recurrent(nn.Module):

@@ -1,10 +1,12 @@
+"""Events and findings: how they are written and read."""
+
 from __future__ import annotations
 
 import json
+import re
 
-import pytest
-
-from lightning_mp.monitor.events import KINDS, Event
+from lightning_mp.monitor.events import Event
+from lightning_mp.monitor.findings import CODES, Finding
 from lightning_mp.monitor.run_folder import to_json
 
 EVENT = Event(
@@ -35,7 +37,15 @@ def test_the_line_for_people_says_where_why_and_what_to_do() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_info_is_no_alert(kind: str) -> None:
-    for severity, alert in (("info", False), ("warning", True), ("error", True)):
-        assert Event.from_dict({"step": 0, "kind": kind, "severity": severity}).is_alert is alert
+def test_every_code_is_stable_in_form_and_used_once() -> None:
+    assert len(set(CODES.values())) == len(CODES)
+    assert all(re.fullmatch(r"LMP\d{3}", code) for code in CODES.values())
+
+
+def test_a_finding_knows_its_code_and_reads_as_one_line() -> None:
+    finding = Finding(name="eval_mode", severity="warning", what="it is off", why="w", fix="turn it on")
+    assert finding.code == CODES["eval_mode"]
+    assert finding.to_dict()["code"] == finding.code
+    assert str(finding) == f"{finding.code} warning: it is off. Why: w. Fix: turn it on"
+    placed = Finding(name="norm_in_half", severity="warning", what="x", why="w", fix="f", where="model.norm")
+    assert "[model.norm]" in str(placed)

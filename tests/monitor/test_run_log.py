@@ -129,13 +129,6 @@ def test_what_is_not_a_local_folder_is_replaced_by_one_that_is_said(
     assert not [*in_folder.glob("s3:*"), *in_folder.glob("memory:*")]
 
 
-def test_a_file_url_is_the_folder_that_it_names(in_folder: Path) -> None:
-    root = f"file://{in_folder}/root"
-    for logger in (False, CSVLogger(root, name="csv")):
-        fit(Regression(), callbacks=[Writes()], logger=logger, max_steps=1, default_root_dir=root)
-    assert _folders(in_folder) == [in_folder / "root" / name for name in ("csv/version_0", "lightning_mp_run")]
-
-
 # ---------------------------------------------------------------------- again, and resumed
 
 
@@ -264,14 +257,6 @@ def test_a_second_validation_in_an_accumulation_window_is_left_out(tmp_path: Pat
 
 
 # ---------------------------------------------------------------------- what can go wrong
-
-
-def test_two_of_one_kind_in_one_folder_are_refused(tmp_path: Path) -> None:
-    callbacks = [Writes(tmp_path), Writes(tmp_path)]
-    with pytest.raises(PlanError, match="Remove one, or give each a run_dir= of its own"):
-        fit(Regression(), callbacks=callbacks, max_steps=1)
-    for callback in callbacks:
-        callback.teardown()
 
 
 @pytest.mark.parametrize(

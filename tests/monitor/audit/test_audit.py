@@ -13,7 +13,7 @@ from lightning_mp import MixedPrecisionPlan, PlanError
 from lightning_mp.callbacks import DtypePinning
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 from lightning_mp.monitor.audit import AuditReport, audit
-from support.models import FEATURES, Regression, batches, same_weights, weights
+from support.models import Regression, same_weights, weights
 from support.oracles import MODES, plan_for, stock_for
 from support.pinning import pin
 from support.running import fit, trainer
@@ -63,21 +63,6 @@ def test_an_optimizer_shows_its_state() -> None:
     assert {(row.optimizer_state, row.ok) for row in report.rows} == {("bf16, fp32", False)}
 
 
-def test_counts_and_coefficients_are_no_state() -> None:
-    class Scalar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.weight = (nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((), (2,)))
-
-    module = Scalar()
-    # NAdam keeps a product of its coefficients beside the moments; the scalar's own moments have no dimension either
-    optimizers = torch.optim.NAdam([module.weight]), torch.optim.AdamW([module.scale])
-    (module.scale * module.weight).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        assert [row.optimizer_state for row in audit(module, optimizer=optimizer).rows] == ["bf16"]
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_one_batch_goes_through_as_the_plan_has_it(mode: Any) -> None:
     plan = plan_for(mode, pins={"BatchNorm1d": "fp32"})
@@ -117,14 +102,6 @@ def test_the_module_is_as_before() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_batch_that_fails_leaves_nothing() -> None:
-    net = _net()
-    with pytest.raises(RuntimeError):
-        audit(net, plan="16-true", batch=torch.randn(4, 7))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
-    assert torch.get_default_dtype() == torch.float32
-
-
 class _Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -138,22 +115,6 @@ class _Two(nn.Module):
 def test_batches_however_they_come(batch: Any) -> None:
     (row,) = audit(_Two(), plan="bf16-mixed", batch=batch).rows
     assert (row.compute, row.grad) == ("bf16", "fp32")
-
-
-def test_a_lightning_module_is_run_by_its_training_step() -> None:
-    class Alone(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = self.loss(batch)
-            self.log("train/loss", loss)
-            return loss
-
-    found = _rows(audit(Alone(), plan="bf16-mixed", batch=next(iter(batches()))))
-    assert (found["net.0"].compute, found["net.0"].grad) == ("bf16", "fp32")
-
-
-def test_a_module_that_gives_no_loss_is_run_forward() -> None:
-    report = audit(_net().requires_grad_(False), plan="bf16-mixed", batch=torch.randn(4, 8))
-    assert {(row.compute is not None, row.grad) for row in report.rows} == {(True, None)}
 
 
 # ---------------------------------------------------------------------- a run
@@ -218,8 +179,3 @@ def test_a_trainer_decides_for_itself() -> None:
     module = runner.lightning_module
     found = _rows(audit(module, plan="bf16-true"))  # of the module alone
     assert not found["net.0"].ok
-
-
-def test_a_single_layer_is_its_own_root() -> None:
-    (row,) = audit(nn.Linear(FEATURES, 1), batch=torch.randn(3, FEATURES), plan="bf16-mixed").rows
-    assert (row.module, row.param, row.compute) == ("", "fp32", "bf16")

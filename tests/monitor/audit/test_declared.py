@@ -22,7 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from lightning_mp import MixedPrecisionPlan, PrecisionPolicy
 from lightning_mp.monitor.audit import declared
 from lightning_mp.monitor.audit.judge import AS_STORED
-from support.pinning import pin
 
 CPU = torch.device("cpu")
 ONE = SingleDeviceStrategy(CPU)
@@ -56,21 +55,11 @@ def test_a_plan(mode: Any, given: str) -> None:
     assert found.by == f"MixedPrecisionPlan({mode!r})"
 
 
-def test_a_plans_pins_by_module() -> None:
-    found = declared.by_any(MixedPrecisionPlan("bf16-mixed", pins={"LayerNorm": "fp32"}), _modules(_net()), CPU)
-    assert found.pins == {"1": "fp32"}
-    assert (found.declared("0"), found.declared("1")) == ("bf16", "fp32")
-
-
 @pytest.mark.parametrize("setting", ["high", "highest", "medium"])
 def test_tf32_where_there_is_none(setting: str) -> None:
     found = declared.by_any(MixedPrecisionPlan("32-true", tf32=setting), _modules(_net()), CPU)
     assert (found.declared("0"), found.tf32) == ("fp32", None)
     assert found.notes == (f"tf32={setting!r} changes nothing on CPU: it has no TF32",)
-
-
-def test_auto_is_what_it_would_be_on_the_device() -> None:
-    assert declared.by_any("auto", _modules(_net()), CPU).compute == "fp32"
 
 
 #: plugin → storage, compute, autocast, optimizer state, frozen parameters too
@@ -131,9 +120,3 @@ def test_a_plugin_nobody_here_knows_declares_nothing() -> None:
         found = declared.by_stock(plugin, ONE, _modules(_net()))
         assert (found.storage, found.compute, found.declared("0")) == (None, None, None)
         assert "not judged" in found.notes[0]
-
-
-def test_pins_that_modules_carry() -> None:
-    net = pin(_net(), {"LayerNorm": "fp32"})
-    assert declared.by_any(None, _modules(net), CPU).pins == {"1": "fp32"}
-    assert declared.by_stock(HalfPrecision("bf16-true"), ONE, _modules(net)).declared("1") == "fp32"

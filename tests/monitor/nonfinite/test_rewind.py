@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard
-from support.models import same_weights, weights
+from support.models import same_weights
 from support.nonfinite import STOCK, Breaks
 from support.oracles import stock_for
 from support.running import fit
@@ -110,18 +110,6 @@ def test_all_is_as_the_checkpoint_was_and_the_run_goes_on(
     assert len(module.losses) == 8
     assert not same_weights(trace.weights[7], trace.weights[BAD])
     assert [(event["step"], event["action"]) for event in rewinds.events] == [(BAD, "rewind")]
-
-
-@pytest.mark.filterwarnings("ignore:.*returned `None`")
-def test_it_is_the_run_from_that_checkpoint_without_the_batches_between(tmp_path: Path, rewinds: Rewinds) -> None:
-    class Skips(Breaks):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx in (4, 5) else super().training_step(batch, batch_idx)
-
-    rewound, oracle = Spoilt("loss", (BAD,)), Skips("loss", ())
-    rewinds.fit(rewound, _every(tmp_path / "saved", 4))
-    fit(oracle)
-    assert same_weights(weights(rewound), weights(oracle))
 
 
 def test_a_checkpoint_with_bad_weights_is_passed_over(tmp_path: Path, rewinds: Rewinds) -> None:
