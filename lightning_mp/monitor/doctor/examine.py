@@ -64,8 +64,7 @@ def doctor(
         strategy: a strategy or its name; a DeepSpeed JSON as a mapping; ``None``: what ``trainer_args`` says.
         trainer_args: the Trainer's arguments: ``accelerator``, ``accumulate_grad_batches``, ``gradient_clip_val``, ….
         optimizer: what ``configure_optimizers`` would return, where it cannot be called without a Trainer.
-        batch: one batch; with it a copy of a LightningModule makes one step, to see whether it raises, and a copy of
-            the model is run forward and backward, to see whether the loss scale fits.
+        batch: one batch; with it a copy of a LightningModule makes one step, to see whether it raises.
         device: the device it will run on, where that is not the one ``trainer_args`` chooses on this machine.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from inspect import getsource
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,7 +14,6 @@ from lightning_mp.compat.torch import has_forward_hooks, reentrant
 from lightning_mp.compat.transformers import checkpointing_function, conv1d
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest, below, listed, many
-from lightning_mp.monitor.doctor.probe import reduces_in_half
 from lightning_mp.monitor.doctor.table import fact
 from lightning_mp.monitor.events import Severity, pinning
 from lightning_mp.monitor.findings import Finding
@@ -200,20 +200,24 @@ def _pinning(case: ModelUnderTest, kinds: Iterable[str]) -> str:
 
 def _norms(case: ModelUnderTest) -> Iterator[tuple[str, nn.Module, str]]:
     """Every norm whose weights are, and sums would be, in half precision: its name and its dtype."""
-    probed: dict[tuple[type[nn.Module], str], bool] = {}
     for name, module in case.modules:
         kind = original_class(module)
         if "norm" not in kind.__name__.lower() or next(module.children(), None) is not None:
             continue
         first, pin = next(iter(module.parameters(recurse=False)), None), case.pinned.get(id(module))
         stored = pin or case.storage or ("fp32" if first is None else case.stored(first))
-        if stored not in HALF:  # torch's kernels sum in fp32 then, and so does autocast's list
-            continue
-        if (kind, stored) not in probed:
-            own = not kind.forward.__module__.startswith("torch.nn.")
-            probed[kind, stored] = reduces_in_half(module, stored) if own else True
-        if probed[kind, stored]:
+        if stored in HALF and not _casts_itself(kind):  # with fp32 weights torch's kernels sum in fp32
             yield name, module, stored
+
+
+def _casts_itself(kind: type[nn.Module]) -> bool:
+    """Whether a norm of someone's own, as transformers' RMS norms, casts what it sums over to fp32."""
+    if kind.forward.__module__.startswith("torch.nn."):
+        return False
+    try:
+        return ".float()" in (source := getsource(kind.forward)) or "float32" in source
+    except (OSError, TypeError):  # no source: compiled, or written in a shell
+        return True
 
 
 # ---------------------------------------------------------------------- activation checkpointing

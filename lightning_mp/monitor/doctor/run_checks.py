@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import math
 import sysconfig
-import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp import planner
-from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, move_data_to_device
+from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule
 from lightning_mp.deepspeed_config.merge import add_trainer, compose
-from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Fault, Faults, PlanError, one_line
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest
 from lightning_mp.monitor.doctor.table import fact
-from lightning_mp.monitor.events import Severity, pinning
+from lightning_mp.monitor.events import Severity
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.side_run import loss_of, output_in, untouched
-from lightning_mp.numerics.loss_scale import LossScaler
-from lightning_mp.policy import PrecisionPolicy, hardware
+from lightning_mp.monitor.side_run import untouched
+from lightning_mp.policy import hardware
 from lightning_mp.policy.loss_scaling import FP32_MAX, TORCH_INIT_SCALE, LossScaling
 
 FP16_MAX = 65504.0
@@ -76,39 +69,19 @@ def _users_frame(error: BaseException) -> FrameSummary:
 
 
 def scale_overflows_at_once(case: ModelUnderTest) -> Iterator[Finding]:
-    """An initial scale that overflows: by a real backward pass where there is a batch, else by its size."""
+    """An initial scale that nearly every gradient overflows at: each halving costs a step."""
     rule = case.scaling
-    if rule is None:
+    if rule is None or rule.init_scale <= HIGH_SCALE:
         return
-    start, where = rule.init_scale, "loss_scaling.init_scale"
-    never = f"the scale never falls below {rule.floor:g}"
-    if case.batch is None:
-        if start > HIGH_SCALE:
-            stuck = rule.floor > HIGH_SCALE
-            down = f"; about {_steps(rule, TORCH_INIT_SCALE)} steps are skipped until the scale is down to 65536"
-            steps = f", and {never}: such steps are skipped forever" if stuck else down
-            words = {"gradient": FP16_MAX / start, "steps": steps, "scaling": _starting(case, rule, TORCH_INIT_SCALE)}
-            severity: Severity | None = "error" if rule.floor > HOPELESS_SCALE else None
-            yield fact("scale_overflows_at_once:size", f"the loss scale starts at {start:g}", where, severity, **words)
-        return
-    fits = highest_fitting_scale(case, rule)
-    what = f"the given batch overflows at the initial loss scale, {start:g}"
-    if fits is None:
-        raising = "nonfinite='raise'" if case.policy is not None else "NonFiniteGuard(on_trip='raise')"
-        pins = pinning(["…"], under_plan=case.policy is not None)
-        yield fact("scale_overflows_at_once:forward", what, where, raising=raising, pins=pins)
-    elif fits != start:
-        skipped, low = _steps(rule, fits), fits < rule.floor
-        steps = f", and {never}" if low else f"; about {skipped} steps are skipped on the way there"
-        scaling = _starting(case, rule, fits if low else min(fits, TORCH_INIT_SCALE))
-        severity = "error" if low else "info" if skipped <= _WARM_UP else None
-        yield fact("scale_overflows_at_once:batch", what, where, severity, fits=fits, steps=steps, scaling=scaling)
-
-
-def _steps(rule: LossScaling, scale: float) -> int:
-    """How many overflows bring the scale down to ``scale``: the first backoff takes ``hysteresis`` of them."""
-    backoffs = math.ceil(math.log(scale / rule.init_scale, rule.backoff_factor) - 1e-9)
-    return backoffs - 1 + rule.hysteresis
+    # the first backoff takes ``hysteresis`` overflows
+    backoffs = math.ceil(math.log(TORCH_INIT_SCALE / rule.init_scale, rule.backoff_factor) - 1e-9)
+    steps = f"about {backoffs - 1 + rule.hysteresis} steps are skipped until the scale is down to 65536"
+    if rule.floor > HIGH_SCALE:
+        steps = f"and the scale never falls below {rule.floor:g}: such steps are skipped forever"
+    what = f"the loss scale starts at {rule.init_scale:g}"
+    words = {"gradient": FP16_MAX / rule.init_scale, "steps": steps, "scaling": _starting(case, rule, TORCH_INIT_SCALE)}
+    severity: Severity | None = "error" if rule.floor > HOPELESS_SCALE else None
+    yield fact("scale_overflows_at_once", what, "loss_scaling.init_scale", severity, **words)
 
 
 def _starting(case: ModelUnderTest, rule: LossScaling, scale: float) -> str:
@@ -117,54 +90,6 @@ def _starting(case: ModelUnderTest, rule: LossScaling, scale: float) -> str:
         return f"the plugin MixedPrecision('16-mixed', device, torch.amp.GradScaler(device, init_scale={scale!r}))"
     floor = f", min_scale={min(1.0, scale)!r}" if rule.min_scale > scale else ""
     return f"LossScaling(init_scale={scale!r}{floor})" + ("" if rule.dynamic else ", a dynamic scale")
-
-
-def highest_fitting_scale(case: ModelUnderTest, rule: LossScaling) -> float | None:
-    """The highest scale, on the way down from the initial one, at which no gradient of ``case.batch`` overflows.
-
-    ``None`` where no scale down to 2**-24 helps. A copy runs forward and backward, where the model is.
-
-    Raises:
-        RuntimeError: the model gives no loss for the batch.
-    """
-    policy = case.policy or PrecisionPolicy(precision=case.precision)
-    copied = deepcopy(case.model)
-    device = next(copied.parameters()).device
-    engine = EagerEngine(
-        replace(policy, checkpointing=None),
-        device=device,
-        scaler=LossScaler(),
-        distributed=False,
-        global_step=lambda: 0,
-    )
-    with Faults() as faults:
-        engine.check(copied, faults)
-    engine.prepare(copied)  # casts and pins, as the run will
-    loss = _loss(copied, case.batch, policy, device)
-    parameters = [parameter for parameter in copied.parameters() if parameter.requires_grad]
-    backoffs = math.ceil(math.log(2.0**-24 / rule.init_scale, rule.backoff_factor))
-    fits = partial(_fits, loss.float(), parameters)
-    scales = [rule.init_scale * rule.backoff_factor**step for step in range(backoffs + 1)]
-    if not torch.isfinite(loss) or not fits(scales[-1]):
-        return None
-    return scales[bisect_left(scales, True, key=fits)]  # the first that fits, and with it all lower ones
-
-
-def _fits(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> bool:
-    gradients = torch.autograd.grad(loss * scale, parameters, retain_graph=True, allow_unused=True)
-    known = (gradient for gradient in cast("tuple[Tensor | None, ...]", gradients) if gradient is not None)
-    return all(bool(torch.isfinite(gradient).all()) for gradient in known)
-
-
-def _loss(model: nn.Module, batch: Any, policy: PrecisionPolicy, device: torch.device) -> Tensor:
-    autocast = policy.compute_dtype if policy.mixed else None
-    batch = move_data_to_device(batch, device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loss: Any = loss_of(output_in(model, batch, device, autocast=autocast, storage=policy.storage_dtype))
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise RuntimeError("the model gives no scalar loss for the batch")
-    return loss.reshape(())
 
 
 def accumulation_overflows(case: ModelUnderTest) -> Iterator[Finding]:

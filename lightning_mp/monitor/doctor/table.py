@@ -94,16 +94,8 @@ RULES: dict[str, Rule] = {
         "wherever a gradient is 0, or its square is, the first step divides by 0: weights become NaN",
         "set {optimizer}(eps=1e-4) or fused=True, or store weights in fp32 with '16-mixed'",
     ),
-    "scale_overflows_at_once:forward": Rule(
-        "error",
-        "its loss, or a gradient of it, is not finite in fp16 at any scale: the overflow is in the forward pass",
-        "find the module with {raising}, pin it, {pins}, or use 'bf16-mixed', without loss_scaling",
-    ),
-    "scale_overflows_at_once:batch": Rule(
-        "warning", "its gradients fit up to a scale of {fits:g}{steps}", "use {scaling}"
-    ),
-    "scale_overflows_at_once:size": Rule(
-        "warning", "a gradient of {gradient:.1g} overflows fp16 once scaled{steps}", "use {scaling}"
+    "scale_overflows_at_once": Rule(
+        "warning", "a gradient of {gradient:.1g} overflows fp16 once scaled; {steps}", "use {scaling}"
     ),
     "accumulation_overflows": Rule(
         "warning",

@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
@@ -21,10 +20,8 @@ from lightning_mp.cli import app
 from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.policy.loss_scaling import FP32_MAX
-from support import hf
 from support.doctor import CPU, Wrapped, found, net
-from support.models import Regression, batches
-from support.running import fit
+from support.models import Regression
 
 
 class Raises(Wrapped):
@@ -112,52 +109,6 @@ def test_usual_scales_are_healthy(scaling: Any) -> None:
 
 
 # ------------------------------------------------------------------ by a real batch
-def _plain(scale: float = 1.0) -> Wrapped:
-    """Nothing in it asks for a Trainer; its loss is ``scale`` times the squared error."""
-
-    class Squares(Wrapped):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx) * scale
-            self.log("loss", loss)
-            return loss
-
-    torch.manual_seed(0)
-    return Squares(net(), lambda p: torch.optim.SGD(p, lr=0.0))
-
-
-@pytest.mark.parametrize("mode", ["16-mixed", "16-true"])
-@pytest.mark.parametrize("exponent", [8, 18, 24, 40])
-def test_a_batch_tells_how_many_steps_will_be_skipped(exponent: int, mode: str) -> None:
-    module, plan, batch = _plain(), _plan(mode, init_scale=2.0**exponent), next(iter(batches()))
-    findings = found(module, plan, batch=batch)
-    same = DataLoader(TensorDataset(*(part.repeat(40, 1) for part in batch)), batch_size=8)
-    fit(module, plugins=[plan], data=same)
-    if plan.skipped_steps == 0:
-        assert NAME not in findings
-    else:
-        assert findings[NAME].severity == ("info" if plan.skipped_steps <= 5 else "warning")
-        assert f"about {plan.skipped_steps} steps are skipped" in findings[NAME].why
-
-
-def test_under_a_floor_that_overflows_nothing_is_ever_trained() -> None:
-    plan = MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling.static(2.0**36))
-    finding = found(_plain(), plan, batch=next(iter(batches())))[NAME]
-    assert finding.severity == "error"
-    assert "never falls below" in finding.why
-
-
-def test_a_forward_pass_that_overflows_is_told_from_a_scale_that_does() -> None:
-    module = _plain()
-    with torch.no_grad():
-        module.model[0].weight.mul_(1e6)
-    finding = found(module, _plan(), batch=next(iter(batches())))[NAME]
-    assert "in the forward pass" in finding.why
-
-
-def test_a_plain_models_batch_may_be_its_keywords() -> None:
-    batch = {"input_ids": hf.tokens(), "labels": hf.tokens()}
-    assert found(hf.gpt2(), _plan(), batch=batch) == {}
-    assert NAME in found(hf.gpt2(), _plan(init_scale=2.0**40), batch=batch)
 
 
 # ------------------------------------------------------------------ accumulation
