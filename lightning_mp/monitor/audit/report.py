@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import takewhile
 from typing import Any
 
 from rich.console import Console
@@ -91,39 +90,29 @@ class AuditReport:
 
     def to_text(self, width: int = 110) -> str:
         """The table for a terminal of ``width`` characters; repeated layers that are alike share a line."""
-        lines = list(_lines(self.rows))
-        long = any(len(name) > width // 3 for name, _ in lines)
-        below = _shared_beginning([row.module for row in self.rows]) if long else ""
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         table.add_column("  module", overflow="fold")
         for head in _HEADS[1:]:
             table.add_column(head, no_wrap=True)
-        for name, row in lines:
-            table.add_row(f"{' ' if row.ok else '!'} {name.removeprefix(below)}", *row.cells())
+        for name, row in _lines(self.rows):
+            table.add_row(f"{' ' if row.ok else '!'} {name}", *row.cells())
         text = io.StringIO()
         console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
-        inside = [f"  below {below[:-1]}:"] if below else []
-        console.print(self.summary, *inside, table, *self._below(), sep="\n")
+        console.print(self.summary, table, *self._below(), sep="\n")
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def to_markdown(self) -> str:
         """The same as a markdown table, with what differs and the notes below it."""
         heads = [*_HEADS, "ok"]
         rows = [[f"`{name}`", *row.cells(), "yes" if row.ok else "**no**"] for name, row in _lines(self.rows)]
-        lines = [
-            f"{self.summary}.",
-            "",
-            *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)),
-        ]
-        wrong = self._faults()
-        lines += ["", *(f"- {fault}" for fault in wrong.found)] if wrong.found else []
-        below = [note.replace("* ", "\\* ", 1) for note in self._below()]
-        lines += ["", *(f"> {note.removeprefix('note: ')}" for note in below)] if below else []
-        return "\n".join(lines) + "\n"
+        table = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+        parts = [[f"{self.summary}."], table, [f"- {fault}" for fault in self._faults().found]]
+        parts.append([f"> {note}".replace("> * ", "> \\* ") for note in self._below()])
+        return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
     def _below(self) -> list[str]:
         star = [_STAR] if any(row.starred for row in self.rows) else []
-        return [*star, *(f"note: {note}" for note in self.notes)]
+        return [*star, *self.notes]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values: what ``audit.json`` holds."""
@@ -185,10 +174,9 @@ def _alike(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
         names = [shown(row.module) for row in members]
         if len(names) > _NAMES:
             names = ranges([row.module for row in members])
-        listed = ", ".join(names[: 2 * _NAMES]) + (
-            f" and {len(names) - 2 * _NAMES} more" if len(names) > 2 * _NAMES else ""
-        )
-        yield listed if len(members) == 1 else f"{listed} ({len(members)} modules)", members[0]
+        more = [f"{len(names) - 2 * _NAMES} more"] if len(names) > 2 * _NAMES else []
+        count = f" ({len(members)} modules)" if len(members) > 1 else ""
+        yield ", ".join(names[: 2 * _NAMES] + more) + count, members[0]
 
 
 def build(
@@ -257,13 +245,6 @@ def _lines(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
     by_name = {row.module: row for row in rows}
     for name, first in grouped({row.module: (row.ok, tuple(row.cells())) for row in rows}):
         yield shown(name), by_name[first]
-
-
-def _shared_beginning(names: Sequence[str]) -> str:
-    """The dotted beginning, with its dot, that all names share; none where a name is nothing more."""
-    parts = [name.split(".")[:-1] for name in names]
-    shared = takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))
-    return "".join(f"{same[0]}." for same in shared)
 
 
 def grouped(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
