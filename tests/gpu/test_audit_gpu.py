@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_mp import PlanError
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
-from lightning_mp.monitor.audit import audit
 from support.cuda import Resident, cuda_fit
 from support.language import Language, gpt2, llama, tokens
 from support.models import Regression, same_weights, weights
@@ -69,13 +67,3 @@ def test_no_false_alarm_and_the_same_numbers(make: Any, mode: str, tmp_path: Pat
     assert {row.ok for row in rows.values()} == {True}
     assert module.losses == oracle.losses
     assert same_weights(weights(module), weights(oracle))
-
-
-@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
-def test_norms_and_recurrent_layers_under_autocasts_own_lists(mode: Any) -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8)).cuda()
-    report = audit(net, plan=mode, batch=torch.randn(4, 8, device="cuda"))
-    assert report.ok, report
-    assert [row.compute for row in report.rows][1:3] == ["fp32", "fp32"]  # unlike on the CPU
-    report = audit(nn.LSTM(8, 8).cuda(), plan=mode, batch=torch.randn(4, 2, 8, device="cuda"))
-    assert report.ok, report

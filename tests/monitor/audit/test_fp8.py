@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_mp import audit
 from lightning_mp.callbacks import PrecisionAudit
-from support.fp8 import RECIPES, Language, plan, run, texts
+from support.fp8 import RECIPES, Language, plan, run
 
 pytest.importorskip("torchao")
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -51,13 +50,3 @@ def test_a_product_in_bf16_where_fp8_is_declared_is_a_deviation() -> None:
     wrong = [row.module for row in watcher.rows if not row.ok]
     assert wrong == ["blocks.0.down"]
     assert "did not run in FP8" in watcher.report.explanation()
-
-
-def test_a_module_is_audited_without_a_trainer_too() -> None:
-    module = Language()
-    plugin = plan()
-    plugin.convert_module(module)
-    ids = next(iter(texts()))
-    report = audit(module, plan=plugin, batch=ids)
-    assert report.ok, report.to_markdown()
-    assert {row.module for row in report.rows if row.compute == "fp8"} == CONVERTED
