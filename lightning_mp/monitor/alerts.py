@@ -7,10 +7,9 @@ threshold, with where its number comes from.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
 from itertools import islice, pairwise
 from statistics import median
 from typing import Any, ClassVar, NamedTuple, cast
@@ -292,6 +291,11 @@ class Rule:
         self.judged: int | None = None
         #: readings before the next event, by what the condition is about: an FP8 operand, or the step
         self.cooldown: dict[str, int] = {}
+        self._windows: dict[str, Window] = {}
+
+    def window(self, name: str, size: int) -> Window:
+        """The last ``size`` numbers kept as ``name``."""
+        return self._windows.setdefault(name, deque(maxlen=size))
 
     def begins(self, reading: Reading, pinned: str) -> Event | None:
         """The event of a condition that begins in this reading; of several operands, one a reading."""
@@ -344,34 +348,31 @@ class GradNormSpike(Rule):
     """
 
     kind = "grad_norm_spike"
-
-    def __init__(self, settings: AlertSettings) -> None:
-        super().__init__(settings)
-        self.norms = Window(maxlen=settings.spike_window)
-        #: the first full window's median
-        self.level: float | None = None
+    #: the first full window's median
+    level: float | None = None
 
     def judge(self, reading: Reading) -> Found | None:
         norm = known(reading.grad_norm)
         if norm is None:
             return None
-        found = self._found(norm) if full(self.norms) else None
-        self.norms.append(norm)
-        if self.level is None and full(self.norms):
-            self.level = median(self.norms)
+        norms = self.window("norms", self.settings.spike_window)
+        found = self._found(norm, norms) if full(norms) else None
+        norms.append(norm)
+        if self.level is None and full(norms):
+            self.level = median(norms)
         return found
 
-    def _found(self, norm: float) -> Found | None:
-        center = median(self.norms)
+    def _found(self, norm: float, norms: Window) -> Found | None:
+        center = median(norms)
         if norm <= center:
             return None
-        spread = sigma(self.norms, center)
+        spread = sigma(norms, center)
         ratio = norm / center if center else math.inf
         sigmas = (norm - center) / spread if spread else math.inf
         harmless = norm < self.settings.spike_level * (self.level or 0.0) and ratio < self.settings.spike_far
         if ratio < self.settings.spike_ratio or sigmas < self.settings.spike_sigmas or harmless:
             return None
-        numbers = {"grad_norm": norm, "median": center, "ratio": ratio, "sigmas": sigmas, "window": len(self.norms)}
+        numbers = {"grad_norm": norm, "median": center, "ratio": ratio, "sigmas": sigmas, "window": len(norms)}
         return Found(norm, numbers)
 
 
@@ -516,20 +517,17 @@ class ScaleCollapse(Rule):
     kind = "scale_collapse"
     severity = "error"
 
-    def __init__(self, settings: AlertSettings) -> None:
-        super().__init__(settings)
-        self.skips = Window(maxlen=_RECENT)
-
     def judge(self, reading: Reading) -> Found | None:
         scale = reading.loss_scale
         if scale is None:
             return None
         low = reading.scale_at_floor or scale < _USELESS
-        self.skips.append(float(low and reading.skipped))
-        count = int(sum(self.skips))
+        skips = self.window("skips", _RECENT)
+        skips.append(float(low and reading.skipped))
+        count = int(sum(skips))
         if not low or count < self.settings.collapse_skips:
             return None
-        return Found(scale, {"loss_scale": scale, "skipped_at_floor": count, "of_readings": len(self.skips)})
+        return Found(scale, {"loss_scale": scale, "skipped_at_floor": count, "of_readings": len(skips)})
 
 
 class SkipStreak(Rule):
@@ -537,11 +535,8 @@ class SkipStreak(Rule):
 
     kind = "skip_streak"
     calm = 1
-
-    def __init__(self, settings: AlertSettings) -> None:
-        super().__init__(settings)
-        #: how many of the skips in a row were made while the scale was still above
-        self.searching = 0
+    #: how many of the skips in a row were made while the scale was still above
+    searching = 0
 
     def judge(self, reading: Reading) -> Found | None:
         scale, skips = reading.loss_scale, reading.skips_in_a_row
@@ -568,11 +563,7 @@ class MemoryGrowth(Rule):
     """The median of every piece of the window lies above the one before, and the growth is large enough to matter."""
 
     kind = "memory_growth"
-
-    def __init__(self, settings: AlertSettings) -> None:
-        super().__init__(settings)
-        self.seen = 0
-        self.steps, self.memory = (Window(maxlen=settings.memory_window) for _ in range(2))
+    seen = 0
 
     def judge(self, reading: Reading) -> Found | None:
         memory = known(reading.memory_gib)
@@ -581,18 +572,19 @@ class MemoryGrowth(Rule):
         self.seen += 1
         if self.seen <= self.settings.memory_warmup:
             return None
-        self.memory.append(memory)
-        self.steps.append(reading.step)
-        if not full(self.memory) or memory <= self.memory[0]:  # in most runs it does not grow, and the check is free
+        kept, steps = (self.window(name, self.settings.memory_window) for name in ("memory", "steps"))
+        kept.append(memory)
+        steps.append(reading.step)
+        if not full(kept) or memory <= kept[0]:  # in most runs it does not grow, and the check is free
             return None
-        pieces = parts(self.memory, _PIECES)
+        pieces = parts(kept, _PIECES)
         levels = [median(piece) for piece in pieces]
         grown = levels[-1] - levels[0]
         spread = median([sigma(piece, level) for piece, level in zip(pieces, levels, strict=True)])
         worth = max(self.settings.memory_gib, self.settings.memory_ratio * levels[0], _NOISE * spread)
         if grown < worth or not all(before < after for before, after in pairwise(levels)):
             return None
-        rate = 1000 * grown / (reading.step - int(self.steps[0]))
+        rate = 1000 * grown / (reading.step - int(steps[0]))
         return Found(memory, {"memory_gib": memory, "before": levels[0], "gib_per_1000_steps": rate})
 
 
@@ -605,15 +597,11 @@ class ThroughputDrop(Rule):
 
     kind = "throughput_drop"
     calm = 100
-
-    def __init__(self, settings: AlertSettings) -> None:
-        super().__init__(settings)
-        self.seen = 0
-        #: the largest median of a window
-        self.best = 0.0
-        #: the slow readings in a row: how many, the fastest of them, and the seconds they have cost
-        self.slow, self.fastest, self.lost = 0, 0.0, 0.0
-        self.rates = Window(maxlen=settings.throughput_window)
+    seen = 0
+    #: the largest median of a window
+    best = 0.0
+    #: the slow readings in a row: how many, the fastest of them, and the seconds they have cost
+    slow, fastest, lost = 0, 0.0, 0.0
 
     def judge(self, reading: Reading) -> Found | None:
         unit = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
@@ -623,17 +611,18 @@ class ThroughputDrop(Rule):
         self.seen += 1
         if self.seen <= self.settings.throughput_warmup:
             return None
-        found = self._found(reading, rate, unit)
-        self.rates.append(rate)
-        if full(self.rates):
-            self.best = max(self.best, median(self.rates))
+        rates = self.window("rates", self.settings.throughput_window)
+        found = self._found(reading, rate, unit, list(rates))
+        rates.append(rate)
+        if full(rates):
+            self.best = max(self.best, median(rates))
         return found
 
-    def _found(self, reading: Reading, rate: float, unit: str) -> Found | None:
+    def _found(self, reading: Reading, rate: float, unit: str, rates: list[float]) -> Found | None:
         if rate >= self.settings.throughput_ratio * self.best:
             self.slow, self.fastest, self.lost = 0, 0.0, 0.0
             return None
-        before = list(self.rates)[: len(self.rates) - self.slow]
+        before = rates[: len(rates) - self.slow]
         self.slow, self.fastest = self.slow + 1, max(self.fastest, rate)
         seconds = known(reading.seconds)
         # a time that is not known counts as long enough
@@ -647,22 +636,18 @@ class ThroughputDrop(Rule):
 class OperandRule(Rule):
     """One condition on each operand of each FP8 layer; the event names the layer and the operand."""
 
-    def __init__(self, settings: AlertSettings, size: int) -> None:
-        super().__init__(settings)
-        self.windows: defaultdict[str, Window] = defaultdict(partial(Window, maxlen=size))
-
     def conditions(self, reading: Reading) -> Iterable[tuple[str | None, str, Found | None]]:
         for (layer, role), operand in reading.fp8.items():
             if known(operand.amax) is None or known(operand.scale) is None:
                 continue
-            found = self.judge_operand(operand, role, self.windows[f"{layer}:{role}"])
+            found = self.judge_operand(operand, role, f"{layer}:{role}")
             if found is not None:
                 numbers = {"role": role, **found.evidence, "amax": operand.amax, "scale": operand.scale}
                 found = found._replace(evidence=numbers)
             yield layer, role, found
 
-    def judge_operand(self, operand: Operand, role: str, window: Window) -> Found | None:
-        """Take an operand's numbers into its ``window``; the condition if it holds."""
+    def judge_operand(self, operand: Operand, role: str, name: str) -> Found | None:
+        """Take an operand's numbers into the window ``name``; the condition if it holds."""
         raise NotImplementedError
 
 
@@ -671,10 +656,8 @@ class FP8Underflow(OperandRule):
 
     kind = "fp8_underflow"
 
-    def __init__(self, settings: AlertSettings) -> None:
-        super().__init__(settings, settings.underflow_patience)
-
-    def judge_operand(self, operand: Operand, role: str, window: Window) -> Found | None:
+    def judge_operand(self, operand: Operand, role: str, name: str) -> Found | None:
+        window = self.window(name, self.settings.underflow_patience)
         window.append(operand.flushed)
         if not full(window) or min(window) < self.settings.underflow_share:
             return None
@@ -686,11 +669,8 @@ class ScaleJump(OperandRule):
 
     kind = "scale_jump"
 
-    def __init__(self, settings: AlertSettings) -> None:
-        super().__init__(settings, settings.jump_steps)
-
-    def judge_operand(self, operand: Operand, role: str, window: Window) -> Found | None:
-        power = math.log2(operand.scale)
+    def judge_operand(self, operand: Operand, role: str, name: str) -> Found | None:
+        window, power = self.window(name, self.settings.jump_steps), math.log2(operand.scale)
         enough, before = full(window), median(window) if window else power
         usual = sigma(window, before) if window else 0.0
         window.append(power)
