@@ -113,9 +113,10 @@ class Faults:
         self._subject = subject
         self._found: list[Fault] = []
 
-    def add(self, given: str, allowed: str, fix: str) -> None:
-        """Note one fault."""
-        self._found.append(Fault(given, allowed, fix))
+    def add(self, given: str, *rest: str) -> None:
+        """Note one fault: what was given, what is allowed, where there is something to choose from, and what to do."""
+        *allowed, fix = rest
+        self._found.append(Fault(given, "".join(allowed), fix))
 
     def unknown(self, what: str, word: object, known: Iterable[str], otherwise: str = "remove it") -> None:
         """Note a name that is none of ``known``; the fix names the nearest, or is ``otherwise`` where none is near."""

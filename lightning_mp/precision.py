@@ -327,8 +327,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """
         if self._engine is not None:
             self._engine.connect(model, optimizers)
-            for warning in (text for optimizer in optimizers for text in optimizer_facts.warnings(optimizer)):
-                rank_zero_warn(warning)
+            for optimizer in optimizers:
+                optimizer_facts.warn_of_eps(optimizer)
         return model, optimizers, lr_schedulers
 
     # ------------------------------------------------------------------ forward
@@ -425,11 +425,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if engine.gives_closure and optimizer_facts.takes_closure(type(optimizer)):
             again = partial(self._evaluate_again, engine, model, optimizer, closure)
             kwargs["closure"] = optimizer_facts.Evaluated(optimizer, result, again)
-        try:
-            returned = engine.step(optimizer, **kwargs)
-        except KeyError as error:
-            optimizer_facts.explain_foreign_state(optimizer, error)
-            raise
+        returned = engine.step(optimizer, **kwargs)
         result = result if returned is None else returned
         self._stepped = True
         engine.finish_step(replay)

@@ -45,15 +45,8 @@ def resumable(path: Path, stage: int, processes: int) -> bool:
 
 
 def loads_alike(path: Path, groups: list[list[str]]) -> bool:
-    """Whether the param groups of a folder of stage 1 or 2 hold the parameters that those of the run at hand do.
-
-    ``groups`` are names; none where the run has no optimizer, and whole fp32 weights are needed.
-    """
+    """Whether the param groups of a folder of stage 1 or 2 hold the parameters of those ``groups``, by name."""
     states = _model_states(path, deepspeed_folder(path))
-    recorded = (states.get("lightning_mp") or {}).get("dtypes", {})
-    if not groups:
-        held = {plain_name(name): tensor.dtype for name, tensor in states["module"].items()}
-        return all(held.get(plain_name(name)) == formats.STORAGE[dtype] for name, dtype in recorded.items())
     return [[plain_name(name) for name in group] for group in states.get("param_shapes") or ()] == groups
 
 

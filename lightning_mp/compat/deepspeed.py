@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -247,79 +247,21 @@ class PlanScale:
         return type(plain).__new__, (type(plain),), vars(plain)
 
 
-def halve_masters(zero: Any, dtypes: tuple[Any, ...], except_of: type[Tensor]) -> None:
-    """Let a ZeRO-1 or 2 optimizer keep no fp32 copy of weights in one of ``dtypes`` that are none of ``except_of``."""
+def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
+    """Let a ZeRO-1 or 2 optimizer keep no fp32 copy of weights in one of ``dtypes``."""
     changed = False
-    for group, flat, master in _groups(zero, zero.bit16_groups_flat):
-        if flat.dtype in dtypes and not isinstance(next(iter(group), None), except_of):
+    for flat, master in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True):
+        if flat.dtype in dtypes:
             master.data = master.data.to(flat.dtype)
             changed = True
     if changed:
         zero._link_all_hp_params()  # parameters hold views of their masters
 
 
-def refresh_masters(zero: Any, except_of: type[Tensor]) -> None:
-    """Have a ZeRO optimizer's masters follow the weights; those of ``except_of`` in stage 1 and 2 stay."""
-    if not hasattr(zero, "parallel_partitioned_bit16_groups"):
-        zero.refresh_fp32_params()
-        return
-    partitions = zip(zero.parallel_partitioned_bit16_groups, zero.real_dp_process_group, strict=True)
-    own = [parts[dist.get_rank(group)] for parts, group in partitions]
-    for group, part, master in _groups(zero, own):
-        if not isinstance(next(iter(group), None), except_of):
-            master.data.copy_(part.data)
-
-
-def _groups(zero: Any, flats: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
-    """Of each group of a ZeRO-1 or 2 optimizer: its parameters, its entry of ``flats``, this rank's masters."""
-    return zip(zero.bit16_groups, flats, zero.single_partition_of_fp32_groups, strict=True)
-
-
-def full_master(parameter: Any, group: Any = None) -> Tensor:
-    """The whole fp32 master of a parameter of a ZeRO-1 or 2 optimizer, on the CPU; every rank calls it.
-
-    ``group`` is one of all ranks that sums on the CPU, where ZeRO's own is not to be used.
-    """
-    whole = torch.zeros(parameter.numel(), device=parameter.device if group is None else "cpu")
-    fragment = parameter._hp_mapping
-    if fragment is not None:
-        place = fragment.lp_fragment_address
-        whole.narrow(0, place.start, place.numel).copy_(fragment.get_hp_fragment().detach().reshape(-1))
-    dist.all_reduce(whole, group=parameter._dp_group if group is None else group)
-    return whole.cpu().view(parameter.shape)
-
-
-def master_part(parameter: Any) -> Tensor:
-    """This rank's part of the master of a parameter of a ZeRO-1 or 2 optimizer, flat."""
-    fragment = parameter._hp_mapping
-    return torch.empty(0) if fragment is None else fragment.get_hp_fragment().detach().reshape(-1)
-
-
-def loses_averages(zero: Any, parameter: Tensor) -> bool:
-    """Whether a ZeRO-1 or 2 optimizer would average a gradient of ``parameter`` in the gradient's own dtype."""
-    return not zero.contiguous_gradients or parameter.numel() > zero.reduce_bucket_size
-
-
-def accumulate_apart(zero: Any, on: bool) -> None:
-    """Have a ZeRO-1 optimizer add up gradients of several backward passes in fp32, not in the weight's dtype."""
-    zero.use_grad_accum_attribute = on
-
-
 def forget_gradients(zero: Any) -> None:
     """Have a ZeRO-1 or 2 optimizer begin a window: zeroing gradients leaves those that it has averaged."""
     zero.averaged_gradients, zero.all_grad_tensors = {}, {}
     zero.micro_step_id = -1
-
-
-def partition_sums(zero: Any) -> Tensor:
-    """Of each group of a ZeRO-1 or 2 optimizer, the sum of the bits of the weights that this rank steps."""
-    groups = zip(zero.parallel_partitioned_bit16_groups, zero.real_dp_process_group, strict=True)
-    parts: list[Tensor] = [partitions[dist.get_rank(group)].detach() for partitions, group in groups]
-    return torch.stack([part.view(_BITS[part.element_size()]).sum(dtype=torch.int64) for part in parts])
-
-
-#: an integer of as many bytes
-_BITS = {2: torch.int16, 4: torch.int32}
 
 
 # ------------------------------------------------------------------ what this rank has of a parameter
@@ -362,11 +304,6 @@ def cast_partition(parameter: Any) -> None:
     part = getattr(parameter, "ds_tensor", None)
     if part is not None and part.dtype != parameter.dtype:
         part.data = part.data.to(parameter.dtype)
-
-
-def stays_gathered(parameter: Any) -> bool:
-    """Whether ZeRO-3 holds the parameter whole at all times, for it is small."""
-    return bool(parameter.ds_persist)
 
 
 def gathers(module: Any) -> bool:

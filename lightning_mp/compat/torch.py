@@ -222,13 +222,6 @@ def is_compiled(module: nn.Module) -> bool:
     return own.get("_compiled_call_impl") is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def has_gradient_hooks(parameter: Any, *, but: str) -> bool:
-    """Whether somebody is to see the gradient of ``parameter``: not those whose module's name starts with ``but``."""
-    after: Any = parameter._post_accumulate_grad_hooks or {}
-    strangers = [hook for hook in after.values() if not hook.__module__.startswith(but)]
-    return bool(parameter._backward_hooks or strangers)
-
-
 def reentrant(module: nn.Module) -> bool | None:
     """Whether torch's checkpoint wrapper uses reentrant checkpointing; ``None`` where it is no such wrapper."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper

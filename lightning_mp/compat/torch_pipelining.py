@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,20 +14,6 @@ class WatchedStage(PipelineStage):
 
     #: called with True before that, and with False after
     shapes_only: Callable[[bool], None]
-    #: stage, kind and micro-batch → what is around the work
-    work: Callable[[int, str, int], AbstractContextManager[None]]
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.work(self.stage_index, "forward", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.work(self.stage_index, "backward", bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.work(self.stage_index, "weights", bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return self._quietly(super()._prepare_forward_infra, args, kwargs)

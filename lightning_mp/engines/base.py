@@ -111,9 +111,7 @@ class StepEngine(ABC):
         named = [name for name, one in module.named_modules() if isinstance(one, nn.LSTM) and id(one) not in pinned]
         if named:
             faults.add(
-                f"nn.LSTM {named[0]!r} in fp16 on this CPU, whose oneDNN has none",
-                "an LSTM in fp32 here; a GPU runs it in fp16",
-                "pin it: pins={'LSTM': 'fp32'}",
+                f"nn.LSTM {named[0]!r} in fp16 on this CPU, whose oneDNN has none", "pin it: pins={'LSTM': 'fp32'}"
             )
 
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
@@ -302,7 +300,7 @@ class StepEngine(ABC):
         if self._loss is None:
             fault = Fault(
                 f"loss.backward() with {reduces}, which reduces gradients in self.manual_backward(loss) alone",
-                "self.manual_backward(loss)",
+                "",
                 "write self.manual_backward(loss)",
             )
             raise PlanError([fault])
@@ -314,7 +312,7 @@ class StepEngine(ABC):
         fault = Fault(
             f"{type(optimizer).__name__}.step() called on the optimizer inside of Lightning's, with "
             f"precision={self.policy.precision!r}, whose gradients have to be unscaled and checked first",
-            "steps of the optimizer that Lightning gives to optimizer_step, or that self.optimizers() returns",
+            "",
             "call super().optimizer_step(...), or optimizer.step() on that one",
         )
         raise PlanError([fault])

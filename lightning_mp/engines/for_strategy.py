@@ -135,7 +135,6 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     if policy.fp8 is not None and policy.fp8.all_gather and shards and not hasattr(strategy, "gathers_fp8"):
         faults.add(
             f"FP8(all_gather=True) with {type(strategy).__name__}, which gathers weights as they are stored",
-            "all_gather=True with mp_fsdp2 and mp_hsdp, or where every process holds all weights",
             "leave out all_gather=True, or use strategy='mp_fsdp2'",
         )
     own = getattr(strategy, "check_plan", None)
@@ -160,39 +159,24 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
 def synced(strategy: Strategy, module: nn.Module, faults: Faults) -> list[nn.Module]:
     """The batch norms that ``sync_batchnorm=True`` means; notes why they cannot be synchronized, if so."""
     layer_sync = layer_sync_of(strategy)
-    if layer_sync is None:
-        return []
-    host = type(strategy).__name__
-    if type(layer_sync) is not TorchSyncBatchNorm:
-        if isinstance(strategy, (ModelParallelStrategy, DeepSpeedStrategy)):
-            faults.add(
-                f"plugin {type(layer_sync).__name__} with {host}, which has no place for it",
-                "sync_batchnorm=True, or a strategy that calls the plugin",
-                "use strategy='mp_ddp', or do in the module what the plugin does",
-            )
+    if type(layer_sync) is not TorchSyncBatchNorm:  # none, or a class of the user's own
         return []
     mesh = mesh_of(strategy) if isinstance(strategy, ModelParallelStrategy) else None
     if mesh is not None and "tensor_parallel" in mesh.mesh_dim_names and mesh["tensor_parallel"].size() > 1:
         faults.add(
             "sync_batchnorm=True with tensor parallelism, whose ranks see the same batch",
-            "strategies whose ranks each see a part of the batch",
             "leave tensor_parallel out, or sync_batchnorm=True",
         )
     if type(strategy) is DDPStrategy and strategy.root_device.type == "cpu":  # it has replaced them by now
         faults.add(
             "sync_batchnorm=True with Lightning's own DDPStrategy on a CPU, where torch's SyncBatchNorm does not run",
-            "a GPU, or this package's own strategies, which synchronize batch norms on a CPU as well",
             "use strategy='mp_ddp'",
         )
     return sync_batchnorm.select(module, faults)
 
 
 def _refuse_stock(strategy: Strategy, instead: str, why: str, faults: Faults) -> None:
-    faults.add(
-        f"strategy {type(strategy).__name__}",
-        f"a single device, DDP, or this package's own strategies: {why}",
-        f"use Trainer(strategy={instead!r})",
-    )
+    faults.add(f"strategy {type(strategy).__name__}", f"use Trainer(strategy={instead!r})")
 
 
 def _zero_name(strategy: DeepSpeedStrategy) -> str:
@@ -211,15 +195,10 @@ def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) 
     if any("compress" in getattr(item, "__name__", "") for item in (hook, wrapper)):
         faults.add(
             f"{given} beside reduce_dtype={policy.reduce_dtype!r}",
-            "one of the two to decide the dtype gradients are summed in",
             "remove the hook and set MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16'",
         )
     elif {policy.storage_dtype, *(pin.dtype for pin in policy.pins)} != {policy.reduce_dtype}:
-        faults.add(
-            f"{given} where gradients are summed in another dtype than their own",
-            "no communication hook where parameters or pins are not stored in reduce_dtype",
-            "remove the hook",
-        )
+        faults.add(f"{given} where gradients are summed in another dtype than their own", "remove the hook")
 
 
 # ------------------------------------------------------------------ a model that its user sharded
@@ -238,7 +217,6 @@ def check_users_sharding(
         faults.add(
             f"{len(whole)} trained parameters that configure_model leaves whole, such as {whole[0]!r}, on {replicas} "
             "data-parallel ranks",
-            "fully_shard around every trained parameter: nothing else reduces gradients under this strategy",
             f"shard the module they are in too, or {_INSTEAD}",
         )
     reduce_dtype = to_torch(policy.reduce_dtype)
@@ -246,7 +224,6 @@ def check_users_sharding(
         if mixed.param_dtype is not None:
             faults.add(
                 f"fully_shard on {name!r} with MixedPrecisionPolicy(param_dtype={mixed.param_dtype})",
-                "no param_dtype: the plan's autocast and pins decide what each module computes in",
                 f"remove param_dtype, or {_INSTEAD}",
             )
         # Without one, torch sums in the dtype that is gathered.
@@ -254,7 +231,6 @@ def check_users_sharding(
             faults.add(
                 f"fully_shard on {name!r} with MixedPrecisionPolicy(reduce_dtype={mixed.reduce_dtype}) beside the "
                 f"plan's reduce_dtype={policy.reduce_dtype!r}",
-                "gradients summed in the plan's reduce_dtype",
                 f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}",
             )
 
@@ -277,7 +253,6 @@ def _check_storage(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, 
         name, dtype, wanted = wrong[0]
         faults.add(
             f"{len(wrong)} parameters sharded already, such as {name!r} in {dtype}, where the plan stores {wanted}",
-            "parameters that are stored as the plan says before configure_model, or a run before, shards them",
             f"{_INSTEAD}; after a run under another plan, make a new module",
         )
 

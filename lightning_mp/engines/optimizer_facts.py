@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import rank_zero_warn
-from lightning_mp.errors import Fault, Faults, PlanError, is_number
+from lightning_mp.errors import Fault, Faults, is_number
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.dtypes import HALF
 
 # ------------------------------------------------------------------ closures
 
@@ -87,58 +86,41 @@ _WHOLE = _names(
     "Adafactor AdafactorBigVision AdamP SGDP CAME FusedLAMB FusedLamb FusedNovoGrad LAMB Lamb LARS Lars Muon NovoGrad "
     "NvNovoGrad SOAP Shampoo DistributedShampoo GaLoreAdamW GaLoreAdafactor Adam_mini"
 )
-#: those that look at all parameters together
-_TOGETHER = _SAM | _names("DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD FusedLAMB LAMB Lamb Prodigy")
+#: those that estimate one rate over all parameters, and all that look at all of them together
+_RATES = _names("DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD Prodigy")
+_TOGETHER = _SAM | _RATES | _names("FusedLAMB LAMB Lamb")
 #: packages whose kernels are given the address of a tensor's numbers, which a DTensor does not have
 _NATIVE = ("deepspeed.", "bitsandbytes.", "apex.")
 #: that keep their state in tensors of their own, quantized in blocks
 _LOW_BIT = ("torchao.",)
-
-_WHOLE_TENSOR = "whose step depends on the parameter as a whole"
-_REST = "whose step of one parameter depends on the others"
+#: Adafactor mixes DTensors with plain ones
+_CANNOT: dict[Shards, tuple[frozenset[str], tuple[str, ...]]] = {
+    "DTensors": (_RATES | {"Adafactor"}, _NATIVE),
+    "flat pieces": (_WHOLE | _TOGETHER, _LOW_BIT),
+    "a stage": (_TOGETHER, ()),
+}
 
 
 def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Faults) -> None:
-    """Note why the optimizer cannot step on ``shards``; warn where its class is not a known one."""
+    """Note an optimizer that cannot step on ``shards``; warn where its class is not a known one."""
     if shards == "DTensors" and not any(isinstance(parameter, DTensor) for parameter in grads.parameters_of(optimizer)):
         return
-    why, name = _fault_on(optimizer, shards), type(optimizer).__name__
-    if why is not None:
+    every, name = list(parts(optimizer)), type(optimizer).__name__
+    kinds, (refused, packages) = [kind for part in every for kind in type(part).__mro__], _CANNOT[shards]
+    if any(kind.__name__ in refused or kind.__module__.startswith(packages or ("-",)) for kind in kinds):
         faults.add(
-            f"{name} on {where}, {why}",
+            f"{name} on {where}, which needs whole parameters, or plain tensors of them",
             "an optimizer that updates each number by itself (AdamW, SGD, Lion)",
             "use one of these, or strategy='mp_ddp'",
         )
-    elif not _is_known(optimizer):
+        return
+    owners = [next(kind for kind in type(part).__mro__ if "step" in vars(kind)) for part in every[1:] or every]
+    known = _ELEMENTWISE | _WHOLE | _TOGETHER
+    if not all(one.__name__ in known or one.__module__.startswith((*_NATIVE, *_LOW_BIT)) for one in owners):
         rank_zero_warn(
             f"{name} on {where}: it is not known whether its step treats each number by itself, as AdamW's, SGD's and "
             "Lion's do. If it uses norms or matrices of whole parameters, results differ from those on one device"
         )
-
-
-def _fault_on(optimizer: Optimizer, shards: Shards) -> str | None:
-    kinds = [kind for part in parts(optimizer) for kind in type(part).__mro__]
-    names, modules = {kind.__name__ for kind in kinds}, [kind.__module__ for kind in kinds]
-    if shards == "DTensors":
-        if any(module.startswith(_NATIVE) for module in modules):
-            return "whose kernel is given addresses of plain tensors, and these are DTensors"
-        if "Adafactor" in names:
-            return "which mixes them with plain tensors"
-        return _REST if any(name.startswith(("DAdapt", "Prodigy")) for name in names) else None
-    if shards == "a stage":
-        return _REST if names & _TOGETHER else None
-    if names & (_WHOLE | _TOGETHER):
-        return _WHOLE_TENSOR
-    low_bit = [kind.__name__ for kind in kinds if kind.__module__.startswith(_LOW_BIT)]
-    return "whose state is quantized in blocks, which can be neither cut nor joined" if low_bit else None
-
-
-def _is_known(optimizer: Optimizer) -> bool:
-    """Whether the class that defines the step, or those of the optimizers that a wrapper holds, are known ones."""
-    every = list(parts(optimizer))
-    owners = [next(kind for kind in type(part).__mro__ if "step" in vars(kind)) for part in every[1:] or every]
-    names = _ELEMENTWISE | _WHOLE | _TOGETHER
-    return all(one.__name__ in names or one.__module__.startswith((*_NATIVE, *_LOW_BIT)) for one in owners)
 
 
 def parts(optimizer: Any) -> Iterator[Any]:
@@ -149,64 +131,18 @@ def parts(optimizer: Any) -> Iterator[Any]:
             yield from parts(inner)
 
 
-# ------------------------------------------------------------------ half precision, and checkpoints
+# ------------------------------------------------------------------ half precision
 
 
-def warnings(optimizer: Optimizer) -> Iterator[str]:
-    """What will go wrong with the half-precision parameters of ``optimizer``."""
-    name = type(optimizer).__name__
-    if loses_updates(optimizer):
-        yield (
-            f"{name}(fused=True) on the CPU leaves most half-precision parameters as they were (a fault of torch's "
-            "kernel): drop fused=True, or store parameters in fp32"
-        )
-    if eps_is_zero(optimizer):
-        yield (
-            f"{name}'s eps is 0 in fp16, so its first step divides by zero wherever a gradient is small: set eps=1e-4, "
-            "use fused=True, or store parameters in fp32 ('16-mixed')"
-        )
-
-
-def loses_updates(optimizer: Optimizer) -> bool:
-    """Whether torch's fused SGD would leave half-precision parameters on the CPU as they were.
-
-    Seen with torch 2.13: of 32 bf16 numbers it updates none, of 100 four. AdamW, Adam and Adagrad are right.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return False
-    return any(
-        group.get("fused") and parameter.device.type == "cpu" and parameter.dtype in HALF
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-
-
-def eps_is_zero(optimizer: Optimizer) -> bool:
-    """Whether an ``eps`` added to fp16 state rounds to 0 (below 2**-25); fused kernels compute in fp32."""
-    return any(
+def warn_of_eps(optimizer: Optimizer) -> None:
+    """Warn where an ``eps`` added to fp16 state rounds to 0 (below 2**-25); fused kernels compute in fp32."""
+    if any(
         not group.get("fused") and 0 < group["eps"] <= 2.0**-25 and parameter.dtype is torch.float16
         for group in optimizer.param_groups
         if is_number(group.get("eps"))  # Adafactor has two
         for parameter in group["params"]
-    )
-
-
-def explain_foreign_state(optimizer: Any, error: KeyError) -> None:
-    """A step failed with ``error``, as it does where a checkpoint brought the options of an optimizer of another kind.
-
-    Raises:
-        PlanError: it failed for that.
-    """
-    inner = getattr(optimizer, "optimizer", optimizer)
-    absent = [key for group in inner.param_groups for key in inner.defaults if key not in group]
-    if absent and error.args[0] in absent:
-        raise PlanError([of_another_optimizer(type(inner).__name__, absent[0])]) from error
-
-
-def of_another_optimizer(name: str, key: str) -> Fault:
-    """What to say where a checkpoint lacks what an optimizer keeps."""
-    return Fault(
-        f"{name} with options or state that have no {key!r}, as a checkpoint of another optimizer brings them",
-        "the optimizer with which the checkpoint was saved",
-        "configure that one, or begin a new run from the checkpoint's weights alone",
-    )
+    ):
+        rank_zero_warn(
+            f"{type(optimizer).__name__}'s eps is 0 in fp16, so its first step divides by zero wherever a gradient is "
+            "small: set eps=1e-4, use fused=True, or store parameters in fp32 ('16-mixed')"
+        )

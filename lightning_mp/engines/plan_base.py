@@ -21,14 +21,12 @@ _STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
 
 IN_FABRIC = Fault(
     "Fabric(plugins=[MixedPrecisionPlan(...)]), or a backward pass without a Trainer",
-    "Trainer(plugins=[plan]): a plan follows the hooks of a Trainer's step",
+    "",
     "use a Trainer, or Fabric(precision=...) without the plan",
 )
 AMONG_CALLBACKS = Fault("callbacks=[MixedPrecisionPlan(...)]", "plugins=[plan]", "write Trainer(plugins=[plan])")
 OUTSIDE_OF_A_RUN = Fault(
-    "an optimizer step outside of a run, as trainer.fit_loop makes one after fit",
-    "steps within trainer.fit, which attaches the plan to the model and takes it off at its end",
-    "call trainer.fit(...) again",
+    "an optimizer step outside of a run, as trainer.fit_loop makes one after fit", "", "call trainer.fit(...) again"
 )
 #: fp16's smallest normal number is 2**-14, and half of its smallest one, 2**-25, is rounded to 0
 IN_FP16 = (

@@ -23,13 +23,13 @@ from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.autocast_weight import reads_no_value
-from lightning_mp.numerics.nested import map_tensors, nodes, tensors_in
+from lightning_mp.numerics.nested import map_tensors, tensors_in
 
 _NORM: Any = Tensor.norm
 _CASTS_AS = (Tensor.type_as, Tensor.to)
 #: set on what was made of a sharded weight and has no gradient, to the weight's name; and where no value was read
 _MADE_OF, _CONSTANT = "lmp_made_of", "lmp_constant"
-_END, _BACKWARD, _REDUCED = "the end of the step", "a backward pass", "a reduction over ranks, as self.log() makes one"
+_END = "the end of the step"
 
 
 class WholeNorms(TorchFunctionMode):
@@ -46,7 +46,7 @@ class WholeNorms(TorchFunctionMode):
         if self._pieces is not None:
             fault = Fault(
                 f"grad_norm(...) {self._pieces}",
-                "torch.nn.utils.clip_grad_norm_(parameters, max_norm), which returns the norm over all shards",
+                "",
                 "log that, watch with TrainingHealth(), or use strategy='mp_fsdp2'",
             )
             raise PlanError([fault])
@@ -154,7 +154,7 @@ def _is_constant(tensor: Tensor) -> bool:
 def _fault(name: str) -> Fault:
     return Fault(
         f"{name!r} used in the step outside of the unit that holds it, whose weights are sharded there",
-        "weights within their module's forward, and those of the root, which belong to no other unit",
+        "",
         "call the module, or compute with the weight in its forward; pin or wrap what reads it, not it alone; "
         "weight_decay= in the optimizer for a penalty; or use strategy='mp_ddp'",
     )
@@ -175,15 +175,12 @@ class FirstForward:
         gathers: Callable[[nn.Module], bool] = lambda _unit: True,
         compiled: bool = False,
     ) -> None:
-        self._names, self._device, self._gathers = [*units, _END, _BACKWARD, _REDUCED], device, gathers
-        self._active, self._pending, self._known = False, False, set[bool]()
-        #: of each unit that ran, the nodes from which its backward pass starts
-        self._starts: dict[str, set[Any]] = {}
+        self._names, self._device, self._gathers = [*units, _END], device, gathers
+        self._active, self._known = False, set[bool]()
         eager: Any = torch.compiler.disable if compiled else lambda hook: hook  # type: ignore[misc]
         hooks: list[RemovableHandle] = []
         for name, unit in units.items():
             hooks.append(unit.register_forward_pre_hook(eager(partial(self._enter, name)), prepend=True))
-            hooks.append(unit.register_forward_hook(eager(partial(self._leave, name))))
         hooks.append(root.register_forward_pre_hook(self._begin, prepend=True))
         hooks.append(root.register_forward_hook(self._end))
         self._hooks = hooks
@@ -193,33 +190,9 @@ class FirstForward:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def before_backward(self, loss: Tensor) -> None:
-        """Compare the units that contribute to the first loss.
-
-        Raises:
-            PlanError: on every rank, where they differ.
-        """
-        if not self._pending:
-            return
-        self._pending = False
-        self._meet(_BACKWARD)
-        reached = nodes(loss)
-        mine = [not reached.isdisjoint(self._starts.get(name, ())) for name in self._names]
-        self._starts.clear()
-        found = self._greatest([*map(int, mine), *(int(not one) for one in mine)])
-        for name, some, not_all in zip(self._names, found, found[len(mine) :], strict=False):
-            if some and not_all:
-                raise PlanError([ranks_apart(f"a loss to which {name!r} contributes on some ranks only")])
-
-    def before_reduction(self) -> None:
-        """Before a collective of the user's within a step: other ranks have to be at it too."""
-        if self._active:
-            self._meet(_REDUCED)
-
     def _begin(self, root: nn.Module, _inputs: Any) -> None:
         self._active = root.training not in self._known
         self._known.add(root.training)
-        self._pending = self._active and root.training
 
     def _end(self, *_: Any) -> None:
         if self._active:
@@ -230,30 +203,22 @@ class FirstForward:
         if self._active and not in_backward() and self._gathers(unit):
             self._meet(name)
 
-    def _leave(self, name: str, _unit: nn.Module, _inputs: Any, output: Any) -> None:
-        if self._active and not in_backward():
-            starts = self._starts.setdefault(name, set())
-            starts.update(tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None)
-
     def _meet(self, name: str) -> None:
         """Be at ``name`` when all other ranks are; raise on every rank where they are not."""
         place = self._names.index(name)
-        last, first = (abs(one) for one in self._greatest([place, -place]))
+        places = torch.tensor([place, -place], device=self._device)
+        dist.all_reduce(places, op=dist.ReduceOp.MAX)
+        last, first = (abs(one) for one in places.tolist())
         if first != last:
             one, other = (f"at {self._names[index]!r}" for index in (first, last))
             raise PlanError([ranks_apart(f"a rank {one} when another is {other}")])
-
-    def _greatest(self, numbers: list[int]) -> list[int]:
-        there = torch.tensor(numbers, device=self._device)
-        dist.all_reduce(there, op=dist.ReduceOp.MAX)
-        return there.tolist()
 
 
 def ranks_apart(given: str) -> Fault:
     """What to say where ranks run different modules."""
     return Fault(
         f"{given}, with sharded weights, which all ranks gather and sum together",
-        "the same modules in the same order on every rank, and in the loss of every rank",
+        "",
         "run every one on every rank, and add 0 times what one does not need to its loss, or use strategy='mp_ddp' "
         "with find_unused_parameters=True",
     )

@@ -116,17 +116,6 @@ class ShardedEngine(StepEngine):
             )
             raise PlanError([fault], "strategy") from error
 
-    def before_backward(self, loss: Tensor) -> Tensor:
-        """The loss, times the scale where there is one; the ranks compare their first losses."""
-        if self._first is not None:
-            self._first.before_backward(loss)
-        return super().before_backward(loss)
-
-    def before_reduction(self) -> None:
-        """Before a collective of the user's, which in a first step other ranks have to be at too."""
-        if self._first is not None:
-            self._first.before_reduction()
-
     def after_backward(self) -> None:
         """Reduce partial gradients, and unscale them, before users look at them."""
         if self._unused is not None:

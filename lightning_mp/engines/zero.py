@@ -26,9 +26,6 @@ from lightning_mp.compat.deepspeed import (
     cast_partition,
     gathers,
     is_partitioned,
-    partition_sums,
-    refresh_masters,
-    stays_gathered,
 )
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import is_compiled
@@ -36,13 +33,10 @@ from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.shard_watch import FirstForward, ShardReads
 from lightning_mp.errors import Fault, Faults
-from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.numerics.autocast_weight import CastAlone
-from lightning_mp.numerics.dtypes import as_plain, to_torch
-from lightning_mp.numerics.nested import leaves
+from lightning_mp.numerics.dtypes import to_torch
 
 _GRAD: Any = cast("Any", Tensor.grad)
-_DATA: Any = cast("Any", Tensor.data)
 #: who may ask: they know where ZeRO keeps gradients
 _KNOW = ("deepspeed.", "lightning_mp.")
 #: clip_grad_norm_ and clip_grad_value_, which do nothing where gradients are None
@@ -62,8 +56,6 @@ class ZeroEngine(StepEngine):
     #: the norm to clip by where the Trainer says nothing
     _default_clip = 0.0
     _weights: Weights | None = None
-    #: of the weights after the last step, under offload
-    _sums = torch.empty(0)
     #: DeepSpeed's engine is in its step
     _in_step = False
     _first: FirstForward | None = None
@@ -83,11 +75,7 @@ class ZeroEngine(StepEngine):
         """Match patterns, and refuse what a ZeRO optimizer cannot be made to do."""
         super().check(module, faults)
         if self.policy.nonfinite.action == "ignore":
-            faults.add(
-                "nonfinite='ignore' with ZeRO",
-                "'skip' or 'raise': a ZeRO optimizer does not step on a gradient norm that is not finite",
-                "use nonfinite='skip', or strategy='mp_fsdp2'",
-            )
+            faults.add("nonfinite='ignore' with ZeRO", "use nonfinite='skip', or strategy='mp_fsdp2'")
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse what does not step pieces of flat tensors; asked before a ZeRO optimizer takes its place."""
@@ -99,7 +87,6 @@ class ZeroEngine(StepEngine):
             elif len(list(optimizer_facts.parts(optimizer))) > 1:
                 faults.add(
                     f"{type(optimizer).__name__} with ZeRO, an optimizer that holds another",
-                    "an optimizer that steps its parameters itself, without a closure",
                     "use AdamW or SGD, or strategy='mp_ddp'",
                 )
             else:
@@ -129,7 +116,6 @@ class ZeroEngine(StepEngine):
             self._default_clip = zero.clip_of_json
         self._weights = Weights(() if self._module is None else self._module.named_parameters(), self._decayed)
         zero.patch(self._weights.refuse_apart, self._raw_step)
-        self._note_sums()
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:
@@ -147,15 +133,7 @@ class ZeroEngine(StepEngine):
             RuntimeError: under manual optimization, a second backward pass before a step: ZeRO would lose the first.
         """
         if self.manual and self.pending:
-            refuse(
-                "two manual_backward() before a step with ZeRO",
-                "one, since each reduces and partitions the gradients anew",
-                "add the losses up, or use strategy='mp_fsdp2'",
-            )
-        if self._first is not None:
-            self._first.before_backward(loss)
-        if self._weights is not None:
-            self._weights.refuse_apart_behind(loss)
+            refuse("two manual_backward() before a step with ZeRO", "add the losses up, or use strategy='mp_fsdp2'")
         return super().before_backward(loss)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -219,7 +197,7 @@ class ZeroEngine(StepEngine):
         Raises:
             RuntimeError: always.
         """
-        refuse("clip_gradients(gradient_clip_algorithm='value') with ZeRO", "'norm'", "clip by norm")
+        refuse("clip_gradients(gradient_clip_algorithm='value') with ZeRO", "clip by norm")
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Let DeepSpeed step or skip, and count what it did.
@@ -232,13 +210,15 @@ class ZeroEngine(StepEngine):
             refuse(
                 "a training_step that returned None on the last batch of a window of accumulation with ZeRO, which "
                 "reduces in that batch's backward pass",
-                "None where accumulate_grad_batches=1, or on other batches",
                 "return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'",
             )
         weights.refuse_unfrozen()
         weights.refuse_left_out(zero.keeps_moments())
-        if self._weights_changed(weights):
-            refresh_masters(zero.optimizer, except_of=HalfCopy)
+        weights.refuse_lost()
+        # A user's hook may have changed weights. Under offload the copy would cross the bus: there only writes to the
+        # parameters themselves are seen.
+        if weights.take_change() or not (weights.partitioned or zero.offloads):
+            zero.optimizer.refresh_fp32_params()
         for place, origin in enumerate(self.came_from):  # a group split off steps with what the first piece has by now
             if self.came_from.index(origin) != place:
                 zero.copy_group(self.came_from.index(origin), place)
@@ -249,7 +229,6 @@ class ZeroEngine(StepEngine):
         finally:
             self._in_step = False
         weights.stepped()
-        self._note_sums()
         zero.clip(self._default_clip)
         self.scaler.note_step(optimizer, torch.full((), float(not applied), dtype=torch.float32, device=self.device))
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
@@ -258,18 +237,6 @@ class ZeroEngine(StepEngine):
     def _running(self) -> Zero:
         assert self._zero is not None
         return self._zero
-
-    def _weights_changed(self, weights: Weights) -> bool:
-        """Whether masters have to follow weights, which a user's hook may have changed; refreshing costs one copy."""
-        weights.refuse_lost()
-        if weights.partitioned:
-            return weights.take_change()
-        # Under offload the copy would cross the bus; this step waits for the device in any case.
-        return not self._running.offloads or not torch.equal(partition_sums(self._running.optimizer), self._sums)
-
-    def _note_sums(self) -> None:
-        if not cast("Weights", self._weights).partitioned and self._running.offloads:
-            self._sums = partition_sums(self._running.optimizer)
 
     def check_weights(self) -> None:
         """Look whether a user changed weights where nothing holds them.
@@ -324,8 +291,6 @@ class GradientsElsewhere(TorchFunctionMode):
             refuse(
                 f"{'parameter.grad set' if sets else 'gradients clipped by hand'} before the step, with ZeRO, which "
                 "has moved the gradients into its partitions",
-                "Trainer(gradient_clip_val=...), self.clip_gradients(...), and hooks of a tensor, "
-                "parameter.register_hook(...)",
                 "clip by the Trainer, or use strategy='mp_fsdp2'",
             )
         if not self._warned:
@@ -338,13 +303,9 @@ class GradientsElsewhere(TorchFunctionMode):
             )
 
 
-def refuse(given: str, allowed: str, fix: str) -> NoReturn:
-    """Raise within a run, in the words of a fault.
-
-    Raises:
-        RuntimeError: always.
-    """
-    raise RuntimeError(str(Fault(given, allowed, fix)))
+def refuse(given: str, fix: str) -> NoReturn:
+    """Raise a RuntimeError within a run, in the words of a fault."""
+    raise RuntimeError(str(Fault(given, "", fix)))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -355,29 +316,6 @@ def _reader() -> str:
     """The module whose code reads or sets a gradient."""
     frame: Any = inspect.currentframe()  # this, the mode, and who reads
     return str(frame.f_back.f_back.f_globals.get("__name__", ""))
-
-
-@as_plain
-class _Partitioned(nn.Parameter):
-    """A parameter of ZeRO-3's, which notes what a user was given as its data while it is in partitions."""
-
-    @property
-    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        held: Tensor = _DATA.__get__(self)
-        asks: Any = inspect.currentframe()
-        kept = not held.numel() or stays_gathered(self)  # else to keep it would keep a whole weight in memory
-        if kept and not asks.f_back.f_globals.get("__name__", "").startswith(_KNOW):
-            vars(self).setdefault("handed_out", []).append((held, held._version))
-        return held
-
-    @data.setter
-    def data(self, data: Tensor) -> None:
-        _DATA.__set__(self, data)
-
-
-def _was_written_to(parameter: nn.Parameter, version: int) -> bool:
-    handed_out: list[tuple[Tensor, int]] = vars(parameter).pop("handed_out", [])
-    return parameter._version != version or any(held._version != before for held, before in handed_out)
 
 
 class Weights:
@@ -392,14 +330,12 @@ class Weights:
         self._seen: dict[int, None] = {}
         self._ever: set[int] = set()
         self._compared = False
-        #: in-place writes to partitions (ZeRO-3), where a gathered parameter that a user changed becomes one again
-        self._versions = {name: p._version for name, p in self._named.items() if is_partitioned(p)}
-        split = [self._named[name] for name in self._versions]
+        split = [parameter for parameter in self._named.values() if is_partitioned(parameter)]
+        #: whether ZeRO-3 has split the weights themselves
+        self.partitioned = bool(split)
+        #: how often users wrote to each in place; to a partition it changes nothing, except where it was gathered
+        self._versions = {name: p._version for name, p in self._named.items()}
         self._undo = [after_gathered_change(parameter, self._heard) for parameter in split]
-        for parameter in split:
-            parameter.__class__ = _Partitioned
-        #: the same of half copies, which nobody's master follows
-        self._copies = {name: p._version for name, p in self._named.items() if isinstance(p, HalfCopy)}
         self._changed = False
         self._undo += [p.register_post_accumulate_grad_hook(self._note).remove for p in self._named.values()]
 
@@ -412,68 +348,41 @@ class Weights:
 
     def loaded(self) -> None:
         """What was written to up to now is where it belongs: a checkpoint was loaded."""
-        for versions in (self._versions, self._copies):
-            versions |= {name: self._named[name]._version for name in versions}
-        for name in (*self._versions, *self._copies):
-            vars(self._named[name]).pop("handed_out", None)
+        self._versions = {name: parameter._version for name, parameter in self._named.items()}
 
-    @property
-    def partitioned(self) -> bool:
-        """Whether ZeRO-3 has split the weights themselves."""
-        return bool(self._versions)
+    def _written(self) -> list[str]:
+        return [name for name, version in self._versions.items() if self._named[name]._version != version]
 
     def take_change(self) -> bool:
-        """Whether a user changed partitions since the last call."""
-        changed, self._changed = self._changed, False
+        """Whether a user changed weights since the last call, or the last step."""
+        changed, self._changed = self._changed or bool(self._written()), False
         return changed
 
     def refuse_lost(self) -> None:
         """Look whether a user changed what is no longer there.
 
         Raises:
-            RuntimeError: a weight was written to while it was partitioned, which changes nothing (ZeRO-3), or a half
-                copy, which the next step overwrites (ZeRO-1 and 2).
+            RuntimeError: a weight was written to while it was partitioned, which changes nothing (ZeRO-3).
         """
-        written = [name for name, version in self._copies.items() if _was_written_to(self._named[name], version)]
-        if written:
-            refuse(
-                f"{_some(written)} written to between steps with ZeRO, which holds them in "
-                "half precision beside fp32 masters",
-                "deepspeed.utils.safe_set_full_fp32_param(parameter, value), or fp32 weights",
-                "write so, or make the strategy with half_copies=False",
-            )
-        lost = [name for name, version in self._versions.items() if _was_written_to(self._named[name], version)]
-        if lost:
+        lost = self._written()
+        if self.partitioned and lost:
             refuse(
                 f"{_some(lost)} written to between steps with ZeRO-3, which holds them in "
                 "partitions: nothing was changed",
-                "writing to weights within deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
-                "write so, or use strategy='mp_deepspeed_zero2'",
+                "write within deepspeed.zero.GatheredParameters(parameters, modifier_rank=0), or use "
+                "strategy='mp_deepspeed_zero2'",
             )
 
     def refuse_apart(self) -> None:
-        """After the first backward pass, ask whether all ranks have gradients of the same parameters.
+        """After the first backward pass, ask whether all ranks have gradients of the same parameters, in one order.
 
         Raises:
             RuntimeError: they have not, on every rank: ZeRO would add up different parameters, or wait for ever.
         """
-        if not self._compared:
-            self._compared = True
-            self._compare({one: place for place, one in enumerate(self._seen, 1)})
-
-    def refuse_apart_behind(self, loss: Tensor) -> None:
-        """The same before it, by the graph behind ``loss``: what is recomputed as a whole is not seen there.
-
-        Raises:
-            RuntimeError: they will not have.
-        """
-        if not self._compared:
-            self._compare(dict.fromkeys(leaves(loss), 1))
-
-    def _compare(self, places: Mapping[int, int]) -> None:
-        """Each of them, by ``id``, in the same place everywhere: gradients are summed in the order they come in."""
-        if not dist.is_initialized():
+        if self._compared or not dist.is_initialized():
             return
+        self._compared = True
+        places = {one: place for place, one in enumerate(self._seen, 1)}
         device = next(iter(self._named.values())).device
         mask = torch.tensor([places.get(id(p), 0) for p in self._named.values()], device=device)
         somewhere, everywhere = mask.clone(), mask.clone()
@@ -484,7 +393,6 @@ class Weights:
             refuse(
                 f"a gradient of {_some(apart)} on some ranks only, or in another order, with "
                 "ZeRO, which sums what every rank has as it comes in",
-                "steps that use the same parameters in the same order on every rank",
                 "add 0 times the parameters that a rank does not use to its loss, or use strategy='mp_ddp' with "
                 "find_unused_parameters=True",
             )
@@ -499,7 +407,6 @@ class Weights:
         if unfrozen:
             refuse(
                 f"{_some(unfrozen)} unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
-                "the same parameters trained from its first step to its last",
                 "unfreeze before trainer.fit(), and begin a second run there, or use strategy='mp_fsdp2'",
             )
 
@@ -519,19 +426,16 @@ class Weights:
             refuse(
                 f"no gradient for {_some(left_out)} in this step, with ZeRO, which would "
                 "decay them, or move them by earlier gradients",
-                "steps that use every parameter that is trained, or weight decay of 0 for what is never used",
                 "freeze what is not used, requires_grad_(False), or use strategy='mp_ddp'",
             )
 
     def stepped(self) -> None:
-        """A step was made, which writes to half copies, or to the flat tensor that they are views of."""
-        self._copies |= {name: self._named[name]._version for name in self._copies}
+        """A step was made."""
+        self.loaded()
         self._ever |= self._seen.keys()
         self._seen.clear()
 
     def release(self) -> None:
-        """Take the hooks off, and leave parameters as DeepSpeed made them."""
-        for name in self._versions:
-            self._named[name].__class__ = nn.Parameter
+        """Take the hooks off."""
         for undo in self._undo:
             undo()

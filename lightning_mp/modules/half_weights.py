@@ -1,4 +1,4 @@
-"""Which weights autocast alone computes with, so that a strategy may gather or hold them in the compute dtype.
+"""Which weights autocast alone computes with, so that a strategy may gather them in the compute dtype.
 
 One rule for all strategies: the weights of linear layers, convolutions and attention's projections, which their
 module's forward hands to a product that autocast casts for; less those that something else reads.
@@ -22,8 +22,6 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Co
 _PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 #: of peft's layers, what has the norms that DoRA takes of the weights below
 _DORA = "lora_magnitude_vector"
-#: of all numbers of a module, what share is worth param groups of its own: not LoRA's
-_WORTH = 0.25
 #: what a subclass may not replace
 _FORWARDS = ("forward", "_conv_forward")
 
@@ -92,16 +90,6 @@ def _keys(module: nn.Module) -> tuple[str, ...]:
                 return ()
             return _PROJECTIONS if kind is nn.MultiheadAttention else ("weight", "bias")
     return ()
-
-
-def copied(weights: list[Weight], root: nn.Module) -> list[Weight]:
-    """Those of ``weights`` that a host may hold in half precision beside fp32 masters: trained ones of autocast alone.
-
-    Biases are few, and stay as they are; so does all where the copies would be few beside the rest of ``root``.
-    """
-    found = [one for one in weights if one.reason is None and one.tensor.ndim > 1 and one.tensor.requires_grad]
-    few = sum(one.tensor.numel() for one in found) < _WORTH * sum(one.numel() for one in root.parameters())
-    return [] if few else found
 
 
 def counted(weights: list[Weight], pin_map: PinMap, policy: PrecisionPolicy) -> Iterator[str]:

@@ -77,12 +77,6 @@ def is_plain(tensor: Tensor) -> bool:
     return (type(tensor) in _PLAIN or is_fake(tensor.data)) and tensor.dtype in _ORDINARY
 
 
-def as_plain(cls: type[T]) -> type[T]:
-    """Count a subclass of ``nn.Parameter`` among the plain ones (class decorator)."""
-    _PLAIN.add(cls)
-    return cls
-
-
 def castable(module: nn.Module, *, parameters: bool = True, buffers: bool = True) -> list[Tensor]:
     """The module's own plain parameters and buffers (not its children's), less what belongs to a quantized weight.
 

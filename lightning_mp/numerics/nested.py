@@ -1,6 +1,6 @@
 """Tensors in nested data: tuples, named tuples, lists, mappings (transformers' ``ModelOutput`` too) and dataclasses.
 
-Also what is behind them in the graph. Anything else, such as a key-value cache, is not looked into.
+Anything else, such as a key-value cache, is not looked into.
 """
 
 from __future__ import annotations
@@ -60,25 +60,3 @@ def _replaced(data: Any, changed: dict[Any, Any]) -> Any:
         else:
             object.__setattr__(copied, key, value)  # also where the dataclass is frozen
     return copied
-
-
-# ------------------------------------------------------------------ the graph behind them
-
-
-def nodes(outputs: Any) -> set[Any]:
-    """The nodes that a backward pass from the tensors in ``outputs`` comes to."""
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-    found = set(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                waiting.append(node)
-    return found
-
-
-def leaves(outputs: Any) -> set[int]:
-    """The ``id`` of each tensor in which it would accumulate a gradient."""
-    own = {id(tensor) for tensor in tensors_in(outputs) if tensor.is_leaf and tensor.requires_grad}
-    below: list[Tensor] = [node.variable for node in nodes(outputs) if hasattr(node, "variable")]
-    return own | {id(tensor) for tensor in below}

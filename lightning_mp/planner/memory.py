@@ -53,8 +53,6 @@ class Sharded:
     optimizer: bool = False
     #: a rank has its part of the weights once more, next to the optimizer's state
     copies: bool = False
-    #: under mixed precision weights of products are held in half precision
-    halves: bool = False
     #: held on the CPU
     offload: bool = False
     within_node: bool = False
@@ -71,8 +69,8 @@ STRATEGIES = {
     "fsdp1": _ALL,
     "hsdp": Sharded(weights=True, gradients=True, optimizer=True, within_node=True),
     # DeepSpeed reduces gradients in buckets under stage 1 too, and keeps a rank's own (measured)
-    "deepspeed_zero1": Sharded(gradients=True, optimizer=True, copies=True, halves=True),
-    "deepspeed_zero2": Sharded(gradients=True, optimizer=True, copies=True, halves=True),
+    "deepspeed_zero1": Sharded(gradients=True, optimizer=True, copies=True),
+    "deepspeed_zero2": Sharded(gradients=True, optimizer=True, copies=True),
     "deepspeed_zero3": Sharded(weights=True, gradients=True, optimizer=True, copies=True),
     "fsdp2_offload": _ALL_OFFLOADED,
     "fsdp1_offload": _ALL_OFFLOADED,
@@ -158,8 +156,6 @@ def held(precision: str, strategy: str, ranks: int) -> tuple[float, float, float
         return 0.0, 0.0, 0.0
     weights, gradients, moments = HELD.get(precision, HELD["32-true"])
     moments += weights if sharded.copies else 0
-    if sharded.halves:
-        weights = compute_bytes(precision)
     return (
         weights / (ranks if sharded.weights else 1),
         gradients / (ranks if sharded.gradients else 1),
@@ -183,9 +179,6 @@ def memory(shape: ModelShape, layout: Layout) -> dict[str, float]:
     if sharded.within_node:
         ranks = max(1, min(ranks, layout.gpus_per_node // layout.tensor))
     weights, gradients, moments = (own * each for each in held(layout.precision, layout.strategy, ranks))
-    if sharded.halves:  # all but the embedding, which is stored in the mode's own dtype
-        stored = HELD[layout.precision][0]
-        weights += (stored - compute_bytes(layout.precision)) * shape.vocab * shape.hidden / split
     tokens = layout.micro_batch * shape.seq_len / (layout.context * layout.tensor)
     block, half = activations_per_token(shape, layout.precision), compute_bytes(layout.precision)
     # The first stage of 1F1B holds as many micro-batches as there are stages, of a stage's layers each.
@@ -213,7 +206,6 @@ def _transient(shape: ModelShape, layout: Layout, sharded: Sharded, own: float) 
     half = compute_bytes(layout.precision)
     if not sharded.weights:
         copies = half if layout.precision.endswith("-mixed") and layout.checkpointing == "none" else 0
-        copies = 0 if sharded.halves else copies
         gradient = HELD[layout.precision][1]
         # half gradients are summed in fp32, in copies that stay until the next backward pass
         buckets = (gradient + (4 if gradient < 4 else 0)) if layout.data > 1 else 0

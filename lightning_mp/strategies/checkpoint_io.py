@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_mp.checkpoints.formats import CheckpointFormatError, Kind, is_remote_path, kind_of, without_file_protocol
@@ -19,9 +17,7 @@ from lightning_mp.checkpoints.load import read_full
 from lightning_mp.checkpoints.sharded import entries
 from lightning_mp.compat.lightning import Strategy, TorchCheckpointIO, TrainerFn, rank_zero_info, trainer_of
 from lightning_mp.compat.torch import last_rates
-from lightning_mp.engines.optimizer_facts import of_another_optimizer
-from lightning_mp.errors import Fault, Faults, PlanError
-from lightning_mp.modules.half_copies import stored_dtype
+from lightning_mp.errors import Fault, Faults
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.numerics.grads import parameters_of
@@ -77,7 +73,7 @@ class PortableCheckpoints(_Base):
         module = self.lightning_module
         assert module is not None
         named = (*module.named_parameters(), *module.named_buffers())
-        return {name: _NAMES[stored_dtype(tensor)] for name, tensor in named if tensor.dtype in _NAMES}
+        return {name: _NAMES[tensor.dtype] for name, tensor in named if tensor.dtype in _NAMES}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load as the host does; every rank reads all of a checkpoint of another strategy.
@@ -151,20 +147,6 @@ class PortableDTensorCheckpoints(PortableCheckpoints):
 
     own_formats: frozenset[Kind] = frozenset({"sharded"})
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As every strategy.
-
-        Raises:
-            PlanError: a folder of shards lacks what the optimizer keeps.
-        """
-        try:
-            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        except CheckpointException as error:
-            missing = re.search(r"Missing key in checkpoint state_dict: (optimizer_\S+?)\.?$", str(error), re.MULTILINE)
-            if missing is None:
-                raise
-            raise PlanError([of_another_optimizer("an optimizer", missing[1])]) from error
-
     def reads(self, path: Any) -> bool:
         """Whether it is a folder of FSDP2's that holds a state for each parameter that has one here."""
         if not super().reads(path):
@@ -196,7 +178,7 @@ class PortableDTensorCheckpoints(PortableCheckpoints):
 def _remote(path: Any) -> Fault:
     return Fault(
         f"{str(path)!r} for checkpoints that are folders, a file or more a rank",
-        "a local or shared file system",
+        "",
         "give ModelCheckpoint(dirpath=...) a local folder, or write one file: save_distributed_checkpoint=False with "
         "'fsdp2', state_dict_type='full' with 'fsdp1', strategy='mp_fsdp2' instead of ZeRO",
     )

@@ -39,7 +39,7 @@ def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
         return plugin
     fault = Fault(
         f"{type(strategy).__name__} with {_written(plugin)}",
-        "a MixedPrecisionPlan, which says what to run",
+        "",
         "write Trainer(precision=..., strategy=...), or Trainer(plugins=[MixedPrecisionPlan(...)], strategy=...)",
     )
     raise PlanError([fault], "strategy")
@@ -122,14 +122,10 @@ def _copied(value: Any) -> Any:
 
 def _another(plan: MixedPrecisionPlan, plugin: Precision) -> Fault:
     """What to say of a ``plugin``, given in ``plugins=`` or by ``precision=``, beside the strategy's ``plan``."""
-    ours, theirs = (one.policy.to_dict() if isinstance(one, MixedPrecisionPlan) else {} for one in (plan, plugin))
-    apart = [
-        f"{key} is {value!r} and {theirs[key]!r}" for key, value in ours.items() if theirs.get(key, value) != value
-    ]
-    where = f": {'; '.join(apart)}" if apart else ""
+    theirs = repr(plugin) if isinstance(plugin, MixedPrecisionPlan) else _written(plugin)
     return Fault(
-        f"{_written(plugin)} in a Trainer whose strategy was made for {_written(plan)}{where}",
-        "the plan that the strategy was made for",
+        f"{theirs} in a Trainer whose strategy was made for {plan!r}",
+        "",
         "remove plugins= or precision= from the Trainer, or make the strategy for the plan that is to run",
     )
 

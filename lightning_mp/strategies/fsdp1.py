@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -35,7 +35,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Faults
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
@@ -82,7 +82,7 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
         with Faults("strategy") as faults:
             for name in _DECIDED + _BEYOND:
                 if host.pop(name, None) is not None:
-                    faults.add(f"{name}= with FSDP1", "", _THE_PLANS if name in _DECIDED else _INSTEAD)
+                    faults.add(f"{name}= with FSDP1", _THE_PLANS if name in _DECIDED else _INSTEAD)
             if not host.pop("use_orig_params", True):
                 faults.add("use_orig_params=False", "the module's own parameters in optimizers", "remove the keyword")
             if wrap is not None and auto_wrap_policy is not None:
@@ -115,21 +115,19 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
             faults.add("pins with FSDP1, whose units have one dtype", "plans without pins under FSDP1", _INSTEAD)
         if not module.automatic_optimization and module.trainer.state.fn == TrainerFn.FITTING:
             # a backward pass inside training_step is one inside the root's forward, which FSDP1 does not survive
-            faults.add("automatic_optimization=False under FSDP1", "", "use strategy='mp_fsdp2' or 'mp_ddp'")
+            faults.add("automatic_optimization=False under FSDP1", "use strategy='mp_fsdp2' or 'mp_ddp'")
         self.check_remote_folders(faults)
         before = vars(module).get(_ROOT)
         if before is not None:
             if before[1] != self._stored_as(engine):
                 faults.add(
                     "a module that an earlier run under FSDP1 stored, reduced or sharded otherwise",
-                    "the precision, reduce_dtype and sharding_strategy of that run",
                     f"make a new module, or {_INSTEAD}",
                 )
             return None
         if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
             faults.add(
                 "a module that is wrapped in FullyShardedDataParallel already",
-                "modules that are wrapped after the plan is applied",
                 "remove it from configure_model, or call torch.distributed.fsdp.wrap.wrap() there, which waits",
             )
             return None
@@ -160,7 +158,6 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
         if fitting:
             with _full_shapes(self._wrapped), _unwrapped(module):
                 self.setup_optimizers(trainer)
-            _check_stateless(self.optimizers)
         self.setup_precision_plugin()
         if fitting and not self.cpu_offload.offload_params:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -295,22 +292,11 @@ def _check_flat(module: nn.Module, engine: StepEngine, faults: Faults) -> None:
     stored = to_torch(engine.policy.storage_dtype)
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
-            faults.add(f"{name!r} on the meta device with FSDP1", "", _INSTEAD)
+            faults.add(f"{name!r} on the meta device with FSDP1", _INSTEAD)
         elif not parameter.is_floating_point() or engine.stored_dtypes()(parameter) != stored:
             dtype = str(parameter.dtype).removeprefix("torch.")
             allowed = f"parameters that are stored in {engine.policy.storage_dtype}"
             faults.add(f"parameter {name!r} in {dtype} with FSDP1", allowed, _INSTEAD)
-
-
-def _check_stateless(optimizers: Iterable[Optimizer]) -> None:
-    for optimizer in optimizers:
-        if any(optimizer.state.values()):
-            fault = Fault(
-                f"{type(optimizer).__name__} with FSDP1, which makes state of whole parameters when it is built",
-                "optimizers that make it in their first step",
-                f"use AdamW or SGD, or {_INSTEAD}",
-            )
-            raise PlanError([fault], "strategy")
 
 
 # ------------------------------------------------------------------ optimizer states

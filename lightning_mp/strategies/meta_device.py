@@ -26,7 +26,6 @@ def cannot_initialise(model: nn.Module, faults: Faults, also: str = "") -> None:
         if _on_meta(module) and own_reset(module) is None and _initialiser_around(module, model) is None:
             faults.add(
                 f"module {name or type(model).__name__!r} on the meta device, which has no reset_parameters()",
-                "modules that can be initialised after they are made",
                 f"give the module reset_parameters(), {also}or build it outside init_module(empty_init=True)",
             )
 
@@ -127,7 +126,6 @@ def _refuse_untouched(made: Iterable[Tensor], root: nn.Module) -> None:
             if id(tensor) in untouched:
                 faults.add(
                     f"{name!r} on the meta device, which its module's initialisation leaves as it is",
-                    "modules whose reset_parameters() (or the model's _init_weights) sets all they hold",
                     "set it in reset_parameters(), or build the module outside init_module(empty_init=True)",
                 )
 

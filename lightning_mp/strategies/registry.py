@@ -85,21 +85,13 @@ LIGHTNINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "ddp_find_unused_parameters_false": ("ddp", {"find_unused_parameters": False}),
 }
 
-#: keywords of the hosts, and the plan's own, that the plan or the Trainer answers
-_THE_PLANS = {
-    **{item.name: f"use MixedPrecisionPlan({item.name}=...)" for item in fields(PrecisionPolicy)},
-    **dict.fromkeys(
-        ("gradient_checkpointing", "activation_checkpointing", "activation_checkpointing_policy"),
-        "use MixedPrecisionPlan(checkpointing=...)",
-    ),
-    "precision_plugin": "remove it: the plan is the precision plugin",
-    **dict.fromkeys(("mixed_precision", "mp_policy"), "remove it: the plan says which dtypes are gathered and reduced"),
-    "device_id": "use Trainer(accelerator=..., devices=...)",
-    **dict.fromkeys(
-        ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
-        "use MixedPrecisionPlan(loss_scaling=LossScaling.deepspeed(...))",
-    ),
-}
+#: keywords of the hosts that the plan or the Trainer answers, besides the plan's own
+_THE_PLANS = frozenset((
+    *(item.name for item in fields(PrecisionPolicy)),
+    *("gradient_checkpointing", "activation_checkpointing", "activation_checkpointing_policy", "precision_plugin"),
+    *("mixed_precision", "mp_policy", "device_id"),
+    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
+))  # fmt: skip
 
 
 def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, Any]) -> Strategy:
@@ -120,8 +112,8 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
                 given = f"{key}={overrides[key]!r} with {name!r}"
                 faults.add(given, "the strategy whose name says so", "choose the strategy by name")
             elif key in _THE_PLANS:
-                given = f"{key}=... with {name!r}"
-                faults.add(given, "keywords that neither the plan nor the Trainer decides", _THE_PLANS[key])
+                fix = "remove it; where it is to be said, MixedPrecisionPlan or Trainer has an argument for it"
+                faults.add(f"{key}=... with {name!r}, which the plan or the Trainer decides", fix)
             elif key not in allowed:
                 given = f"unknown keyword {key!r} with {name!r}"
                 fix = (

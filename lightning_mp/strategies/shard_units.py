@@ -70,10 +70,7 @@ def _wrapped(root: nn.Module, item: str | type[nn.Module], faults: Faults) -> li
     """The units that one entry of ``wrap`` means; an entry that means none is noted."""
     name = item if isinstance(item, str) else item.__name__
     found = _matching(root, item)
-    if not found and any(_means(item, *named) for named in named_submodules(root)):
-        given = f"wrap= {name!r} matches only modules that are not called or hold no parameters"
-        faults.add(given, "", "name the blocks that hold the weights, or leave wrap= out")
-    elif not found:
+    if not found:
         no_match(name, root, "wrap=", faults)
     return found
 
@@ -166,7 +163,6 @@ def _keep_ties_together(
             for unit in split:
                 faults.add(
                     f"wrap= makes {names[id(unit)]!r} a shard unit, which shares a weight with another unit",
-                    "",
                     "wrap a module that holds all owners, or none of them",
                 )
             break
@@ -201,7 +197,6 @@ def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, f
             given = " and ".join(f"{place} in {str(dtype).removeprefix('torch.')}" for dtype, place in dtypes.items())
             faults.add(
                 f"the shard unit {where} would hold two dtypes, and cannot be split: {given}",
-                "",
                 "pin a module that is called and shares no weight with others, or untie the weights "
                 "(transformers: tie_word_embeddings=False)",
             )

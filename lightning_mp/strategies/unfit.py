@@ -63,7 +63,6 @@ def refuse_scalars(module: nn.Module, ignored: Iterable[Any], why: str, faults: 
         if parameter.dim() == 0 and id(parameter) not in left_out:
             faults.add(
                 f"{name!r}, a parameter without a dimension, with {why}",
-                "parameters of one dimension or more",
                 "make it nn.Parameter(value.view(1)) before the run, which computes the same, or use strategy='mp_ddp'",
             )
 
@@ -75,6 +74,5 @@ def refuse_max_norm(module: nn.Module, faults: Faults) -> None:
             faults.add(
                 f"{name!r} with max_norm={part.max_norm:g}, with sharded weights: its forward scales rows of the "
                 "gathered copy, which the shards never see",
-                "embeddings without max_norm",
                 "leave max_norm out and limit the rows after each step, or use strategy='mp_ddp'",
             )

@@ -18,15 +18,15 @@ from lightning_mp.compat.lightning import LightningModule, Strategy
 from lightning_mp.compat.torch_fake import leaves
 from lightning_mp.errors import Faults, PlanError, one_line
 from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.nested import tensors_in
 from lightning_mp.planner import ModelShape, estimate
 from lightning_mp.planner.memory import PARTS, MemoryPrediction, degrees, held, name_of
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy
+from lightning_mp.strategies.pipeline.batches import split as split_batch
 from lightning_mp.strategies.pipeline.schedules import Layout
-from lightning_mp.strategies.pipeline.schedules import split as split_batch
 from lightning_mp.strategies.pipeline.stages import cut
-from lightning_mp.strategies.pipeline.stages import leaves as outputs_in
 from lightning_mp.tracing.run import Traced, traced
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _steps(module: LightningModule, layout: Layout) -> Generator[None, None, Non
             outputs = [first(*piece) for piece in pieces[: layout.in_flight]]
         finally:
             torch.set_autocast_cache_enabled(cached)
-        floating = [leaf for leaf in outputs_in(outputs) if leaf.is_floating_point()]
+        floating = [leaf for leaf in tensors_in(outputs) if leaf.is_floating_point()]
         return torch.stack([leaf.float().sum() for leaf in floating]).sum()
 
     before = vars(module).get("training_step")

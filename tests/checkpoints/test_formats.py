@@ -30,11 +30,6 @@ def test_the_three_formats(tmp_path: Path) -> None:
     assert kind_of(_touch(tmp_path / "d.ckpt", "checkpoint/mp_rank_00_model_states.pt")) == "deepspeed"
 
 
-@pytest.mark.parametrize("name", ["latest", "meta.pt", "my_states.pt"])
-def test_a_single_file_may_have_any_name(tmp_path: Path, name: str) -> None:
-    assert kind_of(_touch(tmp_path, name) / name) == "file"
-
-
 @pytest.mark.parametrize(
     ("names", "path", "says"),
     [

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from lightning_mp import MissingExtraError
-from lightning_mp.checkpoints import CheckpointFormatError, consolidate, kind_of, read_full
-from support.comparing import of_training
-from support.hub import check_in_transformers
+from lightning_mp.checkpoints import CheckpointFormatError, kind_of, read_full
 from support.models import same_weights
 from support.ranks import Ranks
-from support.running import fit
-from support.saved import RECORDED, SILENT, Held, HeldLanguage, Kept, Net
-from support.saving import ResumableBatches
+from support.saved import RECORDED, SILENT, Held, Kept
 
 pytestmark = pytest.mark.gloo
 
@@ -119,40 +111,7 @@ def test_optimizer_states_load_into_a_plain_optimizer(saved: Saved, host: str) -
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**RECORDED)
 
 
-@pytest.mark.parametrize("host", SHARDED)
-def test_one_device_goes_on_where_two_stopped(saved: Saved, host: str, tmp_path: Path) -> None:
-    """What was read is a checkpoint of Lightning's own: the ranks' data was the same, so their losses are too."""
-    losses = saved.held(host)[0]["losses"]
-    full = read_full(saved.path(host))
-    torch.save(full, tmp_path / "one.ckpt")
-    module = Held()
-    fit(module, data=ResumableBatches(), ckpt_path=tmp_path / "one.ckpt")
-    assert module.losses == pytest.approx(losses[RECORDED:], rel=of_training("32-true", 1e-2, 8 - RECORDED))
-
-
 # ------------------------------------------------------------------ consolidating
-
-
-@pytest.mark.parametrize("host", [*SHARDED, *ZERO, *ZERO_BF16])
-def test_consolidated_it_is_a_plain_state_dict(saved: Saved, host: str, tmp_path: Path) -> None:
-    held = saved.held(host)[0]["weights"][RECORDED]
-    state = torch.load(consolidate(saved.path(host), tmp_path / "w.pt"), weights_only=True)
-    assert same_weights(state, held)
-    safe = load_file(consolidate(saved.path(host), tmp_path / "w.safetensors", "bf16", prefix="model."))
-    floating = {name for name, tensor in safe.items() if tensor.is_floating_point()}
-    assert floating == safe.keys() - {"calls"}
-    assert same_weights(safe, {name: held[f"model.{name}"].to(tensor.dtype) for name, tensor in safe.items()})
-    Net().load_state_dict(safe, strict=True)
-    # no tensor carries the flat buffer along that it was a part of
-    assert (tmp_path / "w.pt").stat().st_size < sum(t.nbytes for t in held.values()) + 10_000
-
-
-@pytest.mark.parametrize("host", ["llama fsdp2", "llama zero3"])
-def test_transformers_loads_it_tied_embeddings_too(saved: Saved, host: str, tmp_path: Path) -> None:
-    held = saved.held(host)[0]["weights"][RECORDED]
-    weights = {name.removeprefix("model."): tensor for name, tensor in held.items() if name.startswith("model.")}
-    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
-    check_in_transformers(saved.path(host), HeldLanguage().model.config, weights, tmp_path)
 
 
 # ------------------------------------------------------------------ what is refused
@@ -198,28 +157,3 @@ def test_a_file_cut_short_is_named_in_one_line(saved: Saved, tmp_path: Path, hos
         read_full(copy)
     assert str(copy) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_model_split_otherwise_is_refused(saved: Saved, tmp_path: Path) -> None:
-    copy = saved.copy("zero1", tmp_path)
-    states = copy / "checkpoint" / "mp_rank_00_model_states.pt"
-    shutil.copy(states, states.with_name("mp_rank_01_model_states.pt"))
-    with pytest.raises(CheckpointFormatError, match="split by pipeline, tensor or expert parallelism"):
-        read_full(copy)
-
-
-def test_shards_of_something_else_are_refused(saved: Saved, tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process only
-        dcp.save({"other": {"a": torch.zeros(2)}}, checkpoint_id=tmp_path)
-    shutil.copy(saved.path("fsdp2") / "meta.pt", tmp_path)
-    with pytest.raises(CheckpointFormatError, match=r"shards hold other\. Allowed: shards of state_dict or model"):
-        read_full(tmp_path)
-
-
-def test_without_deepspeed_the_extra_is_named(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed.utils.zero_to_fp32", None)
-    with pytest.raises(MissingExtraError, match=r"lightning-mp\[deepspeed\]"):
-        consolidate(saved.path("zero2"), tmp_path / "w.pt")

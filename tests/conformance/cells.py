@@ -56,7 +56,7 @@ def is_refusal(error: Exception) -> bool:
     from lightning_mp.compat.lightning import MisconfigurationException
 
     said = (PlanError, MissingExtraError, MisconfigurationException, NotImplementedError)
-    return isinstance(error, said) or (isinstance(error, RuntimeError) and "Allowed: " in str(error))
+    return isinstance(error, said) or (isinstance(error, RuntimeError) and "with ZeRO" in str(error))
 
 
 class _Fits:

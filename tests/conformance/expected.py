@@ -99,10 +99,6 @@ def bytes_per_rank(strategy: str, row: Row) -> dict[str, float]:
         return {key: value / ranks for key, value in parts.items()}
     # ZeRO steps a copy of its partition, and gathers its gradients in the dtype they are summed in.
     shard = as_stored / ranks
-    # half copies of what autocast computes with; with offload, DeepSpeed's way would sum their gradients in half
-    if row.policy.mixed and strategy in ("deepspeed_zero1", "deepspeed_zero2"):
-        linears = [m.weight.numel() for m in _model(row).modules() if isinstance(m, nn.Linear)]
-        as_stored -= (SIZES["fp32"] - SIZES[row.policy.compute]) * sum(linears)
     # With offload stage 3 accumulates on the device, and steps a copy on the CPU.
     copies = 2 if strategy == "deepspeed_zero3_offload" else 1
     return {
@@ -125,8 +121,8 @@ FORMULAS = {
     "fsdp1": "S/N, S/N, 2S/N",
     "fsdp2_offload": "S/N, S/N, 2S/N",
     "pipeline": "S/N, S/N, 2S/N (stages of equal size)",
-    "deepspeed_zero1": "H + S/N, 4P/N, 2S/N",
-    "deepspeed_zero2": "H + S/N, 4P/N, 2S/N",
+    "deepspeed_zero1": "S + S/N, 4P/N, 2S/N",
+    "deepspeed_zero2": "S + S/N, 4P/N, 2S/N",
     "deepspeed_zero2_offload": "S + S/N, 4P/N, 2S/N",
     "deepspeed_zero3": "S/N + S/N, 4P/N, 2S/N",
     "deepspeed_zero3_offload": "S/N + S/N, 4P/N + 4P/N, 2S/N",

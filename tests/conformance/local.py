@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.deepspeed import full_master
-from lightning_mp.modules.half_copies import HalfCopy, stored_dtype
 from lightning_mp.modules.remote import is_remote
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -25,8 +23,7 @@ def local(tensor: Tensor) -> Tensor:
     shard = getattr(tensor, "ds_tensor", None)  # ZeRO-3: the parameter itself is empty between uses
     if shard is not None:
         return shard
-    with torch._C.DisableTorchFunctionSubclass():  # a half copy of ZeRO-1 and 2 tells who reads it
-        tensor = tensor.detach()
+    tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -47,13 +44,13 @@ def _here(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def stored(module: nn.Module) -> dict[str, str]:
-    """Name → the dtype it is stored in: of a half copy, its master's."""
-    return {name: dtype_name(stored_dtype(parameter)) for name, parameter in _here(module)}
+    """Name → the dtype it is stored in."""
+    return {name: dtype_name(parameter.dtype) for name, parameter in _here(module)}
 
 
 def trained(module: nn.Module) -> dict[str, Tensor]:
-    """Name → what is trained: of a half copy its whole master, for which all ranks call this."""
-    return {name: full_master(one) if isinstance(one, HalfCopy) else local(one).clone() for name, one in _here(module)}
+    """Name → a copy of what is trained here."""
+    return {name: local(one).clone() for name, one in _here(module)}
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:

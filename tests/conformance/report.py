@@ -183,8 +183,7 @@ def _legend() -> list[str]:
         "`loss` and `norm`: the largest relative distance from one device over all steps. `products`: matrix products,",
         "forward and backward. `norms`: what the norms computed in. `reduced`: what gradients were summed over ranks",
         "in, and by which collectives. Bytes on a rank of parameters, gradients and optimizer state: measured / by",
-        "formula; S is what the parameters take as stored, H that with linear layers' weights in the compute dtype, P",
-        "their number, N the number of ranks.",
+        "formula; S is what the parameters take as stored, P their number, N the number of ranks.",
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -51,13 +50,6 @@ def test_without_a_replay_the_gradients_at_hand_are_looked_at() -> None:
     assert (error.module, error.parameter) == ("0", "0.bias")
 
 
-def test_where_nothing_can_be_told_it_says_so() -> None:
-    error = _error(_net(), None)
-    assert (error.module, error.parameter) == (None, None)
-    assert "no module could be named" in str(error)
-    assert str(error).endswith("Lower the learning rate, or clip gradients.")
-
-
 @pytest.mark.parametrize(
     ("loss", "scale", "advice"),
     [
@@ -78,11 +70,3 @@ def test_the_advice_fits_the_case(loss: Tensor | None, scale: float | None, advi
 @pytest.mark.parametrize(("at_min", "kind"), [(False, NonFiniteError), (True, LossScaleError)])
 def test_the_kind_of_error(at_min: bool, kind: type[Exception]) -> None:
     assert type(_error(_net(), None, at_min=at_min)) is kind
-
-
-def test_it_survives_pickling() -> None:
-    """Worker processes send their exception to the launcher."""
-    error = _error(_net(), None)
-    again = pickle.loads(pickle.dumps(error))
-    assert str(again) == str(error)
-    assert (again.rank, again.step, again.module, again.parameter) == (0, 7, None, None)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mp import LossScaleError, LossScaling, NonFiniteError, PrecisionPolicy
+from lightning_mp import LossScaling, PrecisionPolicy
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults
 from lightning_mp.numerics.loss_scale import LossScaler
@@ -102,69 +102,6 @@ def test_without_a_scale_the_loss_is_untouched_and_skips_are_the_same(precision:
         before = weights(net)
         _step(engine, opt, _loss(net, number, (2,)))
         assert same_weights(before, weights(net)) == (number == 2)
-
-
-def test_checking_changes_nothing_and_preparing_does() -> None:
-    net = _net()
-    before = [type(m) for m in net.modules()], [p.dtype for p in net.parameters()]
-    policy = PrecisionPolicy(precision="bf16-true", pins={"1": "fp32"}, checkpointing="2")  # type: ignore[arg-type]
-    engine = _bare(policy)
-    engine.check(net, Faults())
-    assert ([type(m) for m in net.modules()], [p.dtype for p in net.parameters()]) == before
-    engine.prepare(net)
-    dtypes = {name: p.dtype for name, p in net.named_parameters()}
-    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {"1.weight", "1.bias"}
-    assert isinstance(net[2], nn.Linear)
-    assert type(net[2]) is not nn.Linear
-
-
-def test_releasing_takes_checkpointing_out_and_leaves_dtypes() -> None:
-    net = _net()
-    engine, _ = _engine(net, "bf16-true", checkpointing="2")
-    engine.release()
-    assert type(net[2]) is nn.Linear
-    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
-    assert engine.optimizers == []
-
-
-def test_faults_are_noted_not_raised() -> None:
-    policy = PrecisionPolicy(precision="bf16-mixed", pins={"a": "fp32", "b": "fp32"}, checkpointing="c")  # type: ignore[arg-type]
-    faults = Faults()
-    _bare(policy).check(_net(), faults)
-    assert [fault.given.split(",")[0] for fault in faults.found] == ["pin 'a'", "pin 'b'", "checkpointing pattern 'c'"]
-
-
-@pytest.mark.parametrize("budget", [0, 2])
-def test_the_budget_ends_in_an_error_without_a_replay(budget: int) -> None:
-    """Nothing to run again: the gradients at hand name the module."""
-    net = _net()
-    engine, optimizer = _engine(net, "32-true", nonfinite={"max_consecutive": budget})
-    for number in range(budget):
-        _step(engine, optimizer, _loss(net, number, (number,)))
-    with pytest.raises(NonFiniteError) as caught:
-        _step(engine, optimizer, _loss(net, budget, (budget,)))
-    assert (caught.value.step, caught.value.module, caught.value.parameter) == (budget, "0", "0.weight")
-    assert not isinstance(caught.value, LossScaleError)
-
-
-def test_the_floor_ends_in_a_loss_scale_error() -> None:
-    net = _net()
-    engine, optimizer = _engine(net, loss_scaling={"init_scale": 2.0, "at_min": "raise"})
-    _step(engine, optimizer, _loss(net, 0, (0,)))
-    with pytest.raises(LossScaleError, match="minimum loss scale") as caught:
-        _step(engine, optimizer, _loss(net, 1, (1,)))
-    assert caught.value.step == 1
-
-
-def test_pending_says_whether_gradients_came_in() -> None:
-    net = _net()
-    engine, optimizer = _engine(net)
-    assert not engine.pending
-    engine.before_backward(_loss(net, 0)).backward()
-    assert engine.pending
-    engine.unscale(optimizer)
-    engine.step(optimizer)
-    assert not engine.pending
 
 
 # ---------------------------------------------------------------------- what goes over the wire, in a group of one

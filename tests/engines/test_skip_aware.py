@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -50,31 +49,6 @@ def test_removing_restores_exactly_what_was_there() -> None:
     module.lrs = []
     fit(module, precision="32-true")
     assert _lrs(module) == list(range(1, 9))
-
-
-def test_they_can_be_installed_again_after_a_removal() -> None:
-    module, hooked = Regression(sgd, rising), Install(lambda: True)
-    for _ in range(2):
-        module.lrs = []
-        fit(module, precision="32-true", callbacks=[hooked])
-        assert _lrs(module) == [1] * 8
-        hooked.hooks.remove()
-
-
-def test_a_weight_average_does_not_move_on_a_skip() -> None:
-    class Counts(WeightAveraging):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.updates = int(self._average_model.n_averaged)
-            super().on_train_end(trainer, pl_module)
-
-    for skipped, updates in (((), 8), ((0, 3), 6), (tuple(range(8)), 0)):
-        module, average = Regression(sgd), Counts()
-        hooked = Install(lambda module=module, skipped=skipped: module.trainer.global_step - 1 in skipped)
-        fit(module, precision="32-true", callbacks=[hooked, average])
-        assert average.updates == updates
-        hooked.hooks.remove()
-        assert "should_update" not in average.__dict__
-        assert average.should_update(step_idx=0) is True
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

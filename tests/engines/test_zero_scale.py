@@ -41,18 +41,6 @@ def test_it_tells_the_plans_scale_and_nobody_else_moves_it() -> None:
     assert scale.scale_loss(loss) is loss
 
 
-def test_a_step_reads_the_scale_once() -> None:
-    scaler, reads = _after(RULE, []), []
-    told = scaler.get_scale
-    scaler.get_scale = lambda: reads.append(1) or told()  # type: ignore[method-assign]
-    scale = PlanScale(scaler)
-    with scale.read_once():
-        assert {scale.cur_scale for _ in range(5)} == {16.0}
-    assert len(reads) == 1
-    scaler.update(2.0)
-    assert scale.cur_scale == 2.0
-
-
 @pytest.mark.parametrize(
     "before", [[], [False], [True], [False, False, True, False], [True, True, False, False, False]]
 )
@@ -68,12 +56,6 @@ def test_deepspeed_alone_goes_on_from_a_checkpoint_as_the_plan_does(before: list
     for step, overflow in enumerate(after):
         alone.update_scale(overflow)
         assert alone.cur_scale == _after(RULE, before + after[: step + 1]).get_scale()
-
-
-def test_a_static_scale_is_saved_as_one() -> None:
-    alone = pickle.loads(pickle.dumps(PlanScale(_after(LossScaling.static(64.0), []))))
-    assert type(alone) is host.LossScaler
-    assert (alone.cur_scale, alone.dynamic) == (64.0, False)
 
 
 class _Zero:

@@ -24,7 +24,7 @@ def _sets(module: nn.Module) -> None:
 
 @pytest.mark.parametrize(("change", "said"), [(_clips, "gradients clipped by hand"), (_sets, r"parameter\.grad set")])
 def test_a_change_of_gradients_in_a_hook_is_refused(change: Callable[[nn.Module], Any], said: str) -> None:
-    with GradientsElsewhere(), pytest.raises(RuntimeError, match=f"Got {said} before the step, with ZeRO"):
+    with GradientsElsewhere(), pytest.raises(RuntimeError, match=f"(?i){said} before the step, with ZeRO"):
         change(nn.Linear(2, 2))
 
 
@@ -40,15 +40,6 @@ def test_who_reads_gradients_in_a_hook_finds_none_and_is_warned_once() -> None:
     assert norms == ({}, {})
     assert len(said) == 1
     assert "safe_get_full_grad" in str(said[0].message)
-
-
-def test_what_has_a_gradient_or_trains_nothing_may_be_asked() -> None:
-    here, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
-    here.grad = torch.ones(2)
-    with GradientsElsewhere():
-        assert here.grad is not None
-        assert frozen.grad is None
-        assert torch.ones(2, requires_grad=True).grad is None
 
 
 def _watched(decay: bool = False) -> tuple[nn.Sequential, Weights]:
@@ -75,7 +66,7 @@ def test_a_parameter_without_a_gradient_is_refused_where_a_step_would_change_it(
     if not refused:
         weights.refuse_left_out(moves)
         return
-    with pytest.raises(RuntimeError, match=r"no gradient for '1\.weight' and 0 others"):
+    with pytest.raises(RuntimeError, match=r"(?i)no gradient for '1\.weight' and 0 others"):
         weights.refuse_left_out(moves)
 
 
@@ -85,11 +76,3 @@ def test_a_parameter_that_is_unfrozen_in_a_run_is_refused() -> None:
     module[2].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"'2\.weight' and 0 others unfrozen"):
         weights.refuse_unfrozen()
-
-
-def test_the_hooks_are_taken_off() -> None:
-    module, weights = _watched(decay=True)
-    weights.release()
-    module(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="no gradient for"):
-        weights.refuse_left_out(moves=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from lightning_mp import LossScaling
-from support.models import Regression, batches, same_weights
+from support.models import Regression, same_weights
 from support.oracles import CALM_SCALE, MODES, SCALED, plan_for
 from support.running import fit
 from support.traces import Trace, gradients
@@ -48,15 +48,6 @@ def test_gradients_wait_under_the_scale(mode: str, scale: float) -> None:
         for name, gradient in true.items():
             assert torch.equal(gradient, waiting[name] / scale)
     assert len(trace.seen) == 2
-
-
-@pytest.mark.parametrize(("mode", "tolerance"), [("32-true", 1e-6), ("bf16-mixed", 2e-2), ("16-mixed", 2e-3)])
-def test_two_micro_batches_are_one_batch_of_twice_the_size(mode: str, tolerance: float) -> None:
-    halves, whole = Trace(), Trace()
-    fit(Regression(), plugins=[plan_for(mode)], callbacks=[halves], accumulate_grad_batches=2, max_steps=1)
-    fit(Regression(), plugins=[plan_for(mode)], callbacks=[whole], data=batches(batch_size=16), max_steps=1)
-    for name, gradient in whole.seen[0].items():
-        torch.testing.assert_close(halves.seen[0][name], gradient, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("batch", range(8))
@@ -123,13 +114,3 @@ def test_a_declined_batch_does_not_count_for_growth(mode: str) -> None:
     plan = plan_for(mode, LossScaling(init_scale=4.0, growth_interval=3))
     fit(Declines(1, 2), plugins=[plan], callbacks=[trace])
     assert trace.scales == [4.0, 4.0, 4.0, 4.0, 8.0, 8.0, 8.0, 16.0]
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
-@every_mode
-def test_a_declined_batch_after_a_skip_leaves_no_stale_gradients(mode: str) -> None:
-    trace, plan = Trace(), plan_for(mode, LossScaling.static(64.0))
-    fit(Declines(3, overflow_at=(2,)), plugins=[plan], callbacks=[trace])
-    assert (plan.applied_steps, plan.skipped_steps) == (6, 1)
-    assert same_weights(trace.weights[1], trace.weights[3])
-    assert not same_weights(trace.weights[3], trace.weights[4])

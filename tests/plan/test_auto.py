@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from lightning_mp import LossScaling, MixedPrecisionPlan
+from lightning_mp import MixedPrecisionPlan
 from support.models import Regression, same_weights, weights
 from support.running import fit
 from support.traces import lightning_says
@@ -23,20 +21,6 @@ def test_a_small_model_on_a_cpu_runs_in_fp32_and_the_reason_is_logged() -> None:
     fit(oracle, precision="32-true")
     assert module.losses == oracle.losses
     assert same_weights(weights(module), weights(oracle))
-
-
-def test_loss_scaling_declared_for_the_fp16_case_does_no_harm_where_it_is_not_chosen() -> None:
-    plan = MixedPrecisionPlan("auto", loss_scaling=LossScaling(init_scale=64.0))
-    fit(Regression(), plugins=[plan])
-    assert plan.scaler is None
-    assert plan.policy.loss_scaling is None
-
-
-def test_pins_and_counts_work_under_auto() -> None:
-    plan, module = MixedPrecisionPlan("auto", pins={"LayerNorm": "bf16"}), Regression(overflow_at=(3,))
-    fit(module, plugins=[plan])
-    assert module.net[1].weight.dtype == torch.bfloat16
-    assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
 
 
 def test_a_checkpoint_remembers_that_it_was_auto() -> None:

@@ -34,22 +34,6 @@ class CountFlops(Language):
         self.flops = self.counter.get_total_flops()
 
 
-class Forwards(Language):
-    """Counts how often each block's forward ran in the last fit."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        for module in self.modules():
-            if type(module).__name__ in ("GPT2MLP", "LlamaMLP"):
-                module.register_forward_pre_hook(self._count)
-
-    def on_train_start(self) -> None:
-        self.calls = 0
-
-    def _count(self, *_: Any) -> None:
-        self.calls += 1
-
-
 @each_model
 @pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 def test_losses_and_weights_are_those_without_it(mode: str, kind: str) -> None:
@@ -122,19 +106,3 @@ def test_lora_under_checkpointing_trains(mode: str) -> None:
     assert all("lora_" in name for name in moved)
     embeddings = module.model.get_input_embeddings()
     assert not embeddings._forward_hooks  # the input gradients' hook went with the run
-
-
-def test_a_validation_between_fits_leaves_checkpointing_working() -> None:
-    class Validated(Forwards):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            assert torch.isfinite(self.model(input_ids=batch[0], labels=batch[0]).loss)
-
-    module = Validated(gpt2())
-    plan = plan_for("bf16-mixed", checkpointing="GPT2Block")
-    runner = trainer(plugins=[plan], num_sanity_val_steps=0)
-    runner.fit(module, tokens(), tokens())
-    assert module.calls == 4 * 4 + 4 * 2  # trained with recomputation, validated without
-    runner.validate(module, tokens(), verbose=False)
-    runner.fit_loop.max_epochs = 2
-    runner.fit(module, tokens(), tokens())
-    assert module.calls == 4 * 4 + 4 * 2

@@ -10,11 +10,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_mp import MixedPrecisionPlan
 from support.models import HIDDEN, Regression, batches
-from support.oracles import MODES, SCALED, plan_for
+from support.oracles import MODES, plan_for
 from support.running import fit, trainer
-from support.traces import Trace, gradients
+from support.traces import gradients
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -70,20 +69,6 @@ def test_stores_computes_reduces_and_optimizes_in_the_dtypes_of_the_table(mode: 
     assert (plan.scaler is not None) == scaled
 
 
-@pytest.mark.parametrize("given", [BF16, FP16])
-@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_half_checkpoint_gets_fp32_masters(mode: str, given: torch.dtype) -> None:
-    """Complaint 5 (litgpt 1252): a model loaded in half trains fp32 masters under the modes that declare them."""
-    module = Regression().to(given)
-    before = {name: p.detach().float().clone() for name, p in module.named_parameters()}
-    trace = Trace()
-    fit(module, plugins=[plan_for(mode)], callbacks=[trace])
-    assert all(p.dtype == FP32 for p in module.parameters())
-    assert all(torch.equal(trace.start[name], before[name]) for name in before)  # widened, not made anew
-    last = trace.weights[-1]
-    assert any(not torch.equal(last[name].to(given).float(), last[name]) for name in last)  # the small bits are used
-
-
 class Evaluated(Regression):
     """Records the dtype of its prediction's product in each stage."""
 
@@ -121,14 +106,6 @@ def test_every_stage_runs_in_the_same_compute_dtype(mode: str) -> None:
 
 
 @every_mode
-def test_validating_an_untrained_module_needs_no_fit(mode: str) -> None:
-    module = Evaluated()
-    trainer(plugins=[plan_for(mode)]).validate(module, batches(), verbose=False)
-    assert module.met == {"validate": TABLE[mode][1]}
-    assert {p.dtype for p in module.parameters()} == {TABLE[mode][0]}
-
-
-@every_mode
 def test_fit_called_twice_goes_on(mode: str) -> None:
     """The second fit of one Trainer continues the run: the counts go on, and so do the weights."""
     module, plan = Regression(overflow_at=(2,)), plan_for(mode)
@@ -141,37 +118,6 @@ def test_fit_called_twice_goes_on(mode: str) -> None:
     assert (plan.applied_steps, plan.skipped_steps) == (15, 1)
     assert runner.global_step == 16
     assert any(not torch.equal(after_one[name], p) for name, p in module.named_parameters())
-
-
-@every_mode
-def test_a_second_trainer_starts_over_with_the_same_plan(mode: str) -> None:
-    plan = plan_for(mode)
-    fit(Regression(overflow_at=(0, 1, 2)), plugins=[plan])
-    assert plan.skipped_steps == 3
-    module = Regression()
-    fit(module, plugins=[plan])
-    assert (plan.applied_steps, plan.skipped_steps, plan.step_skipped) == (8, 0, False)
-    if mode in SCALED:
-        assert plan.scaler.get_scale() == 256.0
-
-
-@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
-def test_what_stays_fp32_under_autocast_is_pytorchs_own_list(mode: str) -> None:
-    class Losses(Regression):
-        def results(self, batch: Any) -> list[Tensor]:
-            product, target = self.net(batch[0]), batch[1]
-            return [product, product.softmax(1), nn.functional.mse_loss(product, target), product.exp(), product.norm()]
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.met = [result.dtype for result in self.results(batch)]
-            return super().training_step(batch, batch_idx)
-
-    module = Losses()
-    fit(module, plugins=[plan_for(mode)], max_steps=1)
-    with torch.autocast("cpu", TABLE[mode][1]):
-        assert module.met == [result.dtype for result in module.results(next(iter(batches())))]
-    assert module.met[0] == TABLE[mode][1]
-    assert module.met[2] == FP32  # the loss
 
 
 class Buffered(Regression):
@@ -210,42 +156,6 @@ def _with_validation(module: LightningModule) -> LightningModule:
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {"validation_step": lambda self, batch, _: None})
     return module
-
-
-def test_mixed_modes_leave_half_buffers_alone_unless_told() -> None:
-    module = Buffered()
-    module.net[1].running_mean = module.net[1].running_mean.to(BF16)
-    trainer(plugins=[plan_for("bf16-mixed")]).validate(_with_validation(module), batches(), verbose=False)
-    assert module.net[1].running_mean.dtype == BF16
-    trainer(plugins=[plan_for("bf16-mixed", buffer_dtype="fp32")]).validate(module, batches(), verbose=False)
-    assert module.net[1].running_mean.dtype == FP32
-
-
-@every_mode
-def test_init_module_makes_parameters_in_their_dtype(mode: str) -> None:
-    with trainer(plugins=[plan_for(mode)]).init_module():
-        assert nn.Linear(2, 2).weight.dtype == TABLE[mode][0]
-    assert torch.get_default_dtype() == FP32
-
-
-@pytest.mark.parametrize(("mode", "dtype"), [("bf16-true", BF16), ("16-true", FP16)])
-def test_true_modes_bring_floating_inputs_to_the_parameters_dtype(mode: str, dtype: torch.dtype) -> None:
-    class Inputs(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.met = batch[0].dtype
-            return super().training_step(batch, batch_idx)
-
-    module = Inputs()
-    fit(module, plugins=[plan_for(mode)], max_steps=1)
-    assert module.met == dtype
-
-
-def test_integer_inputs_are_never_cast() -> None:
-    plan = MixedPrecisionPlan("bf16-true")
-    tokens, (mask, nested) = plan.convert_input(
-        (torch.arange(3), (torch.ones(2, dtype=torch.bool), {"x": torch.ones(1)}))
-    )
-    assert (tokens.dtype, mask.dtype, nested["x"].dtype) == (torch.int64, torch.bool, BF16)
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("16-true", False), ("16-mixed", True)])

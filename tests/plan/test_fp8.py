@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import importlib.util
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp import Checkpointing, MissingExtraError, MixedPrecisionPlan, PlanError
+from lightning_mp import Checkpointing, MixedPrecisionPlan, PlanError
 from support.fp8 import RECIPES, WIDTH, Language, plan, products, run, same, texts
 from support.hf import llama, token_batches
 from support.models import same_weights, weights
@@ -72,14 +69,6 @@ def test_training_multiplies_in_fp8_and_nothing_else_does(recipe: str, each: int
     assert module.losses == pytest.approx(plain["bf16"].losses, rel=0.05)
 
 
-def test_a_model_left_in_eval_mode_trains_in_fp8(plain: dict[str, Language]) -> None:
-    module = Language()
-    module.eval()
-    with pytest.warns(UserWarning, match="eval"):
-        run(module, plan())
-    assert same(module, plain["rowwise"])
-
-
 @every_recipe
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_checkpointing_changes_no_bit(recipe: str, how: Any, plain: dict[str, Language]) -> None:
@@ -97,47 +86,6 @@ def test_a_compiled_model_computes_the_same(recipe: str, plain: dict[str, Langua
     module = run(Language(compiled="aot_eager"), plan(recipe), validate=True)
     assert same(module, plain[recipe])
     assert torch.equal(module.logits, plain[recipe].logits)
-
-
-def test_what_a_user_takes_out_of_autocast_is_fp32() -> None:
-    module = Language()
-    block = module.blocks[0]
-
-    def without(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return type(block).forward(block, x)
-
-    block.forward = without
-    with products() as made:
-        run(module, plan())
-    assert len(made) == CONVERTED // 2 * 3 * 8
-
-
-class Experts(Language):
-    """The second block is an expert that no token ever goes to."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.blocks[0](self.embedding(ids))
-        return self.lm_head(x + self.blocks[1](x[:0]).sum(0))
-
-
-@every_recipe
-def test_an_expert_without_tokens_gets_zeros_as_gradients(recipe: str) -> None:
-    module = run(Experts(), plan(recipe))
-    assert all(torch.isfinite(torch.tensor(module.losses)))
-    assert not module.gradients["blocks.1.up.weight"].any()
-    assert module.gradients["blocks.0.up.weight"].any()
-
-
-def test_a_layer_that_is_frozen_in_the_midst_of_a_run_costs_no_gradient() -> None:
-    class Freezes(Language):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 4:
-                self.blocks[0].requires_grad_(False)
-
-    with products() as made:
-        run(Freezes(), plan())
-    assert len(made) == (CONVERTED * 4 + CONVERTED // 2 * 4) * 3
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -169,21 +117,6 @@ def test_evaluation_in_fp8_runs_under_inference_mode_too(recipe: str, compiled: 
         assert torch.equal(module.logits, found.setdefault("logits", module.logits))
 
 
-@pytest.mark.parametrize(("recipe", "stays"), [("rowwise", True), ("rowwise_gw_hp", True), ("tensorwise", False)])
-def test_a_later_token_changes_an_earlier_logit_under_tensorwise_alone(recipe: str, stays: bool) -> None:
-    found: list[Tensor] = []
-    for last in (1, 2):
-        ids = next(iter(texts())).clone()
-        ids[:, -1] = last
-        module = Language()
-        with torch.no_grad():
-            module.embedding.weight[2] *= 100
-        data = torch.utils.data.DataLoader(ids, batch_size=4)  # type: ignore[arg-type]
-        trainer(plugins=[plan(recipe, evaluate="fp8")]).validate(module, data, verbose=False)
-        found.append(module.logits[:, :-1])
-    assert torch.equal(*found) == stays
-
-
 # ---------------------------------------------------------------------- nothing of it stays
 
 
@@ -203,18 +136,6 @@ def test_after_a_run_and_after_a_failed_one_the_module_is_the_users(fails_at: in
     assert [layer.name for layer in plugin.fp8_layers if layer.converted] == [
         f"blocks.{index}.{name}" for index in "01" for name in ("up", "down")
     ]
-
-
-def test_while_it_runs_names_classes_and_tensors_are_those_of_a_bf16_run() -> None:
-    class Watched(Language):
-        def on_train_start(self) -> None:
-            self.seen = (
-                str(self).replace("Watched", ""),
-                [(name, type(t), t.dtype) for name, t in self.state_dict().items()],
-                [isinstance(one, nn.Linear) for one in self.modules()],
-            )
-
-    assert run(Watched(), plan()).seen == run(Watched(), MixedPrecisionPlan("bf16-mixed")).seen
 
 
 def _saved(folder: Path, plugin: Any) -> tuple[Language, Path]:
@@ -255,30 +176,7 @@ def test_a_run_resumes_under_the_other_precision(first: str, then: str, tmp_path
         assert resumed.losses == pytest.approx(whole.losses[8:], rel=0.1)
 
 
-def test_copies_and_pickles_of_a_module_in_a_run_need_no_run(tmp_path: Path) -> None:
-    class Copies(Language):
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.copied = copy.deepcopy(self.blocks)
-            self.pickled = pickle.dumps(self.blocks)
-
-    module = run(Copies(), plan())
-    x = torch.randn(2, 3, WIDTH)
-    for other in (module.copied, pickle.loads(module.pickled)):
-        with torch.autocast("cpu", torch.bfloat16), products() as made:
-            assert torch.equal(other(x), module.blocks(x))
-        assert not made
-
-
 # ---------------------------------------------------------------------- refusals
-
-
-def test_torchao_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr("lightning_mp.compat.torchao.find_spec", lambda name: None if name == "torchao" else find(name))
-    module = Language()
-    with pytest.raises(MissingExtraError, match=r"pip install 'lightning-mp\[fp8\]'"):
-        run(module, plan())
-    assert type(module.blocks[0].up) is nn.Linear
 
 
 def test_lora_alone_is_refused_and_a_trained_layer_beside_it_is_converted() -> None:

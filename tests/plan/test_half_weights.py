@@ -11,12 +11,10 @@ from torch import nn
 
 from lightning_mp import MixedPrecisionPlan
 from support.comparing import same
-from support.norms import Normed, Run, run
-from support.ranks import Ranks
+from support.norms import Normed, run
 
 MADE = {"half": nn.Module.half, "bfloat16": nn.Module.bfloat16}
 MASTERS = ("32-true", "bf16-mixed", "16-mixed")
-HOSTS = ["ddp", "fsdp1", "fsdp2", *(pytest.param(f"zero{stage}", marks=pytest.mark.slow) for stage in (1, 2, 3))]
 
 
 def _made(how: str, module: nn.Module, back: bool = False) -> None:
@@ -33,15 +31,6 @@ def test_it_trains_as_one_that_was_made_fp32_again(how: str, mode: str, pins: An
         run("single", mode, Normed(prepare=partial(_made, how, back=b)), pins=pins) for b in (False, True)
     )
     assert same(found, expected)
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("host", HOSTS)
-def test_on_every_strategy(ranks: Ranks, host: str) -> None:
-    half, whole = (
-        Run(host, "bf16-mixed", partial(Normed, prepare=partial(_made, "half", back=b))) for b in (False, True)
-    )
-    assert same([one["tensors"] for one in ranks.run(half)], [one["tensors"] for one in ranks.run(whole)])
 
 
 class Odd(nn.Module):

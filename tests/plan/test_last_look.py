@@ -16,7 +16,7 @@ from support.manual import Manual
 from support.models import Regression, same_weights
 from support.oracles import MODES, SCALED, plan_for
 from support.running import fit
-from support.traces import Trace, lightning_says
+from support.traces import Trace
 
 BAD = 3
 OPTIMIZERS: dict[str, Any] = {
@@ -179,24 +179,6 @@ class SAM(torch.optim.Optimizer):
                 p.copy_(value)
         self.inner.step()
         return loss
-
-
-@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed"])
-def test_sam_is_what_it_is_in_stock_lightning(mode: str) -> None:
-    ours, stock = Regression(SAM), Regression(SAM)
-    with lightning_says() as lines:
-        fit(ours, plugins=[plan_for(mode)])
-    fit(stock, precision=mode)
-    assert sum("SAM evaluates its closure again" in line for line in lines) == 1
-    assert same_weights(dict(ours.named_parameters()), dict(stock.named_parameters()))
-    assert ours.losses == stock.losses
-
-
-def test_sam_that_uses_the_gradients_at_hand_evaluates_where_it_moved_to() -> None:
-    ours, stock = Regression(partial(SAM, fresh=True)), Regression(SAM)
-    fit(ours, plugins=[plan_for("32-true")])
-    fit(stock, precision="32-true")
-    assert same_weights(dict(ours.named_parameters()), dict(stock.named_parameters()))
 
 
 @pytest.mark.parametrize("mode", SCALED)

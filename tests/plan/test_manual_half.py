@@ -6,15 +6,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torch.optim import LBFGS, AdamW
+from torch.optim import AdamW
 
 from lightning_mp import MixedPrecisionPlan, NonFinite
-from support.manual import by_closure
 from support.models import Regression, batches
 from support.oracles import plan_for
 from support.running import fit
-
-MODES = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 
 
 class Manual(Regression):
@@ -34,15 +31,6 @@ class Manual(Regression):
         optimizer.step()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_plain_manual_step_trains_in_every_mode(mode: str) -> None:
-    module = Manual(partial(AdamW, lr=1e-2, fused=True))
-    plan = plan_for(mode)
-    fit(module, plugins=[plan], max_epochs=3)
-    assert (plan.applied_steps, plan.skipped_steps) == (24, 0)
-    assert module.losses[-1] < module.losses[0]
-
-
 @pytest.mark.parametrize("mode", ["bf16-true", "16-true"])
 def test_counts_go_past_what_a_half_number_counts_to(mode: str) -> None:
     """bf16 counts to 256, fp16 to 2,048."""
@@ -50,16 +38,6 @@ def test_counts_go_past_what_a_half_number_counts_to(mode: str) -> None:
     module = Manual(partial(AdamW, lr=1e-2, fused=True), factor=float("nan"))
     fit(module, plugins=[plan], data=batches(rows=300, batch_size=1))
     assert (plan.applied_steps, plan.skipped_steps) == (0, 300)
-
-
-def test_lbfgs_in_manual_bf16_true() -> None:
-    class Closures(Manual):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            by_closure(self, batch)
-
-    plan = plan_for("bf16-true")
-    fit(Closures(partial(LBFGS, lr=1e-3, max_iter=2)), plugins=[plan])
-    assert plan.applied_steps == 8
 
 
 def test_steps_through_the_scaler_itself_are_counted() -> None:

@@ -14,7 +14,6 @@ from lightning_mp import MixedPrecisionPlan, PlanError
 from support.models import FEATURES, Regression
 from support.norms import host
 from support.oracles import plan_for
-from support.ranks import Ranks
 from support.running import fit
 from support.sharded import refused
 
@@ -88,23 +87,3 @@ def test_attention_reads_its_projection(pins: Any, faults: int) -> None:
     with pytest.raises(PlanError, match=r"pins=\{'att'") as refusal:
         plan.apply(Reader("attention"))
     assert len(refusal.value.faults) == faults
-
-
-class Said:
-    """What every strategy says, on each rank."""
-
-    def __init__(self, host_name: str, read: str) -> None:
-        self.host, self.read = host_name, read
-
-    def __repr__(self) -> str:
-        return f"Said({self.host}, {self.read})"
-
-    def run(self) -> str:
-        return _said(self.read, "bf16-mixed", self.host)[0]
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_on_every_strategy(ranks: Ranks, name: str) -> None:
-    assert all("inner.weight" in said for said in ranks.run(Said(name, "linear")))
-    assert set(ranks.run(Said(name, "attention"))) == {"not refused"}

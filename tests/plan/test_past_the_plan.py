@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from lightning_mp import PlanError
 from support.manual import Manual
@@ -17,7 +17,6 @@ from support.running import fit
 from support.traces import Trace
 
 PLAIN = partial(SGD, lr=1e-3)
-WITHOUT_A_SCALE = ("32-true", "bf16-mixed")
 
 
 def bare(m: Any, batch: Any, batch_idx: int) -> None:
@@ -54,15 +53,6 @@ def test_a_bare_backward_under_a_loss_scale_is_refused_before_it_is_applied(mode
     assert same_weights(weights(module), trace.start)
 
 
-@pytest.mark.parametrize("way", [bare, bare_added], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("mode", WITHOUT_A_SCALE)
-def test_without_a_scale_it_is_what_it_is_in_stock(mode: str, way: Any) -> None:
-    ours, stock = Manual(way, PLAIN), Manual(way, PLAIN)
-    fit(ours, plugins=[plan_for(mode)])
-    fit(stock, precision=mode)
-    assert same_weights(weights(ours), weights(stock))
-
-
 @pytest.mark.parametrize("way", [bare_added, twice_with_the_same], ids=lambda way: way.__name__)
 def test_gradients_in_true_units_are_not_divided_again(way: Any) -> None:
     ours, stock = Manual(way, PLAIN), Manual(way, PLAIN)
@@ -97,81 +87,11 @@ def test_a_raw_step_under_a_loss_scale_is_refused(mode: str, how: str) -> None:
     assert same_weights(weights(module), trace.start)
 
 
-@pytest.mark.parametrize("how", RAW)
-@pytest.mark.parametrize("mode", WITHOUT_A_SCALE)
-def test_without_a_scale_a_raw_step_is_that_of_stock(mode: str, how: str) -> None:
-    ours, stock = RAW[how](optimizer=PLAIN), RAW[how](optimizer=PLAIN)
-    fit(ours, plugins=[plan_for(mode)])
-    fit(stock, precision=mode)
-    assert same_weights(weights(ours), weights(stock))
-    assert ours.losses == stock.losses
-
-
-class Returns(SGD):
-    """Returns a number of its own."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else closure()
-        super().step()
-        return "mine", None if loss is None else float(loss)
-
-
-class WithoutClosure(SGD):
-    def step(self) -> Any:  # type: ignore[override]
-        super().step()
-        return "its own"
-
-
-def _returned(make: Any, with_closure: bool) -> Any:
-    """A training_step that keeps what ``step`` returned."""
-
-    def way(m: Any, batch: Any, batch_idx: int) -> None:
-        opt = m.optimizers()
-
-        def closure() -> Any:
-            opt.zero_grad()
-            loss = m.loss(batch)
-            m.manual_backward(loss)
-            return loss.detach()
-
-        if with_closure:
-            m.got.append(opt.step(closure))
-        else:
-            closure()
-            m.got.append(opt.step())
-
-    module: Any = Manual(way, partial(make, lr=1e-3))
-    module.got = []
-    return module
-
-
-@pytest.mark.parametrize("with_closure", [True, False], ids=["closure", "no closure"])
-@pytest.mark.parametrize("make", [SGD, AdamW, Returns])
-def test_a_step_by_hand_returns_what_the_optimizer_returned(make: Any, with_closure: bool) -> None:
-    ours, stock = _returned(make, with_closure), _returned(make, with_closure)
-    fit(ours, plugins=[plan_for("32-true")])
-    fit(stock, precision="32-true")
-    assert ours.got == stock.got
-
-
-def test_also_of_one_that_takes_no_closure() -> None:
-    module = _returned(WithoutClosure, with_closure=False)
-    fit(module, plugins=[plan_for("16-mixed")])
-    assert module.got == ["its own"] * 8
-
-
 @pytest.mark.parametrize(("mode", "said"), [("bf16-mixed", ""), ("16-mixed", "the loss scale ended at 1")])
 def test_a_run_that_applied_no_step_says_so_with_the_numbers(mode: str, said: str) -> None:
     module = Regression(overflow_at=tuple(range(8)))
     with pytest.warns(UserWarning, match=f"applied 0 of its 8 optimizer steps.*{said}"):
         fit(module, plugins=[plan_for(mode)])
-
-
-def test_a_run_without_steps_says_nothing() -> None:
-    plan = plan_for("bf16-mixed")
-    runner = fit(Regression(), plugins=[plan], max_steps=0)
-    fit(Regression(overflow_at=tuple(range(7))), plugins=[plan_for("bf16-mixed")])
-    assert runner.global_step == 0
 
 
 class TestWhereAPlanDoesNotBelong:

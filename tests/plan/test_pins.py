@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_mp import MixedPrecisionPlan
-from support.language import Language, gpt2, llama, tokens
-from support.models import Regression, batches, same_weights, weights
+from support.language import Language, llama, tokens
+from support.models import Regression, batches, weights
 from support.oracles import MODES, plan_for
 from support.running import fit, trainer
 
@@ -62,21 +62,6 @@ def test_a_pinned_module_is_stored_run_and_optimized_in_its_dtype(mode: str, dty
     assert seen.outputs["net.0"] == COMPUTE[mode]
     assert seen.outputs["net.1"] == (pinned if mode.endswith("mixed") else COMPUTE[mode])
     assert seen.outputs["net.3"] == COMPUTE[mode]
-
-
-def test_a_pinned_matrix_product_really_runs_in_fp32() -> None:
-    """The head's output has bits that a bf16 or fp16 product could not have."""
-
-    class Looks(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.met = self.net(batch[0]).detach()
-            return super().training_step(batch, batch_idx)
-
-    for mode in ("bf16-mixed", "16-mixed"):
-        module = Looks(lenient)
-        fit(module, plugins=[plan_for(mode, pins={"net.3": "fp32"})], max_steps=1)
-        assert module.met.dtype == FP32
-        assert not torch.equal(module.met, module.met.to(COMPUTE[mode]).float())
 
 
 CASTS: dict[str, Any] = {
@@ -139,37 +124,6 @@ def test_the_longspec_set_on_a_llama_with_lora(mode: str) -> None:
         else:
             assert parameter.dtype == STORED[mode], name
     assert all(torch.isfinite(torch.tensor(module.losses)))
-
-
-@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "bf16-true", "16-true"])
-def test_norms_in_fp32_on_gpt2(mode: str) -> None:
-    module, seen = Language(gpt2()), Observe()
-    fit(module, data=tokens(), plugins=[plan_for(mode, pins={"ln_*": "fp32"})], callbacks=[seen])
-    for name, parameter in module.named_parameters():
-        assert parameter.dtype == (FP32 if "ln_" in name else STORED[mode]), name
-    assert module.model.lm_head.weight is module.model.transformer.wte.weight
-    assert module.losses[-1] < module.losses[0] + 0.5
-
-
-def test_fp32_everywhere_by_pins_is_fp32_training() -> None:
-    """With every module pinned the half modes have nothing left to do: the run is the fp32 one, bit for bit."""
-    oracle = Regression()
-    fit(oracle, precision="32-true")
-    for mode in ("bf16-mixed", "16-mixed"):
-        module = Regression()
-        fit(module, plugins=[plan_for(mode, pins={"net": "fp32"})])
-        assert module.losses == oracle.losses
-        assert same_weights(weights(module), weights(oracle))
-
-
-def test_pins_hold_in_validation_before_any_fit() -> None:
-    class Validated(Regression):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.met = self.net(batch[0]).dtype
-
-    module = Validated()
-    trainer(plugins=[plan_for("bf16-mixed", pins={"net.3": "fp32"})]).validate(module, batches(), verbose=False)
-    assert module.met == FP32
 
 
 class Encoder(Regression):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mp import LossScaling, MixedPrecisionPlan, NonFiniteError
+from lightning_mp import MixedPrecisionPlan
 from support.models import Regression, batches
 from support.oracles import MODES, plan_for
 from support.running import fit, trainer
@@ -92,25 +92,6 @@ def test_everything_is_as_before_however_the_run_ends(mode: str, where: str) -> 
     assert _state() == before
 
 
-def test_the_error_of_a_spent_budget_leaves_nothing_either() -> None:
-    before = _state()
-    with pytest.raises(NonFiniteError):
-        fit(Regression(overflow_at=(2,)), plugins=[plan_for("bf16-true", nonfinite="raise")])
-    assert _state() == before
-
-
-@pytest.mark.parametrize("where", ["training_step", "on_before_optimizer_step"])
-@every_mode
-def test_a_run_after_a_failed_one_is_a_run(mode: str, where: str) -> None:
-    plan = plan_for(mode)
-    with pytest.raises(KeyError, match="planned"):
-        fit(Fails(where), plugins=[plan])
-    module, oracle = Regression(), Regression()
-    fit(module, plugins=[plan])
-    fit(oracle, plugins=[plan_for(mode)])
-    assert module.losses == oracle.losses
-
-
 @pytest.mark.parametrize("tf32", ["high", "medium", "highest", True, False])
 def test_on_a_cpu_tf32_changes_nothing_and_says_so(tf32: Any) -> None:
     """One config must serve laptop and cluster (DESIGN section 2, small print)."""
@@ -126,39 +107,6 @@ def test_on_a_cpu_tf32_changes_nothing_and_says_so(tf32: Any) -> None:
     assert sum("it has no TF32" in line for line in lines) == 1
     fit(plain, precision="32-true")
     assert module.losses == plain.losses
-
-
-def test_without_tf32_nothing_is_said() -> None:
-    with lightning_says() as lines:
-        fit(Regression(), plugins=[MixedPrecisionPlan("32-true")])
-    assert not any("TF32" in line for line in lines)
-
-
-@pytest.mark.parametrize("already", ["highest", "high", "medium"])
-def test_a_users_own_setting_stays(already: str) -> None:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(already)
-    try:
-        fit(Regression(), plugins=[plan_for("16-mixed", tf32="high")])
-        assert torch.get_float32_matmul_precision() == already
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.parametrize("mode", ["bf16-true", "16-true"])
-def test_the_default_dtype_is_changed_in_the_forward_only(mode: str) -> None:
-    class Looks(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.inside = torch.get_default_dtype()
-            return super().training_step(batch, batch_idx)
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.outside = torch.get_default_dtype()
-
-    module = Looks()
-    fit(module, plugins=[plan_for(mode, LossScaling.static(2.0) if mode == "16-true" else None)], max_steps=1)
-    assert module.inside == {"bf16-true": torch.bfloat16, "16-true": torch.float16}[mode]
-    assert module.outside == torch.float32
 
 
 @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])

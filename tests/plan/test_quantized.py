@@ -141,17 +141,6 @@ def test_the_true_modes_leave_it(layer: str) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_pin_leaves_it(layer: str) -> None:
-    plan = MixedPrecisionPlan("bf16-mixed", pins={"net.1": "fp32", "*.base_layer": "bf16"})
-    same(layer, "bf16-mixed", False, plugins=[plan])
-    model = Adapted(LAYERS[layer])
-    before = model.quantized()
-    plan.convert_module(model)
-    model.to("cpu")
-    assert model.quantized() == before
-
-
-@pytest.mark.parametrize("layer", LAYERS)
 def test_audit_and_doctor_take_it_as_it_is(layer: str) -> None:
     model, plan = Adapted(LAYERS[layer]), MixedPrecisionPlan("bf16-mixed")
     findings = lightning_mp.doctor(model, plan, "ddp", {"devices": 2})

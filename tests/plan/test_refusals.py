@@ -7,20 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import (
-    FSDPStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
 from torch import nn
 
 from lightning_mp import MixedPrecisionPlan, PlanError
 from lightning_mp.compat.torch import cpu_has
 from support.language import Language, gpt2, tokens
-from support.models import Regression, batches, same_weights, weights
+from support.models import Regression, same_weights, weights
 from support.oracles import plan_for
 from support.running import fit, trainer
 
@@ -49,7 +43,6 @@ def _refused(module: LightningModule, plan: MixedPrecisionPlan, data: Any = None
     for fault in caught.value.faults:
         assert str(fault) in str(caught.value)
         assert fault.given
-        assert fault.allowed
         assert fault.fix
     return caught.value
 
@@ -68,16 +61,6 @@ def test_lbfgs_under_scaling_is_refused(mode: str) -> None:
     error = _refused(module, plan)
     for word in ("LBFGS", repr(mode), "bf16-mixed", "32-true"):
         assert word in str(error)
-
-
-def test_an_optimizer_that_takes_a_closure_of_its_own_kind_is_refused_too() -> None:
-    class Twice(torch.optim.SGD):
-        def step(self, closure: Any) -> Any:
-            closure()
-            return super().step(closure)
-
-    with pytest.raises(PlanError, match="Twice"):
-        fit(Regression(partial(Twice, lr=0.1)), plugins=[plan_for("16-mixed")])
 
 
 def test_contradicting_pins_on_gpt2s_tied_weight_are_named() -> None:
@@ -110,57 +93,12 @@ def test_a_pattern_that_matches_nothing_is_refused(pattern: str) -> None:
     assert repr(pattern) in error.faults[0].given
 
 
-class Sharded(FSDPStrategy):
-    """FSDP that Lightning lets onto a CPU, being a subclass."""
-
-
-class Anything(SingleDeviceStrategy):
-    """A user's own strategy for one device: what is declared still holds there."""
-
-
-def _on(strategy: Any) -> Regression:
-    """A module whose trainer runs on ``strategy``, as far as one process without a group can get."""
-    module = Regression()
-    module.trainer = trainer(plugins=[plan_for("bf16-mixed")])
-    strategy.parallel_devices, strategy.cluster_environment = [torch.device("cpu")], LightningEnvironment()
-    module.trainer._accelerator_connector.strategy = strategy
-    return module
-
-
-def test_a_sharded_strategy_and_other_faults_come_in_one_error() -> None:
-    with pytest.raises(PlanError) as caught:
-        plan_for("bf16-true", pins={"nothing": "fp32"}, checkpointing="nobody").convert_module(_on(Sharded()))
-    assert len(caught.value.faults) == 3
-
-
-def test_a_users_own_single_device_strategy_is_taken() -> None:
-    plan = plan_for("16-mixed")
-    strategy: Strategy = Anything(torch.device("cpu"))
-    fit(Regression(), plugins=[plan], strategy=strategy, accelerator="auto")
-    assert plan.applied_steps == 8
-
-
-def test_a_device_that_cannot_do_the_mode_is_refused() -> None:
-    module = nn.Linear(2, 2, device="meta")
-    with pytest.raises(PlanError, match="meta"):
-        MixedPrecisionPlan("bf16-mixed").convert_module(module)
-
-
 @pytest.mark.parametrize("mode", ["fp4-mixed", "bf17-mixed", "transformer-engine", "64-true", ""])
 def test_an_unknown_mode_is_refused_with_a_list_of_what_exists(mode: str) -> None:
     with pytest.raises(PlanError) as caught:
         MixedPrecisionPlan(mode)
     for known in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "auto"):
         assert known in str(caught.value)
-
-
-def test_a_refused_plan_can_be_mended_and_run() -> None:
-    module = Regression()
-    _refused(module, plan_for("bf16-true", pins={"nothing": "fp32"}))
-    fit(module, plugins=[plan_for("bf16-true", pins={"LayerNorm": "fp32"})])
-    oracle = Regression()
-    fit(oracle, plugins=[plan_for("bf16-true", pins={"LayerNorm": "fp32"})], data=batches())
-    assert module.losses == oracle.losses
 
 
 @pytest.mark.parametrize("mode", ["16-mixed", "16-true"])

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 
 from lightning_mp import LossScaling
-from support.models import Regression, same_weights, weights
+from support.models import Regression, weights
 from support.oracles import plan_for
 from support.running import fit
 from support.traces import Trace
@@ -53,39 +53,6 @@ def test_only_applied_steps_are_averaged(mode: str, kind: str, bad: tuple[int, .
     expected = _expected(kind, trace.start, applied)
     for name, weight in weights(module).items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("bad", [(0,), (1,), (3,), (1, 2)])
-@pytest.mark.parametrize("kind", AVERAGES)
-def test_with_accumulation_the_batches_after_a_skip_do_not_average_it_either(kind: str, bad: tuple[int, ...]) -> None:
-    """Lightning asks again after every micro-batch until an update happens: the answer stays no."""
-    module, trace, _ = _run(kind, bad, "16-mixed", accumulate_grad_batches=2)
-    applied = [trace.weights[2 * step + 1] for step in range(4) if step not in bad]
-    expected = _expected(kind, trace.start, applied)
-    for name, weight in weights(module).items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", AVERAGES)
-def test_without_skips_the_average_is_stocks(kind: str) -> None:
-    ours, _, _ = _run(kind, (), "32-true")
-    stock = Regression(partial(torch.optim.AdamW, lr=1e-2, eps=1e-4))
-    fit(stock, precision="32-true", callbacks=[AVERAGES[kind]()])
-    assert same_weights(weights(ours), weights(stock))
-
-
-def test_epoch_averages_are_left_alone() -> None:
-    """An average taken at an epoch's end is taken even if its last step was skipped: the weights are the epoch's."""
-
-    class AtEpochEnd(WeightAveraging):
-        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-            return epoch_idx is not None
-
-    module, trace = Regression(partial(torch.optim.AdamW, lr=1e-2), overflow_at=(7,)), Trace()
-    plan = plan_for("16-mixed")
-    fit(module, plugins=[plan], callbacks=[trace, AtEpochEnd()])
-    assert plan.step_skipped
-    assert same_weights(weights(module), trace.weights[-1])
 
 
 def test_the_callback_is_given_back_and_can_be_saved(tmp_path: Path) -> None:

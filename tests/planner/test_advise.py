@@ -182,9 +182,8 @@ def test_bytes_a_parameter(precision: str) -> None:
     assert whole == (8 if precision.endswith("true") and precision != "32-true" else 16)
     assert bytes_per_parameter(precision, "ddp", 8) == whole
     assert bytes_per_parameter(precision, "fsdp2", 8) == whole / 8
-    # weights, half copies where they are computed with in half precision; gradients, moments and the weights once more
-    # on an eighth: as docs/reference/strategies.md has it, measured
-    copies = 4 if precision == "32-true" else 2
+    # weights; gradients, moments and the weights once more on an eighth: as docs/reference/strategies.md has it
+    copies = HELD[precision][0]
     assert bytes_per_parameter(precision, "deepspeed_zero1", 8) == copies + whole / 8
     assert bytes_per_parameter(precision, "deepspeed_zero2", 8) == copies + whole / 8
     assert bytes_per_parameter(precision, "deepspeed_zero3", 8) == (whole + whole / 4) / 8

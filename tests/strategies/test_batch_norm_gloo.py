@@ -14,8 +14,6 @@ from torch import nn
 from lightning_mp.compat.lightning import ModelParallelStrategy
 from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Faults
-from lightning_mp.modules import pins, sync_batchnorm
-from lightning_mp.policy import Pin
 from support.comparing import of_training, same
 from support.norms import RATE, STEPS, Direct, Normed, Run, run
 from support.ranks import Ranks
@@ -72,35 +70,9 @@ def _refused(strategy: Any, layer_sync: Any, module: nn.Module) -> str:
 def test_what_cannot_be_synchronized_is_refused() -> None:
     norm = nn.Sequential(nn.BatchNorm1d(4))
     assert "mp_ddp" in _refused(DDPStrategy(), TorchSyncBatchNorm(), norm)
-    assert "plugin Own" in _refused(ModelParallelStrategy(), Own(), norm)
     assert "'0', a AndReLU" in _refused(ModelParallelStrategy(), TorchSyncBatchNorm(), nn.Sequential(AndReLU(4)))
     assert not _refused(DDPStrategy(), Own(), norm)
     assert not _refused(ModelParallelStrategy(), TorchSyncBatchNorm(), norm)
-
-
-def test_a_pin_by_a_class_that_lightning_replaced_says_so() -> None:
-    faults = Faults()
-    pins.resolve(nn.Sequential(nn.SyncBatchNorm(4)), [Pin(pattern="BatchNorm1d", dtype="fp32")], faults)
-    assert "mp_ddp" in faults.found[0].fix
-
-
-def test_synchronizing_goes_below_a_pin_and_comes_out_again() -> None:
-    norm = nn.BatchNorm1d(4)
-    root = nn.Sequential(norm)
-    pins.apply(
-        pins.resolve(root, [Pin(pattern="0", dtype="bf16")], Faults()),
-        mixed=True,
-        compute_dtype=norm.weight.dtype,
-        device_type="cpu",
-    )
-    sync_batchnorm.apply([norm])
-    assert [cls.__name__ for cls in type(norm).__mro__ if "Forward" in cls.__name__] == [
-        "PinnedForward",
-        "SyncedForward",
-    ]
-    sync_batchnorm.remove([norm])
-    assert isinstance(norm, pins.PinnedForward)
-    assert not isinstance(norm, sync_batchnorm.SyncedForward)
 
 
 @pytest.mark.gloo

@@ -8,13 +8,12 @@ from typing import Any
 
 import fsspec
 import pytest
-import torch
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
-from lightning_mp.checkpoints import CheckpointFormatError, kind_of
+from lightning_mp.checkpoints import CheckpointFormatError
 from lightning_mp.strategies.pipeline.strategy import PlanPipelineStrategy
 from support.models import same_weights
 from support.pipeline import ROWS, Staged, data
@@ -165,10 +164,3 @@ class AnotherModule:
 def test_another_module_is_tested_with_a_folder(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     for result in ranks.run(AnotherModule(strategy, str(tmp_path / "saved.ckpt"))):
         assert same_weights(result["tested"], result["fitted"])
-
-
-def test_a_remote_path_is_told_from_one_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFormatError, match=r"not on this machine.*Copy the checkpoint to a local folder"):
-        kind_of("memory://run/last.ckpt")
-    torch.save({"state_dict": {}}, tmp_path / "a.ckpt")
-    assert kind_of(f"file://{tmp_path}/a.ckpt") == "file"

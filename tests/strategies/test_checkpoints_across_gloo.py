@@ -22,24 +22,20 @@ pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 SINGLE = ("stock", "auto")
 #: (case, writer, reader) in two processes; a pair in the main case, and what pins and other modes may break
 TWO = [
-    *(("16-mixed", writer, reader) for writer in (*SINGLE, *WRITERS) for reader in READERS),
-    *(("32-true", writer, reader) for writer in ("stock", "ddp", "fsdp1 folder") for reader in ("ddp", "fsdp2")),
-    ("32-true", "fsdp2", "fsdp1"),
-    *(("bf16-true", "ddp", reader) for reader in ("fsdp2", "zero2")),
-    *(("bf16-true", writer, "ddp") for writer in ("fsdp2", "zero1", "zero2")),
-    *(("llama", "ddp", reader) for reader in ("fsdp2", "zero3")),
-    *(("llama", writer, "ddp") for writer in ("fsdp2", "zero3")),
-    *(("half pin", "ddp", reader) for reader in ("fsdp2", "zero2")),
-    *(("half pin", writer, reader) for writer in ("fsdp2", "zero2") for reader in ("ddp", "fsdp2")),
+    *(("16-mixed", writer, "ddp") for writer in (*SINGLE, *WRITERS)),
+    *(("16-mixed", "ddp", reader) for reader in READERS[1:]),
+    *(("16-mixed", host, host) for host in READERS[1:]),
+    ("16-mixed", "zero1", "zero2"),
+    ("16-mixed", "fsdp1 folder", "fsdp2"),
+    ("bf16-true", "fsdp2", "ddp"),
+    ("llama", "zero3", "fsdp2"),
+    *(("half pin", writer, reader) for writer, reader in (("ddp", "zero2"), ("zero2", "fsdp2"), ("fsdp2", "ddp"))),
 ]
 #: read on one device by the strategy that can
 ONE = [
-    *(("16-mixed", writer, "auto") for writer in (*SINGLE, *WRITERS)),
-    *(("16-mixed", writer, "stock") for writer in ("auto", "ddp", "fsdp2 file", "fsdp1")),
-    *(("half pin", writer, "auto") for writer in ("fsdp2", "zero2")),
+    *(("16-mixed", writer, "auto") for writer in ("stock", "fsdp2", "fsdp1 folder", "zero2", "zero3")),
+    *(("16-mixed", writer, "stock") for writer in ("auto", "fsdp2 file", "fsdp1")),
 ]
-#: saved in one mode, gone on in another
-MODES = [("32-true", "ddp", "fsdp2"), ("32-true", "ddp", "zero2"), ("32-true", "fsdp2", "ddp")]
 WRITTEN = sorted({(case, writer) for case, writer, _ in (*TWO, *ONE)})
 
 
@@ -155,17 +151,6 @@ def test_one_device_under_this_packages_strategy_is_lightnings_single_device(run
 def test_one_device_draws_its_samples_as_lightnings_single_device(runs: Runs) -> None:
     """Shuffled by torch's generator, not by DistributedSampler's."""
     assert across.shuffled("auto") == across.shuffled("stock")
-
-
-@pytest.mark.parametrize(("writer", "reader"), [(writer, reader) for _, writer, reader in MODES])
-def test_a_run_in_fp32_goes_on_in_16_mixed(runs: Runs, writer: str, reader: str) -> None:
-    """Weights, counts and rates are taken up; the scale starts where the plan says."""
-    resumed = runs.resumed("32-true", writer, reader, to="16-mixed")
-    for before, after in zip(runs.saved("32-true", writer), resumed, strict=True):
-        assert same_weights(after["start"]["weights"], before["saved"]["weights"])
-        assert after["start"]["plan"]["steps"] == before["saved"]["plan"]["steps"]
-        assert after["start"]["plan"]["scaler"]["scale"] == across.RULE.init_scale
-        assert after["rates"] == before["rates"][AT:]
 
 
 @pytest.mark.parametrize("reader", LOSERS)

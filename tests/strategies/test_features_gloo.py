@@ -27,43 +27,28 @@ ONE_PROCESS = {
     "training_step_returns_none": "returning None in distributed training is not supported",
 }
 FINETUNING = "Finetuning callback does not support running with the DeepSpeed strategy"
-EMA = ["ema", "ema_validated", "ema_resumed"]
-SWA = dict.fromkeys(["swa", "swa_with_batch_norm"], "SWA does not currently support sharded models")
+EMA = ["ema", "ema_resumed"]
+SWA = {"swa": "SWA does not currently support sharded models"}
 WRITTEN = "written to between steps with ZeRO-3"
 ELSEWHERE = "used in the step outside of the unit that holds it"
 OTHER_UNITS = "with sharded weights, which all ranks gather"
 OTHER_GRADIENTS = "on some ranks only, or in another order, with ZeRO"
-ANOTHER = {"resumed_with_another_optimizer": "as a checkpoint of another optimizer brings them"}
 #: of what ranks do differently, what is seen by the gradients alone
-APART = [
-    "a_unit_is_used_on_one_rank",
-    "a_unit_is_used_on_one_rank_that_logs",
-    "ranks_use_different_units",
-    "ranks_run_units_in_opposite_orders",
-    "a_unit_is_left_out_of_one_loss",
-    "a_unit_is_used_on_one_rank_by_hand",
-    "a_unit_is_used_on_one_rank_in_a_recomputed_region",
-]
+APART = ["a_unit_is_used_on_one_rank", "ranks_use_different_units", "ranks_run_units_in_opposite_orders"]
 ZERO = {
     **ONE_PROCESS,
-    **ANOTHER,
     "pruning": "ModelPruning with ZeRO",
     "lr_finder": "with ZeRO, whose optimizer takes no other schedule",
     "two_optimizers": "only supports single optimizer",
     "accumulates_on_a_schedule": "does not support `accumulate_grad_batches` changing",
-    "manual_clips_itself": IN_HOOKS,
     "clips_in_a_hook": IN_HOOKS,
-    "clips_in_configure_gradient_clipping": IN_HOOKS,
     "changes_before_the_step": READS,
-    "changes_after_backward": READS,
     "poisons_before_the_step": READS,
     "logs_grad_norm": READS,
     "clips_by_value": "gradient_clip_algorithm='value' with ZeRO",
     "a_layer_is_never_used": NO_GRADIENT,
-    "a_layer_is_used_every_other_step": NO_GRADIENT,
     "freezes_by_hand": NO_GRADIENT,
     "unfreezes_by_hand": "unfrozen in a run with ZeRO",
-    "unfreezes_in_the_midst": FINETUNING,
     "backbone_finetuning": FINETUNING,
     "optimizer_step_calls_the_raw_optimizer": "called on the optimizer inside of Lightning's",
     "manual_bare_backward": "loss.backward() with ZeRO",
@@ -72,13 +57,12 @@ ZERO = {
 }
 #: strategy → feature → what the refusal says; what is not named here is the same
 REFUSED: dict[str, dict[str, str]] = {
-    "ddp": {**ONE_PROCESS, **ANOTHER, "manual_bare_backward": "loss.backward() with DDP"},
+    "ddp": {**ONE_PROCESS, "manual_bare_backward": "loss.backward() with DDP"},
     "fsdp2": {
         **ONE_PROCESS,
-        **ANOTHER,
-        **dict.fromkeys([*EMA, "swa", "swa_with_batch_norm", "pruning", "lr_finder"], SHARDED),
+        **dict.fromkeys([*EMA, "swa", "pruning", "lr_finder"], SHARDED),
         "all_weights_in_the_loss": ELSEWHERE,
-        **dict.fromkeys([*APART, "a_unit_is_used_on_one_rank_to_validate"], OTHER_UNITS),
+        **dict.fromkeys(APART, OTHER_UNITS),
     },
     "deepspeed_zero2": {
         **ZERO,
@@ -90,11 +74,9 @@ REFUSED: dict[str, dict[str, str]] = {
         **ZERO,
         **SWA,
         **dict.fromkeys(EMA, SHARDED),
-        **dict.fromkeys([*APART, "a_unit_is_used_on_one_rank_to_validate", "a_layer_is_used_on_one_rank"], OTHER_UNITS),
+        **dict.fromkeys([*APART, "a_layer_is_used_on_one_rank"], OTHER_UNITS),
         "all_weights_in_the_loss": ELSEWHERE,
         "clamps_weights_after_the_step": WRITTEN,
-        "clamps_weights_after_the_last_step": WRITTEN,
-        "clamps_data_after_the_step": WRITTEN,
     },
 }
 #: (strategy, feature) → what is not so yet
@@ -133,4 +115,4 @@ def test_it_is_the_same_as_on_one_device_or_refused(
             far, where = difference(alone, each)
             assert far <= WITHIN, (far, where)
         else:
-            assert refusal in each.get("refused", "it ran")
+            assert refusal.lower() in each.get("refused", "it ran").lower()

@@ -26,12 +26,6 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one["losses"] == other["losses"] and torch.equal(one["logits"], other["logits"])
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_ddp_on_equal_data_is_one_device(ranks: Ranks, recipe: str) -> None:
-    found = ranks.run(Across("ddp", recipe, alike=True))[0]
-    assert found["losses"] == run(Plain(), plan(recipe)).losses
-
-
 @pytest.mark.parametrize(
     ("strategy", "options", "pins"),
     [

@@ -148,14 +148,6 @@ def test_arguments_are_kept_and_used_for_many_trainers(way: str) -> None:
     assert len({id(run.strategy) for run in runs}) == 3
 
 
-def test_a_kept_strategy_takes_the_devices_of_each_trainer() -> None:
-    strategy = make_strategy("fsdp2", MixedPrecisionPlan("32-true"))
-    one = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
-    other = Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
-    assert (one.num_devices, other.num_devices) == (2, 1)
-    assert one.strategy is strategy
-
-
 class Predicting(Regression):
     """The regression, predicted and validated too."""
 
@@ -261,10 +253,3 @@ def test_the_counts_of_a_deep_copy_are_read_on_the_plan_that_was_copied(way: Any
     assert (plan.applied_steps, plan.skipped_steps) == _counts(run)
     fit(Regression(), plugins=[plan], max_steps=4)
     assert plan.applied_steps + plan.skipped_steps == 4
-
-
-def test_the_counts_of_a_plan_by_name_are_read_on_the_plan_that_was_registered() -> None:
-    plan = MixedPrecisionPlan("16-mixed")
-    register_plan("counted", plan)
-    run = fit(Regression(), strategy="mp_ddp@counted")
-    assert (plan.applied_steps, plan.skipped_steps) == _counts(run)

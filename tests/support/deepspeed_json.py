@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,17 @@ def anything() -> st.SearchStrategy[dict[str, Any]]:
     )
     block = st.one_of(*(st.dictionaries(st.sampled_from([*table]), scalars, max_size=4) for table in tables))
     return st.dictionaries(names, st.one_of(trees, block), max_size=5)
+
+
+@contextmanager
+def fp16_supported(supported: bool = True) -> Generator[None, None, None]:
+    """DeepSpeed believes of the CPU what it believes of CUDA, or of a CPU without fp16 kernels."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind: Any = type(get_accelerator())
+    before = kind.is_fp16_supported
+    kind.is_fp16_supported = lambda _: supported
+    try:
+        yield
+    finally:
+        kind.is_fp16_supported = before

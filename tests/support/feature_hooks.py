@@ -10,7 +10,6 @@ from torch.optim import SGD, AdamW
 
 from lightning_mp.compat.lightning import callbacks
 from support.features import HIDDEN, Host, Net, feature
-from support.manual import by_closure
 
 # ---------------------------------------------------------------------- gradients, as hooks see them
 
@@ -26,26 +25,6 @@ def clips_in_a_hook(host: Host) -> dict[str, Any]:
     return host.fit(module) | {"norm": module.seen.get("norm")}
 
 
-class _ClipsByHook(Net):
-    def configure_gradient_clipping(self, optimizer: Any, *rest: Any, **kw: Any) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-
-
-@feature
-def clips_in_configure_gradient_clipping(host: Host) -> dict[str, Any]:
-    return host.fit(_ClipsByHook(), gradient_clip_val=1.0)
-
-
-class _ClipsByLightning(Net):
-    def configure_gradient_clipping(self, optimizer: Any, *rest: Any, **kw: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-
-
-@feature
-def clips_by_clip_gradients(host: Host) -> dict[str, Any]:
-    return host.fit(_ClipsByLightning())
-
-
 class _Changes(Net):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():
@@ -56,18 +35,6 @@ class _Changes(Net):
 @feature
 def changes_before_the_step(host: Host) -> dict[str, Any]:
     return host.fit(_Changes())
-
-
-class _ChangesAfterBackward(Net):
-    def on_after_backward(self) -> None:
-        for parameter in self.head.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(3.0)
-
-
-@feature
-def changes_after_backward(host: Host) -> dict[str, Any]:
-    return host.fit(_ChangesAfterBackward())
 
 
 class _Poisons(Net):
@@ -94,17 +61,6 @@ class _LooksAtNorms(Net):
 def logs_grad_norm(host: Host) -> dict[str, Any]:
     module = _LooksAtNorms()
     return host.fit(module) | {"norms": module.seen["norms"]}
-
-
-class _ParameterHook(Net):
-    def configure_optimizers(self) -> Any:
-        self.head.weight.register_hook(lambda gradient: gradient * 3.0)
-        return super().configure_optimizers()
-
-
-@feature
-def tensor_hook_on_a_parameter(host: Host) -> dict[str, Any]:
-    return host.fit(_ParameterHook())
 
 
 class _TiesByHand(Net):
@@ -153,20 +109,6 @@ def a_layer_is_never_used(host: Host) -> dict[str, Any]:
     return host.fit(_Unused(), strategy_options={"ddp": {"find_unused_parameters": True}})
 
 
-class _Sometimes(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = self.mine(batch)
-        hidden = self.backbone(x)
-        if batch_idx % 2:
-            hidden = self.middle(hidden)
-        return (self.head(hidden).float() - y).pow(2).mean()
-
-
-@feature
-def a_layer_is_used_every_other_step(host: Host) -> dict[str, Any]:
-    return host.fit(_Sometimes(), strategy_options={"ddp": {"find_unused_parameters": True}})
-
-
 class _OneRank(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         losses = []
@@ -183,20 +125,6 @@ class _OneRank(Net):
 @feature
 def a_layer_is_used_on_one_rank(host: Host) -> dict[str, Any]:
     return host.fit(_OneRank(), strategy_options={"ddp": {"find_unused_parameters": True}})
-
-
-class _Unfreezes(callbacks.BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.backbone)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=1e-2)
-
-
-@feature
-def unfreezes_in_the_midst(host: Host) -> dict[str, Any]:
-    return host.fit(Net(), callbacks=[_Unfreezes()], max_epochs=3, num_sanity_val_steps=0)
 
 
 @feature
@@ -255,11 +183,6 @@ class _Tied(Net):
 
 
 @feature
-def a_weight_is_used_twice(host: Host) -> dict[str, Any]:
-    return host.fit(_Tied(), strategy_options={"ddp": {"find_unused_parameters": True}})
-
-
-@feature
 def a_pinned_weight_is_read_from_outside(host: Host) -> dict[str, Any]:
     options = {"ddp": {"find_unused_parameters": True}}
     return host.fit(_Tied(), plan_options={"pins": {"table": "fp32"}}, strategy_options=options)
@@ -281,16 +204,6 @@ class _Normed(Net):
 @feature
 def batch_norm(host: Host) -> dict[str, Any]:
     return host.fit(_Normed())
-
-
-@feature
-def batch_norm_of_half_weights(host: Host) -> dict[str, Any]:
-    return host.fit(_Normed(half=True))
-
-
-@feature
-def batch_norm_recomputed(host: Host) -> dict[str, Any]:
-    return host.fit(_Normed(), plan_options={"checkpointing": "middle"})
 
 
 # ---------------------------------------------------------------------- optimizers
@@ -319,17 +232,6 @@ def manual_optimization(host: Host) -> dict[str, Any]:
     return host.fit(_Manual())
 
 
-class _ManualClips(_Manual):
-    def gradients(self, batch: Any, optimizer: Any) -> None:
-        self.manual_backward(self.loss(batch))
-        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-
-
-@feature
-def manual_clips_itself(host: Host) -> dict[str, Any]:
-    return host.fit(_ManualClips())
-
-
 class _ManualAccumulation(_Manual):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
@@ -352,16 +254,6 @@ class _ManualBare(_Manual):
 @feature
 def manual_bare_backward(host: Host) -> dict[str, Any]:
     return host.fit(_ManualBare())
-
-
-class _ManualClosure(_Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        by_closure(self, batch)
-
-
-@feature
-def manual_closure(host: Host) -> dict[str, Any]:
-    return host.fit(_ManualClosure())
 
 
 class _Two(_Manual):

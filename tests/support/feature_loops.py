@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from conformance.optimizers import Lamb
@@ -41,15 +40,6 @@ def an_optimizer_of_some_parameters(host: Host) -> dict[str, Any]:
     return host.fit(Net(make_optimizer=_some))
 
 
-def _differ(parameters: Any) -> AdamW:
-    return AdamW([{"params": parameters[:2], "fused": True}, {"params": parameters[2:]}], lr=1e-2, eps=1e-2)
-
-
-@feature
-def groups_that_differ_in_fused(host: Host) -> dict[str, Any]:
-    return host.fit(Net(make_optimizer=_differ))
-
-
 def _resume(host: Host, first: Any, second: Any, **module: Any) -> dict[str, Any]:
     path = host.folder / "saved.ckpt"
     trainer = host.trainer(max_steps=4)
@@ -67,11 +57,6 @@ def resumed(host: Host) -> dict[str, Any]:
 @feature
 def resumed_with_fused(host: Host) -> dict[str, Any]:
     return _resume(host, partial(AdamW, lr=1e-2, eps=1e-2), partial(AdamW, lr=1e-2, eps=1e-2, fused=True))
-
-
-@feature
-def resumed_with_another_optimizer(host: Host) -> dict[str, Any]:
-    return _resume(host, partial(AdamW, lr=1e-2, eps=1e-2), partial(SGD, lr=1e-2, momentum=0.9))
 
 
 @feature
@@ -136,23 +121,8 @@ def swa(host: Host) -> dict[str, Any]:
 
 
 @feature
-def swa_with_batch_norm(host: Host) -> dict[str, Any]:
-    from support.feature_hooks import _Normed
-
-    return host.fit(_Normed(), callbacks=[_swa()], max_epochs=4)
-
-
-@feature
 def ema(host: Host) -> dict[str, Any]:
     return host.fit(Net(), callbacks=[callbacks.EMAWeightAveraging(decay=0.5)])
-
-
-@feature
-def ema_validated(host: Host) -> dict[str, Any]:
-    module, keep = Net(), Metrics()
-    trainer = host.trainer(callbacks=[callbacks.EMAWeightAveraging(decay=0.5), keep], val_check_interval=4)
-    trainer.fit(module, data(), data(2))
-    return left(trainer, module) | {"metrics": keep.found}
 
 
 @feature
@@ -162,15 +132,6 @@ def ema_resumed(host: Host) -> dict[str, Any]:
     trainer.fit(Net(), data())
     trainer.save_checkpoint(path)
     return host.fit(Net(), ckpt_path=path, callbacks=[callbacks.EMAWeightAveraging(decay=0.5)], max_epochs=2)
-
-
-class Metrics(Callback):
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if not trainer.sanity_checking:
-            self.found.append(float(trainer.callback_metrics["val_loss"]))
 
 
 @feature
@@ -213,29 +174,11 @@ def batch_size_scaler(host: Host) -> dict[str, Any]:
     return left(trainer, module) | {"size": size}
 
 
-@feature
-def combined_loader(host: Host) -> dict[str, Any]:
-    return host.fit(_Combined(), loader=CombinedLoader([data(), data(4)], "max_size_cycle"))
-
-
-class _Combined(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return sum(self.loss(part) for part in batch) / 2
-
-
 def _evaluate(trainer: Any, module: Any) -> dict[str, Any]:
     found = {"validate": trainer.validate(module, data(2), verbose=False)[0]}
     found["test"] = trainer.test(module, data(2), verbose=False)[0]
     found["predict"] = torch.cat(trainer.predict(module, data(2))).float()
     return found
-
-
-@feature
-def evaluated_before_fit(host: Host) -> dict[str, Any]:
-    module, trainer = Net(), host.trainer()
-    found = _evaluate(trainer, module)
-    trainer.fit(module, data())
-    return left(trainer, module) | found
 
 
 @feature
@@ -259,23 +202,6 @@ def fit_twice(host: Host) -> dict[str, Any]:
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, data())
     return left(trainer, module)
-
-
-@feature
-def fit_twice_with_new_trainers(host: Host) -> dict[str, Any]:
-    module = Net()
-    host.trainer().fit(module, data())
-    trainer = host.trainer()
-    trainer.fit(module, data())
-    return left(trainer, module)
-
-
-@feature
-def one_plan_two_trainers(host: Host) -> dict[str, Any]:
-    plan = host.plan()
-    one = host.fit(Net(), plan=plan)
-    other = host.fit(Net(), plan=plan)
-    return {"one": one, "other": other}
 
 
 @feature

@@ -23,7 +23,7 @@ from support.running import trainer as quiet_trainer
 
 FEATURES, HIDDEN, ROWS, STEPS, RATE = 16, 32, 8, 8, 2e-2
 #: what is refused in another exception says so: this package's faults in a step, and Lightning
-REFUSING = ("Allowed:", "does not support", "not supported", "only supports", "which is None here")
+REFUSING = ("with ZeRO", "does not support", "not supported", "only supports", "which is None here")
 
 
 def data(steps: int = STEPS, rows: int = ROWS) -> DataLoader[Any]:

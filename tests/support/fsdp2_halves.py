@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from support import hf
 from support.collectives import Moved
-from support.models import FEATURES, batches
+from support.models import FEATURES
 from support.oracles import plan_for
 from support.running import fit
-from support.sharded import OPTIMIZERS, Both, Ranked, ddp, fsdp2, refused, trained, whole
+from support.sharded import OPTIMIZERS, Both, Ranked, ddp, fsdp2, refused, trained
 
 VOCABULARY, WIDTH, LAYERS = 251, 64, 3
 
@@ -186,82 +186,6 @@ class AskingMany(Many):
             self.net = nn.Sequential(Asking(), Asking(), nn.Linear(FEATURES, 1))
 
 
-class Lora(LightningModule):
-    """A Llama with peft's adapters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = hf.llama(lora=True)
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = hf.loss_of(self.model, (batch + self.global_rank) % hf.VOCABULARY)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS["adamw"]([p for p in self.parameters() if p.requires_grad])
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """One weight that FSDP2 leaves whole, which nothing trains."""
-
-    def run(self) -> dict[str, Any]:
-        def make() -> Ranked:
-            module = Many()
-            module.net[0].up.requires_grad_(False)
-            return module
-
-        module = make()
-        ignored = set(module.net[0].up.parameters())
-        return {
-            "ddp": trained("bf16-mixed", ddp(), make()),
-            "sharded": trained("bf16-mixed", fsdp2(wrap=Kinds, ignored_params=ignored), module),
-            "whole": [name for name, p in module.named_parameters() if not hasattr(p, "to_local")],
-        }
-
-
-class _Assign(Callback):
-    """After the second step, the state dict is loaded by assignment, doubled."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            state = pl_module.state_dict()
-            assign = hasattr(next(pl_module.parameters()), "to_local")
-            pl_module.load_state_dict({key: value.detach().clone() * 2 for key, value in state.items()}, assign=assign)
-            if assign:  # an optimizer goes on with what it was given
-                trainer.optimizers[0].param_groups[0]["params"][:] = list(pl_module.parameters())
-
-
-@dataclass(frozen=True)
-class Assigned:
-    """``load_state_dict(assign=True)`` between two steps."""
-
-    def run(self) -> dict[str, Any]:
-        run = partial(trained, "16-mixed", callbacks=[_Assign()])
-        return {
-            "ddp": run(ddp(), Many(optimizer="sgd")),
-            "sharded": run(fsdp2(wrap=Kinds), Many(optimizer="sgd")),
-        }
-
-
-@dataclass(frozen=True)
-class Afterwards:
-    """The module is its user's again: without autocast it computes with the fp32 weights."""
-
-    def run(self) -> dict[str, Any]:
-        module = Many()
-        fit(module, plugins=[plan_for("bf16-mixed")], **fsdp2(wrap=Kinds))
-        x = next(iter(batches()))[0]
-        with torch.no_grad():
-            out = module.net[0](x)
-        alone = Many()
-        alone.load_state_dict(whole(module), strict=False)  # tied: named once
-        with torch.no_grad():
-            return {"same": torch.equal(out, alone.net[0](x)), "dtype": out.dtype}
-
-
 @dataclass(frozen=True)
 class Read:
     """What is said of a weight that the step reads."""
@@ -272,20 +196,13 @@ class Read:
 
 KINDS = {"wrap": Kinds}
 HEAD = {"pins": {"net.2": "fp32"}}
-LORA = {"data": hf.token_batches()}
 EQUAL: dict[str, Any] = {
     "bf16": Both("bf16-mixed", Many, {}, KINDS),
-    "16 with skips": Both("16-mixed", partial(Many, bad=(2, 5)), {}, KINDS),
+    "16 with skips, checkpointed": Both("16-mixed", partial(Many, bad=(2, 5)), {"checkpointing": "Kinds"}, KINDS),
     "weights asked for no value": Both("bf16-mixed", AskingMany, {}, KINDS),
-    "checkpointed": Both("16-mixed", Many, {"checkpointing": "Kinds"}, KINDS),
     "pinned linears": Both("bf16-mixed", Many, {"pins": {"down": "fp32", "net.2": "bf16"}}, KINDS),
     "a penalty on a pinned weight": Both("16-mixed", Penalised, HEAD, KINDS),
-    "resharded to fewer": Both("bf16-mixed", Many, {}, {**KINDS, "reshard_after_forward": 1}),
     "offloaded": Both("16-mixed", Many, {}, {**KINDS, "cpu_offload": True}),
-    "replicas": Both("16-mixed", Many, {}, {**KINDS, "device_mesh": (2, 1)}),
     "replicas, accumulated": Both("16-mixed", Many, {"accumulate_grad_batches": 3}, {**KINDS, "device_mesh": (2, 1)}),
     "all in the root": Both("bf16-mixed", Many, {}, {"wrap": None}),
-    "adapters": Both("bf16-mixed", Lora, LORA, {"wrap": None}),
-    "ignored": Ignored(),
-    "assigned": Assigned(),
 }

@@ -125,20 +125,6 @@ class Tied(nn.Module):
         return self.second(self.first(x).relu()) * self.scale + self.shift
 
 
-class Forgotten(nn.Module):
-    """Its reset leaves one parameter out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.left = nn.Parameter(torch.empty(FEATURES)), nn.Parameter(torch.zeros(FEATURES))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight + self.left
-
-
 class Bare(nn.Module):
     """Nothing says how to initialise it."""
 
@@ -148,22 +134,6 @@ class Bare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
-
-
-class Initialises(nn.Module):
-    """Initialises its modules as nanoGPT does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.LayerNorm(FEATURES), nn.BatchNorm1d(FEATURES))
-        self.apply(self._init_weights)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.constant_(module.weight, 0.125)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
 
 
 class Late(Ranked):
@@ -197,8 +167,8 @@ def _start_and_train(module: LightningModule, mode: str, **options: Any) -> dict
     return {**result, "start": start, "meta": [n for n, p in module.named_parameters() if p.is_meta]}
 
 
-META_LAYERS = {"net": Net, "tied": Tied, "nanogpt": Initialises}
-META_WRAP = {"net": "Linear", "tied": "Tied", "nanogpt": "LayerNorm"}
+META_LAYERS = {"net": Net, "tied": Tied}
+META_WRAP = {"net": "Linear", "tied": "Tied"}
 
 
 @dataclass(frozen=True)
@@ -255,19 +225,6 @@ class CannotMake:
 
 
 # ------------------------------------------------------------------ starts and dtypes
-
-
-@dataclass(frozen=True)
-class DifferentStarts:
-    """Ranks that start from different weights and buffers."""
-
-    def run(self) -> dict[str, Any]:
-        module = Ranked()
-        module.register_buffer("count", torch.full((3,), rank()))
-        start = whole(module)
-        for parameter in module.parameters():
-            parameter.data.add_(rank())
-        return {"first": start, **trained("32-true", fsdp2(), module, limit_train_batches=0)}
 
 
 @dataclass(frozen=True)
@@ -374,24 +331,13 @@ def _written(net: Any, x: Tensor) -> Tensor:
     return zeros.sum()
 
 
-def _gradient_penalty(net: Any, x: Tensor) -> Tensor:
-    x = x.clone().requires_grad_()
-    return torch.autograd.grad(net(x).sum(), x, create_graph=True)[0].pow(2).sum()
-
-
 WAYS: dict[str, Callable[[], Any]] = {
     "penalty": lambda: _fitted(Reads(lambda net, x: net[0].weight.float().pow(2).sum()), fsdp2(wrap="Linear")),
     "written": lambda: _fitted(Reads(_written), fsdp2(wrap="Linear")),
-    "detached": lambda: _fitted(Reads(lambda net, x: (x * net[0].weight[0].detach()).sum()), fsdp2(wrap="Linear")),
-    "gradient penalty": lambda: _fitted(Reads(_gradient_penalty), fsdp2(wrap="Linear")),
     "weights": lambda: _fitted(Unfit(), fsdp2()),
     "no plan": lambda: fit(Ranked(), plugins=[HalfPrecision("bf16-true")], **fsdp2()),
     "wrap": lambda: _fitted(Ranked(), fsdp2(wrap="Lineal")),
-    "wrap class": lambda: _fitted(Ranked(), fsdp2(wrap=[nn.Linear, nn.Bilinear])),
-    "wrap empty": lambda: _fitted(Ranked(), fsdp2(wrap="ReLU")),
     "mesh": lambda: _fitted(Ranked(), fsdp2(device_mesh=(2, 2))),
-    "sizes": lambda: _fitted(Ranked(), fsdp2(data_parallel_size=3)),
-    "tensor": lambda: _fitted(Ranked(), fsdp2(tensor_parallel=3)),
     "tied pin": lambda: _fitted(
         Language("tied llama"), fsdp2(wrap=None), hf.token_batches(), "16-mixed", pins={"lm_head": "bf16"}
     ),

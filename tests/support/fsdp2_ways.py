@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from support.manual import Pair
-from support.models import InfiniteGradient, batches
+from support.models import batches
 from support.oracles import plan_for
-from support.running import fit, trainer
-from support.sharded import BAD_RANK, HOSTS, OPTIMIZERS, PINS, Ranked, ddp, fsdp2, full, trained, whole
+from support.running import trainer
+from support.sharded import HOSTS, PINS, Ranked, ddp, full, whole
 
 
 class Direct(Ranked):
@@ -57,23 +55,6 @@ class Parts(Ranked):
         return (hidden.float().sum(1, keepdim=True) - y).pow(2).mean() + penalty
 
 
-class Returns(Ranked):
-    """``training_step`` returns more than the loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return {"loss": loss, "more": [loss.detach() * 2]}
-
-
-class Frozen(Ranked):
-    """LoRA-like: the first layer and one bias are frozen."""
-
-    def __init__(self) -> None:
-        super().__init__(optimizer="groups")
-        self.net[0].requires_grad_(False)
-        self.net[1].bias.requires_grad_(False)
-
-
 class Attends(Ranked):
     """Torch's own attention layer, whose parent reads its children's weights, and which has a fast path in eval."""
 
@@ -88,73 +69,6 @@ class Attends(Ranked):
         x, y = batch
         out = self.net((x * self.factor()).view(2, 4, 16))
         return (out.float().view(-1, 1) - y).pow(2).mean()
-
-
-# ------------------------------------------------------------------ by hand
-
-
-def _turns(module: Any, batch: Any, batch_idx: int) -> None:
-    """As in a GAN: step one, run forward again, step the other."""
-    first, second = module.optimizers()
-    data = (batch[0] * module.factor(), batch[1])
-    for optimizer, index in ((first, 0), (second, 1)):
-        optimizer.zero_grad()
-        module.manual_backward(module.losses_of(data, batch_idx)[index])
-        module.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-        module.look()
-        optimizer.step()
-
-
-def _together(module: Any, batch: Any, batch_idx: int) -> None:
-    """Two backward passes, then both steps."""
-    first, second = module.optimizers()
-    one, other = module.losses_of((batch[0] * module.factor(), batch[1]), batch_idx)
-    first.zero_grad()
-    second.zero_grad()
-    module.manual_backward(one)
-    module.manual_backward(other)
-    module.look()
-    first.step()
-    second.step()
-
-
-class Players(Pair):
-    """Two nets, each rank with its own data; chosen nets overflow on one rank."""
-
-    def __init__(self, how: str, bad: dict[int, str], optimizer: str) -> None:
-        super().__init__({"turns": _turns, "together": _together}[how], None, OPTIMIZERS[optimizer])
-        self.bad = bad
-
-    def factor(self) -> int:
-        return 1 + self.global_rank
-
-    def losses_of(self, batch: Any, batch_idx: int) -> tuple[Tensor, Tensor]:
-        x, y = batch
-        bad = self.bad.get(batch_idx, "") if self.global_rank == BAD_RANK else ""
-        outs = {"net": self.net(x), "other": self.other(x)}
-        one, other = (InfiniteGradient.apply(out) if name in bad else out for name, out in outs.items())
-        return (one.float() - y).pow(2).mean(), (other.float() - y).abs().mean()
-
-    def look(self) -> None:
-        self.true.append({name: full(p.grad) for name, p in self.named_parameters() if p.grad is not None})
-
-
-@dataclass(frozen=True)
-class ByHand:
-    """Manual optimization under both."""
-
-    how: str
-    mode: str
-    overflows: dict[int, str]
-    wrap: str | None
-    optimizer: str
-
-    def run(self) -> dict[str, Any]:
-        found = {}
-        for name, host in (("ddp", ddp(find_unused_parameters=True)), ("sharded", fsdp2(wrap=self.wrap))):
-            module = Players(self.how, self.overflows, self.optimizer)
-            found[name] = {**trained(self.mode, host, module, pins=PINS), "true": module.true}
-        return found
 
 
 # ------------------------------------------------------------------ several runs
@@ -201,64 +115,3 @@ class Again:
 
 def _fails(batch: Any, batch_idx: int) -> Any:
     raise KeyError("planned")
-
-
-@dataclass(frozen=True)
-class TestedAlone:
-    """A module that reads shapes is trained, saved, tested; then another with its weights, by the same Trainer."""
-
-    __test__ = False
-    folder: Path
-
-    def run(self) -> dict[str, Any]:
-        first, other = Shapes(), Shapes()
-        runner = fit(first, plugins=[plan_for("32-true")], **fsdp2())
-        runner.save_checkpoint(self.folder)
-        runner.test(first, batches(), verbose=False)
-        runner.test(other, batches(), ckpt_path=self.folder, verbose=False)
-        return {"trained": first.validated, "other": other.validated}
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a run left on the module, and what a second plan without pins left of those."""
-
-    def run(self) -> dict[str, Any]:
-        module = Ranked()
-
-        def marked(name: str) -> list[str]:
-            return [where for where, part in module.named_modules() if name in part.__dict__]
-
-        fit(module, plugins=[plan_for("bf16-mixed", pins=PINS, checkpointing="Linear")], **fsdp2())
-        hooks = [name for name, part in module.named_modules() if len(part._forward_pre_hooks) > 1]
-        left = {"checkpointed": marked("_lmp_checkpoint"), "hooks": hooks, "pinned": marked("_lmp_pin")}
-        fit(module, plugins=[plan_for("bf16-mixed")], **fsdp2())
-        return {**left, "still": marked("_lmp_pin"), "forward": "forward" in module.__dict__}
-
-
-class Averaged(Ranked):
-    """Swaps in other weights while it is validated, as a moving average does."""
-
-    def on_validation_start(self) -> None:
-        self.kept = [parameter.detach().clone() for parameter in self.parameters()]
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.mul_(0.5)
-
-    def on_validation_end(self) -> None:
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters(), self.kept, strict=True):
-                parameter.copy_(value)
-
-
-@dataclass(frozen=True)
-class ValidatedOnOthers:
-    """Validation on other weights in the middle of training."""
-
-    def run(self) -> dict[str, Any]:
-        found = {}
-        for name, host in (("ddp", ddp()), ("sharded", fsdp2(wrap="LayerNorm"))):
-            module, runner = Averaged(), trainer(plugins=[plan_for("bf16-mixed")], val_check_interval=2, **host)
-            runner.fit(module, batches(), batches())
-            found[name] = {"weights": whole(module), "validated": module.validated, "losses": module.losses}
-        return found

@@ -19,9 +19,8 @@ from lightning_mp.callbacks import PrecisionAudit
 from lightning_mp.cli.train import run as train
 from lightning_mp.demo.language_model import CausalLM
 from lightning_mp.errors import LossScaleError
-from support.deepspeed_json import WHOLE_FP16
+from support.deepspeed_json import WHOLE_FP16, fp16_supported
 from support.models import InfiniteGradient
-from support.zero import fp16_supported
 
 #: added to every run: a short text, and the callback that looks instead of those that write
 LOOKING = (

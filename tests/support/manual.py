@@ -43,19 +43,6 @@ def in_turn(module: Any, batch: Any, batch_idx: int) -> None:
         optimizer.step()
 
 
-def by_closure(module: Any, batch: Any) -> None:
-    """A step that evaluates its loss itself."""
-    optimizer = module.optimizers()
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = module.loss(batch)
-        module.manual_backward(loss)
-        return loss
-
-    optimizer.step(closure)
-
-
 class Pair(Manual):
     """Two nets with an optimizer each, as in a GAN; ``overflow`` maps a batch to the nets that overflow in it."""
 

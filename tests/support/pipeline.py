@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,14 +107,6 @@ class OnMeta(Staged):
             super().build()
 
 
-class Normed(Staged):
-    """A batch norm in the second block: its statistics are those of micro-batches."""
-
-    def build(self) -> None:
-        super().build()
-        self.blocks[2].norm = nn.BatchNorm1d(WIDTH)
-
-
 class Llama(Staged):
     """transformers' Llama, which is cut without its help."""
 
@@ -152,7 +143,6 @@ class GPT2(Llama):
 
 MODULES: dict[str, type[Staged]] = {
     "blocks": Staged,
-    "batch norm": Normed,
     "meta": OnMeta,
     "llama": Llama,
     "gpt2": GPT2,
@@ -297,8 +287,3 @@ def equal(fit: Fit, ranks: Ranks) -> dict[str, Any]:
     assert all(math.isclose(loss, alone["metrics"]["val_loss"], rel_tol=OF_A_MEAN) for loss in losses)
     assert len(set(losses)) == 1
     return alone
-
-
-def path(folder: Path, name: str) -> str:
-    """A place for a checkpoint that every rank finds."""
-    return str(folder / name)

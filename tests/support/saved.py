@@ -13,8 +13,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mp.compat.deepspeed import full_master
-from lightning_mp.modules.half_copies import HalfCopy
 from support import language, sharded_hosts
 from support.models import FEATURES
 from support.running import fit
@@ -154,8 +152,6 @@ def _own(name: str) -> str:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, HalfCopy):
-        return full_master(tensor)
     tensor = tensor.detach()
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 

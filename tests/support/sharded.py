@@ -22,8 +22,6 @@ from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_mp import NonFiniteError, PlanError
-from lightning_mp.compat.deepspeed import full_master
-from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.modules.patterns import plain_name
 from support import hf
 from support.models import FEATURES, InfiniteGradient, Regression
@@ -87,7 +85,16 @@ def fsdp2(**options: Any) -> dict[str, Any]:
     return on(PlanFSDP2Strategy(**WAIT, **{"wrap": "Linear", **options}))
 
 
+def zero(stage: str, **options: Any) -> dict[str, Any]:
+    """Under a stage of ZeRO."""
+    from lightning_mp.strategies import registry
+
+    return on(registry.build(f"deepspeed_zero{stage}", None, {"timeout": WAIT["timeout"], **options}))
+
+
+STAGES = ("1", "2", "3", "2_offload", "3_offload")
 HOSTS: dict[str, Callable[..., dict[str, Any]]] = {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2}
+HOSTS |= {f"zero{stage}": partial(zero, stage) for stage in STAGES}
 
 
 class Ranked(Regression):
@@ -196,9 +203,7 @@ class Readings(Callback):
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor, of a half copy of its master; every rank calls it."""
-    if isinstance(tensor, HalfCopy):
-        return full_master(tensor)
+    """A copy of the whole tensor; every rank calls it."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 

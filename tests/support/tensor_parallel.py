@@ -20,7 +20,7 @@ from support import hf
 from support.models import FEATURES, InfiniteGradient, Regression
 from support.oracles import plan_for
 from support.running import fit
-from support.sharded import BAD_RANK, OPTIMIZERS, RefusedWay, fsdp2, full, rank, trained, whole
+from support.sharded import BAD_RANK, OPTIMIZERS, RefusedWay, fsdp2, rank, trained, whole
 
 PINS = {"*norm*": "fp32"}
 MLP_PLAN = {"up": "colwise", "down": "rowwise"}
@@ -81,10 +81,10 @@ def _llama() -> nn.Module:
 class Mlp(Shared):
     """Plain modules, and a parameter of the LightningModule's own where ``gain`` says so."""
 
-    def __init__(self, gain: bool = False, width: int = 24, **options: Any) -> None:
+    def __init__(self, gain: bool = False, **options: Any) -> None:
         super().__init__(**options)
         torch.manual_seed(0)
-        self.norm, self.up, self.down = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, width), nn.Linear(width, 1)
+        self.norm, self.up, self.down = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 24), nn.Linear(24, 1)
         self.gain = nn.Parameter(torch.ones(3)) if gain else None
 
     def loss_of(self, batch: Any, share: int) -> Tensor:
@@ -170,41 +170,6 @@ class Given:
         return {"rows": module.rows, "drawn": module.drawn}
 
 
-@dataclass(frozen=True)
-class Norms:
-    """The global norm over gradients on whatever meshes, and that of the same gradients put together."""
-
-    strategy: dict[str, Any]
-    seed: int
-
-    def run(self) -> dict[str, float]:
-        found, seed = dict[str, float](), self.seed
-
-        class Compared(Mlp):
-            def on_before_optimizer_step(self, optimizer: Any) -> None:
-                generator = torch.Generator().manual_seed(seed)
-                for parameter in self.parameters():
-                    numbers = torch.randn(parameter.shape, generator=generator) * 10.0 ** (seed % 5 - 2)
-                    parameter.grad = _cut_as(parameter, numbers)
-                found["whole"] = _norm(self)
-
-        module = Compared(gain=True)
-        host = fsdp2(**{"wrap": "Linear", **self.strategy})
-        seen = trained("32-true", host, module, gradient_clip_val=0.5, limit_train_batches=1)
-        return {**found, "taken": seen["norms"][0], "clipped": _norm(module)}
-
-
-def _norm(module: nn.Module) -> float:
-    gradients = [full(p.grad).flatten().double() for p in module.parameters() if p.grad is not None]
-    return torch.cat(gradients).norm().item() if gradients else -1.0
-
-
-def _cut_as(parameter: Any, numbers: Tensor) -> Tensor:
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(numbers, parameter.device_mesh, parameter.placements)
-
-
 def _fitted(module: Shared, **strategy: Any) -> Any:
     return fit(module, plugins=[plan_for("bf16-mixed")], data=_data(module), **fsdp2(**strategy))
 
@@ -212,8 +177,6 @@ def _fitted(module: Shared, **strategy: Any) -> Any:
 _WHOLE_HEAD = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
 WAYS: dict[str, Callable[[], Any]] = {
     "no plan": lambda: _fitted(Mlp(), tensor_parallel=2),
-    "features": lambda: _fitted(Mlp(width=25), tensor_parallel=2, tp_plan=MLP_PLAN),
-    "heads": lambda: _fitted(Language(), wrap=None, tensor_parallel=4),
     "style": lambda: _fitted(Mlp(), tensor_parallel=2, tp_plan={"up": "colwize", "dawn": "rowwise"}),
     "norm": lambda: _fitted(Mlp(), tensor_parallel=2, tp_plan={"norm": "colwise"}),
     "ties": lambda: _fitted(Language("tied llama"), wrap=None, tensor_parallel=2, tp_plan=_WHOLE_HEAD),

@@ -17,7 +17,6 @@ from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward
 from lightning_mp.compat.torchao import held_dtype, product_node
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.fp8 import is_converted
-from lightning_mp.modules.half_copies import HalfCopy, stored_dtype
 from lightning_mp.monitor.side_run import around_passes
 from lightning_mp.numerics.device import has_tf32
 from lightning_mp.numerics.dtypes import dtype_name, left_alone
@@ -195,7 +194,7 @@ class Watch(TorchDispatchMode):
                 self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
             for parameter in module.parameters(recurse=False) if self._gradient_hooks else ():
                 if parameter.requires_grad:
-                    note = partial(self._note_gradient, name, isinstance(parameter, HalfCopy))
+                    note = partial(self._note_gradient, name)
                     self._undo.callback(parameter.register_hook(note).remove)
         if trainer is not None:
             self._undo.callback(around_passes(trainer, lambda: self))
@@ -262,9 +261,8 @@ class Watch(TorchDispatchMode):
     def _computes(self, name: str | None, *_: Any) -> None:
         self._backward_of = name
 
-    def _note_gradient(self, name: str, copy: bool, gradient: Tensor) -> None:
-        # A half copy's is what a product handed on, and is added to others in fp32 only.
-        self.seen[name].grad.add(dtype_name(torch.float32 if copy else gradient.dtype))
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        self.seen[name].grad.add(dtype_name(gradient.dtype))
 
     def attribute_reductions(self) -> None:
         """Tell what was reduced of each module's gradients: they travel in buckets, without names.
@@ -285,11 +283,11 @@ def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Modul
             sharded = hasattr(parameter, "to_local")
             # bitsandbytes casts the frozen bias of a quantized weight itself
             own = id(parameter) in quantized or (quantized and not parameter.requires_grad)
-            if (own and not isinstance(parameter, HalfCopy)) or not parameter.is_floating_point():
+            if own or not parameter.is_floating_point():
                 kind = one.special
             else:
                 kind = one.trained if parameter.requires_grad else one.frozen
-            kind.add(dtype_name(stored_dtype(parameter)))
+            kind.add(dtype_name(parameter.dtype))
             one.sharded |= sharded
             one.state |= states.get(id(parameter), set())
 

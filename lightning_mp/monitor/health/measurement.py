@@ -22,7 +22,6 @@ from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Tr
 from lightning_mp.compat.torch import takes_flag
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.sharded import flat_groups
-from lightning_mp.modules.half_copies import HalfCopy
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.monitor import metric_names
@@ -226,8 +225,6 @@ class Layout:
         """This rank's shard of ``parameter``."""
         if self.zero and compat.is_partitioned(parameter):
             return Shard(compat.local_part(parameter), _everyone())
-        if isinstance(parameter, HalfCopy):
-            return Shard(compat.master_part(parameter), _everyone())
         if is_remote(parameter):
             return Shard(parameter.new_empty(0), self._groups(parameter))
         shard = local(parameter)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from lightning_mp.compat.deepspeed import gather_as, reduce_as_stored
 from lightning_mp.compat.lightning import ForwardRedirection
 from lightning_mp.compat.torch import load_own_tensors
 from lightning_mp.modules import half_weights
-from lightning_mp.modules.half_copies import Run
 from lightning_mp.numerics.dtypes import to_torch
 
 
@@ -22,8 +20,6 @@ class InsideEngine(ForwardRedirection):
 
     def __init__(self, plan: Any) -> None:
         self._plan = plan
-        #: half copies of the weights, if there are any
-        self.copies: Run | None = None
 
     def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the method as the forward of ``wrapper_module``; the module's own forward is back before it runs."""
@@ -36,7 +32,7 @@ class InsideEngine(ForwardRedirection):
 
         def step(*inner: Any, **named: Any) -> Any:
             bring_back()
-            with self._plan.forward_context(), nullcontext() if self.copies is None else self.copies.step():
+            with self._plan.forward_context():
                 return getattr(original_module, method_name)(*inner, **named)
 
         original_module.forward = step

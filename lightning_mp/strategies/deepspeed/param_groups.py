@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat.torch import INNER_SCHEDULERS
-from lightning_mp.modules.half_copies import HalfCopy
 
 #: how the names end of a scheduler's lists that hold an entry a group (torch's own, and what others call theirs)
 _PER_GROUP = ("lr", "lrs", "lambdas", "momentums")
@@ -19,35 +18,25 @@ _PER_GROUP = ("lr", "lrs", "lambdas", "momentums")
 def by_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Trained parameters in lists of one dtype, fp32 first; frozen ones, which are not flattened, end the first list.
 
-    DeepSpeed takes the first parameter's dtype for that of the engine. Half copies, whose masters are fp32, have lists
-    of their own, and come last.
+    DeepSpeed takes the first parameter's dtype for that of the engine.
     """
     everything = list(parameters)
     trained = [parameter for parameter in everything if parameter.requires_grad]
     frozen = [parameter for parameter in everything if not parameter.requires_grad]
-    kinds = sorted(dict.fromkeys(map(_kind, trained)), key=lambda kind: (kind[0], kind[1] != torch.float32))
-    lists = [[parameter for parameter in trained if _kind(parameter) == kind] for kind in kinds] or [[]]
+    dtypes = sorted({parameter.dtype for parameter in trained}, key=lambda dtype: (dtype != torch.float32, str(dtype)))
+    lists = [[parameter for parameter in trained if parameter.dtype == dtype] for dtype in dtypes] or [[]]
     lists[0] += frozen
     return lists
-
-
-def _kind(parameter: Tensor) -> tuple[bool, torch.dtype]:
-    return isinstance(parameter, HalfCopy), parameter.dtype
 
 
 def split_by_dtype(optimizer: Optimizer, scheduler: Any) -> list[int]:
     """Split groups that hold several dtypes, in place; for each new group, the index of the one it came from.
 
-    A group whose trained parameters are fp32 comes first, one with none to train last; half copies change no group's
-    place. A scheduler's lists of one entry a group follow.
+    A group whose trained parameters are fp32 comes first, one with none to train last. A scheduler's lists of one entry
+    a group follow.
     """
     split = [by_dtype(cast("list[Tensor]", group["params"])) for group in optimizer.param_groups]
-    fp32_first = _rank(split[0][0], keeps=False) == 0
-    pieces = [
-        (_rank(members, keeps=fp32_first and members is lists[0]), index, members)
-        for index, lists in enumerate(split)
-        for members in lists
-    ]
+    pieces = [(_rank(members), index, members) for index, lists in enumerate(split) for members in lists]
     pieces.sort(key=lambda piece: piece[0])  # stable
     came_from = [index for _, index, _ in pieces]
     old = len(optimizer.param_groups)
@@ -61,11 +50,10 @@ def split_by_dtype(optimizer: Optimizer, scheduler: Any) -> list[int]:
     return came_from
 
 
-def _rank(members: Sequence[Tensor], *, keeps: bool) -> int:
-    """Where a list stands; ``keeps``: one of half copies at its group's place."""
+def _rank(members: Sequence[Tensor]) -> int:
     if not members or not members[0].requires_grad:
         return 2
-    return int(members[0].dtype != torch.float32 and not (keeps and isinstance(members[0], HalfCopy)))
+    return int(members[0].dtype != torch.float32)
 
 
 def regroup(state: dict[str, Any], size: int, came_from: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -14,16 +15,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import is_remote_path, without_file_protocol
+from lightning_mp.checkpoints.formats import without_file_protocol
 from lightning_mp.checkpoints.zero import loads_alike, resumable
+from lightning_mp.compat.checks import require_versions
 from lightning_mp.compat.deepspeed import (
     FunctionalLinear,
-    accumulate_apart,
     casts_left_out,
     forget_gradients,
     halve_masters,
     note_hooks,
-    refresh_masters,
     remove_old_hooks,
     trained_names,
 )
@@ -44,17 +44,15 @@ from lightning_mp.deepspeed_config import merge
 from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.zero import ZeroEngine
-from lightning_mp.errors import Fault, Faults, PlanError
-from lightning_mp.modules.half_copies import HalfCopy
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError
+from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import unfit
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
-from lightning_mp.strategies.deepspeed.checks import check_storage, check_world_size, require_deepspeed
 from lightning_mp.strategies.deepspeed.forward import InsideEngine, gather_halves, load_full_state
 from lightning_mp.strategies.deepspeed.param_groups import by_dtype, regroup, split_by_dtype
-from lightning_mp.strategies.deepspeed.shadow_weights import ShadowWeights
 
 Json = Mapping[str, Any] | str | PathLike[str]
 
@@ -67,7 +65,6 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         offload_optimizer: keep optimizer state on the CPU.
         offload_parameters: keep parameters on the CPU (stage 3).
         config: a DeepSpeed JSON (a mapping or a path) to merge; what contradicts plan or Trainer is refused.
-        half_copies: in stages 1 and 2, bf16/fp16 shadow weights where autocast alone computes with them.
         policy: what the JSON is checked against at once; else it is checked when the run starts.
         host: further keywords of Lightning's ``DeepSpeedStrategy``.
 
@@ -86,11 +83,10 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         config: Json | None = None,
-        half_copies: bool = True,
         policy: PrecisionPolicy | None = None,
         **host: Any,
     ) -> None:
-        require_deepspeed()
+        _require_deepspeed()
         if config is None:
             config = os.environ.get(self.DEEPSPEED_ENV_VAR)  # Lightning's own place for it
         if host.get("zero_optimization") is False:
@@ -105,9 +101,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         self._came_from: list[int] = []
         self._groups_before = 0
         self._linear = FunctionalLinear()
-        self.half_copies = half_copies
-        self._shadows: ShadowWeights | None = None
-        self._accumulated, self._failed = False, False
+        self._accumulated = False
         if policy is not None and policy.precision != "auto":
             self.config = self._composed(policy)
 
@@ -169,10 +163,9 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         if is_overridden("backward", lightning_module, LightningModule):
             faults.add(
                 "LightningModule.backward overridden with ZeRO",
-                "DeepSpeed's own backward, which reduces and partitions as gradients come",
                 "move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
             )
-        check_storage(engine.policy, engine.pin_map, module, self._stage, any(self._offloads), faults)
+        _check_storage(engine.policy, engine.pin_map, module, self._stage, any(self._offloads), faults)
         unfit.refuse_with_zero(module, self._stage, faults)
         try:
             composed = self._composed(engine.policy)
@@ -219,9 +212,6 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         step = cast("ZeroEngine", plan_of(self).engine)
         if optimizer is not None:
             self._check_optimizer(step, optimizer, lr_scheduler)
-            if self.half_copies and self._stage < 3 and not any(self._offloads):
-                self._shadows, self._failed = ShadowWeights(), False
-                self._shadows.install(model, plan_of(self), optimizer)
             self._groups_before = len(optimizer.param_groups)
             self._came_from = split_by_dtype(optimizer, lr_scheduler)
         step.hand_over()
@@ -229,10 +219,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         groups = [{"params": members} for members in trained]
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
         if self._stage < 3:
-            halve_masters(zero, HALF, except_of=HalfCopy)  # the policy's optimizer state is half precision too
-        if self._shadows is not None:
-            self._shadows.connect(zero)
-            cast("InsideEngine", self._forward_redirection).copies = self._shadows.run
+            halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
         step.came_from = self._came_from
         return engine, zero
 
@@ -287,7 +274,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         if policy.precision == "auto":
             fault = Fault(
                 "precision='auto' with configure_model() under ZeRO-3, which partitions weights as they are made",
-                "a precision that says what is stored",
+                "",
                 "write precision='bf16-mixed', or make the model in __init__",
             )
             raise PlanError([fault], "strategy")
@@ -300,18 +287,9 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         with deepspeed.zero.Init(remote_device=self.remote_device, config_dict_or_path=config):
             yield
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Other ranks may not come to the end of the run."""
-        self._failed = True
-        super().on_exception(exception)
-
     def teardown(self) -> None:
         """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
         self._linear.restore()
-        module = self.lightning_module
-        if self._shadows is not None and module is not None:
-            self._shadows.restore(failed=self._failed)
-            self._shadows = None
         super().teardown()
 
     # ------------------------------------------------------------------ the step
@@ -325,8 +303,6 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
             forget_gradients(self.deepspeed_engine.optimizer)  # of a window that an epoch left out in its midst
             self._accumulated = False
         self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulating)
-        if self._shadows is not None and self._stage == 1:
-            accumulate_apart(self.deepspeed_engine.optimizer, on=accumulating or self._accumulated)
         self._accumulated = accumulating
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -349,7 +325,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         if "averaging_state" in checkpoint:
             fault = Fault(
                 "a checkpoint of averaged weights with ZeRO, which saves those that are trained alone",
-                "checkpoints without WeightAveraging",
+                "",
                 "remove the callback, or use strategy='mp_ddp'",
             )
             raise RuntimeError(str(fault))
@@ -360,18 +336,12 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder that ranks of the same stage wrote with everything, all else without optimizer state.
+        """Load a folder that as many ranks of the same stage wrote with everything, all else without optimizer state.
 
         Raises:
-            CheckpointFormatError: no checkpoint; a ZeRO run that another number of processes is to resume.
+            CheckpointFormatError: no checkpoint.
         """
         path = without_file_protocol(self.broadcast(checkpoint_path))
-        if (
-            not is_remote_path(path)
-            and self.lightning_module is not None
-            and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        ):
-            check_world_size(Path(path), self.world_size)
         with self._optimizers_while_fitting():
             checkpoint = super().load_checkpoint(path, weights_only=weights_only)
             cast("ZeroEngine", plan_of(self).engine).override_zero_settings()
@@ -385,7 +355,7 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         alike = super().reads(path) and resumable(Path(path), self._stage, self.world_size)
         module = cast("nn.Module", self.lightning_module)
         groups = [group for zero in self.optimizers for group in trained_names(zero, module)] if self._stage < 3 else []
-        return alike and (self._stage == 3 or loads_alike(Path(path), groups))
+        return alike and (not groups or loads_alike(Path(path), groups))
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Load whole weights into the partitions."""
@@ -399,7 +369,38 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         else:
             load_full_state(module, state, strict=module.strict_loading)
         for zero in self.optimizers:
-            refresh_masters(zero, except_of=HalfCopy)
-        if self._shadows is not None:
-            named = module.named_parameters(remove_duplicate=False)
-            self._shadows.set_masters({id(one): state[name] for name, one in named if name in state})
+            cast("Any", zero).refresh_fp32_params()
+
+
+def _require_deepspeed() -> None:
+    """Raise if DeepSpeed is missing, or a release that is out of bounds."""
+    try:
+        import_module("deepspeed")
+    except ImportError as error:
+        raise MissingExtraError("deepspeed", "deepspeed", "a ZeRO strategy") from error
+    require_versions("strategy", "deepspeed")
+
+
+def _check_storage(
+    policy: PrecisionPolicy, pin_map: PinMap, module: nn.Module, stage: int, offload: bool, faults: Faults
+) -> None:
+    """Half-precision weights: only ZeRO-1/2 can be made to keep no fp32 copy of them."""
+    if stage < 3 and not offload:
+        return
+    why = "ZeRO-3" if stage == 3 else "ZeRO's optimizer offload"
+    if policy.storage_dtype != "fp32":
+        faults.add(
+            f"precision={policy.precision!r} with {why}, which keeps fp32 master weights and fp32 optimizer state",
+            f"use {policy.precision.replace('true', 'mixed')!r}, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'",
+        )
+    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    for pin in dict.fromkeys(member.pin for member in pin_map.members if _trains(member.module, trained)):
+        if pin.dtype != "fp32" and policy.storage_dtype == "fp32":
+            faults.add(
+                f"pin {pin.pattern!r} to {pin.dtype} with {why}, which keeps fp32 master weights of trained parameters",
+                "remove the pin, or use strategy='mp_fsdp2' or 'mp_deepspeed_zero2'",
+            )
+
+
+def _trains(module: nn.Module, trained: set[int]) -> bool:
+    return any(id(parameter) in trained for parameter in module.parameters(recurse=False))

@@ -147,11 +147,7 @@ def check_fp8_gather(how: Sharding, tensor_parallel: int, faults: Faults) -> Non
         "compile=True": how.compile,
     }
     for given in (word for word, holds in beside.items() if holds):
-        faults.add(
-            f"FP8(all_gather=True) beside {given}",
-            "weights gathered in FP8 from shards on the device, eager, over all data-parallel ranks",
-            f"leave out all_gather=True, or {given}",
-        )
+        faults.add(f"FP8(all_gather=True) beside {given}", f"leave out all_gather=True, or {given}")
 
 
 class FP8Gather:

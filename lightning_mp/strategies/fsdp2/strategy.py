@@ -177,7 +177,7 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
             )
             fault = Fault(
                 f"{given} and tensor_parallel={size} with {world} processes",
-                "replicas x shards x tensor_parallel = the number of processes (devices x num_nodes)",
+                "",
                 f"use sizes whose product is {world}, or start {max(replicas * shards * size, 1)} processes",
             )
             raise PlanError([fault], "strategy")
@@ -339,13 +339,6 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
             if isinstance(engine, ShardedEngine):
                 engine.explain(error)
             raise
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning does; in a first step the ranks see before whether all of them are at it."""
-        engine = plan_of(self).engine
-        if isinstance(engine, ShardedEngine):
-            engine.before_reduction()
-        return super().reduce(*args, **kwargs)
 
     def _share_buffers(self) -> None:
         """Rank 0's, as under DDP: the model is evaluated with what is saved."""

@@ -60,7 +60,6 @@ def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> d
     if not patterns:
         faults.add(
             f"tensor_parallel={size} on {type(model).__name__}",
-            "a transformers model with a tp_plan of its own, or tp_plan={pattern: style}",
             "pass tp_plan={'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}, or remove tensor_parallel",
         )
         return {}
@@ -73,9 +72,7 @@ def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> d
             no_match(pattern, model, "tp_plan pattern", faults)
         for name, module in matched:
             if made is not None and _is_for(module, style, name, faults):
-                _check_divides(name, module, made, size, faults)
                 found[name] = made
-    _check_heads(model, size, faults)
     _check_ties(named, found, faults)
     return found
 
@@ -126,7 +123,6 @@ def _is_for(module: nn.Module, style: str | ParallelStyle, name: str, faults: Fa
     if _owns(module) and not isinstance(module, (nn.Linear, nn.Embedding)):
         faults.add(
             f"tensor-parallel style {style!r} for {name!r}, a {original_class(module).__name__}",
-            "nn.Linear and nn.Embedding",
             "pass a torch.distributed.tensor.parallel.ParallelStyle for it, or leave it out, so that it is not split",
         )
         return False
@@ -153,7 +149,6 @@ def _check_ties(named: Iterable[tuple[str, nn.Module]], found: Mapping[str, Para
             given = " and ".join(f"{place} {way}" for place, way in ways.items())
             faults.add(
                 f"a tied weight that tensor parallelism splits in two ways: {given}",
-                "the same split for all owners of a weight",
                 "give tp_plan= with matching styles, or untie them (transformers: tie_word_embeddings=False)",
             )
 
@@ -196,30 +191,3 @@ def _style(pattern: str, style: Any, faults: Faults) -> ParallelStyle | None:
         did_you_mean(str(style), _STYLES, "pass tp_plan= with styles of this list"),
     )
     return None
-
-
-def _check_divides(name: str, module: nn.Module, style: ParallelStyle, size: int, faults: Faults) -> None:
-    weight = cast("Any", getattr(module, "weight", None))
-    if weight is None or weight.dim() < 2 or not isinstance(style, (ColwiseParallel, RowwiseParallel)):
-        return
-    along = _dimension(module, style)
-    if weight.shape[along] % size:
-        faults.add(
-            f"tensor_parallel={size} with {name}.weight of shape {tuple(weight.shape)}",
-            f"a size that divides {weight.shape[along]}",
-            "choose another tensor_parallel, or pad the layer",
-        )
-
-
-def _check_heads(model: nn.Module, size: int, faults: Faults) -> None:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        for key in ("num_attention_heads", "num_key_value_heads"):
-            heads = getattr(config, key, None)
-            if hasattr(module, "tp_plan") and isinstance(heads, int) and heads % size:
-                faults.add(
-                    f"tensor_parallel={size} with {key}={heads}",
-                    "a size that divides the attention heads",
-                    f"choose tensor_parallel among the divisors of {heads}",
-                )
-                return

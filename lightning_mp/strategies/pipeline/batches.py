@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -12,13 +11,7 @@ from torch import Tensor
 
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import Fault, PlanError
-from lightning_mp.strategies.pipeline.stages import leaves
-
-LOGS = Fault(
-    "self.log in pipeline_loss, which is called on the last stage alone",
-    "a pure pipeline_loss: what one stage logs would wait for the others",
-    "log in a hook or a callback; train_loss, val_loss and test_loss are logged on every rank",
-)
+from lightning_mp.numerics.nested import tensors_in
 
 
 class Batches:
@@ -39,10 +32,6 @@ class Batches:
         #: the epoch that batches are counted in, and how many came
         self._epoch: int | None = None
         self._drawn = 0
-        #: of the loss of this batch, which only the last stage sees
-        self._fault: Fault | None = None
-        #: batches of training, and others, of which all stages have learnt what is wrong
-        self._looked: set[bool] = set()
 
     def of(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
         """Inputs and target of a batch.
@@ -56,47 +45,32 @@ class Batches:
             _refuse(f"pipeline_batch, which returned {type(pair).__name__}", "(inputs, target)", "return the two")
         inputs, target = pair  # pyright: ignore[reportUnknownVariableType]
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        if not inputs or not all(isinstance(one, Tensor) and one.ndim for one in inputs):
-            _refuse(
-                "pipeline_batch with inputs that are no tensors with a dimension of rows",
-                "a tensor, or a tuple of tensors, rows first",
-                "make tensors of them in pipeline_batch",
-            )
-        self._check_rows([*inputs, *leaves(target)], training=training)
-        if training:
-            self._check_shapes(inputs)
-        self._check_alike([*inputs, *leaves(target)], self._module.trainer.current_epoch if training else -1)
-        return inputs, target
-
-    def _check_rows(self, tensors: list[Tensor], *, training: bool) -> None:
+        tensors: list[Tensor] = [*tensors_in(inputs), *tensors_in(target)]
         rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
-        if len(rows) > 1:
+        if len(rows) != 1 or not all(isinstance(one, Tensor) for one in inputs):
             _refuse(
                 f"pipeline_batch with tensors of {' and '.join(map(str, sorted(rows)))} rows",
-                "inputs and target of as many rows, which are cut into micro-batches together",
+                "",
                 "give every tensor the rows of the batch, or keep what has none in the module",
             )
-        number = rows.pop()
-        if training and number % self._microbatches:
-            _refuse(*rows_that_do_not_divide(number, self._microbatches))
+        if training:
+            self._check_shapes(rows.pop(), [tensor.shape for tensor in cast("tuple[Tensor, ...]", inputs)])
+        self._check_alike(tensors, self._module.trainer.current_epoch if training else -1)
+        return inputs, target
 
-    def _check_shapes(self, inputs: tuple[Tensor, ...]) -> None:
-        shapes = [tensor.shape for tensor in inputs]
-        if self._shapes is None:
-            self._shapes = shapes
+    def _check_shapes(self, rows: int, shapes: list[torch.Size]) -> None:
+        if rows % self._microbatches:
+            _refuse(*rows_that_do_not_divide(rows, self._microbatches))
+        self._shapes = self._shapes or shapes
         if shapes != self._shapes:
             _refuse(
                 f"a batch of shape {[*map(tuple, shapes)]} after batches of {[*map(tuple, self._shapes)]}",
-                "training batches of one shape: the stages receive into buffers of it",
+                "",
                 "pad to one length, and use DataLoader(drop_last=True)",
             )
 
     def _check_alike(self, tensors: list[Tensor], epoch: int) -> None:
-        """Compare batch 0, 1, 2, 4, 8, … of an epoch, with a device sync; all ranks of a replica refuse together.
-
-        The first may be alike and the second not: a hook may draw on one stage alone from the generator that a data set
-        draws from as it goes.
-        """
+        """Compare batch 0, 1, 2, 4, 8, … of an epoch, with a device sync; all ranks of a replica refuse together."""
         if self._epoch != epoch:
             self._epoch, self._drawn = epoch, 0
         number, self._drawn = self._drawn, self._drawn + 1
@@ -108,58 +82,49 @@ class Batches:
         if not torch.equal(extremes[: len(sums)], -extremes[len(sums) :]):
             _refuse(
                 "other batches on one stage than on another",
-                "the same batch on every stage of a replica",
-                "call seed_everything() before data is made, draw what is random in it from a torch.Generator of its "
-                "own, and give a sampler of your own num_replicas and rank of "
+                "",
+                "call seed_everything() before data is made, and give a sampler of your own num_replicas and rank of "
                 "trainer.strategy.distributed_sampler_kwargs",
             )
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        """The module's ``pipeline_loss`` of a micro-batch; where it is none, one that the schedule can go on with."""
+        """The module's ``pipeline_loss`` of a micro-batch.
+
+        Raises:
+            PlanError: it is no scalar with a gradient.
+        """
         given: Any = self._module
         with self._context():
             loss = given.pipeline_loss(output, target)
-        trains = any(leaf.requires_grad for leaf in leaves(output))
-        if isinstance(loss, Tensor) and not loss.ndim and (loss.requires_grad or not trains):
-            return loss
-        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)
-        what = what if not isinstance(loss, Tensor) or loss.ndim else "a tensor without a gradient"
-        fix = "return the mean over the rows of the micro-batch, computed from the output without detach() or item()"
-        self._fault = Fault(f"pipeline_loss, which returned {what}", "a scalar tensor with a gradient", fix)
-        return any_loss(output)
-
-    @contextmanager
-    def nothing_logged(self) -> Generator[None, None, None]:
-        """Within it ``self.log`` is a fault."""
-        self._module.__dict__["log"] = self._logs
-        try:
-            yield
-        finally:
-            del self._module.__dict__["log"]
-
-    def _logs(self, *args: Any, **kwargs: Any) -> None:
-        self._fault = LOGS
-
-    def check(self, fault: Fault | None = None, *, training: bool) -> None:
-        """After a schedule, which every stage has come through; after the first all of them learn what one has seen.
-
-        Raises:
-            PlanError: ``fault``, or what was wrong with the loss of a batch.
-        """
-        fault, self._fault = fault or self._fault, None
-        if training not in self._looked:
-            self._looked.add(training)
-            every: list[Fault | None] = [None] * self._group.size()
-            dist.all_gather_object(every, fault, group=self._group)
-            fault = next(filter(None, every), None)
-        if fault is not None:
-            raise PlanError([fault], "strategy")
+        trains = any(one.requires_grad for one in tensors_in(output))
+        if not isinstance(loss, Tensor) or loss.ndim or (trains and not loss.requires_grad):
+            what = tuple(loss.shape) if isinstance(loss, Tensor) and loss.ndim else type(loss).__name__
+            _refuse(
+                f"pipeline_loss, which returned {what}",
+                "",
+                "return the mean over the rows of the micro-batch, computed from the output without detach() or item()",
+            )
+        return loss
 
 
 def any_loss(output: Any) -> Tensor:
     """A loss of every number of a stage's output, for its shapes alone."""
-    floating = [leaf for leaf in leaves(output) if leaf.is_floating_point()]
-    return torch.stack([leaf.float().square().sum() for leaf in floating]).sum()
+    floating = [one for one in tensors_in(output) if one.is_floating_point()]
+    return torch.stack([one.float().square().sum() for one in floating]).sum()
+
+
+def split(value: Any, number: int) -> list[Any]:
+    """``value`` cut into ``number`` equal pieces along the first dimension of every tensor in it."""
+    if isinstance(value, Tensor):
+        return list(value.split(len(value) // number))
+    if isinstance(value, dict):
+        members = cast("dict[Any, Any]", value)
+        pieces = {key: split(member, number) for key, member in members.items()}
+        return [{key: pieces[key][place] for key in members} for place in range(number)]
+    if isinstance(value, (list, tuple)):
+        pieces = [split(member, number) for member in cast("list[Any]", value)]
+        return [type(value)(piece[place] for piece in pieces) for place in range(number)]  # pyright: ignore
+    return [value] * number
 
 
 def rows_that_do_not_divide(rows: int, microbatches: int) -> tuple[str, str, str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import nn
-
 from lightning_mp.compat.lightning import (
     LightningModule,
     Trainer,
@@ -15,12 +13,10 @@ from lightning_mp.compat.lightning import (
     trainer_of,
     validates,
 )
-from lightning_mp.compat.torch import is_compiled as is_compiled_module
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.strategies import unfit
-from lightning_mp.strategies.pipeline.batches import rows_that_do_not_divide
 from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout
 from lightning_mp.strategies.pipeline.stages import Cut, cut, units_of
 
@@ -63,25 +59,22 @@ def module(
 ) -> Cut | None:
     """Note why ``model`` cannot be run in stages; else how it is cut, which is ``known`` where a run before did."""
     unfit.refuse_with_stages(model, faults)
-    name, policy, kind = type(model).__name__, engine.policy, SCHEDULES[layout.schedule]
+    name, policy = type(model).__name__, engine.policy
     if policy.precision not in _MODES:
         faults.add(f"precision={policy.precision!r} under pipeline parallelism", ", ".join(_MODES), "use 'bf16-mixed'")
-    compiled = kind.in_two_parts and any(map(_runs_compiled, model.modules()))
     for holds, given, fix in (
         (not model.automatic_optimization, "manual optimization", "leave out automatic_optimization=False"),
         (is_overridden("backward", model, LightningModule), "LightningModule.backward overridden", _HOOKS),
         (syncs_batch_norm, "sync_batchnorm=True", "leave it out: batch norms see a micro-batch"),
         (is_compiled(model), "a compiled LightningModule", "leave out torch.compile"),
-        (compiled, f"compiled modules with schedule={layout.schedule!r}", "use schedule='interleaved_1f1b'"),
         (not callable(getattr(model, "pipeline_batch", None)), f"{name} without pipeline_batch", _BATCH),
         (not callable(getattr(model, "pipeline_loss", None)), f"{name} without pipeline_loss", _LOSS),
     ):
         if holds:
-            faults.add(f"{given} cannot run in pipeline stages", "", f"{fix}, or use strategy='mp_ddp'")
+            faults.add(f"{given} cannot run in pipeline stages", f"{fix}, or use strategy='mp_ddp'")
     if known is None and any(map(is_remote, model.parameters())):
         faults.add(
             f"the other stages of {name} are on the ranks of an earlier run",
-            "",
             "make the module anew and load the checkpoint (ckpt_path=...)",
         )
     if faults.found or known is not None:
@@ -93,19 +86,13 @@ def module(
     return found
 
 
-def _runs_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or is_compiled_module(module)
-
-
-def loader(trainer: Trainer, microbatches: int) -> None:
-    """Raise where the batches of the training loader, the last one included, cannot be cut into micro-batches."""
+def loader(trainer: Trainer) -> None:
+    """Raise where the last batch of the training loader is a smaller one."""
     given: Any = trainer.train_dataloader
     rows, data = getattr(given, "batch_size", None), getattr(given, "sampler", None)
     if not isinstance(rows, int):
         return
     with Faults("strategy") as faults:
-        if rows % microbatches:
-            faults.add(*rows_that_do_not_divide(rows, microbatches))
         try:
             left = len(cast("Any", data)) % rows
             reached = trainer.num_training_batches >= len(given)
@@ -114,7 +101,6 @@ def loader(trainer: Trainer, microbatches: int) -> None:
         if left and reached and not given.drop_last:
             faults.add(
                 f"a last batch of {left} rows after batches of {rows} does not fit the pipeline's buffers",
-                "",
                 "use DataLoader(drop_last=True)",
             )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,29 +23,24 @@ class StashedGradients:
 
     def __init__(self, parameters: Sequence[Tensor], *, sharded: bool = False) -> None:
         self._parameters, self._sharded = list(parameters), sharded
-        #: by ``id``, parameters whose last gradients nobody sees again: they need not lie beside the schedule's
-        self.seen_last: Container[int] = ()
         self._before: list[Tensor | None] = []
         self._gradients: list[Tensor | None] = []
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """Those of the stages on this rank; which of them are trained may change in a run."""
-        return self._parameters
-
     def begin(self, *, afresh: bool) -> None:
-        """Before the schedule: ``afresh``, or on top of what earlier batches of the group left, as one process adds."""
-        gone = self.seen_last if afresh else ()
-        self._before = [None if id(parameter) in gone else parameter.grad for parameter in self._parameters]
+        """Before the schedule: ``afresh``, or on top of what earlier batches of the group left, as one process adds.
+
+        Afresh, the last step's gradients go before Lightning sets them to zero: both at once would take twice the room.
+        """
+        self._before = [None if afresh else parameter.grad for parameter in self._parameters]
         if afresh or self._sharded:
             for parameter in self._parameters:
                 parameter.grad = None
 
-    def stash(self, *, afresh: bool) -> None:
+    def stash(self) -> None:
         """After the schedule: gradients are as before it, or None where they are part of what was stashed."""
         self._gradients = [parameter.grad for parameter in self._parameters]
         for parameter, before in zip(self._parameters, self._before, strict=True):
-            parameter.grad = before if afresh or self._sharded else None
+            parameter.grad = before if self._sharded else None
         self._before = []
 
     @contextmanager
@@ -82,16 +77,20 @@ class _Restore(torch.autograd.Function):
         return torch.zeros_like(gradients[0]), None, None
 
 
-def remote_gradient_fault(remote: Mapping[str, Tensor]) -> Fault | None:
-    """After a schedule: a loss or a stage used a ``remote`` stage's parameter, by name, whose numbers are not here."""
+def refuse_remote_gradients(remote: Mapping[str, Tensor]) -> None:
+    """After a schedule.
+
+    Raises:
+        PlanError: a loss or a stage used a ``remote`` stage's parameter, by name, whose numbers are not here.
+    """
     name = next((name for name, parameter in remote.items() if parameter.grad is not None), None)
-    if name is None:
-        return None
-    return Fault(
-        f"a pipeline_loss or a stage that computes with {name!r}, which another stage holds",
-        "a loss of the last stage's output, and stages that use parameters of their own",
-        "put what a loss adds for weights into the optimizer (weight_decay), or use strategy='mp_ddp'",
-    )
+    if name is not None:
+        fault = Fault(
+            f"a pipeline_loss or a stage that computes with {name!r}, which another stage holds",
+            "",
+            "put what a loss adds for weights into the optimizer (weight_decay), or use strategy='mp_ddp'",
+        )
+        raise PlanError([fault], "strategy")
 
 
 class Replicas:
@@ -136,6 +135,6 @@ class Replicas:
 
 _USED_LATER = Fault(
     "a parameter that has its first gradient after the first step, on replicas of a pipeline",
-    "parameters that are used from the first step on, or never",
+    "",
     "freeze what is not used, or use data_parallel_size=1",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,30 +12,23 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 from lightning_mp.compat.torch_pipelining import WatchedStage
-from lightning_mp.errors import Faults
-from lightning_mp.strategies.pipeline.batches import any_loss
+from lightning_mp.strategies.pipeline.batches import any_loss, split
 from lightning_mp.strategies.pipeline.stages import Part
-from lightning_mp.strategies.pipeline.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A schedule of torch's, whether it runs several stages on a rank, and which schedule evaluates like it.
-
-    One that goes backward in two parts detaches what a stage hands on in place, which torch does not do with views.
-    """
+    """A schedule of torch's, whether it runs several stages on a rank, and which schedule evaluates like it."""
 
     torch: str
     several: bool = False
     evaluates: str = "ScheduleGPipe"
-    in_two_parts: bool = False
 
 
 SCHEDULES = {
     "gpipe": Kind("ScheduleGPipe"),
     "1f1b": Kind("Schedule1F1B"),
     "interleaved_1f1b": Kind("ScheduleInterleaved1F1B", True, "ScheduleLoopedBFS"),
-    "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", True, "ScheduleLoopedBFS", in_two_parts=True),
 }
 
 
@@ -57,22 +50,6 @@ class Layout:
     def in_flight(self) -> int:
         """Micro-batches whose activations the first rank holds at once, under ``gpipe`` and ``1f1b``."""
         return self.microbatches if self.schedule == "gpipe" else min(self.stages, self.microbatches)
-
-    def check(self, faults: Faults) -> None:
-        """Note what the schedule cannot run."""
-        number = self.microbatches
-        if self.schedule == "1f1b" and number < self.stages:
-            faults.add(
-                f"microbatches={number} with schedule='1f1b' and {self.stages} stages",
-                "at least as many micro-batches as stages",
-                f"use microbatches={self.stages} or more, or schedule='gpipe'",
-            )
-        if SCHEDULES[self.schedule].several and number % max(1, number // self.stages):
-            faults.add(
-                f"microbatches={number} with schedule={self.schedule!r} and {self.stages} stages",
-                "micro-batches that go into rounds of one for each stage",
-                f"use microbatches={number // self.stages * self.stages}, or a multiple of {self.stages}",
-            )
 
 
 class Pipeline:
@@ -100,7 +77,6 @@ class Pipeline:
         self.layout, self._parts, self._group, self._device = layout, parts, group, device
         self._loss, self._scaled, self._homes = loss, _as_it_is, homes
         self._shapes_only = False
-        self.trace = Trace(group, device)
         self._targets: Sequence[Any] = ()
         self._losses: list[Tensor] = []
         self._made: dict[Any, Any] = {}
@@ -147,7 +123,7 @@ class Pipeline:
 
     def _stage(self, index: int, part: Part) -> WatchedStage:
         stage = WatchedStage(part, index, self.layout.count, self._device, group=self._group)
-        stage.shapes_only, stage.work = self._see_shapes, self.trace.work
+        stage.shapes_only = self._see_shapes
         return stage
 
     def _see_shapes(self, begins: bool) -> None:
@@ -163,17 +139,3 @@ class Pipeline:
 
 def _as_it_is(loss: Tensor) -> Tensor:
     return loss
-
-
-def split(value: Any, number: int) -> list[Any]:
-    """``value`` cut into ``number`` equal pieces along the first dimension of every tensor in it."""
-    if isinstance(value, Tensor):
-        return list(value.split(len(value) // number))
-    if isinstance(value, dict):
-        members = cast("dict[Any, Any]", value)
-        pieces = {key: split(member, number) for key, member in members.items()}
-        return [{key: pieces[key][place] for key in members} for place in range(number)]
-    if isinstance(value, (list, tuple)):
-        pieces = [split(member, number) for member in cast("list[Any]", value)]
-        return [type(value)(piece[place] for piece in pieces) for place in range(number)]  # pyright: ignore
-    return [value] * number

@@ -47,15 +47,13 @@ def maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
         faults.add(
             f"{type(module).__name__} without pipeline_stage(index, count), and with {len(found)} models that are cut "
             "without it",
-            f"pipeline_stage, or one of transformers' {known}",
-            "define pipeline_stage(self, index, count), which returns a module made of the module's own submodules",
+            f"define pipeline_stage(self, index, count), made of the module's own submodules, or use one of {known}",
         )
         return None
     model, layers = found[0], transformers_stages.layers_of(found[0])
     if count > layers:
         faults.add(
             f"{count} stages of {type(model).__name__}, which has {layers} layers",
-            "at least one layer a stage",
             f"use at most {layers} stages, those that one process holds counted in",
         )
         return None
@@ -74,7 +72,6 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
         if any(id(parameter) not in known for parameter in stage.parameters()):
             faults.add(
                 f"pipeline_stage({index}, {count}) has a parameter which is not the module's own",
-                "",
                 "use the module's submodules themselves, not copies or new ones, so that checkpoints keep its names",
             )
     held = [{id(one) for one in (*stage.parameters(), *stage.buffers())} for stage in stages]
@@ -89,13 +86,11 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
             stated = " and ".join(map(str, where))
             faults.add(
                 f"{name!r} is in the stages {stated}, as tied embeddings are",
-                "",
                 "untie them (transformers: tie_word_embeddings=False), or use strategy='mp_fsdp2'",
             )
         elif not where and parameter.requires_grad:
             faults.add(
                 f"{name!r} is trained, and in none of the {count} stages",
-                "",
                 "put its module into the stage that uses it, or freeze it",
             )
         parameters[name] = where[0] if where else -1
@@ -113,7 +108,6 @@ def _check_plain(module: nn.Module, faults: Faults) -> None:
     if wrapped:
         faults.add(
             f"{wrapped[0]!r} is sharded or wrapped already, and cannot be cut into pipeline stages",
-            "",
             "leave out fully_shard, parallelize_module, FSDP1, DDP and DeepSpeed; shard=True shards each stage",
         )
     cannot_initialise(module, faults)
@@ -122,21 +116,16 @@ def _check_plain(module: nn.Module, faults: Faults) -> None:
 class Part(nn.Module):
     """One stage on this rank, run as the plan says: forward under autocast, backward outside of it."""
 
-    def __init__(self, stage: nn.Module, context: Callable[[], Any], *, no_views: bool) -> None:
+    def __init__(self, stage: nn.Module, context: Callable[[], Any]) -> None:
         super().__init__()
-        self.stage = stage
-        self._context, self._no_views = context, no_views
+        self.stage, self._context = stage, context
         #: what the stage has besides the module's own parts, and whether it was trained before an evaluation
         self._modes: list[tuple[nn.Module, bool]] = []
 
     def forward(self, *inputs: Any) -> Any:
-        """What the stage makes of the inputs; with ``no_views`` in memory of its own."""
+        """What the stage makes of the inputs."""
         with self._context():
-            output = self.stage(*inputs)
-        if not self._no_views:
-            return output
-        whole = [one.clone() if one.is_floating_point() else one for one in leaves(output)]
-        return whole[0] if isinstance(output, torch.Tensor) else tuple(whole)
+            return self.stage(*inputs)
 
     def follow_mode(self, module: nn.Module) -> None:
         """Evaluate what only the stage has while ``module``, which does not know of it, is evaluated."""
@@ -162,14 +151,3 @@ def shard_part(part: Part, engine: StepEngine, mesh: DeviceMesh, policy: Precisi
     with Faults("strategy") as faults:
         cut = units_of(part, engine, faults)
     shard(part, cut, mesh, policy, Sharding())
-
-
-def leaves(value: Any) -> list[torch.Tensor]:
-    """Every tensor in a tensor, tuple, list or mapping."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(cast("dict[Any, Any]", value).values())
-    if isinstance(value, (list, tuple)):
-        return [leaf for member in cast("list[Any]", value) for leaf in leaves(member)]
-    return []

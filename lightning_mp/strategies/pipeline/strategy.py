@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -16,14 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import RandomSampler
 
 from lightning_mp.compat.lightning import (
-    Callback,
     LightningModule,
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
     accumulates,
     default_pg_timeout,
-    is_overridden,
     keep_sampler,
     layer_sync_of,
     optimizers_to_device,
@@ -35,7 +32,6 @@ from lightning_mp.engines.sharded import PipelineEngine
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules.remote import free_remote, is_remote
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.numerics.rng import Stream
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
@@ -43,14 +39,10 @@ from lightning_mp.strategies.meta_device import materialize
 from lightning_mp.strategies.pipeline import checks
 from lightning_mp.strategies.pipeline.batches import Batches
 from lightning_mp.strategies.pipeline.checkpoints import PipelineCheckpoints
-from lightning_mp.strategies.pipeline.gradients import Replicas, StashedGradients, remote_gradient_fault
+from lightning_mp.strategies.pipeline.gradients import Replicas, StashedGradients, refuse_remote_gradients
 from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout, Pipeline
 from lightning_mp.strategies.pipeline.stages import Cut, Part, shard_part
-from lightning_mp.strategies.pipeline.trace import STEP, write
 from lightning_mp.strategies.sharding import broadcast_from_first, share_buffers
-
-#: the hook that sees gradients of the last step after the schedule has run
-_LOOKS = "on_before_zero_grad"
 
 
 @dataclass(slots=True)
@@ -75,12 +67,11 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
 
     Args:
         stages: ranks of a pipeline; by default all processes that ``data_parallel_size`` leaves.
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``.
         microbatches: pieces of a batch, as if as many batches were accumulated; four a stage by default.
         data_parallel_size: pipelines with data of their own; by default what ``stages`` leaves of the processes.
         shard: shard each stage over its replicas with FSDP2, instead of keeping whole ones.
-        virtual_stages: stages on a rank, under the interleaved schedules.
-        trace: a folder for ``pipeline.json``, the schedule of the second step as it ran.
+        virtual_stages: stages on a rank, under the interleaved schedule.
         process_group_backend: as in Lightning.
         timeout: as in Lightning.
 
@@ -99,7 +90,6 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         data_parallel_size: int | str = "auto",
         shard: bool = False,
         virtual_stages: int = 2,
-        trace: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -109,7 +99,6 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         checks.arguments(stages, schedule, microbatches, data_parallel_size, virtual_stages)
         self._stages, self._schedule, self._microbatches = stages, schedule, microbatches
         self._replicas, self.shard, self._virtual = data_parallel_size, shard, virtual_stages
-        self._trace, self._traced = trace, False
         self._layout: Layout | None = None
         self._cut: Cut | None = None
         #: the module that was cut, and its stages on this rank by index
@@ -158,12 +147,10 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         """Start the process group and lay the mesh.
 
         Raises:
-            PlanError: the stages do not divide the processes, or the micro-batches do not suit the schedule.
+            PlanError: the stages do not divide the processes.
         """
         stages, replicas = self._sizes(self.num_nodes * self.num_processes)
         self._layout = self._in_stages(stages)
-        with Faults("strategy") as faults:
-            self._layout.check(faults)
         self._setup_distributed()
         names = ("pipeline", "data_parallel")
         self._device_mesh = init_device_mesh(self.root_device.type, (stages, replicas), mesh_dim_names=names)
@@ -197,7 +184,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         if stages * replicas != world or stages < 2:
             fault = Fault(
                 f"stages={stages} and data_parallel_size={replicas} with {world} processes",
-                "2 or more stages, and stages x data_parallel_size = the number of processes (devices x num_nodes)",
+                "",
                 f"start {max(stages, 2) * replicas} processes, or choose sizes whose product is {world}",
             )
             raise PlanError([fault], "strategy")
@@ -239,7 +226,6 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
                 "pipeline_loss are called, training_step and validation_step are not."
             )
             self.setup_optimizers(trainer)
-            self._free_gradients(self.model)
         self.setup_precision_plugin()
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -258,8 +244,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
             self._cut, self._cut_from = cut, weakref.ref(model)
             self._keep_local(model, cut)
             made = {index: cut.make(index, cut.count) for index in self._mine}
-            no_views = SCHEDULES[self._schedule].in_two_parts
-            self._parts = {index: Part(stage, plan.forward_context, no_views=no_views) for index, stage in made.items()}
+            self._parts = {index: Part(stage, plan.forward_context) for index, stage in made.items()}
             for part in self._parts.values() if self.shards_stages else ():
                 assert plan.engine is not None
                 shard_part(part, plan.engine, self.device_mesh["data_parallel"], plan.policy)
@@ -284,14 +269,6 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         assert self._run is not None
         return self.lightning_module, self._run
 
-    def _free_gradients(self, model: LightningModule) -> None:
-        """Where no hook looks between the schedule and ``zero_grad``, the last step's gradients go before it."""
-        looked_at = any(is_overridden(name, model, LightningModule) for name in ("optimizer_zero_grad", _LOOKS))
-        watching: list[Callback] = cast("Any", model.trainer).callbacks
-        if not looked_at and not any(is_overridden(_LOOKS, callback, Callback) for callback in watching):
-            seen_last = {id(one) for optimizer in self.optimizers for one in parameters_of(optimizer)}
-            self._running[1].gradients.seen_last = seen_last
-
     @property
     def _mine(self) -> range:
         """The stages on this rank."""
@@ -315,9 +292,9 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
     # ------------------------------------------------------------------ steps
 
     def on_train_start(self) -> None:
-        """Refuse batches that cannot be cut before the first one is drawn."""
+        """Refuse a smaller last batch before the first one is drawn."""
         assert self.lightning_module is not None
-        checks.loader(self.lightning_module.trainer, self.layout.microbatches)
+        checks.loader(self.lightning_module.trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the schedule on a batch; the backward pass of the loss that is returned restores its gradients."""
@@ -327,14 +304,14 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         inputs, target = self._taken(args[0], training=True)
         afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         pieces = self.layout.microbatches * trainer.accumulate_grad_batches
-        with engine.training_step(), run.batches.nothing_logged():
+        with engine.training_step():
             run.gradients.begin(afresh=afresh)
-            with self._watched(trainer.global_step, run.pipeline), run.stream.drawn():
+            with run.stream.drawn():
                 loss = run.pipeline.train(inputs, target, lambda one: engine.scaler.scale(one / pieces))
-            run.batches.check(remote_gradient_fault(run.remote), training=True)
+            refuse_remote_gradients(run.remote)
             if run.averaged is not None and not accumulates(trainer):
                 run.averaged.average()
-            run.gradients.stash(afresh=afresh)
+            run.gradients.stash()
         module.log("train_loss", loss, batch_size=len(inputs[0]))
         return run.gradients.loss(loss)
 
@@ -343,13 +320,6 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
         for part in self._parts.values():
             part.follow_mode(module)
         return run.batches.of(batch, training=training)
-
-    def _watched(self, step: int, pipeline: Pipeline) -> AbstractContextManager[None]:
-        """Around the step whose schedule is written down, where that is asked for."""
-        if self._trace is None or self._traced or step < STEP:
-            return nullcontext()
-        self._traced = True
-        return pipeline.trace.watched()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the schedule's forward on a batch; ``val_loss`` is logged on every rank."""
@@ -366,9 +336,8 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
     def _evaluate(self, batch: Any, name: str) -> Tensor:
         module, run = self._running
         inputs, target = self._taken(batch, training=False)
-        with run.batches.nothing_logged(), run.gradients.untouched():
+        with run.gradients.untouched():
             loss = run.pipeline.evaluate(inputs, target)
-            run.batches.check(training=False)
         for part in self._parts.values():
             if isinstance(part, FSDPModule):  # what stays gathered hides the shards from a second fit's optimizer
                 part.reshard()
@@ -383,14 +352,7 @@ class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineC
             for part in self._parts.values():
                 share_buffers(part, self.root_device, self.replica_group)
 
-    on_validation_start = on_test_start = _share_buffers
-
-    def on_train_end(self) -> None:
-        self._share_buffers()
-        if self._trace is not None and self._traced:
-            works = self._running[1].pipeline.trace.gathered()
-            if self.global_rank == 0:
-                write(works, self._trace)
+    on_validation_start = on_test_start = on_train_end = _share_buffers
 
     def teardown(self) -> None:
         """As the host does; the stages stay where they are."""

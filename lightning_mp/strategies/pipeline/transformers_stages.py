@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,21 +20,15 @@ class _Shape:
     #: only in the first stage, and what takes their place elsewhere
     first: tuple[str, ...]
     last: str
-    #: embeddings are scaled where they are looked up: a forward that scales what it is given would do so in each stage
-    scaled: bool = False
 
 
 _LLAMA = _Shape("model", "layers", ("embed_tokens",), "norm")
-_GEMMA = replace(_LLAMA, scaled=True)
 #: the classes whose forward was compared, stage by stage, with the whole: others share layers, …
 _SHAPES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
-    "GemmaForCausalLM": _GEMMA,
-    "Gemma2ForCausalLM": _GEMMA,
-    "Gemma3ForCausalLM": _GEMMA,
     "GPT2LMHeadModel": _Shape("transformer", "h", ("wte", "wpe", "drop"), "ln_f"),
 }
 KNOWN = tuple(_SHAPES)
@@ -72,11 +66,7 @@ def decoders(module: nn.Module) -> list[nn.Module]:
 
 def _shape(module: nn.Module) -> _Shape | None:
     kind = next((kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")), None)
-    shape = None if kind is None else _SHAPES.get(kind.__name__)
-    if shape is None or not shape.scaled:
-        return shape
-    table = getattr(getattr(module, shape.body), shape.first[0])
-    return shape if type(table).__name__.endswith("ScaledWordEmbedding") else None
+    return None if kind is None else _SHAPES.get(kind.__name__)
 
 
 def layers_of(model: nn.Module) -> int:
@@ -101,17 +91,10 @@ def stage(model: nn.Module, index: int, count: int) -> nn.Module:
         kept |= {shape.last: nn.Identity()}
     kinds: Any = getattr(body.config, "layer_types", None)
     # a layer's kind of attention is found by its place in the list
-    own = _changed(body.config, **({"layer_types": kinds[chosen]} if kinds else {}))
+    own = copy(body.config)
+    vars(own).update({"layer_types": kinds[chosen]} if kinds else {})
     pruned = {shape.body: _with(body, kept, own), **({} if last else {"lm_head": nn.Identity()})}
-    # hidden states are no logits
-    outer = model.config if last else _changed(model.config, final_logit_softcapping=None)
-    return DecoderStage(_with(model, pruned, outer), first=first, last=last)
-
-
-def _changed(config: Any, **values: Any) -> Any:
-    changed = copy(config)
-    vars(changed).update(values)
-    return changed
+    return DecoderStage(_with(model, pruned, model.config), first=first, last=last)
 
 
 def _some(named: Iterable[tuple[str, nn.Module]]) -> nn.ModuleList:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 
 from support.comparing import same_runs
-from support.fsdp2_halves import EQUAL, LAYERS, Afterwards, Bytes, LeftOut, Read, text
+from support.fsdp2_halves import EQUAL, LAYERS, Bytes, LeftOut, Read, text
 from support.models import same_weights
 from support.ranks import Ranks
 from support.sharded import Both
@@ -65,8 +64,3 @@ def test_steps_are_ddps_to_the_last_bit(ranks: Ranks, case: str) -> None:
 def test_a_weight_read_elsewhere_is_refused_on_every_rank_with_the_pin_to_write(ranks: Ranks) -> None:
     for said in ranks.run(Read()):
         assert all(words in said for words in ("net.2.weight is fp16", "(pow, ", "pins={'net.2': 'fp32'}"))
-
-
-def test_after_a_run_the_module_computes_in_fp32(ranks: Ranks) -> None:
-    for result in ranks.run(Afterwards()):
-        assert result == {"same": True, "dtype": torch.float32}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from support.models import FEATURES, same_weights
 from support.oracles import plan_for
 from support.ranks import Ranks
 from support.running import fit
-from support.sharded import HOSTS, Ranked, fsdp2, on, trained, whole, world
+from support.sharded import HOSTS, Ranked, fsdp2, trained, whole, world
 
 pytestmark = pytest.mark.gloo
 
@@ -28,15 +28,6 @@ RATE = 0.1
 
 
 # ------------------------------------------------------------------ a GAN, as users write it
-
-
-@contextmanager
-def _frozen(net: nn.Module) -> Generator[None, None, None]:
-    for parameter in net.parameters():
-        parameter.requires_grad_(False)
-    yield
-    for parameter in net.parameters():
-        parameter.requires_grad_(True)
 
 
 def _toggled(module: Any, x: Tensor, batch_idx: int) -> None:
@@ -47,30 +38,6 @@ def _toggled(module: Any, x: Tensor, batch_idx: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         module.untoggle_optimizer(optimizer)
-
-
-def _frozen_by_hand(module: Any, x: Tensor, batch_idx: int) -> None:
-    first, second = module.optimizers()
-    with _frozen(module.judge):
-        module.manual_backward(module.generated(x))
-    first.step()
-    first.zero_grad()
-    with _frozen(module.maker):
-        module.manual_backward(module.judged(x))
-    second.step()
-    second.zero_grad()
-
-
-def _forward_frozen(module: Any, x: Tensor, batch_idx: int) -> None:
-    """What is frozen in the forward alone has no part in the backward pass."""
-    first, second = module.optimizers()
-    with _frozen(module.judge):
-        loss = module.generated(x)
-    module.manual_backward(loss)
-    module.manual_backward(module.judged(x))
-    for optimizer in (first, second):
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def _both_forwards_first(module: Any, x: Tensor, batch_idx: int) -> None:
@@ -95,28 +62,12 @@ def _accumulated(module: Any, x: Tensor, batch_idx: int) -> None:
         module.untoggle_optimizer(optimizer)
 
 
-def _frozen_for_the_next(module: Any, x: Tensor, batch_idx: int) -> None:
-    """Who is trained is decided at the end of a step, after a forward without a backward."""
-    optimizers, loss = module.optimizers(), (module.generated, module.judged)[batch_idx % 2]
-    module.manual_backward(loss(x))
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    module.generated(x)
-    trained, others = (module.maker, module.judge) if batch_idx % 2 else (module.judge, module.maker)
-    trained.requires_grad_(True)
-    others.requires_grad_(False)
-
-
 WAYS: dict[str, Callable[[Any, Tensor, int], None]] = {
     way.__name__[1:]: way
     for way in (
         _toggled,
-        _frozen_by_hand,
-        _forward_frozen,
         _both_forwards_first,
         _accumulated,
-        _frozen_for_the_next,
     )
 }
 
@@ -136,8 +87,6 @@ class Adversaries(LightningModule):
             torch.manual_seed(0)
             self.maker = Net(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 4))
             self.judge = Net(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
-            if way == "frozen_for_the_next":
-                self.judge.requires_grad_(False)
 
     def generated(self, x: Tensor) -> Tensor:
         return (self.judge(self.maker(x)).float() - 1).pow(2).mean()
@@ -157,8 +106,6 @@ STRATEGIES: dict[str, Callable[[], dict[str, Any]]] = {
     "one unit": partial(fsdp2, wrap=None),
     "hsdp": partial(fsdp2, wrap=None, device_mesh=(2, 1)),
     "a unit a net": partial(fsdp2, wrap="Net"),
-    "units that stay gathered": partial(fsdp2, wrap="Net", reshard_after_forward=False),
-    "mp_ddp": partial(on, "mp_ddp_find_unused_parameters_true"),
 }
 
 
@@ -173,9 +120,7 @@ class Played:
 
 
 CASES = [(way, "32-true", strategy) for way in WAYS for strategy in ("one unit", "a unit a net")]
-CASES += [("toggled", mode, "one unit") for mode in ("16-mixed", "bf16-mixed")]
-CASES += [(way, "32-true", "units that stay gathered") for way in ("toggled", "both_forwards_first")]
-CASES += [("toggled", "32-true", "hsdp")]
+CASES += [("toggled", "16-mixed", "one unit"), ("toggled", "32-true", "hsdp")]
 
 
 @pytest.mark.parametrize(("way", "mode", "strategy"), CASES)
@@ -234,12 +179,11 @@ class Refitted:
 
 
 WINDOW = (("accumulate_grad_batches", 4),)
-FAILURES = [(how, WINDOW if how == "interrupt" else ()) for how in ("nonfinite", "forward", "backward", "interrupt")]
-FAILURES += [(how, WINDOW) for how in ("nonfinite", "forward", "backward")]
+FAILURES = [("nonfinite", (), "fsdp2"), ("forward", (), "fsdp2"), ("backward", WINDOW, "fsdp2")]
+FAILURES += [("interrupt", WINDOW, "fsdp2"), ("nonfinite", WINDOW, "hsdp")]
 
 
-@pytest.mark.parametrize("host", ["fsdp2", "hsdp"])
-@pytest.mark.parametrize(("how", "options"), FAILURES)
+@pytest.mark.parametrize(("how", "options", "host"), FAILURES)
 def test_a_module_whose_run_failed_trains_in_the_next_one(ranks: Ranks, how: str, options: Any, host: str) -> None:
     for expected, found in zip(
         ranks.run(Refitted(how, "ddp", options)), ranks.run(Refitted(how, host, options)), strict=True

@@ -107,11 +107,9 @@ class Case:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "unequal": {"sizes": (32, 8, 24, 16)},
     "accumulated": {"options": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}},
     "overflow": {"mode": "16-mixed", "bad": 5, "options": {"gradient_clip_val": 0.1}},
     "validated": {"options": {"val_check_interval": 3, "num_sanity_val_steps": 1}},
-    "recomputed": {"options": {"checkpointing": {"modules": "Expert"}}},
     "dropped": {"drops": (3, 5)},
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -151,11 +149,10 @@ class Apart:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        (Apart("Expert"), "when another is at 'blocks.0.experts.1'"),
         (Apart("Block", (0,)), "when another is at 'blocks.1'"),
         (Apart("Block", (3,)), "the unit of 'blocks."),
     ],
-    ids=["experts are units", "in the first step", "in a later step"],
+    ids=["in the first step", "in a later step"],
 )
 def test_ranks_that_run_different_units_are_refused(ranks: Ranks, case: Apart, said: str) -> None:
     for message in ranks.run(case):

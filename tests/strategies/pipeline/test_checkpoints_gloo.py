@@ -68,8 +68,6 @@ def test_another_strategy_resumes_it(folder: Path, ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"stages": 4},
-        {"schedule": "interleaved_1f1b", "replicas": 2},
         {"replicas": 2, "options": (("shard", True),)},
     ],
 )

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from support.comparing import same
-from support.pipeline import MODULES, WIDTH, Fit, Staged, equal
+from support.pipeline import MODULES, VOCABULARY, WIDTH, Fit, Llama, Staged, equal
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -28,15 +27,6 @@ class FrozenFirst(Staged):
     def build(self) -> None:
         super().build()
         self.blocks[:2].requires_grad_(False)
-
-
-class FrozenLast(Staged):
-    """Nothing is trained in the last stage."""
-
-    def build(self) -> None:
-        super().build()
-        self.blocks[2:].requires_grad_(False)
-        self.head.requires_grad_(False)
 
 
 class Unused(Staged):
@@ -59,37 +49,32 @@ class Thaws(FrozenFirst):
             self.optimizers().add_param_group({"params": [*self.blocks[:2].parameters()], "lr": 1e-3})
 
 
-class EveryStep(Staged):
-    """Its rate changes by step; gradients are set to zero, not to None."""
+class Padded(Llama):
+    """Every other row ends in two tokens that are no data."""
 
-    def configure_optimizers(self) -> Any:
-        (optimizer,), (scheduler,) = super().configure_optimizers()
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+    def pipeline_batch(self, batch: Any) -> Any:
+        mask = batch[2].new_ones(batch[2].shape)
+        mask[:, -2:] = batch[2][:, :1] % 2
+        return (batch[2], mask), batch[2]
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+        return self.model(input_ids=inputs[0], attention_mask=inputs[1]).logits
 
-
-class Unseen(Staged):
-    """No hook looks at the gradients that are to be set to zero."""
-
-    on_before_zero_grad = LightningModule.on_before_zero_grad
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch[2])
 
 
-class Plateau(Staged):
-    """Its rate changes by what is validated."""
+class Qwen3(Llama):
+    """Layers of two kinds of attention."""
 
-    def configure_optimizers(self) -> Any:
-        (optimizer,), _ = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+    def build(self) -> None:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
 
-
-class Penalty(Staged):
-    """Its loss is of the last stage's weights too."""
-
-    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return super().pipeline_loss(output, target) + 0.1 * self.head.weight.square().sum()
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
+        heads = {"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+        kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+        own = {"use_sliding_window": True, "sliding_window": 2, "layer_types": kinds, "tie_word_embeddings": False}
+        self.model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **own)).train()
 
 
 class Norms(Staged):
@@ -117,34 +102,20 @@ FITS = {
     "batch norms, epochs cut short": Fit(module=Norms, arguments=(("limit_train_batches", 2), ("max_epochs", 2))),
     "interleaved, bf16, two batches a step": Fit("bf16-mixed", "interleaved_1f1b", accumulate=2),
     "gpipe, fp16, one stage overflows alone": Fit("16-mixed", "gpipe", scale=64.0, bad=ALONE),
-    "a batch norm, validated": Fit(module="batch norm"),
+    "two kinds of attention": Fit(module=Qwen3, steps=2),
 }
 SLOW = {
     "made on the meta device": Fit(
         "16-mixed", "interleaved_1f1b", "meta", scale=64.0, plan=(("pins", {"*norm*": "fp32"}),)
     ),
-    "fp16 from 2^24": Fit("16-mixed", module="llama", steps=16),
-    "gpipe": Fit(schedule="gpipe", accumulate=2),
-    "interleaved, fp16": Fit("16-mixed", "interleaved_1f1b", scale=64.0, bad=ALONE),
     "GPT-2, interleaved, bf16": Fit("bf16-mixed", "interleaved_1f1b", "gpt2"),
     "Llama with pins and checkpointing": Fit(
         "bf16-mixed", "1f1b", "llama", plan=(PINS, ("checkpointing", "*.layers.*"))
     ),
-    "bf16-true with pins": Fit("bf16-true", "1f1b", "llama", plan=(("pins", {"*norm*": "fp32"}),)),
-    "gradients that nobody sees": Fit(module=Unseen, accumulate=2, arguments=(("max_epochs", 2),)),
-    "a frozen last stage": Fit("16-mixed", module=FrozenLast, scale=64.0),
-    "rates by step": Fit(module=EveryStep, steps=3, accumulate=2),
-    "rates by loss": Fit(module=Plateau, arguments=EPOCHS),
-    "a penalty on weights": Fit(schedule="interleaved_zero_bubble", module=Penalty),
-    "what is unused, zero bubble": Fit(schedule="interleaved_zero_bubble", module=Unused),
+    "Llama, padded": Fit("bf16-mixed", "interleaved_1f1b", Padded, steps=2),
     "batch norms, interleaved": Fit("bf16-mixed", "interleaved_1f1b", Norms, arguments=(("num_sanity_val_steps", 2),)),
-    "batch norms, checkpointed": Fit(module=Norms, plan=(("checkpointing", "Block"),)),
-    "overfitted": Fit(arguments=(("overfit_batches", 2), ("max_epochs", 2))),
-    "anomalies looked for": Fit(arguments=(("detect_anomaly", True),)),
     "validated within the epoch": Fit(accumulate=2, arguments=(("val_check_interval", 2), ("inference_mode", False))),
     "16-true": Fit("16-true", scale=64.0),
-    "zero bubble": Fit("bf16-mixed", "interleaved_zero_bubble", plan=(("checkpointing", "Block"),)),
-    "zero bubble, Llama": Fit("16-mixed", "interleaved_zero_bubble", "llama", scale=64.0),
 }
 
 

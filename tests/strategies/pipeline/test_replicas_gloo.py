@@ -22,21 +22,17 @@ BAD = ((1, "blocks.0.up.weight"), (2, "head.bias"))
 PINS = ("pins", {"*norm*": "fp32", "lm_head": "fp32"})
 
 FITS = {
-    "four stages, Llama, fp16": Fit("16-mixed", module="llama", stages=4, scale=64.0),
     "four stages, gpipe, one overflows alone": Fit("16-mixed", "gpipe", stages=4, scale=64.0, bad=BAD),
-    "replicas": Fit(replicas=2, accumulate=2),
-    "replicas, clipped, bf16": Fit("bf16-mixed", replicas=2, clip=0.1),
+    "replicas, clipped, bf16": Fit("bf16-mixed", replicas=2, clip=0.1, accumulate=2),
     "replicas, Llama, interleaved, fp16": Fit("16-mixed", "interleaved_1f1b", "llama", replicas=2, scale=2.0**12),
-    "sharded": Fit(replicas=2, options=SHARD, clip=0.1),
     "sharded, accumulated, one stage overflows alone": Fit(
         "16-mixed", "gpipe", replicas=2, options=SHARD, scale=64.0, bad=BAD, accumulate=2, steps=8
     ),
     "sharded, validated inside a window": Fit(replicas=2, options=SHARD, accumulate=2, steps=6, arguments=INSIDE),
     "sharded, fitted twice": Fit(replicas=2, options=SHARD, accumulate=2, steps=4, fits=2),
-    "sharded, Llama with pins and checkpointing": Fit(
-        "bf16-mixed", "1f1b", "llama", replicas=2, options=SHARD, plan=(PINS, ("checkpointing", "*.layers.*"))
+    "sharded, interleaved, with pins": Fit(
+        "bf16-mixed", "interleaved_1f1b", "llama", replicas=2, options=SHARD, plan=(PINS,), clip=0.1
     ),
-    "sharded, interleaved": Fit("bf16-mixed", "interleaved_1f1b", "gpt2", replicas=2, options=SHARD),
 }
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy, trainer_kwargs
-from lightning_mp.compat.deepspeed import full_master
-from lightning_mp.modules.half_copies import HalfCopy
 
 FEATURES = 16
 
@@ -112,7 +110,7 @@ def _whole(module: LightningModule) -> float:
     """A number made of all weights, wherever they are."""
     total = torch.zeros((), dtype=torch.float64)
     for parameter in module.parameters():
-        held = full_master(parameter) if isinstance(parameter, HalfCopy) else parameter.detach()
+        held = parameter.detach()
         total += (held.full_tensor() if hasattr(held, "full_tensor") else held).double().abs().sum()
     return total.item()
 
