@@ -103,7 +103,10 @@ def _built(name: str, plan: MixedPrecisionPlan, overrides: dict[str, Any]) -> St
 
 def _check_plan(plan: object, faults: Faults) -> None:
     if not isinstance(plan, MixedPrecisionPlan):
-        faults.add(f"plan={plan!r}", "write MixedPrecisionPlan('bf16-mixed'), or MixedPrecisionPlan.from_config(...)")
+        faults.add(
+            f"plan={plan!r}, not a MixedPrecisionPlan",
+            "write MixedPrecisionPlan('bf16-mixed'), or MixedPrecisionPlan.from_config(...)",
+        )
 
 
 def _check_trainer_args(given: dict[str, Any], faults: Faults) -> None:
