@@ -24,33 +24,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+#: the modules of public names
 _HOMES = {
-    "AuditReport": "monitor.audit",
-    "Checkpointing": "policy",
-    "Comparison": "comparison.results",
-    "Event": "monitor.events",
-    "FP8": "policy",
-    "FP8Layer": "modules.fp8",
-    "Finding": "monitor.findings",
-    "LossScaleError": "errors",
-    "LossScaling": "policy",
-    "MissingExtraError": "errors",
-    "MixedPrecisionPlan": "precision",
-    "NonFinite": "policy",
-    "NonFiniteError": "errors",
-    "Pin": "policy",
-    "PinAdvice": "pin_advice",
-    "PlanError": "errors",
-    "PrecisionPolicy": "policy",
-    "audit": "monitor.audit",
-    "compare": "comparison.compare",
-    "consolidate": "checkpoints",
-    "doctor": "monitor.doctor",
-    "make_strategy": "strategies.factory",
-    "register_plan": "strategies.factory",
-    "suggest_pins": "pin_advice",
-    "trainer_kwargs": "strategies.factory",
-    "unpin": "modules.pins",
+    "checkpoints": ("consolidate",),
+    "comparison.compare": ("compare",),
+    "comparison.results": ("Comparison",),
+    "errors": ("LossScaleError", "MissingExtraError", "NonFiniteError", "PlanError"),
+    "modules.fp8": ("FP8Layer",),
+    "modules.pins": ("unpin",),
+    "monitor.audit": ("AuditReport", "audit"),
+    "monitor.doctor": ("doctor",),
+    "monitor.events": ("Event",),
+    "monitor.findings": ("Finding",),
+    "pin_advice": ("PinAdvice", "suggest_pins"),
+    "policy": ("FP8", "Checkpointing", "LossScaling", "NonFinite", "Pin", "PrecisionPolicy"),
+    "precision": ("MixedPrecisionPlan",),
+    "strategies.factory": ("make_strategy", "register_plan", "trainer_kwargs"),
 }
 
 __all__ = [
@@ -85,20 +74,8 @@ __all__ = [
 #: public packages: ``lightning_mp.callbacks.TrainingHealth`` needs no import of its own
 _PACKAGES = ("callbacks", "numerics", "planner")
 
-#: those that are made of Lightning's classes, or ask for them
-_OF_LIGHTNING = (
-    "AuditReport",
-    "Comparison",
-    "MixedPrecisionPlan",
-    "PinAdvice",
-    "audit",
-    "compare",
-    "doctor",
-    "make_strategy",
-    "register_plan",
-    "suggest_pins",
-    "trainer_kwargs",
-)
+#: those whose names neither are made of Lightning's classes nor ask for them
+_APART = ("checkpoints", "errors", "modules.fp8", "modules.pins", "monitor.events", "monitor.findings", "policy")
 
 
 def __getattr__(name: str) -> Any:
@@ -108,10 +85,11 @@ def __getattr__(name: str) -> Any:
     """
     if name in _PACKAGES:
         return import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if name in _OF_LIGHTNING:
+    found = getattr(import_module(f"{__name__}.{home}"), name)
+    if home not in _APART:
         import_module(f"{__name__}.strategies.registry").register()
     return found
 

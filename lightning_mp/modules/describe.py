@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from html import escape
-from math import inf, log2
+from math import inf
 from textwrap import wrap
 
 from torch import nn
 
 from lightning_mp.errors import Faults
-from lightning_mp.modules import checkpointing, fp8, half_weights, pins
-from lightning_mp.policy import FP8, Checkpointing, NonFinite, PrecisionPolicy
+from lightning_mp.modules import checkpointing, fp8, pins
+from lightning_mp.policy import NonFinite, PrecisionPolicy
 
 #: columns that the text of a row may take
 WIDTH = 96
@@ -26,7 +26,7 @@ def rows(
     strategy: str | None = None,
     layers: Sequence[fp8.FP8Layer] = (),
 ) -> Rows:
-    """What is declared, by subject; with ``module``, what each rule covers of it, and what a gather of it moves.
+    """What is declared, by subject; with ``module``, what each rule covers of it.
 
     ``layers`` are those of a run, in which ``module`` is changed already.
     """
@@ -35,15 +35,15 @@ def rows(
         layers = fp8.select(module, policy.fp8, covered, Faults())[0]
     found: Rows = [
         ("precision", policy.precision),
-        ("stored", stored(policy)),
-        ("computed", computed(policy)),
+        ("stored", _stored(policy)),
+        ("computed", _computed(policy)),
         ("reduced", f"gradients are summed across ranks in {policy.reduce_dtype}"),
-        *(_fp8(policy.fp8, layers) if policy.fp8 else []),
+        *([("fp8", f"{policy.fp8.recipe}: {policy.fp8}")] if policy.fp8 else []),
+        *(("", line) for line in ([fp8.summary(layers), *fp8.table(layers)] if layers else ())),
         *_pins(policy, module),
-        *_gathered(policy, module),
         ("loss scaling", loss_scaling(policy)),
-        ("non-finite", nonfinite(policy.nonfinite)),
-        ("TF32", tf32(policy)),
+        ("non-finite", _nonfinite(policy.nonfinite)),
+        ("TF32", "torch's own setting" if policy.tf32 is None else repr(policy.tf32)),
         ("checkpointing", _checkpointing(policy, module)),
     ]
     return found if strategy is None else [*found, ("strategy", strategy)]
@@ -60,30 +60,12 @@ def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
     return found or [("pins", "none")]
 
 
-def _fp8(rule: FP8, layers: Sequence[fp8.FP8Layer]) -> Rows:
-    declared = fp8_rule(rule)
-    return [("fp8", f"{declared}: {fp8.summary(layers)}" if layers else declared)] + [
-        ("", line) for line in fp8.table(layers)
-    ]
-
-
-def _gathered(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
-    """What a gather of the whole model moves, where a strategy shards it."""
-    if module is None or policy.precision == "auto" or policy.fp8 is not None:
-        return []
-    pin_map = pins.resolve(module, policy.pins, Faults())
-    weights = half_weights.survey(module, pin_map, policy)
-    moved = "; ".join(half_weights.counted(weights, pin_map, policy))
-    return [("gathered", moved)] if moved else []  # of what ZeRO-3 has split nothing is left to count
-
-
 def _checkpointing(policy: PrecisionPolicy, module: nn.Module | None) -> str:
     rule = policy.checkpointing
-    text = recomputed(rule)
     if rule is None or module is None:
-        return text
+        return "none" if rule is None else repr(rule)
     chosen = {id(found) for found in checkpointing.select(module, rule, Faults())}
-    return f"{text}: {_counted([name for name, found in module.named_modules() if id(found) in chosen])}"
+    return f"{rule}: {_counted([name for name, found in module.named_modules() if id(found) in chosen])}"
 
 
 def _counted(names: list[str]) -> str:
@@ -103,11 +85,11 @@ def announcement(policy: PrecisionPolicy, module: nn.Module, layers: Sequence[fp
         covered.append(f"checkpointing {_checkpointing(policy, module)}")
     lines = [
         repr(policy).replace(type(policy).__name__, "MixedPrecisionPlan", 1),
-        f"  {computed(policy)}; {stored(policy)}",
+        f"  {_computed(policy)}; {_stored(policy)}",
         *([f"  {'; '.join(covered)}"] if covered else []),
         *([f"  fp8 {policy.fp8.recipe}: {fp8.summary(layers)}"] if policy.fp8 else []),
         *([f"  loss scale {loss_scaling(policy)}"] if policy.loss_scaling else []),
-        f"  a non-finite gradient: {nonfinite(policy.nonfinite)}",
+        f"  a non-finite gradient: {_nonfinite(policy.nonfinite)}",
     ]
     return [line if len(line) <= 160 else f"{line[:159]}…" for line in lines]
 
@@ -131,7 +113,7 @@ def as_html(table: Rows) -> str:
 # ------------------------------------------------------------------ subject by subject
 
 
-def stored(policy: PrecisionPolicy) -> str:
+def _stored(policy: PrecisionPolicy) -> str:
     """What parameters, buffers and optimizer state are stored in."""
     stored, buffers = policy.storage_dtype, policy.buffer_dtype
     if buffers is None:
@@ -139,7 +121,7 @@ def stored(policy: PrecisionPolicy) -> str:
     return f"parameters, gradients and optimizer state {stored}; buffers {buffers}"
 
 
-def computed(policy: PrecisionPolicy) -> str:
+def _computed(policy: PrecisionPolicy) -> str:
     """What forward and backward run in."""
     if policy.precision == "auto":
         return "chosen for the device when the run begins"
@@ -149,44 +131,26 @@ def computed(policy: PrecisionPolicy) -> str:
     return f"everything {policy.compute_dtype}"
 
 
-def fp8_rule(rule: FP8) -> str:
-    """Which linear layers multiply in FP8, by which recipe, and when."""
-    parts = [f"products of {', '.join(rule.patterns)}"]
-    if rule.skip:
-        parts.append(f"except {', '.join(rule.skip)}")
-    if rule.small == "skip":
-        parts.append("except layers too small to pay")
-    when = "evaluation in bf16" if rule.evaluate == "bf16" else "evaluation in fp8 too"
-    gathered = "; weights gathered in fp8" if rule.all_gather else ""
-    return f"{rule.recipe}: {', '.join(parts)}; {when}{gathered}{'; emulated' if rule.emulate else ''}"
-
-
 def loss_scaling(policy: PrecisionPolicy) -> str:
     """The rule of the loss scale."""
     rule = policy.loss_scaling
     if rule is None:
         return "torch's rule, where the mode is fp16" if policy.precision == "auto" else "none"
     if not rule.dynamic:
-        return f"{power(rule.init_scale)}, fixed; a step that overflows is skipped"
+        return f"{rule.init_scale:g}, fixed; a step that overflows is skipped"
     overflows = "an overflow" if rule.hysteresis == 1 else f"{rule.hysteresis} overflows"
     in_a_row = " in a row" if rule.consecutive_hysteresis and rule.hysteresis > 1 else ""
     floor = {"hold": "held there", "raise": "an overflow there raises"}[rule.at_min]
-    bounds = f"; at least {power(rule.min_scale)}, {floor}" if rule.min_scale else ""
+    bounds = f"; at least {rule.min_scale:g}, {floor}" if rule.min_scale else ""
     if rule.max_scale not in (None, inf):
-        bounds += f"; at most {power(rule.max_scale)}"
+        bounds += f"; at most {rule.max_scale:g}"
     return (
-        f"{power(rule.init_scale)} at first, x{rule.growth_factor:g} after {rule.growth_interval} clean steps, "
+        f"{rule.init_scale:g} at first, x{rule.growth_factor:g} after {rule.growth_interval} clean steps, "
         f"x{rule.backoff_factor:g} after {overflows}{in_a_row}{bounds}"
     )
 
 
-def power(value: float) -> str:
-    """A scale as people say it: ``2^16``; other numbers as they are."""
-    exponent = log2(value) if value > 0 else 0.5
-    return f"2^{exponent:.0f}" if exponent.is_integer() and abs(exponent) >= 10 else f"{value:g}"
-
-
-def nonfinite(rule: NonFinite) -> str:
+def _nonfinite(rule: NonFinite) -> str:
     """What a step with a non-finite gradient leads to."""
     then = "raise" if rule.on_budget == "raise" else "bring the last good checkpoint back"
     done = {
@@ -195,21 +159,3 @@ def nonfinite(rule: NonFinite) -> str:
         "ignore": "the step is applied, as in stock Lightning",
     }[rule.action]
     return f"{done}; its batch is saved" if rule.save_batch else done
-
-
-def tf32(policy: PrecisionPolicy) -> str:
-    """TF32 for fp32 matrix products."""
-    on = {"high": "on", "medium": "on, bf16 where the device prefers it", "highest": "off"}
-    return "torch's own setting" if policy.tf32 is None else f"{on[policy.tf32]} ({policy.tf32!r})"
-
-
-def recomputed(rule: Checkpointing | None) -> str:
-    """Which modules recompute their activations."""
-    if rule is None:
-        return "none"
-    ordinal = {2: "2nd", 3: "3rd"}.get(rule.every, f"{rule.every}th")
-    every = f"every {ordinal} of " if rule.every > 1 else ""
-    kept = "" if rule.mode == "full" else ", matrix products and attention kept"
-    if rule.save_ops is not None:
-        kept = f", {', '.join(rule.save_ops)} kept"
-    return f"{every}{', '.join(rule.patterns)}{kept}"

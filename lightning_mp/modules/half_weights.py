@@ -6,7 +6,6 @@ module's forward hands to a product that autocast casts for; less those that som
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from lightning_mp.compat.transformers import conv1d
 from lightning_mp.modules import fp8
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.pins import PinMap
-from lightning_mp.numerics.dtypes import is_plain, to_torch
+from lightning_mp.numerics.dtypes import is_plain
 from lightning_mp.policy import PrecisionPolicy
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -90,18 +89,3 @@ def _keys(module: nn.Module) -> tuple[str, ...]:
                 return ()
             return _PROJECTIONS if kind is nn.MultiheadAttention else ("weight", "bias")
     return ()
-
-
-def counted(weights: list[Weight], pin_map: PinMap, policy: PrecisionPolicy) -> Iterator[str]:
-    """How many bytes of which dtype a gather of all ``weights`` moves, and why those that are not half are not."""
-    stored = pin_map.dtypes()
-    groups: dict[str, list[Weight]] = {}
-    for weight in weights:
-        dtype = stored.get(id(weight.tensor), policy.storage_dtype)
-        groups.setdefault(policy.compute_dtype if weight.reason is None else dtype, []).append(weight)
-    for dtype, members in groups.items():
-        size = sum(weight.tensor.numel() for weight in members) * to_torch(dtype).itemsize
-        reasons = list(dict.fromkeys(weight.reason for weight in members if weight.reason and policy.mixed))
-        why = f" ({', '.join(reasons)})" if reasons else ""
-        if size:
-            yield f"{size:,} bytes in {dtype}{why}"

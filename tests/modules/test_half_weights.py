@@ -86,14 +86,6 @@ def test_pins_and_modes_leave_weights_out() -> None:
     assert set(survey(net, PrecisionPolicy(precision="bf16-true")).values()) == {"computed with as stored"}
 
 
-def test_the_plan_says_how_many_bytes_are_gathered_in_which_dtype() -> None:
-    from lightning_mp import MixedPrecisionPlan
-
-    net = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
-    said = MixedPrecisionPlan("16-mixed", pins={"3": "fp32"}).describe(net)
-    assert "gathered       192 bytes in fp32 (Embedding, LayerNorm, pinned); 80 bytes in fp16" in said
-
-
 # ------------------------------------------------------------------ against forwards
 
 

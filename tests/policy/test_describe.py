@@ -45,13 +45,13 @@ def test_only_what_is_no_default_is_printed(plan: MixedPrecisionPlan, shown: str
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (LossScaling(), "2^16 at first, x2 after 2000 clean steps, x0.5 after an overflow; at least 1, held there"),
-        (LossScaling.torch(), "2^16 at first, x2 after 2000 clean steps, x0.5 after an overflow"),
+        (LossScaling(), "65536 at first, x2 after 2000 clean steps, x0.5 after an overflow; at least 1, held there"),
+        (LossScaling.torch(), "65536 at first, x2 after 2000 clean steps, x0.5 after an overflow"),
         (
             LossScaling.deepspeed(consecutive_hysteresis=True, initial_scale_power=4, min_loss_scale=2),
             "16 at first, x2 after 1000 clean steps, x0.5 after 2 overflows in a row; at least 2, an",
         ),
-        (LossScaling(max_scale=2.0**20, min_scale=0, growth_interval=1, hysteresis=3), "at most 2^20"),
+        (LossScaling(max_scale=2.0**20, min_scale=0, growth_interval=1, hysteresis=3), "at most 1.04858e+06"),
         (LossScaling(init_scale=3000.0, max_scale=inf), "3000 at first, "),
         (STATIC, "128, fixed; a step that overflows is skipped"),
     ],
