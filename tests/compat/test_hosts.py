@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from support import hosted
 from support.launching import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHTNING, PYTORCH_LIGHTNING = "lightning.pytorch", "pytorch_lightning"
 COPIES = (LIGHTNING, PYTORCH_LIGHTNING)
 PLAN = "from lightning_mp import MixedPrecisionPlan"
-OURS = f"""{PLAN}, audit, doctor, make_strategy, trainer_kwargs; from lightning_mp.callbacks import *"""
-Program = Callable[[str], dict[str, Any]]
 
 
 def printed(*command: str, cwd: Path | None = None) -> str:
@@ -36,47 +30,6 @@ def printed(*command: str, cwd: Path | None = None) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """Runs ``support.hosted`` under a name, each once."""
-
-    @cache
-    def run(copy: str) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("program")
-        other = None if copy == LIGHTNING else run(LIGHTNING)["checkpoint"]
-        imports = [f"import {copy} as pl; from {copy}.cli import LightningCLI", OURS]
-        call = f"from support.hosted import main; main(globals(), {str(folder)!r}, {other!r})"
-        said = printed("-c", "; ".join([*imports, call]), cwd=folder)
-        return {**json.loads(said.splitlines()[-1]), "checkpoint": str(folder / "step.ckpt")}
-
-    return run
-
-
-@pytest.mark.slow
-def test_a_program_runs_alike_under_either_name_and_resumes_the_others_checkpoint(program: Program) -> None:
-    ran, first = program(PYTORCH_LIGHTNING), program(LIGHTNING)
-    assert (first["copies"], ran["copies"]) == ([LIGHTNING], [PYTORCH_LIGHTNING])
-    assert ran["runs"] == first["runs"]
-    assert {*hosted.STRATEGIES, *hosted.CALLBACKS, "LightningCLI", "resumed"} == ran["runs"].keys()
-    assert ran["runs"]["mp_ddp"] == ran["runs"]["make_strategy('ddp')"]
-    assert ran["keys"] == ["MixedPrecisionPlan"]
-    assert ran["others"] == first["others"]
-    assert ran["of another"] == ran["runs"]["resumed"]
-
-
-# ---------------------------------------------------------------------- which copy
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("installed", COPIES)
-def test_where_one_copy_is_installed_it_is_that_one(installed: str) -> None:
-    missing = "['lightning']" if installed == PYTORCH_LIGHTNING else "['pytorch_lightning', 'lightning_fabric']"
-    show = "print(*(base.__module__ for base in type(plan).__mro__ if base.__name__ == 'FSDPPrecision'))"
-    hide = f"import sys; sys.modules.update(dict.fromkeys({missing}))"  # as if it could not be found
-    said = printed("-c", f"{hide}; {PLAN}; plan = MixedPrecisionPlan(); {show}")
-    assert said.split() == [f"{installed}.plugins.precision.fsdp"]
 
 
 # ---------------------------------------------------------------------- both in one process

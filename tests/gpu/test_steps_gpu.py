@@ -1,4 +1,4 @@
-"""DESIGN sections 3 and 4 on CUDA: dtypes, equality with stock Lightning, skips, scale, clipping, resume."""
+"""Steps on CUDA: dtypes, equality with stock Lightning, skips, clipping, resume, and no wait for the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError
-from support.cuda import DEVICE, cuda_fit
+from lightning_mp import LossScaling
+from support.cuda import DEVICE, NothingWaits, Unread, cuda_fit
 from support.models import Regression, same_weights
 from support.oracles import MODES, SCALED, plan_for, stock_for
 from support.saving import ResumableBatches, SaveAt
@@ -89,14 +88,6 @@ def test_nothing_changes_on_a_skipped_step(mode: str, optimizer: str, at: int) -
     assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
 
 
-def test_the_default_scale_comes_down_as_torchs_does() -> None:
-    stock, ours, there, here = Regression(OPTIMIZERS["adamw"]), Regression(OPTIMIZERS["adamw"]), Trace(), Trace()
-    cuda_fit(stock, callbacks=[there], max_epochs=2, **stock_for("16-mixed", DEVICE, init_scale=2.0**16))
-    cuda_fit(ours, callbacks=[here], max_epochs=2, plugins=[MixedPrecisionPlan("16-mixed")])
-    assert here.scales == there.scales
-    assert same_weights(here.weights[-1], there.weights[-1])
-
-
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
 def test_clipping_a_fused_optimizer_leaves_clipped_gradients_behind(mode: str, fused: bool) -> None:
@@ -109,25 +100,6 @@ def test_clipping_a_fused_optimizer_leaves_clipped_gradients_behind(mode: str, f
     module.norms = []
     cuda_fit(module, plugins=[plan_for(mode)], gradient_clip_val=0.5)
     assert module.norms == [pytest.approx(0.5, rel=1e-3)] * 8
-
-
-def test_a_step_scheduler_is_held() -> None:
-    module = Regression(OPTIMIZERS["adamw-fused"], partial(LambdaLR, lr_lambda=lambda s: s + 1), overflow_at=(1, 3))
-    cuda_fit(module, plugins=[plan_for("16-mixed")])
-    assert [round(lr / 1e-2) for lr in module.lrs] == [1, 2, 2, 3, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
-def test_the_error_names_the_module(mode: str) -> None:
-    class Sick(Regression):
-        def on_train_start(self) -> None:
-            with torch.no_grad():
-                self.net[1].weight[0] = float("nan")
-
-    plan = plan_for(mode, LossScaling.static(64.0), nonfinite=NonFinite(max_consecutive=2))
-    with pytest.raises(NonFiniteError) as caught:
-        cuda_fit(Sick(OPTIMIZERS["adamw-fused"]), plugins=[plan])
-    assert (caught.value.step, caught.value.module, caught.value.parameter) == (2, "net.1", "net.1.weight")
 
 
 @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
@@ -146,38 +118,51 @@ def test_a_resumed_run_is_the_uninterrupted_one(mode: str, tmp_path: Path) -> No
     assert (plan.applied_steps, plan.skipped_steps) == (6, 2)
 
 
-@pytest.mark.parametrize("mode", ["bf16-true", "16-true", "bf16-mixed", "16-mixed"])
-def test_pins_hold(mode: str) -> None:
-    module = Regression(OPTIMIZERS["adamw-fused"])
-    cuda_fit(module, plugins=[plan_for(mode, pins={"LayerNorm": "fp32"})])
-    assert {n: p.dtype for n, p in module.named_parameters()} == {
-        n: FP32 if "net.1." in n else TABLE[mode][0] for n, _ in module.named_parameters()
-    }
-    module.to(DEVICE, FP16)
-    assert module.net[1].weight.dtype == FP32
+FUSED: dict[str, Any] = {
+    "adamw": partial(AdamW, lr=1e-2, fused=True),
+    "sgd-momentum": partial(SGD, lr=1e-2, momentum=0.9, fused=True),
+}
+CLIPS: dict[str, dict[str, Any]] = {
+    "no clip": {},
+    "norm": {"gradient_clip_val": 0.5},
+    "value": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+}
 
 
-def test_ddp_over_nccl_on_one_gpu() -> None:
-    """The flag is reduced on the device; with one rank it is that rank's."""
-    import torch.distributed as dist
-
-    module, trace = Regression(OPTIMIZERS["adamw-fused"], overflow_at=(2,)), Trace()
+def _fit(module: Any, **options: Any) -> None:
     try:
-        cuda_fit(
-            module, plugins=[plan_for("16-mixed")], callbacks=[trace], strategy="ddp", use_distributed_sampler=False
-        )
+        cuda_fit(module, callbacks=[NothingWaits()], **options)
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    assert trace.skipped == [step == 2 for step in range(8)]
+        torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(1, "32-true"), (110_000, "bf16-mixed")])
-def test_auto_asks_the_gpu_and_the_model(rows: int, expected: str) -> None:
-    module = Regression(OPTIMIZERS["adamw-fused"])
-    module.large = nn.Embedding(rows, 1000).requires_grad_(False)
-    plan = MixedPrecisionPlan("auto")
-    cuda_fit(module, plugins=[plan], max_steps=1)
-    native = torch.cuda.is_bf16_supported(including_emulation=False)
-    assert plan.precision == (expected if native or expected == "32-true" else "16-mixed")
-    assert plan.policy.tf32 == ("high" if torch.cuda.get_device_capability() >= (8, 0) else None)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("optimizer", FUSED)
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
+def test_a_warm_step_never_waits_skipped_or_not(mode: str, optimizer: str, clip: str) -> None:
+    plan = plan_for(mode)
+    _fit(Unread(FUSED[optimizer], overflow_at=(4,)), plugins=[plan], **CLIPS[clip])
+    assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        LossScaling.megatron(initial_scale=4.0, growth_interval=2),
+        LossScaling.deepspeed(initial_scale_power=2, loss_scale_window=2, at_min="hold"),
+        LossScaling.static(4.0),
+    ],
+    ids=["megatron", "deepspeed", "static"],
+)
+def test_no_rule_of_the_scale_waits(rule: LossScaling) -> None:
+    _fit(Unread(FUSED["adamw"], overflow_at=(3, 4)), plugins=[plan_for("16-mixed", rule)])
+
+
+def test_accumulation_does_not_wait() -> None:
+    _fit(Unread(FUSED["adamw"]), plugins=[plan_for("16-mixed")], accumulate_grad_batches=2)
+
+
+def test_the_judge_sees_the_reads_that_are_there() -> None:
+    """The plan asks for the flag before a plain optimizer."""
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        _fit(Unread(partial(SGD, lr=1e-2)), plugins=[plan_for("16-mixed")])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from support.models import Regression, batches
@@ -43,3 +44,19 @@ class Unread(Regression):
         if batch_idx in self.overflow_at:
             loss = loss + (self.net[3].weight.float().sum() * 0) * float("inf")
         return loss
+
+
+class NothingWaits(Callback):
+    """Makes every synchronising operation of a training batch an error where ``on(batch_idx)``."""
+
+    def __init__(self, on: Callable[[int], bool] = lambda batch_idx: batch_idx >= 2) -> None:
+        self.on = on
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if self.on(batch_idx) else "default")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def on_exception(self, *_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,19 +1,36 @@
-"""Activation checkpointing on CUDA: the same numbers in less memory, through the plan and through the callback."""
+"""Batch norms over two processes on CUDA, checkpointing's memory, a prediction of it, the command line."""
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp import Checkpointing, MixedPrecisionPlan
+from benchmarks.memory import Again, Cell
+from lightning_mp import Checkpointing, MixedPrecisionPlan, trainer_kwargs
 from lightning_mp.callbacks import ActivationCheckpointing
+from lightning_mp.compat.lightning import Trainer
+from lightning_mp.numerics.peak_memory import PeakMemory
+from lightning_mp.planner import predict_memory
+from lightning_mp.tracing.run import ALONE
 from support.cuda import Resident, cuda_fit
 from support.models import Regression, same_weights, weights
+from support.norms import Direct
+from support.ranks import Ranks
+from support.training import QUICK, losses, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_torchs_kernels_normalize_by_the_whole_batch(ranks: Ranks) -> None:
+    for found in ranks.run(Direct("cuda")):
+        for whole, synchronized in found:
+            torch.testing.assert_close(synchronized, whole)
+
 
 WIDTH, BLOCKS = 512, 8
 
@@ -60,3 +77,25 @@ def test_the_same_numbers_in_less_memory(mode: str, mechanism: str) -> None:
     assert module.losses == plain.losses
     assert same_weights(weights(module), weights(plain))
     assert peak < (0.7 if "selective" not in mechanism else 0.95) * usual
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_peak_is_cudas(precision: str, checkpointing: str) -> None:
+    cell = Cell("llama", precision, checkpointing, "AdamW", rows=1024)  # beside GiB cuBLAS takes little
+    found = predict_memory(cell.module(), cell.batch(), cell.plan())
+    assert found.method == "traced", found.notes
+    gc.collect()
+    with PeakMemory("cuda") as peak:
+        arguments = trainer_kwargs(cell.plan(), devices=1, accelerator="cuda", logger=False, **ALONE)
+        Trainer(**arguments).fit(cell.module(), Again(cell.batch()))
+    assert found.peak_bytes == pytest.approx(peak.bytes, rel=0.05)
+
+
+def test_trainer_gpu_trains_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("hydra")
+    monkeypatch.chdir(tmp_path)
+    before = torch.cuda.max_memory_allocated()
+    run(*QUICK[1:], "trainer=gpu", "plan=a100", "trainer.max_steps=3", "run_dir=out")
+    assert len(losses("out")) == 3
+    assert torch.cuda.max_memory_allocated() > before

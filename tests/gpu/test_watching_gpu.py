@@ -1,4 +1,4 @@
-"""The guard on CUDA: one wait a normal step, replays with CUDA's own generator, and files that a CPU can read."""
+"""The monitors and the guard on CUDA: the numbers of a plain loop, and no waiting."""
 
 from __future__ import annotations
 
@@ -12,14 +12,59 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import AdamW
 
-from lightning_mp.callbacks import NonFiniteGuard
+from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, PrecisionAudit, TrainingHealth
+from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
-from support.cuda import Resident, Unread, cuda_fit
+from support import health
+from support.cuda import NothingWaits, Resident, Unread, cuda_fit
 from support.models import same_weights, weights
 from support.nonfinite import BAD, FAULTS, STOCK, Breaks, without
-from support.oracles import stock_for
+from support.oracles import MODES, plan_for, stock_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+ADAMW = partial(AdamW, lr=health.LR, eps=1e-4, fused=True)
+NEAR = {"32-true": 1e-4, "bf16-mixed": 5e-2, "16-mixed": 1e-2, "bf16-true": 0.2, "16-true": 5e-2}
+
+
+class Throughout(NothingWaits):
+    """Between batches too, where the monitors read; it comes first, so that its end of a batch is theirs to begin."""
+
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+hosts = pytest.mark.parametrize("host", ["stock", "plan"])
+
+
+def host_of(host: str, mode: str) -> dict[str, Any]:
+    return stock_for(mode, "cuda") if host == "stock" else {"plugins": [plan_for(mode)]}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@hosts
+def test_the_numbers_are_those_of_a_plain_loop(host: str, mode: str, tmp_path: Path) -> None:
+    mine = TrainingHealth(tmp_path, groups=health.GROUPS, report=False)
+    cuda_fit(Unread(ADAMW), callbacks=[mine], max_steps=1, **host_of(host, mode))
+    (expected,) = health.oracle(world=1)[:1]
+    assert {name: mine.rows[0][name] for name in expected} == pytest.approx(expected, rel=NEAR[mode])
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    ("host", "mode"), [("plan", "32-true"), ("plan", "16-mixed"), ("stock", "32-true"), ("stock", "bf16-mixed")]
+)
+def test_every_step_is_measured_and_nothing_waits(host: str, mode: str, every: int, tmp_path: Path) -> None:
+    health, scale = TrainingHealth(tmp_path, every, report=False), LossScaleMonitor(every)
+    monitors = [Throughout(), health, scale, PrecisionAudit(run_dir=tmp_path)]
+    try:
+        cuda_fit(Unread(ADAMW), callbacks=monitors, **host_of(host, mode))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = list(range(0, 8, every))
+    assert [row[metric_names.STEP] for row in health.rows] == expected
+    assert [row[metric_names.STEP] for row in scale.rows] == (expected if mode == "16-mixed" else [])
+    assert all(row[metric_names.GRAD_NORM] > 0 for row in health.rows)
+
 
 FUSED = partial(AdamW, lr=1e-2, eps=1e-4, weight_decay=0.3, fused=True)
 PASSING = [how for how in FAULTS if how not in ("weight", "batch")]  # "batch" indexes on the CPU
@@ -98,10 +143,3 @@ def test_what_rests_on_cudas_generator_comes_again(mode: str) -> None:
     assert len(module.broke) == 8
     assert {True, False} == set(module.broke)
     assert [diagnosis.note is None and diagnosis.origin is not None for diagnosis in asks.diagnoses] == module.broke
-
-
-def test_the_file_is_read_without_a_gpu(tmp_path: Path) -> None:
-    cuda_fit(Breaks("loss", optimizer=FUSED), callbacks=[NonFiniteGuard(run_dir=tmp_path)])
-    saved = torch.load(next((tmp_path / "nonfinite").iterdir()), weights_only=True)
-    assert {tensor.device.type for tensor in saved["batch"]} == {"cpu"}
-    assert set(saved["rng"]) >= {"torch", "python", "cuda"}
