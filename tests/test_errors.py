@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_mp import LossScaleError, MissingExtraError, NonFiniteError, PlanError
-from lightning_mp.errors import Fault, Faults, is_number, is_whole, nearest
+from lightning_mp.errors import Fault, Faults, is_number, is_whole
 
 FAULTS = (Fault("x=1", "2", "write 2"), Fault("y='a'", "'b'", "choose 'b'"))
 
@@ -71,11 +71,6 @@ def test_a_missing_extra_names_the_command() -> None:
     assert ERRORS["MissingExtraError"].name == "peft"  # type: ignore[attr-defined]
 
 
-def test_where_a_value_came_from_may_be_unknown() -> None:
-    error = NonFiniteError("bad")
-    assert (error.rank, error.step, error.module, error.parameter) == (None, None, None, None)
-
-
 def test_faults_are_collected_and_raised_together() -> None:
     faults = Faults("Pin")
     faults.raise_if_any()
@@ -130,40 +125,3 @@ def test_what_is_a_number(value: Any, number: bool, whole: bool) -> None:
     faults = Faults()
     faults.whole("n", value, -5, "use 1")
     assert bool(faults.found) is not whole
-
-
-@pytest.mark.parametrize(
-    ("word", "known", "expected"),
-    [
-        ("bf16-mixd", ["32-true", "bf16-mixed", "16-mixed"], "'bf16-mixed', '16-mixed'"),
-        ("zzz", ["32-true"], ""),
-        ("a", ["a", "a", "b"], "'a'"),
-        ("norm", ["norm1", "norm2", "norm3", "norm4"], 3),
-    ],
-)
-def test_the_nearest_names(word: str, known: list[str], expected: Any) -> None:
-    found = nearest(word, known)
-    assert found == expected if isinstance(expected, str) else found.count(",") == expected - 1
-
-
-def test_one_of_takes_words_of_one_type_only() -> None:
-    faults = Faults()
-    for value in (True, 1, "yes", None):
-        faults.one_of("flag", value, (True, False), "write a boolean")
-    faults.one_of("mode", "full", ("full", "selective"), "write 'full'")
-    faults.one_of("mode", ["full"], ("full", "selective"), "write 'full'")
-    assert [fault.given for fault in faults.found] == ["flag=1", "flag='yes'", "flag=None", "mode=['full']"]
-    assert faults.found[-1].allowed == "'full', 'selective'"
-
-
-def test_a_huge_integer_is_a_number() -> None:
-    assert is_number(10**400)
-
-
-def test_a_value_is_handed_on_where_nothing_was_noted() -> None:
-    faults = Faults()
-    assert faults.sound(0) == 0
-    faults.add("a", "b", "c")
-    for value in (0, None):
-        with pytest.raises(PlanError, match="Got a"):
-            faults.sound(value)

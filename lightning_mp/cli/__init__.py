@@ -9,14 +9,12 @@ import typer
 
 import lightning_mp
 from lightning_mp.cli.advise import advise
-from lightning_mp.cli.audit import audit
 from lightning_mp.cli.compare import compare
 from lightning_mp.cli.consolidate import consolidate
 from lightning_mp.cli.demo import demo
-from lightning_mp.cli.doctor import doctor
 from lightning_mp.cli.env import env
+from lightning_mp.cli.examine import audit, doctor, pins
 from lightning_mp.cli.init import init
-from lightning_mp.cli.pins import pins
 from lightning_mp.cli.report import report
 from lightning_mp.cli.train import train
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import warnings
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, cast
 
@@ -18,15 +17,11 @@ from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults, counted, in_bytes, in_short, one_line
 
 if TYPE_CHECKING:
-    from lightning_mp.cli.config import Composed
-    from lightning_mp.cli.parts import Regime
     from lightning_mp.planner import Advice
     from lightning_mp.tracing.fitting import Fit
 
 _GIB = 2**30
 _SHOWN = 5
-# Of a run that calibrates: readings in which allocators and kernels find their pace, and those that are enough.
-_WARM_UP, _CALIBRATED = 5, 100
 Whole = Optional[int]  # noqa: UP045  typer reads these at run time, on 3.10 too
 Number = Optional[float]  # noqa: UP045
 File = Optional[Path]  # noqa: UP045
@@ -49,13 +44,8 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     price: Annotated[Number, typer.Option(help="Price of a GPU for an hour.")] = None,
     precision: Annotated[str, typer.Option(help="A mode; auto follows the GPU. fp8 is used where asked for.")] = "auto",
     offload: Annotated[bool, typer.Option("--offload", help="Consider the CPU's memory too.")] = False,
-    calibrate: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="What the first choice was measured at: tokens/s a GPU, or the folder of its run."),
-    ] = None,
     out: Annotated[File, typer.Option(help="Write the first choice as YAML for lightning-mp train.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="With a CONFIG: run two steps here, measure.")] = False,
     config_dir: ConfigDirs = None,
 ) -> None:
     """Say what fits these GPUs, how fast and at what cost.
@@ -67,34 +57,31 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     Example: lightning-mp advise --params 7e9 --gpus 8 --gpu h100-80 --out run.yaml
     """
     if arguments:
-        alone = {"arguments", "gpu", "check", "as_json", "config_dir"}
+        alone = {"arguments", "gpu", "as_json", "config_dir"}
         sources = {name: context.get_parameter_source(name) for name in context.params.keys() - alone}
         others = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
         if others:
             said = ", ".join(f"--{name.replace('_', '-')}" for name in others)
             refuse("advise", f"{said} next to a CONFIG, which says all but --gpu: set it there, or leave CONFIG out")
-        _advise_run(arguments, gpu, config_dir or [], check=check, as_json=as_json)
+        _advise_run(arguments, gpu, config_dir or [], as_json=as_json)
         return
     from lightning_mp.planner import advise as ask
 
-    keywords: dict[str, Any] = {
-        "gpu": gpu,
-        "gpus": gpus,
-        "nvlink": nvlink,
-        "interconnect_gbps": gbps,
-        "gpus_per_node": gpus_per_node,
-        "seq_len": seq_len,
-        "global_batch": global_batch,
-        "micro_batch": micro_batch,
-        "tokens": tokens,
-        "precision": precision,
-        "offload": offload,
-    }
     with refusals("advise", ValueError):
-        given = _given(params, config)
-        found = ask(given, **keywords)
-        if calibrate is not None:
-            found = ask(given, **keywords, calibration=_measured(calibrate) / found.best.tokens_per_s.mid)
+        found = ask(
+            _given(params, config),
+            gpu=gpu,
+            gpus=gpus,
+            nvlink=nvlink,
+            interconnect_gbps=gbps,
+            gpus_per_node=gpus_per_node,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            tokens=tokens,
+            precision=precision,
+            offload=offload,
+        )
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=2))
         best = found.best  # refuses where nothing fits
@@ -106,8 +93,8 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
             typer.echo(f"written: {out}; run it: lightning-mp train {out}", err=as_json)
 
 
-def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, check: bool, as_json: bool) -> None:
-    """The memory of the run that a config describes, on a GPU; with ``check`` two steps of one process are run here."""
+def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_json: bool) -> None:
+    """The memory of the run that a config describes, on a GPU."""
     from lightning_mp.planner.memory import USABLE
     from lightning_mp.policy.hardware import find
     from lightning_mp.tracing.fitting import MOST_ROWS
@@ -115,8 +102,8 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, chec
     with refusals("advise"), redirect_stdout(sys.stderr):
         faults = Faults("advise")
         device = faults.sound(find(gpu, faults))
-        name, found = _advised(arguments, config_dirs, faults, device.memory * USABLE, measure=check)
-    prediction, ways, measured = found["prediction"], found["fits"], found["measured"]
+        name, found = _advised(arguments, config_dirs, faults, device.memory * USABLE)
+    prediction, ways = found["prediction"], found["fits"]
     if as_json:
         plain = {**found, "strategy": name, "prediction": asdict(prediction), "fits": list(map(asdict, ways))}
         typer.echo(json.dumps(plain, indent=2))
@@ -124,77 +111,44 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, chec
     devices, rows = counted(found["devices"], "device"), counted(found["rows"], "row")
     typer.echo(f"Memory of one rank: {name} on {devices}, {rows} a micro-batch\n")
     typer.echo(prediction.to_markdown())
-    if measured is not None:
-        said, off = in_bytes(prediction.peak_bytes), prediction.peak_bytes / measured - 1
-        typer.echo(f"two steps here: predicted {said}, measured {in_bytes(measured)} ({off:+.1%})")
     for each in ways:
         most = counted(each.rows, "row") + " or more" * (each.rows == MOST_ROWS)
         size = in_bytes(each.prediction.peak_bytes)
         typer.echo(f"checkpointing {each.checkpointing}: {size}; up to {most} on {device.word}")
-    if not ways and measured is None:
+    if not ways:
         typer.echo("the largest micro-batch is not known, since activations were not counted")
 
 
 def _advised(
-    arguments: list[str], config_dirs: list[Path], faults: Faults, memory: float, *, measure: bool
+    arguments: list[str], config_dirs: list[Path], faults: Faults, memory: float
 ) -> tuple[str, dict[str, Any]]:
-    """The strategy's name, and what is predicted of the run as it is written; with ``measure`` what it takes here."""
+    """The strategy's name, and what is predicted of the run as it is written, without its callbacks."""
     from lightning_mp.cli import parts
-    from lightning_mp.cli.config import composed
+    from lightning_mp.cli.config import checked, composed
     from lightning_mp.tracing.fitting import fits, rows_of
     from lightning_mp.tracing.predict import predict_memory
     from lightning_mp.tracing.run import LEFT_OUT
 
     with composed(arguments, "advise", faults, config_dirs) as (job,):
-        config, regime, model, batch = _parts(job, faults)
+        config = {**checked(job, faults), "callbacks": None}
+        regime = faults.sound(parts.regime(config, job.places, faults))
+        model, loaders = parts.parts(config, faults)
+        batch = next(iter(parts.training_batches(loaders, model)))
         trainer = dict(regime.trainer)
-        devices = 1 if measure else _count(trainer.get("devices")) * _count(trainer.get("num_nodes", 1))
+        devices = _count(trainer.get("devices")) * _count(trainer.get("num_nodes", 1))
         written: Any = config.get("strategy") or "auto"
         name = str(written if isinstance(written, str) else written.get("name", written.get("_target_", "auto")))
         given = {key: value for key, value in trainer.items() if key not in {*LEFT_OUT, "strategy", "devices"}}
         how: dict[str, Any] = {"devices": devices, "trainer_args": given}
         progress("tracing two steps without memory ...")
         prediction = predict_memory(model, batch, regime.plan, strategy=trainer["strategy"], **how)
-
-        def strategy(plan: Any) -> Any:
-            return parts.strategy_of(written, plan, faults)
-
         ways: list[Fit] = []
-        if prediction.parts["activations"] and not measure:
-            for way in fits(model, batch, regime.plan, memory, strategy, **how):
+        if prediction.parts["activations"]:
+            make = partial(parts.strategy_of, written, faults=faults)
+            for way in fits(model, batch, regime.plan, memory, make, **how):
                 progress(f"checkpointing {way.checkpointing}: {counted(way.rows, 'row')}")
                 ways.append(way)
-        found = {"prediction": prediction, "devices": devices, "rows": rows_of(batch), "fits": ways}
-        return name, {**found, "measured": _measured_here(job, faults) if measure else None}
-
-
-def _parts(job: Composed, faults: Faults) -> tuple[dict[str, Any], Regime, Any, Any]:
-    """The checked config without its callbacks, which may write; plan and Trainer arguments, model and a batch."""
-    from lightning_mp.cli import parts
-    from lightning_mp.cli.config import checked
-
-    config = {**checked(job, faults), "callbacks": None}
-    regime = faults.sound(parts.regime(config, job.places, faults))
-    model, loaders = parts.parts(config, faults)
-    return config, regime, model, next(iter(parts.training_batches(loaders, model)))
-
-
-def _measured_here(job: Composed, faults: Faults) -> int:
-    """The allocator's peak in bytes over making the model and two optimizer steps in this process."""
-    import torch
-
-    from lightning_mp.cli import parts
-    from lightning_mp.comparison.run import quiet
-    from lightning_mp.numerics.peak_memory import PeakMemory
-    from lightning_mp.tracing.run import ALONE, Again
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with quiet(), warnings.catch_warnings(), PeakMemory(device) as peak:
-        warnings.simplefilter("ignore")  # of two steps without validation
-        _, regime, model, batch = _parts(job, faults)
-        mine = {**regime.trainer, **ALONE, "devices": 1, "num_nodes": 1, "logger": False, "callbacks": None}
-        parts.trainer({**mine, "accelerator": device}, faults).fit(model, train_dataloaders=Again(batch))
-    return peak.bytes
+        return name, {"prediction": prediction, "devices": devices, "rows": rows_of(batch), "fits": ways}
 
 
 def _count(given: Any) -> int:
@@ -206,24 +160,6 @@ def _count(given: Any) -> int:
     if isinstance(given, list):
         return len(cast("list[Any]", given))
     return given if isinstance(given, int) and given > 0 else max(1, torch.cuda.device_count())
-
-
-def _measured(given: str) -> float:
-    """Tokens/s a GPU: the number itself, or the median of the first readings of a run of ``TrainingHealth``'s."""
-    with suppress(ValueError):
-        return float(given)
-    from lightning_mp.monitor import metric_names
-    from lightning_mp.monitor.report.load import load
-
-    run = load(Path(given), given)
-    series = run.series.get(metric_names.TOKENS_PER_S)
-    rates = series.finite[_WARM_UP:_CALIBRATED] if series is not None else []
-    with Faults("advise") as faults:
-        if not rates:
-            allowed = f"tokens/s a GPU, or a folder with more than {_WARM_UP} readings of {metric_names.TOKENS_PER_S}"
-            faults.add(f"--calibrate {given}", allowed, "name the run_dir of a TrainingHealth, or write the number")
-    machine: dict[str, Any] = run.about.get("machine") or {}
-    return statistics.median(rates) / int(machine.get("processes") or 1)
 
 
 def _given(params: float | None, config: Path | None) -> Any:

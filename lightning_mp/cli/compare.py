@@ -74,8 +74,6 @@ def _compared(
     from lightning_mp.comparison.run import OWN
 
     faults = Faults("compare")
-    if not arguments:
-        faults.add("nothing to compare", "a YAML file, key=value", "lightning-mp compare run.yaml, or experiment=NAME")
     read_plans(plans, faults)
     check_numbers(asked["seeds"], _STEPS if asked["steps"] is None else asked["steps"], asked["margin"], faults)
     with composed(arguments, "compare", faults, config_dirs) as (job,):

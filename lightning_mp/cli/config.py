@@ -5,18 +5,18 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import pydoc
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_mp.errors import Faults, MissingExtraError, PlanError, did_you_mean, nearest
+from lightning_mp.errors import Faults, MissingExtraError, PlanError, did_you_mean
 from lightning_mp.policy import precision_word
 from lightning_mp.policy.load import HYDRA_KEYS
 from lightning_mp.policy.places import Places
@@ -109,6 +109,9 @@ def composed(
         raise MissingExtraError("hydra-core", "hydra", "composing a config") from error
     from omegaconf import open_dict
 
+    if not arguments and command != "train":
+        faults.add(f"{command} without a run", "a YAML file, key=value", f"lightning-mp {command} run.yaml")
+        faults.raise_if_any()
     path, overrides = _split(arguments)
     for folder in config_dirs:
         if not folder.is_dir():
@@ -144,12 +147,10 @@ def _hydras_own(faults: Faults, path: Path | None) -> Generator[None]:
         said = said.partition(" Config search path:")[0].replace(_STORED, path.name if path else "train.yaml")
         fix = "+key=value adds a key, and a value with commas, braces or spaces wants quotes"
         missing = re.search(r"Could not find '([^']*)/([^']*)' Available options in '\S+': (.*)", said)
-        if "'*" in said:
-            fix = "write plan.pins=\"[{pattern:'*norm*',dtype:fp32}]\""
-        elif missing is not None:
+        if missing is not None:
             group, option, known = missing.groups()
-            words = precision_fix(option, (), known.split()) if group == "plan" else did_you_mean(option, known.split())
-            fix = words if "mean" in words else "choose one of these, or check --config-dir"
+            near = precision_fix(option, (), known.split()) if group == "plan" else did_you_mean(option, known.split())
+            fix = near if "mean" in near else "choose one of these, or check --config-dir"
         faults.add(f"a config that does not compose: {said}", "what Hydra composes", fix)
         faults.raise_if_any()
 
@@ -195,16 +196,11 @@ class _Root:
 
         path = Path(str(files("lightning_mp.configs"))) / "train.yaml" if path is None else path
         with Faults() as faults:
+            body: Any = None
             if not path.is_file():
-                here = [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-                near = path / "config.yaml" if (path / "config.yaml").is_file() else nearest(path.name, here)
-                fix = f"did you mean {near}?" if near else "check the path, or leave it out and write experiment=NAME"
-                faults.add(f"config {str(path)!r}, which is no file", "a YAML file", fix)
-                faults.raise_if_any()
-            body: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-            if not isinstance(body, dict):
+                faults.add(f"config {str(path)!r}, which is no file", "a YAML file", "check the path")
+            elif not isinstance(body := OmegaConf.to_container(OmegaConf.load(path), resolve=False), dict):
                 faults.add(f"config {str(path)!r}, a {type(body).__name__}", "a YAML mapping", "write 'plan:' in it")
-                faults.raise_if_any()
         body = cast("dict[str, Any]", body)
         defaults = tuple(cast("list[Any]", body.pop("defaults", None) or []))
         plan, word = body.get("plan"), precision_word(body.get("plan"))
@@ -292,7 +288,9 @@ def _compose(root: _Root, path: Path | None, overrides: list[Override], swept: l
         whole = compose(_STORED, given, return_hydra_config=True) if values else base
     finally:
         store.repo.pop(f"{_STORED}.yaml", None)
-    places = _places(root, whole)
+    places = Places()
+    if path is not None:
+        places.add(root.path)
     for override in overrides:
         places.add_key(override.key_or_group, "on the command line")
     config = whole.copy()
@@ -330,21 +328,6 @@ def _change(base: DictConfig, override: Override) -> list[str]:
         return [f"~{key}", f"+{text}"]  # a list cannot be merged into a mapping
     takes = OmegaConf.is_dict(holds) and ("_target_" in holds or parent in ("trainer", "strategy"))
     return [f"++{text}" if takes or key.startswith("plan.") or isinstance(value, dict) else text]
-
-
-def _places(root: _Root, config: DictConfig) -> Places:
-    """Where the keys of a composed config were written, from its files in the order in which Hydra merges them."""
-    places = Places()
-    choices = cast("dict[str, Any]", config.hydra.runtime.choices)
-    runtime = [one for one in config.hydra.runtime.config_sources if one.provider not in ("hydra", "schema")]
-    sources = [f"{source.schema}://{source.path}" for source in runtime]
-    for group, option in choices.items():
-        if group != "experiment" and isinstance(option, str) and not group.startswith("hydra/"):
-            places.add_choice(sources, group, option)
-    places.add(root.path)
-    if isinstance(choices.get("experiment"), str):
-        places.add_choice(sources, "experiment", choices["experiment"])
-    return places
 
 
 # ---------------------------------------------------------------------- where a run writes
@@ -391,8 +374,7 @@ def checked(
 
     missing = [name for name in needed if not job.config.get(name)]
     for name in missing:
-        near = nearest(name, [str(key) for key in job.config if str(key) not in {*SECTIONS, *SETTINGS}], 1)
-        faults.add(f"no {name}", f"a {name} section", f"call it {name}: {near}" if near else _NEEDED[name])
+        faults.add(f"no {name}", f"a {name} section", _NEEDED[name])
     found: dict[str, Any] = {}
     # the package's strategies refer to the plan
     left = {"strategy"} if "plan" in missing else set[str]()
@@ -429,12 +411,14 @@ def _check_targets(value: Any, path: str, faults: Faults) -> None:
 
 
 def _check_target(given: Mapping[str, Any], path: str, faults: Faults) -> None:
-    try:
-        known = parameters(located(given["_target_"]))
-    except UnknownTargetError as error:
+    target = located(given["_target_"])
+    if not callable(target):
         fix = "write package.module.Name, and check that it imports"
-        faults.add(f"{path}._target_: {given['_target_']}: {error}", "a class or function", fix)
+        faults.add(
+            f"{path}._target_: {given['_target_']}, which names no class or function", "a class or function", fix
+        )
         return
+    known = parameters(target)
     if known is None or path.partition(".")[0] in ("plan", "trainer"):
         return  # it takes anything; or what it takes is checked in full elsewhere
     names = [one.name for one in known]
@@ -447,38 +431,16 @@ def _check_target(given: Mapping[str, Any], path: str, faults: Faults) -> None:
         faults.add(f"{path} without {name!r}", f"what {given['_target_']} needs", f"give it: {path}.{name}=...")
 
 
-class UnknownTargetError(LookupError):
-    """A ``_target_`` that names nothing, or nothing that can be called."""
-
-
-def located(target: str) -> Callable[..., Any]:
-    """What a ``_target_`` names.
+def located(target: str) -> Any:
+    """What a ``_target_`` names, or ``None``.
 
     Raises:
-        UnknownTargetError: there is no such thing, or it cannot be called.
         Exception: whatever the user's own module raises when it is imported.
     """
-    found, home = None, ""
-    for name in target.split("."):
-        path = f"{home}.{name}" if home else name
-        if not hasattr(found, name):
-            try:
-                import_module(path)
-            except ModuleNotFoundError as error:
-                if error.name not in (path, home):
-                    raise  # which the user's module imports
-                said = f"{home!r} has no {name!r}" if home else f"no module {name!r}"
-                raise UnknownTargetError(f"{said}{_near(name, dir(found) if home else sys.modules)}") from None
-        found = getattr(found, name) if home else sys.modules[name]
-        home = path
-    if not callable(found):
-        raise UnknownTargetError(f"a {type(found).__name__}, which cannot be called")
-    return found
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = nearest(name, [one for one in known if not one.startswith("_") and "." not in one], 1)
-    return f"; did you mean {near}?" if near else ""
+    try:
+        return pydoc.locate(target)
+    except pydoc.ErrorDuringImport as error:
+        raise cast("Exception", error.value) from None
 
 
 def parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:

@@ -153,11 +153,9 @@ def plan_of(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | 
         built = None if faults.found else instantiated(given, "plan", faults)
         if built is not None and not isinstance(built, MixedPrecisionPlan):
             faults.add(f"plan: a {type(built).__name__}", "a MixedPrecisionPlan", "give the _target_ of one")
-            return None
         return built
     try:
-        alone = isinstance(given, (str, int))  # a precision: 'plan: bf16', 'plan: 16'
-        return MixedPrecisionPlan(given) if alone else MixedPrecisionPlan.from_config(given)
+        return MixedPrecisionPlan.from_config({"precision": given} if isinstance(given, (str, int)) else given)
     except PlanError as error:
         faults.extend(plan_fault(fault, places) for fault in error.faults)
     return None

@@ -12,7 +12,7 @@ from functools import partial
 from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 
@@ -250,15 +250,12 @@ def _policy(plan: PlanLike, faults: Faults) -> PrecisionPolicy | None:
     try:
         if isinstance(plan, Mapping) or _is_file(plan):
             return MixedPrecisionPlan.from_config(plan).policy
-        return preset(str(plan)) if plan in PRESETS else _of_word(plan, faults)
+        if plan in PRESETS:
+            return preset(str(plan))
+        if precision_word(plan) is not None:
+            return PrecisionPolicy(precision=str(plan))
     except PlanError as error:
         faults.extend(error.faults)
-    return None
-
-
-def _of_word(plan: object, faults: Faults) -> PrecisionPolicy | None:
-    word = precision_word(plan)
-    if word is not None:
-        return PrecisionPolicy(precision=cast("Any", word))
+        return None
     faults.add(f"plan {plan!r}", ", ".join([*PRECISIONS, *PRESETS, "a YAML file"]), precision_fix(plan, (), PRESETS))
     return None

@@ -324,20 +324,14 @@ def signed(value: float) -> str:
 def notes(comparison: Comparison) -> list[str]:
     """What the figures mean, a line each."""
     first, last = comparison.plans[0].name, comparison.final_loss_steps
-    count = len(comparison.seeds)
-    cpu = comparison.about["machine"]["type"] == "cpu"
     margins = dict.fromkeys(f"{one.margin:.4g}" for one in comparison.differences)
     mean = "training loss of the last step" if last == 1 else f"mean training loss of the last {last} steps"
     lines = [
-        f"final loss: the {mean} of {comparison.steps}, over {counted(count, 'seed')}.",
+        f"final loss: the {mean} of {comparison.steps}, over {counted(len(comparison.seeds), 'seed')}.",
         f"minus first: {first}'s of the same seed, weights and batches taken away; interval: Student's t over seeds.",
         f"verdict: same with the interval within the margin, ±{', ±'.join(margins)}, else worse or better without 0.",
         *(f"{one.second}: {one.verdict}, {one.reason}." for one in comparison.differences),
     ]
-    if cpu:
-        lines.append("peak: what torch's CPU allocator had given out at most, in two steps of their own.")
-    if cpu and any(plan.policy.precision == "fp8-mixed" for plan in comparison.plans):
-        lines.append("speed: FP8 on a CPU is for numbers; it says nothing of a GPU's.")
     if any(run.skipped for plan in comparison.plans for run in plan.runs):
         skipped = (f"{plan.name} {sum(run.skipped for run in plan.runs)}" for plan in comparison.plans)
         lines.append(f"steps skipped, over all seeds: {', '.join(skipped)}.")

@@ -32,7 +32,9 @@ _ELSEWHERE: Mapping[str, str] = {
     "train_batch_size": "the dataloader's batch_size x accumulate_grad_batches x devices",
     "activation_checkpointing": "checkpointing= says which modules recompute",
     "comms_config": "nothing reads it",
+    "zero_optimization": "make_strategy('deepspeed_zero1' to 'deepspeed_zero3', plan, config=...) takes the block",
 }
+_ENGINE = "the engine's own: give the JSON to the strategy as config="
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class _Reader:
             reason = "the engine's own" if on else f"{key} is off"
             self.left |= {f"{key}.{entry}": reason for entry in cast("Mapping[str, Any]", value)}
         elif key not in self.refused:
-            self.left[key] = _where_it_is_set(key, value)
+            self.left[key] = "a comment" if key.startswith("_") else _ELSEWHERE.get(key, _ENGINE)
 
     def _take(self, path: str, words: str) -> None:
         self.left.pop(path, None)
@@ -238,17 +240,3 @@ def _decides_formats(key: str) -> bool:
     within = {name for block in _BLOCKS for name in schema.BLOCKS[block]} - {"enabled", "dtype"}
     meant = key in within or difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.7)
     return key in known or (key not in schema.BLOCKS[""] and bool(meant))
-
-
-def _where_it_is_set(key: str, value: Any) -> str:
-    """Where a top-level key that the plan does not take is set under Lightning."""
-    if key.startswith("_"):
-        return "a comment"
-    if key == "zero_optimization" and isinstance(value, Mapping):
-        stage: Any = cast("Any", value).get("stage", 0)
-        if stage in (1, 2, 3):
-            return f"make_strategy('deepspeed_zero{stage:.0f}', plan, config=...) takes the block"
-        return "stage 0 shards nothing: use strategy='mp_ddp', or choose a stage, strategy='mp_deepspeed_zero1' to 3"
-    plain = isinstance(value, (int, float, str)) and not isinstance(value, bool) and value != "auto"
-    reason = _ELSEWHERE.get(key, "the engine's own: give the JSON to the strategy as config=")
-    return reason.replace("...", repr(value) if plain else "...")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_mp.compat import torchao
 from lightning_mp.compat.lightning import LightningModule
-from lightning_mp.errors import Faults, MissingExtraError, did_you_mean, nearest, one_line
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, did_you_mean, one_line
 
 _HERE = "lightning_mp.demo.language_model.CausalLM"
 
@@ -112,15 +112,12 @@ def _with_lora(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MissingExtraError("peft", "hf", f"lora= of {_HERE}") from error
-    known, faults = [field.name for field in fields(LoraConfig)], Faults("CausalLM")
-    for name in lora:
-        if name not in known:
-            near = nearest(name, known)
-            faults.add(f"unknown key lora.{name}", ", ".join(known), f"did you mean {near}?" if near else "remove it")
+    faults = Faults("CausalLM")
+    for name in lora.keys() - {field.name for field in fields(LoraConfig)}:
+        faults.unknown("key", f"lora.{name}", [f"lora.{field.name}" for field in fields(LoraConfig)])
     faults.raise_if_any()
     try:
         return get_peft_model(cast("Any", model), cast("Any", LoraConfig)(**{"task_type": "CAUSAL_LM", **lora}))
     except (TypeError, ValueError, NotImplementedError) as error:
-        faults.add(f"lora={dict(lora)!r}: {one_line(error)}", "what peft's LoraConfig takes", "fix what it names")
-    faults.raise_if_any()
-    raise AssertionError
+        fault = Fault(f"lora={dict(lora)!r}: {one_line(error)}", "what peft's LoraConfig takes", "fix what it names")
+        raise PlanError([fault], "CausalLM") from error

@@ -135,7 +135,6 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
     tokens: float | None = None,
     precision: str = "auto",
     offload: bool = False,
-    calibration: float = 1.0,
 ) -> Advice:
     """What to run on ``gpus`` GPUs: by the precision rules of ``policy.hardware``, then the fastest layout that fits.
 
@@ -152,7 +151,6 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
         tokens: how many to train on; by default 20 a parameter.
         precision: a mode; ``auto`` follows the rules. fp8 is used only where it is asked for.
         offload: consider optimizer state and weights on the CPU.
-        calibration: a measured speed over an estimated one; it narrows the ranges.
 
     Raises:
         PlanError: an unknown GPU or word, a batch that no layout divides; all at once.
@@ -164,9 +162,8 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
         for name, value in {"global_batch": global_batch, "micro_batch": micro_batch}.items():
             if value is not None:
                 faults.whole(name, value, 1, "write a positive whole number")
-        for name, value in {"tokens": tokens, "calibration": calibration}.items():
-            if value is not None and not (is_number(value) and value > 0):
-                faults.add(f"{name}={value!r}", "a number above 0", "write a number above 0")
+        if tokens is not None and not (is_number(tokens) and tokens > 0):
+            faults.add(f"tokens={tokens!r}", "a number above 0", "write 1e9")
         links: dict[str, Any] = {"nvlink": nvlink, "gpus_per_node": gpus_per_node}
         links["interconnect_gbps"] = interconnect_gbps
         base = checked(shape, faults, STRATEGIES, gpu=gpu, gpus=gpus, precision=mode, **links)
@@ -177,8 +174,6 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
     if not kept:
         _refuse_batch(global_batch, micro_batch, layouts)
     fitting = sorted((each for each in kept if each.fits), key=_rank)
-    if calibration != 1.0:
-        fitting = [each.calibrated(calibration) for each in fitting]
     choices = tuple(Choice.of(each, _reason(each, why)) for each in fitting)
     missing = 0 if choices else min(each.missing_bytes for each in kept)
     nearest = None if choices else _nearest(shape, base, offload)

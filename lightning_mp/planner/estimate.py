@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_mp.errors import Faults, is_number
 from lightning_mp.planner.layout import Layout, checked
 from lightning_mp.planner.memory import STRATEGIES, memory, usable
 from lightning_mp.planner.shape import CONVENTIONS, ModelShape, flops_per_token
-from lightning_mp.planner.speed import (
-    CALIBRATED_SPREAD,
-    SPREAD,
-    UNMEASURED_SPREAD,
-    Range,
-    is_measured,
-    predicted,
-    spread,
-)
+from lightning_mp.planner.speed import SPREAD, UNMEASURED_SPREAD, Range, is_measured, predicted, spread
 
 _GIB = 2**30
 _DAY = 86400.0
@@ -78,10 +70,6 @@ class Estimate:
         hourly = 24 * price * self.layout.gpus
         low, mid, high = self.days(tokens)
         return low * hourly, mid * hourly, high * hourly
-
-    def calibrated(self, factor: float) -> Estimate:
-        """The range with its middle times ``factor``, a measured speed over an estimated one; narrower."""
-        return replace(self, tokens_per_s=spread(self.tokens_per_s.mid * factor, CALIBRATED_SPREAD))
 
     def __str__(self) -> str:
         low, mid, high = self.tokens_per_s

@@ -124,22 +124,14 @@ def _filled(layout: Layout, shape: ModelShape, faults: Faults) -> Layout:
     data = layout.data or gpus // split
     if data * split != gpus:
         product = f"data={data} x tensor={tensor} x pipeline={pipeline} x context={context} on {gpus} GPUs"
-        faults.add(product, "degrees whose product is the number of GPUs", _nearest_count(gpus, split, layout.data))
+        faults.add(product, "degrees whose product is the number of GPUs", f"use {data * split} GPUs, or other degrees")
     if tensor > layout.gpus_per_node:
         allowed = f"tensor parallelism within a node, up to {layout.gpus_per_node}"
         faults.add(f"tensor={tensor}", allowed, f"use tensor={layout.gpus_per_node}, and pipeline for the rest")
     elif shape.heads % tensor or shape.hidden % tensor:
-        fits = [each for each in (1, 2, 4, 8) if not shape.heads % each]
-        faults.add(f"tensor={tensor} for {shape.heads} heads", "a divisor of the heads", f"use tensor={fits[-1]}")
+        faults.add(f"tensor={tensor} for {shape.heads} heads", "a divisor of the heads", "use a smaller one")
     if pipeline > shape.layers:
         faults.add(f"pipeline={pipeline} for {shape.layers} layers", "a stage has a layer at least", "use fewer stages")
     if shape.seq_len % context:
         faults.add(f"context={context}", f"a divisor of seq_len={shape.seq_len}", "use a power of two")
     return replace(layout, data=data, accumulate=layout.accumulate or (4 * pipeline if pipeline > 1 else 1))
-
-
-def _nearest_count(gpus: int, split: int, data: int) -> str:
-    if not data:
-        return f"use {max(1, gpus // split) * split} GPUs or {(gpus // split + 1) * split}"
-    whole = gpus % split == 0
-    return f"use data={gpus // split}" if whole else f"use {data * split} GPUs, or degrees that divide {gpus}"

@@ -1,4 +1,4 @@
-"""How fast: a roofline of compute and traffic, times a utilisation that is fitted to the published runs.
+"""How fast: a roofline of compute and traffic, times a utilisation that was fitted to published runs.
 
 Seconds a token on each GPU: the larger of compute and the traffic of data parallelism, which run at the same time, plus
 the traffic of tensor parallelism, which does not; over what the pipeline's bubble leaves.
@@ -7,29 +7,31 @@ the traffic of tensor parallelism, which does not; over what the pipeline's bubb
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 from lightning_mp.planner.layout import Layout
 from lightning_mp.planner.memory import HELD, STRATEGIES, compute_bytes
-from lightning_mp.planner.runs import Run, published
 from lightning_mp.planner.shape import ModelShape, flops_per_token
 
 #: High over low. Leaving each model out in turn, as much as this covers is in docs/reference/planner.md; tests hold it.
 SPREAD = 2.0
 #: of what no run was published for: another GPU, fp16 or fp32, offload
 UNMEASURED_SPREAD = 2.5
-#: once one step of the same model on the same kind of GPU was measured
-CALIBRATED_SPREAD = 1.7
 #: Time with recomputation over that without: a forward, of three, comes again; what selective checkpointing repeats is
 #: no product, a few per cent (Korthikanti et al. 2022, table 4).
 RECOMPUTED = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
 #: bytes/s at which a CPU's Adam passes over what it holds, one GPU's share of a node's memory bandwidth (an assumption)
 _CPU_ADAM = 25e9
 _OFFLOADED_BYTES = 28  # weight, gradient and two moments read, all but the gradient written: 4 bytes each
-#: what a penalty of a square on the coefficients weighs, in runs
-_RIDGE = 2.0
+#: Coefficients of the log of utilisation by ``features``: least squares over 252 published bf16 and fp8 runs, with a
+#: penalty of 2 on the squares of all but the first (tests/planner/test_published.py fits them again).
+UTILISATION = (-0.43377532480909686, -0.33362781049663176, -0.1568999416238148, 0.21654954772904225)
+#: on which GPUs and in which modes those ran; the H200 stands beside its fp8 runs
+_PUBLISHED = {
+    *((word, "bf16-mixed") for word in ("a100-40", "a100-80", "h100-80", "h200-141")),
+    *((word, "fp8-mixed") for word in ("h100-80", "h200-141")),
+    ("a100-80", "16-mixed"),
+}
 
 
 class Range(NamedTuple):
@@ -113,54 +115,22 @@ def _offload(shape: ModelShape, layout: Layout) -> float:
     return own * (8 / layout.gpu.pcie + _OFFLOADED_BYTES / _CPU_ADAM / layout.accumulate) / tokens
 
 
-# ---------------------------------------------------------------------- the fit
-
-
-def predicted(shape: ModelShape, layout: Layout, fitted: Sequence[float] | None = None) -> float:
+def predicted(shape: ModelShape, layout: Layout, coefficients: tuple[float, ...] = UTILISATION) -> float:
     """The middle of the range: tokens a second on each GPU."""
-    features = _features(shape, layout)
-    utilisation = math.exp(sum(map(float.__mul__, fitted or utilisation_of_all(), features)))
+    utilisation = math.exp(sum(map(float.__mul__, coefficients, features(shape, layout))))
     return utilisation / roofline(shape, layout)
 
 
-def _features(shape: ModelShape, layout: Layout) -> tuple[float, ...]:
+def features(shape: ModelShape, layout: Layout) -> tuple[float, ...]:
     """What utilisation goes by: Hopper and newer (their peak outgrew their memory), fp8, narrow layers."""
     newer = (layout.gpu.device.capability or (0, 0)) >= (9, 0)
     narrow = math.log(min(shape.hidden, 8192) / 4096)
     return 1.0, float(newer), float(layout.precision == "fp8-mixed"), narrow
 
 
-@cache
-def utilisation_of_all() -> tuple[float, ...]:
-    """The coefficients from all runs."""
-    return fit(run for run in published() if run.layout.precision != "16-mixed")
-
-
-def fit(runs: Iterable[Run]) -> tuple[float, ...]:
-    """Coefficients of the log of utilisation, by least squares with a small penalty on all but the first."""
-    rows: list[tuple[tuple[float, ...], float]] = []
-    for run in runs:
-        target = math.log(run.tokens_per_s * roofline(run.shape, run.layout))
-        rows.append((_features(run.shape, run.layout), target))
-    size = range(len(rows[0][0]))
-    matrix = [
-        [sum(x[i] * x[j] for x, _ in rows) + (_RIDGE if i == j > 0 else 0.0) for j in size]
-        + [sum(x[i] * y for x, y in rows)]
-        for i in size
-    ]
-    # Gauss-Jordan; positive definite, so that no row has to be exchanged.
-    for i in size:
-        for k in size:
-            if k != i:
-                factor = matrix[k][i] / matrix[i][i]
-                matrix[k] = [a - factor * b for a, b in zip(matrix[k], matrix[i], strict=True)]
-    return tuple(matrix[i][-1] / matrix[i][i] for i in size)
-
-
 def is_measured(layout: Layout) -> bool:
     """Whether runs were published on this GPU in this mode, weights on it."""
-    known = {(run.layout.gpu.word, run.layout.precision) for run in published()} | {("h200-141", "bf16-mixed")}
-    return (layout.gpu.word, layout.precision) in known and not STRATEGIES[layout.strategy].offload
+    return (layout.gpu.word, layout.precision) in _PUBLISHED and not STRATEGIES[layout.strategy].offload
 
 
 def spread(mid: float, high_over_low: float) -> Range:

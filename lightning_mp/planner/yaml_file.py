@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections.abc import Mapping
@@ -32,7 +31,17 @@ def blocked(layout: Layout) -> str:
 
 
 def write(shape: ModelShape, module: Any, found: Estimate, reason: str, tokens: float | None) -> str:
-    """The file: groups that the package ships, and what this run sets in them."""
+    """The file: groups that the package ships, and what this run sets in them.
+
+    Raises:
+        PlanError: of a module there is no file.
+    """
+    with Faults("advise") as faults:
+        if module is not None and not isinstance(module, Mapping):
+            faults.add(
+                type(module).__name__, "a ModelShape or a transformers config", "write the model section yourself"
+            )
+    config = cast("Mapping[str, Any] | None", module)
     layout = found.layout
     lines = [
         f"# {in_short(shape.params)} parameters on {layout.gpus} x {layout.gpu.word}: {found}.",
@@ -40,7 +49,7 @@ def write(shape: ModelShape, module: Any, found: Estimate, reason: str, tokens: 
         "defaults:",
         "  - plan: auto",
         f"  - strategy: {layout.strategy}",
-        *([] if module is not None else ["  - model: llama_tiny"]),
+        *([] if config is not None else ["  - model: llama_tiny"]),
         "  - data: library_text",
         "  - trainer: gpu",
         "  - callbacks: health",
@@ -51,11 +60,11 @@ def write(shape: ModelShape, module: Any, found: Estimate, reason: str, tokens: 
     if layout.checkpointing != "none":
         lines += [
             "  checkpointing:",
-            f'    modules: "*.{_blocks(shape, module)}.*"',
+            f'    modules: "*.{_blocks(config)}.*"',
             f"    mode: {layout.checkpointing}",
         ]
     lines += _strategy(layout)
-    lines += _model(shape, module)
+    lines += _model(shape, config)
     rows = layout.micro_batch * (layout.accumulate if layout.pipeline > 1 else 1)  # a pipeline cuts its batches itself
     lines += ["data:", f"  vocab: {shape.vocab}", f"  context: {shape.seq_len}", f"  batch_size: {rows}"]
     lines += ["trainer:", f"  devices: {min(layout.gpus, layout.gpus_per_node)}", f"  num_nodes: {layout.nodes}"]
@@ -67,13 +76,10 @@ def write(shape: ModelShape, module: Any, found: Estimate, reason: str, tokens: 
     return "\n".join(lines) + "\n"
 
 
-def _blocks(shape: ModelShape, module: Any) -> str:
+def _blocks(config: Mapping[str, Any] | None) -> str:
     """The name of the list that holds the layers: ``layers`` in Llama, ``h`` in GPT-2."""
-    if isinstance(module, Mapping):
-        return "h" if "n_layer" in module or module.get("model_type") == "falcon" else "layers"
-    lists = [] if module is None else list(module.named_modules())
-    names = (name for name, each in lists if type(each).__name__ == "ModuleList" and len(each) == shape.layers)
-    return next(names, "layers").rpartition(".")[2]
+    in_gpt = config is not None and ("n_layer" in config or config.get("model_type") == "falcon")
+    return "h" if in_gpt else "layers"
 
 
 def _strategy(layout: Layout) -> list[str]:
@@ -88,11 +94,9 @@ def _strategy(layout: Layout) -> list[str]:
     return ["strategy:", f"  tensor_parallel: {layout.tensor}"] if layout.tensor > 1 else []
 
 
-def _model(shape: ModelShape, module: Any) -> list[str]:
-    """The module, the architecture that a transformers config is of, or a Llama of that size."""
-    if module is not None and not isinstance(module, Mapping):
-        return _of_module(module)
-    config, lines = cast("Mapping[str, Any] | None", module), list[str]()
+def _model(shape: ModelShape, config: Mapping[str, Any] | None) -> list[str]:
+    """The architecture that a transformers config is of, or a Llama of that size."""
+    lines = list[str]()
     if config is None:
         fields = {
             "hidden_size": shape.hidden,
@@ -109,30 +113,3 @@ def _model(shape: ModelShape, module: Any) -> list[str]:
         lines = [f"  _target_: {_CAUSAL_LM}", f"  architecture: {config['model_type']}"]
     values = [f"    {key}: {json.dumps(value)}" for key, value in fields.items()]
     return ["model:", *lines, "  config:", *values, "  lr: 3.0e-4"]
-
-
-def _of_module(module: Any) -> list[str]:
-    """The module's class, with the hyperparameters it saved.
-
-    Raises:
-        PlanError: a run could not build it from these.
-    """
-    kind, saved = type(module), dict(getattr(module, "hparams", {}))
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    needed = {
-        key
-        for key, parameter in inspect.signature(kind).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    }
-    with Faults("advise") as faults:
-        if not hasattr(module, "training_step"):
-            faults.add(name, "a LightningModule, which train runs", "give its LightningModule, or a ModelShape")
-        elif kind.__module__ == "__main__":
-            faults.add(
-                f"{kind.__qualname__} of the running script", "a class that can be imported", "move it to a file"
-            )
-        elif missing := sorted(needed - saved.keys()):
-            given = f"{name} without {', '.join(missing)} in its hparams"
-            faults.add(given, "a module that saves them", "call self.save_hyperparameters() in __init__")
-    return ["model:", f"  _target_: {name}", *(f"  {key}: {json.dumps(value)}" for key, value in saved.items())]

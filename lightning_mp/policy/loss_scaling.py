@@ -125,16 +125,12 @@ class LossScaling:
         """
         if is_number(loss_scale) and loss_scale > 0:
             return cls.static(loss_scale)
-        power, least = initial_scale_power, min_loss_scale
+        power = initial_scale_power
         with Faults("LossScaling.deepspeed") as faults:
             if loss_scale != 0 or isinstance(loss_scale, bool):
                 faults.add(f"loss_scale={loss_scale!r}", "0 (dynamic) or a number > 0 (static)", "write 0")
             if not is_number(power) or not -126 <= power <= 127:
                 faults.add(f"initial_scale_power={power!r}", "a number from -126 to 127", "write 16 for 65536")
-            for name, value, default in (("loss_scale_window", loss_scale_window, 1000), ("hysteresis", hysteresis, 2)):
-                faults.whole(name, value, 1, f"write {default}, DeepSpeed's default")
-            if not is_number(least) or least < 0:
-                faults.add(f"min_loss_scale={least!r}", "a finite number >= 0", "write 1, DeepSpeed's default")
         return cls(
             init_scale=2.0**initial_scale_power,
             growth_interval=loss_scale_window,

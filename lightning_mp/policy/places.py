@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib.resources import files
 from os import PathLike
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 from lightning_mp.errors import Fault, PlanError
-
-_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 
 
 class Places:
@@ -30,15 +26,6 @@ class Places:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
         for key, line in _keys(node, prefix):
             self._found[key] = f"{path.name}:{line}"
-
-    def add_choice(self, sources: Sequence[str], group: str, option: str) -> None:
-        """Note the keys of the file ``option`` of ``group``, from the first of ``sources`` that has it."""
-        name = f"{group.partition('@')[0]}/{option.removesuffix('.yaml')}.yaml"
-        path = next((found for found in (_folder(source) / name for source in sources) if found.is_file()), None)
-        if path is not None:
-            header = _PACKAGE.search(path.read_text(encoding="utf-8"))
-            package = header.group(1) if header else group.partition("@")[0].replace("/", ".")
-            self.add(path, "" if package == "_global_" else package)
 
     def add_key(self, key: str, where: str) -> None:
         """Note that ``key`` was written somewhere else."""
@@ -103,11 +90,3 @@ def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
             for key, item in value.value if value.id == "mapping" else ():
                 if key.value == "pattern":  # by which a pin is named
                     yield f"{prefix}.{item.value}", item.start_mark.line + 1
-
-
-def _folder(source: str) -> Path:
-    """The folder of a search path's entry."""
-    scheme, _, rest = source.partition("://")
-    if scheme == "pkg":
-        return Path(str(files(rest.replace("/", "."))))
-    return Path(unquote(urlparse(source).path)) if scheme == "file" else Path(source)

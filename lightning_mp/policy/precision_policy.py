@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
-from lightning_mp.errors import Faults, PlanError, did_you_mean, is_number
+from lightning_mp.errors import Faults, PlanError, did_you_mean
 from lightning_mp.policy.expression import call, expression
 from lightning_mp.policy.fp8 import FP8
 from lightning_mp.policy.loss_scaling import LossScaling
@@ -182,9 +182,9 @@ class PrecisionPolicy:
                 loss_scaling=_loss_scaling(self.loss_scaling, self.precision, faults),
                 pins=_pins(self.pins, faults),
                 tf32=_tf32(self.tf32, faults),
-                checkpointing=_checkpointing(self.checkpointing, faults),
+                checkpointing=_piece(Checkpointing, self.checkpointing, "checkpointing", faults, "modules"),
                 fp8=_fp8(self.fp8, self.precision, faults),
-                nonfinite=_nonfinite(self.nonfinite, faults),
+                nonfinite=_piece(NonFinite, self.nonfinite, "nonfinite", faults, "action") or NonFinite(),
                 reduce_dtype=storage_dtype(self.reduce_dtype or "fp32", "reduce_dtype", faults),
                 buffer_dtype=None if buffers is None else storage_dtype(buffers, "buffer_dtype", faults),
             )
@@ -250,30 +250,18 @@ def _known_fields(kind: type[Any], values: Mapping[str, Any], prefix: str, fault
     return {key: value for key, value in values.items() if key in names}
 
 
-_EXAMPLES: Mapping[type[Any], str] = {
-    LossScaling: "LossScaling()",
-    Checkpointing: "Checkpointing(modules='*.h.*')",
-    NonFinite: "NonFinite()",
-    Pin: "Pin('*norm*', 'fp32')",
-    FP8: "FP8()",
-}
-#: what a positive number in a piece's place is meant to be; DeepSpeed's loss_scale 0 is a dynamic one
-_NUMBER_IN: Mapping[type[Any], str] = {
-    LossScaling: "LossScaling.static({})",
-    NonFinite: "NonFinite(max_consecutive={})",
-}
+def _piece(kind: type[_Piece], value: object, what: str, faults: Faults, word: str = "") -> _Piece | None:
+    """A piece of the policy from an instance or a mapping of its fields; its faults join the others.
 
-
-def _piece(kind: type[_Piece], value: object, what: str, faults: Faults) -> _Piece | None:
-    """A piece of the policy from an instance or a mapping of its fields; its faults join the others."""
-    if isinstance(value, kind):
+    ``word`` is the field that a string alone says.
+    """
+    if isinstance(value, kind) or (value is None and kind is not Pin):
         return value
+    if word and isinstance(value, str):
+        value = {word: value}
     name, shown = kind.__name__, f"{what}={[value] if kind is Pin else value!r}"
     if not isinstance(value, Mapping):
-        number = _NUMBER_IN.get(kind) if is_number(value) and value > 0 else None
-        faults.add(
-            shown, f"{name}(...) or a mapping of its fields", f"write {(number or _EXAMPLES[kind]).format(value)}"
-        )
+        faults.add(shown, f"{name}(...) or a mapping of its fields", f"write {name}(...)")
         return None
     known = _known_fields(kind, cast("Mapping[str, Any]", value), f"{what}.", faults)
     missing = [item.name for item in fields(kind) if item.default is MISSING and item.name not in known]
@@ -342,23 +330,9 @@ def _tf32(value: object, faults: Faults) -> str | None:
     return None
 
 
-def _checkpointing(value: object, faults: Faults) -> Checkpointing | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        value = {"modules": value}
-    return _piece(Checkpointing, value, "checkpointing", faults)
-
-
 def _fp8(value: object, precision: object, faults: Faults) -> FP8 | None:
     if value is None:
         return FP8() if precision == "fp8-mixed" else None
     if precision != "fp8-mixed" and precision in PRECISIONS:
         faults.add(f"fp8 with precision={precision!r}", "fp8 with 'fp8-mixed'", "remove fp8, or choose 'fp8-mixed'")
-    return _piece(FP8, {"recipe": value} if isinstance(value, str) else value, "fp8", faults)
-
-
-def _nonfinite(value: object, faults: Faults) -> NonFinite:
-    if isinstance(value, str):
-        value = {"action": value}
-    return _piece(NonFinite, value, "nonfinite", faults) or NonFinite()
+    return _piece(FP8, value, "fp8", faults, "recipe")

@@ -25,15 +25,11 @@ StrategyFor = Callable[[MixedPrecisionPlan], Any]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One way of checkpointing: the prediction for the batch at hand, and how many rows of it fit; 0: none do.
-
-    ``least_bytes`` is the smallest peak that was met, of a single row where none fits.
-    """
+    """One way of checkpointing: the prediction for the batch at hand, and how many rows of it fit; 0: none do."""
 
     checkpointing: Mode
     prediction: MemoryPrediction
     rows: int
-    least_bytes: int
 
 
 def rows_of(batch: Any) -> int:
@@ -74,7 +70,7 @@ def fits(
             return predict_memory(module, with_rows(batch, rows), there, strategy=strategy(there), **run)
 
         found = predict(rows_of(batch))
-        yield Fit(mode, found, *most_rows(lambda rows: predict(rows).peak_bytes, memory, rows_of(batch), found))
+        yield Fit(mode, found, most_rows(lambda rows: predict(rows).peak_bytes, memory, rows_of(batch), found))
 
 
 def _blocks(module: nn.Module) -> tuple[str, ...]:
@@ -82,8 +78,8 @@ def _blocks(module: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(named & {type(inner).__name__ for inner in module.modules()}))
 
 
-def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: MemoryPrediction) -> tuple[int, int]:
-    """The most rows whose ``peak`` is not above ``memory``, guessed on a line and tried; the smallest peak met."""
+def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: MemoryPrediction) -> int:
+    """The most rows whose ``peak`` is not above ``memory``, guessed on a line and tried."""
     sizes = {rows: known.peak_bytes}
 
     def size(count: int) -> int:
@@ -104,4 +100,4 @@ def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: Memor
         slope = (sizes[other] - sizes[one]) / (other - one) if other > one else 0
         line = int(guess + (memory - sizes[guess]) / slope) if slope > 0 else 2 * guess
         guess = min(max(line, low + 1), high - 1)
-    return low, min(sizes.values())
+    return low

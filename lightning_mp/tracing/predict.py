@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.checks import check_versions
@@ -18,19 +15,12 @@ from lightning_mp.compat.lightning import LightningModule, Strategy
 from lightning_mp.compat.torch_fake import leaves
 from lightning_mp.errors import Faults, PlanError, one_line
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.numerics.nested import tensors_in
 from lightning_mp.planner import ModelShape, estimate
 from lightning_mp.planner.memory import PARTS, MemoryPrediction, degrees, held, name_of
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy
-from lightning_mp.strategies.pipeline.batches import split as split_batch
-from lightning_mp.strategies.pipeline.schedules import Layout
-from lightning_mp.strategies.pipeline.stages import cut
 from lightning_mp.tracing.run import Traced, traced
-
-if TYPE_CHECKING:
-    from lightning_mp.strategies.pipeline.strategy import PlanPipelineStrategy
 
 #: strategies under which every rank holds all of the model, and runs as one device does
 _REPLICATED = ("auto", "ddp")
@@ -73,13 +63,10 @@ def predict_memory(
             return _replicated(traced(module, batch, plan, {**common, "devices": 1}), module, plan.policy, ranks)
         if name.startswith("deepspeed"):
             return by_formula(module, batch, plan, built, ranks, "DeepSpeed copies and partitions weights itself")
-        if name != "pipeline":
-            return _as_traced(traced(module, batch, plan, {**common, "strategy": built, "devices": ranks}))
-        pipeline = cast("PlanPipelineStrategy", built)
-        layout = pipeline.layout_on(ranks)
-        if layout.per_rank > 1 or (pipeline.shard and layout.stages < ranks):
-            return by_formula(module, batch, plan, built, ranks, "several stages on a rank, or sharded ones")
-        return first_stage(cast("LightningModule", module), batch, plan, layout, common)
+        if name == "pipeline":
+            return by_formula(module, batch, plan, built, ranks, "a pipeline's ranks run different stages")
+        found = traced(module, batch, plan, {**common, "strategy": built, "devices": ranks})
+        return MemoryPrediction(found.peak_bytes, found.parts, found.held, "traced", found.notes)
     except PlanError:
         raise
     except Exception as error:  # of torch, of Lightning, of the user's own code
@@ -97,22 +84,15 @@ def _check(module: object, plan: object, devices: object) -> None:
 
 
 def why(error: BaseException) -> str:
-    """What could not be traced, by the operator's name where torch says it; and what the user's own code raised."""
+    """What could not be traced, by the operator's name where torch says it, and where that was."""
     said = one_line(error)
     operator = re.search(r"\b(?:aten|prims|[a-z_0-9]+)\.[a-z_0-9]+\.[a-z_A-Z0-9]+\b", said)
-    name = f"{type(error).__name__}: {operator.group() if operator else said[:160]}"
     last = traceback.extract_tb(error.__traceback__)[-1]
-    libraries = Path(torch.__file__).parents[1], Path(__file__).parents[1]
-    if operator or any(folder in Path(last.filename).parents for folder in libraries):
-        return name
-    return f"{last.name} raised {name} ({Path(last.filename).name}:{last.lineno}), as a run may too"
+    place = f"{last.name} raised {type(error).__name__}"
+    return f"{place}: {operator.group() if operator else said[:160]} ({Path(last.filename).name}:{last.lineno})"
 
 
 # ---------------------------------------------------------------------- from a trace
-
-
-def _as_traced(found: Traced) -> MemoryPrediction:
-    return MemoryPrediction(found.peak_bytes, found.parts, found.held, "traced", found.notes)
 
 
 def _replicated(found: Traced, module: nn.Module, policy: PrecisionPolicy, ranks: int) -> MemoryPrediction:
@@ -126,57 +106,6 @@ def _replicated(found: Traced, module: nn.Module, policy: PrecisionPolicy, ranks
         other = kept + size * max(summed, 0)
     parts = {**found.parts, "other": found.parts["other"] + other}
     return MemoryPrediction(found.peak_bytes + other, parts, found.held, "traced", found.notes)
-
-
-def first_stage(
-    module: LightningModule, batch: Any, plan: MixedPrecisionPlan, layout: Layout, trainer_args: Mapping[str, Any]
-) -> MemoryPrediction:
-    """What the first rank holds, whose stage has most micro-batches in flight; ``batch`` is a whole one.
-
-    Raises:
-        PlanError: the module cannot be cut.
-        Exception: what a trace raises.
-    """
-    with Faults("predict_memory") as faults:
-        found = cut(module, layout.count, faults)
-    assert found is not None
-    total = sum(parameter.numel() for parameter in module.parameters())
-    own = sum(one.numel() for name, one in module.named_parameters() if found.parameters[name] <= 0)
-    # once the first micro-batch has gone backward, its gradients lie next to the next ones' activations
-    steps = {"accumulate_grad_batches": 1 if layout.in_flight == layout.microbatches else 2}
-    with _steps(module, layout):
-        seen = traced(module, batch, plan, {**trainer_args, **steps, "devices": 1})
-    remote = round(seen.held["parameters"] * (1 - own / total))
-    stays, parts = ({**each, "parameters": each["parameters"] - remote} for each in (seen.held, seen.parts))
-    return MemoryPrediction(seen.peak_bytes - remote, parts, stays, "traced", ("the first stage",))
-
-
-@contextmanager
-def _steps(module: LightningModule, layout: Layout) -> Generator[None, None, None]:
-    """Within it the module's step is what its first stage does; a copy of the module has it too."""
-
-    def step(self: Any, batch: Any, batch_idx: int = 0) -> Tensor:
-        stage = cut(self, layout.count, Faults())
-        assert stage is not None
-        inputs = self.pipeline_batch(batch)[0]
-        pieces = split_batch(inputs if isinstance(inputs, tuple) else (inputs,), layout.microbatches)
-        first, cached = stage.make(0, layout.count), torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # every micro-batch casts the weights for itself
-        try:
-            outputs = [first(*piece) for piece in pieces[: layout.in_flight]]
-        finally:
-            torch.set_autocast_cache_enabled(cached)
-        floating = [leaf for leaf in tensors_in(outputs) if leaf.is_floating_point()]
-        return torch.stack([leaf.float().sum() for leaf in floating]).sum()
-
-    before = vars(module).get("training_step")
-    vars(module)["training_step"] = MethodType(step, module)
-    try:
-        yield
-    finally:
-        del vars(module)["training_step"]
-        if before is not None:
-            vars(module)["training_step"] = before
 
 
 # ---------------------------------------------------------------------- without one

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import lightning_mp
 from lightning_mp.cli import app
-from lightning_mp.cli.output import refusals
 
 HEAVY = ("torch", "lightning", "transformers", "tokenizers", "numpy", "matplotlib")
 
@@ -20,28 +18,11 @@ def _run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_no_arguments_show_the_help() -> None:
-    assert "Usage" in _run().output
-
-
-def test_train_without_arguments_shows_how_it_is_used() -> None:
-    result = _run("train")
-    assert result.exit_code == 0
-    assert "Usage" in result.output
-    assert "lightning-mp train experiment=llama_tiny" in result.output
-
-
 @pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
 def test_every_help_has_an_example(command: str) -> None:
     said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
     assert f"Example: lightning-mp {command}" in " ".join(said.split())
     assert max(map(len, said.splitlines())) <= 100
-
-
-def test_the_version_is_printed() -> None:
-    result = _run("--version")
-    assert result.exit_code == 0
-    assert result.output == f"lightning-mp {lightning_mp.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -92,13 +73,6 @@ def test_consolidate_writes_and_says_what(checkpoint: Path, tmp_path: Path) -> N
     assert sorted(load_file(out)) == ["0.bias", "0.weight", "1.bias", "1.weight", "3.bias", "3.weight"]
 
 
-def test_consolidate_says_what_it_left_out(checkpoint: Path, tmp_path: Path) -> None:
-    result = _run("consolidate", str(checkpoint), str(tmp_path / "w.pt"))
-    assert result.exit_code == 0
-    assert result.stdout.startswith(f"{tmp_path / 'w.pt'}: 6 tensors, ")
-    assert result.stderr == "left out, since they are no tensors: _extra_state\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -130,8 +104,3 @@ def test_consolidate_reads_objects_only_with_trust(tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "--trust" in refused.stderr
     assert _run(*arguments, "--trust").exit_code == 0
-
-
-def test_a_reader_who_has_enough_is_no_refusal() -> None:
-    with pytest.raises(BrokenPipeError), refusals("advise"):
-        raise BrokenPipeError

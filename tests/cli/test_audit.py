@@ -67,7 +67,7 @@ def test_more_steps_are_looked_at_where_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "nothing to audit"),
+        ((), "audit without a run"),
         (("experiment=llama_tiny", "--steps", "0"), "--steps=0"),
         (("missing.yaml",), "which is no file"),
         (("experiment=llama_tiny", "plan=fp17"), "could not find 'plan/fp17'"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner, Result
 
 from lightning_mp.cli import app
@@ -68,30 +67,3 @@ def test_every_fault_before_a_model_is_built(tmp_path: Path, own_folder: None) -
     ):
         assert text in result.stderr
     assert not Path("runs").exists()
-
-
-def test_what_is_too_narrow_for_fp8_is_told_of_small(tmp_path: Path) -> None:
-    result = _compare("experiment=llama_tiny", "--seeds", "1", "--out", str(tmp_path / "out"))
-    assert result.exit_code == 2
-    assert "fp8-mixed: " in result.stderr
-    assert "small='convert'" in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_file_without_a_plan_and_nothing_at_all(tmp_path: Path) -> None:
-    config = _config(tmp_path, PLAIN.partition("model:")[1] + PLAIN.partition("model:")[2])
-    result = _compare(
-        config, "--plans", "bf16-mixed,32-true", "--seeds", "1", "--steps", "2", f"run_dir={tmp_path / 'a'}"
-    )
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "a" / "compare.html").is_file()
-    result = _compare()
-    assert result.exit_code == 2
-    assert "nothing to compare" in result.stderr
-
-
-@pytest.mark.slow
-def test_the_shipped_model_is_wide_enough(tmp_path: Path) -> None:
-    result = _compare("experiment=neox_wide", "--seeds", "1", "--steps", "1", "--out", str(tmp_path))
-    assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "compare.json").read_text())["verdict"] == "undecided"

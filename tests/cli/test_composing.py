@@ -55,12 +55,9 @@ COMPOSED: dict[str, tuple[str | None, str, dict[str, Any]]] = {
         {"plan": {"_target_": TARGET, "precision": "bf16-mixed"}},
     ),
     "a plan by its precision": (SCALED, "plan=bf16-true", {"plan": {"precision": "bf16-true"}}),
-    "over a group": (None, "plan=bf16-true", {"plan": {"precision": "bf16-true"}}),
     "a section left out": (PLAIN, "callbacks=null", {"callbacks": None}),
-    "of the package": (None, "trainer=null", {"trainer": None}),
     "a field of a word": (f"plan: 16\n{GROUPS}", "plan.tf32=high", {"plan.precision": "16-mixed", "plan.tf32": "high"}),
     "a preset in the file": (f"plan: a100\n{GROUPS}", "", {"plan.precision": "bf16-mixed", "plan.tf32": "high"}),
-    "a field of it": (f"plan: a100\n{GROUPS}", "plan.tf32=highest", {"plan.tf32": "highest"}),
     "a strategy by its name in a Trainer": (None, "strategy=mp_fsdp2", {"strategy.name": "fsdp2"}),
     "a strategy by Lightning's word": (None, "strategy=deepspeed_stage_2", {"strategy.name": "deepspeed_zero2"}),
     "a strategy by Lightning's word, and what it sets": (
@@ -95,15 +92,6 @@ def test_file_groups_and_arguments_are_one_config(name: str, tmp_path: Path) -> 
     config = one(None if text is None else write(tmp_path, text), *arguments.split())
     for key, value in expected.items():
         assert OmegaConf.select(config, key) == value, key
-
-
-@pytest.mark.parametrize("name", [path.stem for path in (CONFIGS / "strategy").glob("*.yaml")])
-def test_every_strategy_file_is_the_strategy_of_its_name(name: str) -> None:
-    if name.startswith("deepspeed"):
-        pytest.importorskip("deepspeed")
-    found = checked(f"strategy={name}", "plan=bf16", "callbacks=none")["strategy"]
-    assert (found["_target_"], found["name"]) == ("lightning_mp.make_strategy", name)
-    assert found["plan"]["precision"] == "bf16-mixed"
 
 
 def test_the_file_may_stand_anywhere_and_its_path_may_have_an_equals_sign(tmp_path: Path) -> None:

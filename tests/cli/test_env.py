@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -62,9 +61,3 @@ def test_a_mode_runs_is_emulated_or_is_refused(
     monkeypatch: pytest.MonkeyPatch, device: Device, mode: str, says: str
 ) -> None:
     assert _modes(monkeypatch, device)[mode] == says
-
-
-def test_fp8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    assert "lightning-mp[fp8]" in _modes(monkeypatch, OLD_CPU)["fp8-mixed"]
-    assert "torchao" in collect()["versions"]

@@ -27,4 +27,4 @@ def test_as_json_it_is_pins_and_rows(tmp_path: Path) -> None:
 def test_without_a_config_it_says_what_to_write() -> None:
     result = CliRunner().invoke(app, ["pins"])
     assert result.exit_code == 2
-    assert "nothing to measure" in result.output
+    assert "pins without a run" in result.output

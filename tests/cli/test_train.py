@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.cli import app
-from lightning_mp.policy.presets import PRESETS
 from support.running import trainer
-from support.training import PLAIN, QUICK, losses, readings, refusal, run, write
+from support.training import PLAIN, QUICK, losses, readings, run, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,27 +37,12 @@ def config(folder: str | Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------- every file of the package runs
 
 
-@pytest.mark.parametrize("plan", [*PRESETS, "auto"])
-def test_every_plan_of_the_package_trains_the_default_model(plan: str) -> None:
+@pytest.mark.parametrize("plan", ["longspec", "bf16_true", "auto"])
+def test_a_plan_of_the_package_trains_the_default_model(plan: str) -> None:
     run(f"plan={plan}", "run_dir=out", *QUICK)
     found = losses("out")
     assert len(found) == 3
     assert all(4 < loss < 8 for loss in found)  # random weights over 512 tokens: ln 512 = 6.2
-
-
-@pytest.mark.parametrize("model", ["gpt2_tiny", "llama_tiny"])
-@pytest.mark.parametrize("callbacks", ["audit", "health", "none"])
-def test_models_and_callbacks_of_the_package_run(model: str, callbacks: str) -> None:
-    run("plan=bf16", f"model={model}", f"callbacks={callbacks}", "run_dir=out", *QUICK)
-    assert (Path("out") / "metrics.jsonl").exists() == (callbacks != "none")
-    assert (Path("out") / "audit.json").exists() == (callbacks == "audit")
-
-
-def test_a_large_model_of_the_package_runs_with_only_its_size_changed() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    small = (f"model.config.{name}={size}" for name, size in sizes.items())
-    run("plan=bf16", "model=llama_lora_1b", "trainer=cpu", "trainer.max_steps=2", "run_dir=out", *QUICK[1:], *small)
-    assert len(losses("out")) == 2
 
 
 SMALL = {
@@ -74,21 +58,10 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_every_experiment_is_run_below() -> None:
-    shipped = {path.stem for path in (ROOT / "configs/experiment").glob("*.yaml")}
-    assert set(SMALL) <= shipped
-    assert shipped - set(SMALL) == {"longspec", "longspec_bf16"}  # test_longspec_gloo.py
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_an_experiment_of_the_package_runs_with_only_its_size_changed(name: str) -> None:
     run(f"experiment={name}", *QUICK[1:], "trainer.accelerator=cpu", "run_dir=out", *SMALL[name])
     assert len(losses("out")) == 2
-
-
-def test_the_default_callbacks_keep_the_last_state() -> None:
-    run("run_dir=out", *QUICK, "trainer.enable_checkpointing=true")
-    assert (Path("out") / "checkpoints" / "last.ckpt").exists()
 
 
 # ---------------------------------------------------------------------- any LightningModule
@@ -150,13 +123,6 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:
     assert config(folder)["run_dir"] == f"runs/{folder.name}"
 
 
-def test_data_may_be_two_loaders_and_a_callback_may_be_switched_off(tmp_path: Path) -> None:
-    loader = "{_target_: support.training.loader, rows: 8}"
-    text = PLAIN.replace("  _target_: support.training.loader\n  rows: 12\n", f"  train: {loader}\n  val: null\n")
-    run(write(tmp_path, text), "run_dir=out", "callbacks.training_health=null")
-    assert not (Path("out") / "metrics.jsonl").exists()
-
-
 def test_a_monitor_of_ones_own_writes_to_the_runs_folder(tmp_path: Path) -> None:
     own = "callbacks:\n  - _target_: lightning_mp.callbacks.TrainingHealth\n    every_n_steps: 2\n"
     run(write(tmp_path, PLAIN + own), "run_dir=out")
@@ -168,11 +134,6 @@ def test_a_plan_may_be_a_precision_or_a_call(plan: str, tmp_path: Path) -> None:
     run(write(tmp_path, PLAIN.replace("plan:\n  precision: bf16-mixed", f"plan: {plan}")), "run_dir=out")
     kept = torch.load(Path("out") / "checkpoints" / "last.ckpt", weights_only=True)
     assert kept["MixedPrecisionPlan"]["policy"]["precision"] == "bf16-true"
-
-
-def test_a_plan_that_this_model_refuses_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    (fault,) = refusal(write(tmp_path, PLAIN), "run_dir=out", "plan.pins=[{pattern:'*norm*',dtype:fp32}]")
-    assert "*norm*" in fault.given
 
 
 def test_what_the_process_had_is_put_back(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from lightning_mp.demo import text_windows
 from lightning_mp.demo.text_windows import MAX_BYTES, TextWindows, encoded
 from lightning_mp.errors import PlanError
-from support.launching import environment
 
 FOLDER = Path(text_windows.__file__).parent
 
@@ -37,14 +34,6 @@ def test_the_standard_library_comes_sorted_and_capped_without_tests_and_installe
     assert text_windows._standard_library(_write(tmp_path / "some", files)) == ("a z", "b")
     with pytest.raises(PlanError, match=r"without library sources.*Give text="):
         text_windows._standard_library(tmp_path / "none")
-
-
-def test_a_folder_gives_every_text_file_in_order_and_leaves_out_the_rest(tmp_path: Path) -> None:
-    _write(tmp_path, {"b.md": "second", "a/c.txt": "first", ".git/config": "hidden", "blank.txt": " \n", "empty": ""})
-    (tmp_path / "data.bin").write_bytes(b"text\0then not")
-    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    assert documents(tmp_path) == ("first", "second")
-    assert documents(tmp_path / "b.md") == ("second",)
 
 
 def test_a_text_is_cut_between_characters_and_all_files_count_together(tmp_path: Path) -> None:
@@ -83,16 +72,6 @@ def test_windows_lie_side_by_side_and_the_end_is_held_out() -> None:
     assert seen.shape[0] == (tokens.numel() - held_out - 1) // 16 // 4 * 4
     rows = {tuple(row) for row in tokens[:-held_out].unfold(0, 17, 16).tolist()}
     assert {tuple(row) for row in seen.tolist()} <= rows
-
-
-def test_every_process_has_the_same_tokens() -> None:
-    code = (
-        "from lightning_mp.demo.text_windows import TextWindows, encoded\n"
-        f"print(hash(tuple(encoded(TextWindows({str(FOLDER)!r})._documents, 400).tolist())))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    here = encoded(TextWindows(str(FOLDER))._documents, 400)
-    assert int(done.stdout) == hash(tuple(here.tolist()))
 
 
 def test_a_text_too_short_is_refused(tmp_path: Path) -> None:

@@ -15,24 +15,17 @@ _SPARSE = dict.fromkeys(("tf32", "bf16", "fp16"), 2)  # printed with sparsity
 #: devices by the name that CUDA gives them, and by dtype how many times ours Lightning's figure is
 KNOWN: dict[str, tuple[tuple[int, int], dict[str, float]]] = {
     "NVIDIA H200 SXM1": ((9, 0), _SPARSE),
-    "NVIDIA H200 NVL1": ((9, 0), _SPARSE),
     "NVIDIA H100 80GB HBM3": ((9, 0), {}),
-    "NVIDIA H100 PCIe": ((9, 0), {}),
     # of a pair, as announced, at the SXM's clock
     "NVIDIA H100 NVL": ((9, 0), {"fp32": 2.23, "tf32": 2.37, "bf16": 2.37, "fp16": 2.37}),
     # of CUDA cores alone, as for the next ones that say bf16 and fp16
     "NVIDIA GeForce RTX 4090": ((8, 9), {"bf16": 0.5, "fp16": 0.5}),
     "NVIDIA L4": ((8, 9), {}),
-    "Tesla L40": ((8, 9), {}),
     "NVIDIA A100-SXM4-80GB": ((8, 0), {}),
-    "NVIDIA RTX A6000": ((8, 6), {"bf16": 0.25, "fp16": 0.25}),
-    "NVIDIA A40": ((8, 6), {"bf16": 0.25, "fp16": 0.25}),
     "NVIDIA A10G": ((8, 6), {"tf32": 1.79, "bf16": 1.79, "fp16": 1.79}),  # the A10's
     "NVIDIA GeForce RTX 3090": ((8, 6), {"bf16": 0.5, "fp16": 0.5}),
     "Tesla T4": ((7, 5), {}),
     "Tesla V100-SXM2-32GB": ((7, 0), {}),
-    "Tesla V100-PCIE-16GB": ((7, 0), {}),
-    "Tesla V100S-PCIE-32GB": ((7, 0), {}),
 }
 
 

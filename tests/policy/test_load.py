@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import yaml
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from lightning_mp import MixedPrecisionPlan, PlanError
-from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.load import plain_mapping
 
 CONFIG: dict[str, Any] = {
@@ -45,18 +44,6 @@ def test_every_form_is_the_same_plain_mapping(form: Callable[[Path, Any], Any], 
     assert type(found) is dict
     assert type(found["pins"]) is list
     assert type(found["pins"][0]) is dict
-
-
-def test_interpolations_are_resolved() -> None:
-    config = OmegaConf.create({"scale": 8, "loss_scaling": {"init_scale": "${scale}"}})
-    assert plain_mapping(config)["loss_scaling"]["init_scale"] == 8
-
-
-@pytest.mark.parametrize("inside", [{"a": DictConfig({"b": 1})}, {"a": [DictConfig({"b": 1})]}], ids=str)
-def test_a_dict_may_hold_omegaconf_containers(inside: dict[str, Any]) -> None:
-    found = plain_mapping(inside)
-    value = found["a"][0] if isinstance(found["a"], list) else found["a"]
-    assert type(value) is dict
 
 
 # ---------------------------------------------------------------------- against Hydra
@@ -123,31 +110,12 @@ def test_what_is_no_config_is_refused(config: Any, given: str) -> None:
     assert error.value.faults[0].given == given
 
 
-def test_a_folder_is_no_config(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="which is no file"):
-        plain_mapping(tmp_path)
-
-
 @pytest.mark.parametrize("content", ["- a\n- b\n", "just text\n", "3\n"], ids=["list", "text", "number"])
 def test_a_file_that_holds_no_plan_is_refused_by_name(content: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(content)
     with pytest.raises(PlanError, match=r"plan\.yaml"):
         MixedPrecisionPlan.from_config(path)
-
-
-def test_an_empty_file_is_the_default_plan(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    path.write_text("")
-    assert MixedPrecisionPlan.from_config(path).policy == PrecisionPolicy()
-
-
-@pytest.mark.parametrize("content", ["precision: [unclosed\n", "precision: ???\n", "precision: ${missing}\n"])
-def test_a_file_that_cannot_be_read_is_refused_by_name(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    path.write_text(content)
-    with pytest.raises(PlanError, match=r"plan\.yaml"):
-        plain_mapping(path)
 
 
 PLACED = """\

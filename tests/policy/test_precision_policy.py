@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from lightning_mp import Checkpointing, LossScaling, NonFinite, Pin, PlanError, PrecisionPolicy
-from lightning_mp.policy import DTYPES, STORAGE_DTYPES, TF32_SETTINGS
+from lightning_mp.policy import TF32_SETTINGS
 from support.policies import policies
 
 # ---------------------------------------------------------------------- round trips
@@ -72,11 +72,6 @@ def test_the_default_is_bf16_mixed_that_skips_non_finite_steps() -> None:
     assert policy.nonfinite == NonFinite(action="skip", max_consecutive=100)
 
 
-def test_auto_may_carry_a_loss_scale_for_where_it_comes_to_one() -> None:
-    assert PrecisionPolicy(precision="auto").loss_scaling is None
-    assert PrecisionPolicy(precision="auto", loss_scaling=LossScaling.megatron()).loss_scaling == LossScaling.megatron()
-
-
 # ---------------------------------------------------------------------- dtypes
 
 
@@ -99,16 +94,6 @@ def test_what_is_no_format_to_store_in_is_refused_with_the_list(written: Any) ->
         Pin("norm", written)
     (fault,) = error.value.faults
     assert (fault.given, fault.allowed) == (f"pin 'norm': dtype={written!r}", "fp32, bf16, fp16")
-
-
-def test_a_misspelt_dtype_is_answered_with_its_neighbour() -> None:
-    with pytest.raises(PlanError, match="Did you mean 'bfloat16'"):
-        Pin("norm", "blfoat16")
-
-
-def test_every_alias_is_a_dtype() -> None:
-    assert set(DTYPES.values()) == {"fp32", "tf32", "bf16", "fp16", "fp8"}
-    assert {Pin("norm", alias).dtype for alias, name in DTYPES.items() if name in STORAGE_DTYPES} == set(STORAGE_DTYPES)
 
 
 # ---------------------------------------------------------------------- forms
@@ -147,21 +132,6 @@ def test_tf32_may_be_a_switch_or_torchs_word(written: Any, expected: str | None)
 
 
 @pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        (None, None),
-        ("*.h.*", Checkpointing(modules="*.h.*")),
-        ({"modules": ["a", "b"], "every": 2}, Checkpointing(modules=("a", "b"), every=2)),
-        (Checkpointing(modules="a"), Checkpointing(modules="a")),
-        ({"modules": nn.Linear}, Checkpointing(modules="Linear")),
-    ],
-    ids=range(5),
-)
-def test_checkpointing_may_be_a_pattern(written: Any, expected: Checkpointing | None) -> None:
-    assert PrecisionPolicy(checkpointing=written).checkpointing == expected
-
-
-@pytest.mark.parametrize(
     ("modules", "normal", "patterns"),
     [
         ("a", "a", ("a",)),
@@ -175,27 +145,3 @@ def test_checkpointing_may_be_a_pattern(written: Any, expected: Checkpointing | 
 def test_modules_are_patterns_and_classes_are_their_names(modules: Any, normal: Any, patterns: tuple[str, ...]) -> None:
     config = Checkpointing(modules=modules)
     assert (config.modules, config.patterns) == (normal, patterns)
-
-
-@pytest.mark.parametrize(("ops", "expected"), [(["mm"], ("mm",)), ("mm", ("mm",)), (("mm", "bmm"), ("mm", "bmm"))])
-def test_one_operator_may_be_written_without_a_list(ops: Any, expected: tuple[str, ...]) -> None:
-    assert Checkpointing(modules="a", mode="selective", save_ops=ops).save_ops == expected
-
-
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ("raise", NonFinite(action="raise")),
-        ({"action": "ignore"}, NonFinite(action="ignore")),
-        ({"max_consecutive": 3}, NonFinite(max_consecutive=3)),
-        (NonFinite(max_consecutive=0), NonFinite(max_consecutive=0)),
-    ],
-    ids=range(4),
-)
-def test_nonfinite_may_be_a_word(written: Any, expected: NonFinite) -> None:
-    assert PrecisionPolicy(nonfinite=written).nonfinite == expected
-
-
-def test_loss_scaling_may_be_a_mapping_of_its_fields() -> None:
-    policy = PrecisionPolicy(precision="16-mixed", loss_scaling={"init_scale": 8})  # type: ignore[arg-type]
-    assert policy.loss_scaling == LossScaling(init_scale=8)

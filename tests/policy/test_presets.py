@@ -6,7 +6,7 @@ import pytest
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, Pin, PlanError
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.policy.presets import PRESETS, preset
+from lightning_mp.policy.presets import preset
 
 EXPECTED = {
     "fp32": ("32-true", None),
@@ -37,15 +37,6 @@ def test_longspec_is_fp16_with_deepspeeds_loss_scale_fp32_norms_and_tf32() -> No
         pins=(Pin("*norm*", "fp32"),),
         tf32="high",
     )
-
-
-def test_there_are_no_others() -> None:
-    assert PRESETS.keys() == {*EXPECTED, "longspec"}
-
-
-def test_presets_cannot_be_changed() -> None:
-    with pytest.raises(TypeError):
-        PRESETS["mine"] = {}  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

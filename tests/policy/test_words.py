@@ -10,7 +10,7 @@ from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR_ALIAS_CONVERSION
 
 from lightning_mp import MixedPrecisionPlan, PrecisionPolicy
-from lightning_mp.policy import PRECISIONS, precision_word
+from lightning_mp.policy import precision_word
 
 WORDS: dict[str, tuple[Any, ...]] = {
     "16-mixed": (
@@ -47,11 +47,6 @@ def test_a_word_means_one_precision_wherever_it_is_written(word: Any, means: str
 def test_lightnings_own_words_mean_what_they_mean_to_its_trainer(word: str) -> None:
     lightning = _convert_precision_to_unified_args(word)  # type: ignore[arg-type]
     assert precision_word(word) == lightning
-
-
-@pytest.mark.parametrize("word", [*PRECISIONS])
-def test_a_precision_is_a_word_for_itself(word: str) -> None:
-    assert precision_word(word) == word
 
 
 @pytest.mark.parametrize(

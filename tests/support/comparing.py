@@ -69,7 +69,7 @@ def of_training(mode: str, rate: float, steps: int = 8, summands: int = 16, upda
 
     A real fault is further off: one rank's gradients halved by a fraction of the rate a step. A norm that runs in half
     precision is off by r everywhere and at every step, which is more, and moves the first loss, which nothing else does
-    (:func:`same_runs`; ``tests/test_comparing.py`` plants both).
+    (:func:`same_runs`).
     """
     off = of_sums(summands) if mode.startswith("32") else 2 * eps(mode)
     return steps * (4 * off * rate * update + eps("32-true"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -10,17 +11,97 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
+import typer
+import yaml
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
+from lightning_mp import MixedPrecisionPlan
 from lightning_mp.cli import app
-from support import docs_check
-from support.docs import Block, commands, sides
+from lightning_mp.cli.train import run as train
+from support.docs import ROOT, Block, commands, sides
 from support.docs_setup import Setup
 
 PROJECT = Path(__file__).parent / "docs_project"
+#: run as they are: they only read
+HARMLESS = ("ls", "cat", "tail", "head")
+#: of other machines, or of those who work on the project: looked at
+LOOKED_AT = ("make", "pip", "torchrun", "srun", "sbatch", "python", "git", ".venv/bin/python", ".venv/bin/mkdocs")
+LOOKED_AT += (".venv/bin/ruff",)
+#: of a training file
+SECTIONS = {"plan", "model", "data", "strategy", "trainer", "callbacks", "seed", "defaults", "run_dir", "ckpt_path"}
+_BASE = {
+    "plan": {"precision": "bf16-mixed"},
+    "model": {"_target_": "my_project.MyModule"},
+    "data": {"_target_": "my_project.MyData"},
+}
+
+
+def shown(code: str, real: str, place: str, *, loose: bool = False) -> None:
+    """Every line of a text block is a line of what was printed; ``…`` stands for anything, ``loose`` lets numbers."""
+    lines = [" ".join(line.split()) for line in real.splitlines()]
+    whole = " ".join(" ".join(lines).split())
+    for line in filter(None, (" ".join(line.split()) for line in code.splitlines())):
+        pattern = ".*".join(map(re.escape, line.split("…")))
+        pattern = re.sub(r"\d+(?:\\\.\d+)?", r"[\\d.,e+]+", pattern) if loose else pattern
+        found = any(re.search(pattern, one) for one in lines) or ("…" not in line and line in whole)
+        assert found, f"{place}: not printed: {line}\n--- printed:\n{real}"
+
+
+def yaml_file(code: str, block: Block) -> None:
+    """Give a YAML block to whom it is for: LightningCLI, a Hydra application, ``train``, or a plan."""
+    values: dict[str, Any] = yaml.safe_load(code)
+    is_training = set(values) <= SECTIONS or {"plan", "model"} <= set(values)
+    path = Path(block.file or "conf/config.yaml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code, encoding="utf-8")
+    if "class_path" in str(values) or "fit" in values:
+        return  # the page's commands give it to LightningCLI
+    if "searchpath" in str(values.get("hydra")):
+        from hydra import compose, initialize_config_dir
+        from omegaconf import OmegaConf
+
+        with initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
+            plan: Any = OmegaConf.to_container(compose(path.stem).plan, resolve=True)
+        assert MixedPrecisionPlan.from_config(plan).policy
+    elif is_training:
+        whole = {**{key: value for key, value in _BASE.items() if "defaults" not in values}, **values}
+        if whole != values:
+            path = Path("block.yaml")
+            path.write_text(yaml.safe_dump(whole), encoding="utf-8")
+        assert train([str(path)], lambda _: None, only_show=True) == 0
+    else:
+        assert MixedPrecisionPlan.from_config(path).policy
+
+
+def options_exist(arguments: Sequence[str], block: Block) -> None:
+    """Whether ``lightning-mp`` has that command and those options."""
+    group: Any = typer.main.get_command(app)
+    command = group.commands.get(arguments[0]) if not arguments[0].startswith("-") else group
+    assert command is not None, f"{block.place}: no command {arguments[0]!r}"
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    options = [word.partition("=")[0] for word in arguments if word.startswith("-")]
+    assert set(options) <= known, f"{block.place}: {sorted(set(options) - known)}"
+
+
+def look_at(program: str, arguments: Sequence[str], block: Block) -> None:
+    """What can be seen of a command that is not run: targets of make, extras of pip, files of the checkout."""
+    assert program in LOOKED_AT, f"{block.place}: nothing looks at {program!r}"
+    if program == "make":
+        known = set(re.findall(r"^([A-Za-z-]+)(?:: ?| \?=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        assert {word.partition("=")[0] for word in arguments} <= known, f"{block.place}: make {arguments}"
+    elif program == "pip":
+        extras = set(metadata("lightning-mp").get_all("Provides-Extra") or [])
+        for word in (word for word in arguments[1:] if not word.startswith("-")):
+            requirement = Requirement(re.sub(r"^\.", "lightning-mp", word))
+            assert requirement.name != "lightning-mp" or requirement.extras <= extras, f"{block.place}: {word}"
+    elif program.startswith(".venv/"):
+        for word in (word for word in arguments if "/" in word and not word.startswith("-")):
+            assert (ROOT / word.partition("::")[0]).exists(), f"{block.place}: {word}"
 
 
 class PageRun:
@@ -30,9 +111,8 @@ class PageRun:
         self.page, self.setup, self.all_commands = page, setup, all_commands
         self.namespace: dict[str, Any] = {"__name__": "page"}
         self.printed = ""
-        for source in PROJECT.iterdir():
-            if source.suffix == ".py":
-                shutil.copy(source, source.name)
+        for source in PROJECT.glob("*.py"):
+            shutil.copy(source, source.name)
         if setup.prepare is not None:
             self.namespace |= setup.prepare() or {}
 
@@ -45,11 +125,23 @@ class PageRun:
             path = Path(block.file)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(code, encoding="utf-8")
-        if block.language == "json":
+        if block.language == "python":
+            self._python(block, code)
+        elif block.language == "diff":
+            old, new = sides(block)
+            compile(old, f"{block.place} (-)", "exec")
+            self._python(block, new)
+        elif block.language == "text":
+            shown(code, self.printed, block.place, loose=self.setup.loose)
+        elif block.language == "yaml":
+            yaml_file(code, block)
+        elif block.language == "json":
             Path("ds.json").write_text(code, encoding="utf-8")
-        getattr(self, f"_{block.language}")(block, code)
-
-    # ------------------------------------------------------------------ kinds
+            assert MixedPrecisionPlan.from_deepspeed(json.loads(code)).deepspeed_notes, block.place
+        else:
+            self.printed = ""
+            for words in commands(Block(block.page, block.line, block.language, code)):
+                self._command(words, block)
 
     def _python(self, block: Block, code: str) -> None:
         if block.file is not None:
@@ -60,42 +152,21 @@ class PageRun:
             exec(compile(code, block.place, "exec"), self.namespace)
         self.printed = printed.getvalue()
 
-    def _diff(self, block: Block, _: str) -> None:
-        old, new = sides(block)
-        compile(old, f"{block.place} (-)", "exec")
-        self._python(block, new)
-
-    def _text(self, block: Block, code: str) -> None:
-        docs_check.shown(code, self.printed, block.place, loose=self.setup.loose)
-
-    def _yaml(self, block: Block, code: str) -> None:
-        docs_check.yaml_file(code, block)
-
-    def _json(self, block: Block, code: str) -> None:
-        docs_check.json_file(code, block)
-
-    def _bash(self, block: Block, code: str) -> None:
-        self.printed = ""
-        for words in commands(Block(block.page, block.line, block.language, code)):
-            self._command(words, block)
-
-    # ------------------------------------------------------------------ commands
-
     def _command(self, words: Sequence[str], block: Block) -> None:
         program, *arguments = words
+        script = program == "python" and arguments[0].endswith(".py")
         if program == "lightning-mp":
             self._lightning_mp(arguments, block)
-        elif program == "python" and arguments[0].endswith(".py"):
-            self._script(arguments, block)
-        elif program in docs_check.HARMLESS:
-            done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=60)
+        elif script or program in HARMLESS:
+            command = [sys.executable if script else program, *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
             assert done.returncode == 0, (block.place, done.stderr)
             self.printed += done.stdout
         else:
-            docs_check.command(program, arguments, block)
+            look_at(program, arguments, block)
 
     def _lightning_mp(self, arguments: list[str], block: Block) -> None:
-        docs_check.options_exist(arguments, block)
+        options_exist(arguments, block)
         line = " ".join(arguments)
         extra = [text for start, texts in self.setup.shorter.items() if line.startswith(start) for text in texts]
         training = arguments[0] == "train" and not {"--help", "--show"} & set(arguments)
@@ -109,11 +180,6 @@ class PageRun:
         expected = next((status for start, status in self.setup.status.items() if line.startswith(start)), 0)
         assert status == expected, (block.place, line, status, output)
         self.printed += output
-
-    def _script(self, arguments: list[str], block: Block) -> None:
-        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120)
-        assert done.returncode == 0, (block.place, done.stderr)
-        self.printed += done.stdout
 
 
 def _called(arguments: list[str]) -> tuple[int, str]:

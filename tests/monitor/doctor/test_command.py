@@ -91,26 +91,6 @@ def test_it_examines_what_train_would_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert _run("experiment=llama_tiny", "plan=bf16").output == "nothing found\n"
 
 
-PLUGIN = "{_target_: lightning_mp.MixedPrecisionPlan, precision: bf16-true, pins: {wte: fp32}}"
-
-
-@pytest.mark.parametrize("plugins", [PLUGIN, f"[{PLUGIN}]"])
-def test_a_plan_may_stand_among_the_plugins_of_the_trainer(config: Path, plugins: str) -> None:
-    """With a strategy of the package, the Trainer as a target, and what only Hydra knows."""
-    config.write_text(
-        f"model: {{_target_: support.hf.gpt2}}\nstrategy: fsdp2\nout: ${{hydra:runtime.output_dir}}\n"
-        f"trainer: {{_target_: lightning.pytorch.Trainer, default_root_dir: '${{out}}', plugins: {plugins}}}"
-    )
-    assert "LMP001 warning no_fp32_masters" in _run(config).stdout
-    config.write_text(config.read_text().replace("wte", "wtee"))
-    assert "pin 'wtee', which matches no module" in _refusal(config)
-
-
-def test_beside_a_plan_of_its_own_section_it_is_refused_as_the_run_is(config: Path) -> None:
-    config.write_text(f"plan: bf16-mixed\nmodel: {{_target_: support.hf.gpt2}}\ntrainer: {{plugins: [{PLUGIN}]}}")
-    assert "plugins=[MixedPrecisionPlan] beside the plan" in _refusal(config)
-
-
 # ------------------------------------------------------------------ bad input
 
 

@@ -1,8 +1,10 @@
-"""``lightning-mp doctor``: the run that a config describes, examined instead of trained."""
+"""``lightning-mp doctor``, ``audit`` and ``pins``: the run that a config describes, examined instead of trained."""
 
 from __future__ import annotations
 
+import json
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -13,13 +15,13 @@ import typer
 
 from lightning_mp.cli.output import console, progress, refusals
 from lightning_mp.cli.train import Arguments, ConfigDirs
-from lightning_mp.errors import Faults, nearest, one_line
+from lightning_mp.errors import Faults, counted, one_line
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from lightning_mp.cli.parts import Regime
+    from lightning_mp.monitor.audit import AuditReport
     from lightning_mp.monitor.findings import Finding
+    from lightning_mp.pin_advice import PinAdvice
     from lightning_mp.policy import PrecisionPolicy
     from lightning_mp.policy.hardware import Device
 
@@ -59,39 +61,19 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
     step are told on stderr.
     """
     from lightning_mp.cli import parts
-    from lightning_mp.cli.config import SECTIONS, checked, composed
+    from lightning_mp.cli.config import checked, composed
 
     faults = Faults("doctor")
-    if not arguments:
-        faults.add("nothing to examine", "a YAML file, key=value", "lightning-mp doctor run.yaml, or experiment=NAME")
-        faults.raise_if_any()
     with composed(arguments, "doctor", faults, config_dirs) as (job,):
-        _take_out_plan(job.config)
-        sections, needed = ["plan", "model", "strategy", "trainer", "run_dir"], ["model"]
-        if not job.config.get("plan"):
-            if nearest("plan", {str(key) for key in job.config} - {*SECTIONS}):
-                needed.append("plan")  # misspelt, and no run of Lightning's own
-            if parts.is_ours(job.config.get("strategy")):
-                sections.remove("strategy")  # the package's choice, for a plan
-        config = checked(job, faults, needed=needed, only=sections)
+        sections = ["plan", "model", "strategy", "trainer", "run_dir"]
+        if not job.config.get("plan") and parts.is_ours(job.config.get("strategy")):
+            sections.remove("strategy")  # the package's choice, for a plan
+        config = checked(job, faults, needed=["model"], only=sections)
         missing = Faults("doctor")
         config |= checked(job, missing, needed=(), only=("data",))
         regime = parts.regime(config, job.places, faults) if config.get("plan") else None
         faults.raise_if_any()
         return _examined(config, regime, faults, missing, device)
-
-
-def _take_out_plan(config: DictConfig) -> None:
-    """Where the Trainer's plugins are a plan, and others, that is the plan section."""
-    from omegaconf import OmegaConf, open_dict
-
-    written = OmegaConf.select(config, "trainer.plugins")
-    plugins = list(written) if OmegaConf.is_list(written) else [written]
-    plans = [one for one in plugins if OmegaConf.is_dict(one) and "MixedPrecisionPlan" in str(one.get("_target_"))]
-    if plans and not config.get("plan"):
-        with open_dict(config):
-            config.plan = plans[0]
-            config.trainer.plugins = [plugin for plugin in plugins if plugin is not plans[0]]
 
 
 def _examined(
@@ -146,3 +128,88 @@ def _check_patterns(model: object, policy: PrecisionPolicy, faults: Faults) -> N
     if policy.checkpointing is not None:
         checkpointing.select(model, policy.checkpointing, unmatched)
     faults.extend(fault for fault in unmatched.found if "tied weights" not in fault.given)
+
+
+# ---------------------------------------------------------------------- audit
+
+
+def audit(
+    arguments: Arguments = None,
+    steps: Annotated[int, typer.Option("--steps", help="How many optimizer steps are looked at.")] = 1,
+    config_dir: ConfigDirs = None,
+) -> None:
+    """Show which dtypes each module of a run really ran in.
+
+    Trains the first steps of what `train` would run, and holds dtypes against what was declared. Exit status 0 if all
+    is as declared, 1 if a module is not, 2 for bad input.
+
+    Example: lightning-mp audit experiment=llama_tiny plan=fp16
+    """
+    progress(f"auditing {counted(steps, 'step')} ...")
+    with refusals("audit"):
+        report, folder = _audited(arguments or [], steps, config_dir or [])
+    typer.echo(report.to_text(console().width))
+    if not report.ok:
+        typer.echo(report.explanation())
+    typer.echo(f"written: {folder / 'audit.md'}, {folder / 'audit.json'}")
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) -> tuple[AuditReport, Path]:
+    """Of the callbacks only the audit runs; nothing is validated, logged or saved as a checkpoint."""
+    from lightning_mp.callbacks.precision_audit import PrecisionAudit
+    from lightning_mp.cli import parts
+    from lightning_mp.cli.config import checked, composed
+    from lightning_mp.comparison.run import quiet
+    from lightning_mp.monitor.side_run import BARE
+
+    faults = Faults("audit")
+    faults.whole("--steps", steps, 1, "leave it out to audit the first step")
+    with composed(arguments, "audit", faults, config_dirs) as (job,):
+        config = checked(job, faults)
+        regime = faults.sound(parts.regime(config, job.places, faults))
+        folder = Path(config["run_dir"])
+        callback = PrecisionAudit(steps, run_dir=folder)
+        alone = {**BARE, "callbacks": [callback], "max_steps": steps, "logger": False}
+        with parts.running(folder, faults), quiet():
+            warnings.filterwarnings("ignore", message="PrecisionAudit: ")  # the report says it
+            trainer = parts.trainer({**regime.trainer, **alone}, faults)
+            model, data = parts.parts(config, faults)
+            trainer.fit(model, **data)
+    if callback.report is None:
+        faults.add("a run without a step", "data for a batch at least", "look at the data section")
+    return faults.sound(callback.report), folder
+
+
+# ---------------------------------------------------------------------- pins
+
+
+def pins(
+    arguments: Arguments = None,
+    steps: Annotated[int, typer.Option("--steps", help="How many batches are looked at.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print pins and rows as one JSON object.")] = False,
+    config_dir: ConfigDirs = None,
+) -> None:
+    """Compare the gradients of what `train` would run with fp32's, and show the fewest pins that bring them near.
+
+    Example: lightning-mp pins experiment=llama_tiny plan=bf16
+    """
+    with refusals("pins"):
+        advice = _measured(arguments or [], steps, config_dir or [])
+    typer.echo(json.dumps(advice.to_dict(), indent=2) if as_json else str(advice))
+
+
+def _measured(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) -> PinAdvice:
+    from lightning_mp.cli import parts
+    from lightning_mp.cli.config import checked, composed
+    from lightning_mp.comparison.run import quiet
+    from lightning_mp.pin_advice import suggest_pins
+
+    faults = Faults("pins")
+    with composed(arguments, "pins", faults, config_dirs) as (job,):
+        config = checked(job, faults)
+        plan = parts.plan_of(config["plan"], job.places, faults)
+        faults.raise_if_any()
+        with parts.running(Path(config["run_dir"]), faults), quiet():
+            model, loaders = parts.parts(config, faults)
+            return suggest_pins(model, parts.training_batches(loaders, model), faults.sound(plan), steps=steps)
