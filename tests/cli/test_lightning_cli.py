@@ -9,7 +9,6 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_mp import MixedPrecisionPlan
-from support.ranks import in_a_process
 from support.training import Net, loader, losses, write
 
 #: arguments of the plan among ``trainer.plugins``, and the key that the parser names; None: it is right
@@ -71,17 +70,8 @@ def test_a_misspelt_key_is_the_parsers_error(
 
 
 def test_a_file_is_fitted_under_its_plan_and_callbacks(tmp_path: Path) -> None:
-    _fitted_from_a_file("auto", tmp_path)
-
-
-@pytest.mark.gloo
-def test_so_it_is_under_ddp(tmp_path: Path) -> None:
-    in_a_process(_fitted_from_a_file, "mp_ddp", tmp_path)
-
-
-def _fitted_from_a_file(strategy: str, tmp_path: Path) -> None:
     scaling = "{init_scale: 64, growth_interval: 2}"
-    path = write(tmp_path, FIT.format(strategy=strategy, scaling=scaling, folder=tmp_path / "run"))
+    path = write(tmp_path, FIT.format(strategy="auto", scaling=scaling, folder=tmp_path / "run"))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.chdir(tmp_path)
         fitted = cli(path, monkeypatch, "fit")

@@ -238,7 +238,7 @@ def test_of_a_module_there_is_advice_and_no_file() -> None:
     module.config = {"hidden_size": 64, "num_hidden_layers": 1}  # type: ignore[assignment]
     found = advise(module, gpu="a100-80", gpus=1)
     assert found.shape.params == 65 * 64
-    with pytest.raises(PlanError, match="write the model section yourself"):
+    with pytest.raises(PlanError, match="rite the model section yourself"):
         found.yaml()
 
 
