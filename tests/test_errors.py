@@ -97,16 +97,6 @@ def test_as_a_context_manager_faults_are_raised_at_its_end_and_hide_no_other_err
         pass
 
 
-def test_an_unknown_name_is_told_its_nearest() -> None:
-    faults = Faults()
-    faults.unknown("keyword", "wrapp", ["wrap", "mesh"])
-    faults.unknown("keyword", "zzz", ["wrap", "mesh"])
-    assert [str(fault) for fault in faults.found] == [
-        "Got unknown keyword 'wrapp'. Allowed: wrap, mesh. Did you mean 'wrap'?",
-        "Got unknown keyword 'zzz'. Allowed: wrap, mesh. Remove it.",
-    ]
-
-
 @pytest.mark.parametrize(
     ("value", "number", "whole"),
     [

@@ -73,26 +73,6 @@ def test_consolidate_writes_and_says_what(checkpoint: Path, tmp_path: Path) -> N
     assert sorted(load_file(out)) == ["0.bias", "0.weight", "1.bias", "1.weight", "3.bias", "3.weight"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["{missing}", "{out}"], "which does not exist"),
-        (["{checkpoint}", "{out}", "--dtype", "fp9"], "Got dtype='fp9'. Allowed: fp32, bf16, fp16"),
-        (["{checkpoint}", "{out}", "--prefix", "model."], "Got the prefix 'model.'"),
-        (["{checkpoint}", "{out}x"], "a name ending in .pt, .pth, .bin, .ckpt, .safetensors"),
-        (["{checkpoint}", "{checkpoint}/w.pt"], "exists"),
-    ],
-)
-def test_a_refused_consolidate_is_one_line(checkpoint: Path, tmp_path: Path, arguments: list[str], says: str) -> None:
-    names = {"checkpoint": checkpoint, "missing": tmp_path / "missing.ckpt", "out": tmp_path / "w.pt"}
-    result = _run("consolidate", *(argument.format(**names) for argument in arguments))
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("lightning-mp consolidate: ")
-    assert says in line
-    assert not list(tmp_path.iterdir())
-
-
 def test_consolidate_reads_objects_only_with_trust(tmp_path: Path) -> None:
     from fractions import Fraction
 

@@ -59,11 +59,6 @@ def test_a_module_that_is_not_as_declared_is_status_1(tmp_path: Path) -> None:
     assert not json.loads((tmp_path / "run" / "audit.json").read_text())["ok"]
 
 
-def test_more_steps_are_looked_at_where_asked(tmp_path: Path) -> None:
-    result = _audit(tmp_path, "experiment=llama_tiny", "plan=fp32", "--steps", "2", *SMALL)
-    assert "steps 0 to 1" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

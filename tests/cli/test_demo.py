@@ -60,12 +60,3 @@ def test_a_missing_package_names_the_extra_that_brings_it(
     assert result.exit_code == 2
     assert f"needs {package}. Install it: pip install 'lightning-mp[" in result.stderr
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("steps", "out"), [("0", "new"), ("1", "taken")])
-def test_what_cannot_run_is_refused(steps: str, out: str, tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("mine")
-    result = CliRunner().invoke(app, ["demo", "--steps", steps, "--out", str(tmp_path / out)])
-    assert result.exit_code == 2
-    assert ("steps=0" if steps == "0" else "a file") in result.stderr
-    assert (tmp_path / "taken").read_text() == "mine"

@@ -30,11 +30,6 @@ def test_alone_it_lists_every_config_with_what_it_is() -> None:
             assert len(line.split()) > 2, line
 
 
-def test_what_it_writes_says_how_it_is_run() -> None:
-    result = _run("init", EXPERIMENTS[0])
-    assert result.output == f"written: {EXPERIMENTS[0]}.yaml; run it: lightning-mp train {EXPERIMENTS[0]}.yaml\n"
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_copied_experiment_is_the_experiment(name: str) -> None:
     def shown(*arguments: str) -> object:

@@ -101,32 +101,12 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert [(one["ckpt_path"], one["trainer"]["max_epochs"]) for one in resumed] == [(last, 2), (last, 3)]
 
 
-def test_a_folder_that_holds_another_run_is_said(tmp_path: Path) -> None:
-    path = write(tmp_path, PLAIN)
-    assert len(run(path, "run_dir=out")) == 1
-    said, _ = run(path, "run_dir=out")
-    assert "out holds an earlier run" in said
-
-
 def test_a_run_ends_with_what_happened_in_words(tmp_path: Path) -> None:
     scaled = PLAIN.replace("bf16-mixed", "16-mixed\n  loss_scaling: {init_scale: 1.0e+30}")
     *_, said = run(write(tmp_path, scaled), "run_dir=out", "trainer.max_steps=2")
     assert said.startswith("out: 2 steps, 2 of them skipped, last loss ")
     assert said.endswith("; report: out/report.html")
     assert run(write(tmp_path, PLAIN), "run_dir=one", "trainer.max_steps=1")[-1].startswith("one: 1 step, last loss ")
-
-
-def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path: Path) -> None:
-    run(write(tmp_path, PLAIN))
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.startswith("run-")
-    assert config(folder)["run_dir"] == f"runs/{folder.name}"
-
-
-def test_a_monitor_of_ones_own_writes_to_the_runs_folder(tmp_path: Path) -> None:
-    own = "callbacks:\n  - _target_: lightning_mp.callbacks.TrainingHealth\n    every_n_steps: 2\n"
-    run(write(tmp_path, PLAIN + own), "run_dir=out")
-    assert [row["step"] for row in readings("out")] == [0, 2]
 
 
 @pytest.mark.parametrize("plan", ["bf16-true", "{_target_: lightning_mp.MixedPrecisionPlan.preset, name: bf16_true}"])
@@ -193,13 +173,6 @@ def test_bad_input_is_one_error_without_a_traceback(tmp_path: Path) -> None:
     assert head == "lightning-mp train: 3 faults"
     assert all(line.startswith("  Got ") for line in lines)
     assert len(lines) == 3
-
-
-def test_without_hydra_the_extra_is_named(tmp_path: Path) -> None:
-    done = command(write(tmp_path, PLAIN), cwd=tmp_path, code="import sys\nsys.modules['hydra'] = None")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.endswith("Install it: pip install 'lightning-mp[hydra]'")
 
 
 def test_the_config_can_be_shown_without_a_run(tmp_path: Path) -> None:

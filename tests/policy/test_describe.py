@@ -23,23 +23,6 @@ def test_what_is_printed_builds_it_again(policy: PrecisionPolicy) -> None:
 
 
 STATIC = LossScaling.static(128)
-PIN = Pin("a", "fp32", "pin")
-
-
-@pytest.mark.parametrize(
-    ("plan", "shown"),
-    [
-        (MixedPrecisionPlan(), "'bf16-mixed'"),
-        (MixedPrecisionPlan(16, pins={"*norm*": "fp32"}), "'16-mixed', pins={'*norm*': 'fp32'}"),
-        (
-            MixedPrecisionPlan("16-true", loss_scaling=STATIC, tf32=True),
-            f"'16-true', loss_scaling={STATIC}, tf32='high'",
-        ),
-        (MixedPrecisionPlan(pins=[PIN]), "'bf16-mixed', pins=[Pin(pattern='a', dtype='fp32', output='pin')]"),
-    ],
-)
-def test_only_what_is_no_default_is_printed(plan: MixedPrecisionPlan, shown: str) -> None:
-    assert repr(plan) == f"MixedPrecisionPlan({shown})"
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import nn
 
-from lightning_mp import Checkpointing, LossScaling, NonFinite, Pin, PlanError, PrecisionPolicy
+from lightning_mp import LossScaling, NonFinite, Pin, PlanError, PrecisionPolicy
 from lightning_mp.policy import TF32_SETTINGS
 from support.policies import policies
 
@@ -129,19 +128,3 @@ def test_pins_may_be_written_in_many_forms(pins: Any, expected: tuple[Pin, ...])
 )
 def test_tf32_may_be_a_switch_or_torchs_word(written: Any, expected: str | None) -> None:
     assert PrecisionPolicy(tf32=written).tf32 == expected
-
-
-@pytest.mark.parametrize(
-    ("modules", "normal", "patterns"),
-    [
-        ("a", "a", ("a",)),
-        (["a"], "a", ("a",)),
-        (("a", nn.Linear), ("a", "Linear"), ("a", "Linear")),
-        (nn.Linear, "Linear", ("Linear",)),
-        ({"a": 1}, "a", ("a",)),
-    ],
-    ids=range(5),
-)
-def test_modules_are_patterns_and_classes_are_their_names(modules: Any, normal: Any, patterns: tuple[str, ...]) -> None:
-    config = Checkpointing(modules=modules)
-    assert (config.modules, config.patterns) == (normal, patterns)
