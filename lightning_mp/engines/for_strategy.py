@@ -68,7 +68,9 @@ def switch_tf32(policy: PrecisionPolicy, device: hardware.Device) -> Callable[[]
     if device.bf16 == "emulated" and policy.precision.startswith("bf16"):
         rank_zero_info(f"bf16 is emulated on {device.name}: right, but no faster than fp32")
     if policy.fp8 is not None and (device.type != "cuda" or emulates(policy.fp8.recipe, policy.fp8.emulate)):
-        rank_zero_info(f"fp8 on {device.name} is for checking, not for speed: it is slower than bf16 there")
+        needs = ": MXFP8 needs compute capability 10.0 (not 12.0), CUDA 12.8 and torchao's kernels"
+        needs = needs if policy.fp8.blocks and not policy.fp8.emulate else ""
+        rank_zero_info(f"fp8 on {device.name} is for checking, not for speed: it is slower than bf16 there{needs}")
     if policy.tf32 is None:
         return None
     if device.tf32:

@@ -40,6 +40,20 @@ class OwnForward(Swapped):
         return cast("Any", super()).forward(*args, **kwargs) if own is None else own(*args, **kwargs)
 
 
+def _anchor(base: type[nn.Module]) -> tuple[type, ...]:
+    """What comes first among the bases of a class over ``base``, for an instance of ``base`` to change to it.
+
+    CPython compares where the instances' ``__dict__`` comes from: ``class Net(ABC, nn.Module)``, or ``Generic[T]``, has
+    one of its own, below a class that has none.
+    """
+    root: type = base
+    while root.__base__ is not None and root.__base__.__dictoffset__:
+        root = root.__base__
+    above: Any = root.__base__
+    # Generic takes no subclass that does not name its parameters
+    return () if above is object else (type(above)("Anchor", (above,), {"__orig_bases__": ()}),)
+
+
 @cache
 def _swapped_class(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +67,7 @@ def _swapped_class(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Modul
         "lmp_mixin": mixin,
         "lmp_base": base,
     }
-    return cast("type[nn.Module]", type(base.__name__, (mixin, base), namespace))
+    return cast("type[nn.Module]", type(base.__name__, (*_anchor(base), mixin, base), namespace))
 
 
 def _layers(cls: Any) -> tuple[tuple[type[Swapped], ...], type[nn.Module]]:

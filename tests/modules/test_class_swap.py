@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+from abc import ABC
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from lightning_mp.policy import Checkpointing, Pin
 from support.models import Regression
 from support.ranks import in_a_process
 from support.running import fit
+
+T = TypeVar("T")
 
 
 class Doubled(Swapped):
@@ -50,6 +53,27 @@ def test_a_mixin_is_taken_out_from_wherever_it_is(mixins: tuple[type[Swapped], .
         assert isinstance(module, stays)
         swap_out(module, stays)
         assert type(module) is nn.Identity
+
+
+class Abstract(ABC, nn.Identity): ...
+
+
+class Of(Generic[T], nn.Identity): ...
+
+
+class OfFloats(Of[float], nn.Module): ...
+
+
+@pytest.mark.parametrize("cls", [Abstract, Of, OfFloats])
+def test_a_class_whose_first_base_has_no_dict_takes_a_mixin(cls: type[nn.Module]) -> None:
+    module = cls()
+    swap_in(module, Doubled)
+    swap_in(module, Shifted)
+    assert module(ONE) == pickle.loads(pickle.dumps(module))(ONE) == 3
+    swap_out(module, Doubled)
+    assert module(ONE) == 2
+    swap_out(module, Shifted)
+    assert type(module) is cls
 
 
 def test_a_swapped_class_looks_like_its_base_and_is_made_once() -> None:

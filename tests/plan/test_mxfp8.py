@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lightning_mp import FP8, Checkpointing, MixedPrecisionPlan, PlanError
 from lightning_mp.callbacks import PrecisionAudit
+from lightning_mp.compat import torchao
+from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Faults
 from lightning_mp.modules import fp8
 from lightning_mp.policy import hardware
@@ -110,6 +112,26 @@ def test_where_it_is_emulated_one_line_says_so_and_no_gpu_is_refused(caplog: pyt
     old = hardware.Device("cuda", "NVIDIA A100", (8, 0))
     assert hardware.refusal(old, "fp8-mixed", emulate=FP8(recipe="mxfp8").anywhere) is None
     assert hardware.refusal(old, "fp8-mixed", emulate=FP8().anywhere) is not None
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
+def test_on_a_gpu_that_has_none_the_line_says_which_one_has(
+    capability: tuple[int, int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torchao, "_has_mx_kernels", torchao._has_mx_kernels.__wrapped__)
+    with caplog.at_level(logging.INFO):
+        for_strategy.switch_tf32(plan("mxfp8").policy, hardware.Device("cuda", "NVIDIA X", capability))
+    assert "MXFP8 needs compute capability 10.0 (not 12.0)" in caplog.text
+
+
+@every_recipe
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_model_computes_the_same(recipe: str) -> None:
+    torch._dynamo.reset()  # what other tests compiled counts against the limit of one function's graphs
+    losses = [run(Language(compiled), plan(recipe)).losses for compiled in (None, "aot_eager")]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.gloo
