@@ -54,7 +54,7 @@ from lightning_mp.policy import (
 from lightning_mp.policy.expression import call
 
 if TYPE_CHECKING:
-    from lightning_mp.monitor.plan_run import PlanRun
+    from lightning_mp.monitor.nonfinite.plan_guard import PlanRun
 
 _NOTHING = nullcontext()
 
@@ -255,7 +255,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             engine.synced = for_strategy.synced(strategy, module, faults) if fitting else []
         run = None
         if fitting and trainer is not None:
-            from lightning_mp.monitor.plan_run import PlanRun  # here: much to load for a plan that runs no fit
+            # here: much to load for a plan that runs no fit
+            from lightning_mp.monitor.nonfinite.plan_guard import PlanRun
 
             run = PlanRun(self, trainer, faults)
         layout = None if strategy is None else for_strategy.check(strategy, engine, module, faults)

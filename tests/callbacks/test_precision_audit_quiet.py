@@ -38,8 +38,7 @@ def _audited(module: LightningModule, folder: Path, data: Any = None, **precisio
 
 
 @every_mode
-@pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("recomputed", ["", "full", "selective"])
+@pytest.mark.parametrize(("recomputed", "pinned"), [("", False), ("full", True), ("selective", True)])
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_language_models(name: str, recomputed: str, pinned: bool, mode: str, tmp_path: Path) -> None:
     make, pins, blocks = LANGUAGE[name]
@@ -113,8 +112,7 @@ class Vanishing(LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's, of its RMSNorm
-@every_mode
-@pytest.mark.parametrize("how", ["plan", "stock"])
+@pytest.mark.parametrize(("how", "mode"), [("plan", "bf16-mixed"), ("plan", "16-true"), ("stock", "16-mixed")])
 @pytest.mark.parametrize("name", NETS)
 def test_nets_of_every_kind(name: str, how: str, mode: str, tmp_path: Path) -> None:
     if (name, mode) == ("lstm", "16-mixed"):

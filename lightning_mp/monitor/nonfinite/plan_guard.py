@@ -1,15 +1,18 @@
-"""What a plan's ``NonFinite`` asks for besides skipping: batches that are saved, a rewind past the budget."""
+"""What a plan does around a fit besides its steps: it says what it will do, has the doctor look, guards the run."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.diagnosis import Verdict
-from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.engines.plan_base import PlanBase, began
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.callback_utils import StepTracker, callbacks_of
+from lightning_mp.monitor.doctor import warn_at_fit
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite.bad_steps import BadSteps, check_rewind
 from lightning_mp.monitor.nonfinite.events import is_ordinary
@@ -142,3 +145,25 @@ class PlanGuard(WritesRun):
         self._log.rewind(event)
         self._plan.loss_scaler.load_counts(counts)
         self._engine.start_over()
+
+
+class PlanRun:
+    """One fit under a plan."""
+
+    def __init__(self, plan: PlanBase, trainer: Trainer, faults: Faults) -> None:
+        self._plan, self._trainer = plan, trainer
+        self._guard = PlanGuard(plan, trainer) if plan.policy.nonfinite.watches else None
+        if self._guard is not None:
+            self._guard.check(faults)
+
+    def begin(self, module: nn.Module, engine: StepEngine) -> None:
+        """The module is about to be changed: warn of what can be seen, tell people and loggers."""
+        if self._guard is not None:
+            self._guard.install()
+        warn_at_fit(module, self._plan.policy)
+        began(engine, module, self._trainer)
+
+    def end(self) -> None:
+        """Undo it."""
+        if self._guard is not None:
+            self._guard.remove()
