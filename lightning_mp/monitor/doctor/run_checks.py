@@ -32,8 +32,6 @@ FP16_TINY = 2.0**-24
 HIGH_SCALE = 2.0**24
 #: Above it not even fp16's smallest number fits once scaled: whatever is not 0 overflows.
 HOPELESS_SCALE = FP16_MAX / FP16_TINY
-#: overflows in a row with which a healthy run in fp16 may begin
-_WARM_UP = 5
 _STEPS = "gradient_accumulation_steps"
 
 
