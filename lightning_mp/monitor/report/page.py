@@ -90,11 +90,11 @@ def find_runs(run_dirs: RunDirs) -> list[Path]:
         if not given:
             faults.add("no folder", "the folder of a run, or several", "name one")
         for folder in (Path(item) for item in given if not is_run(Path(item))):
-            lack = "holds no run" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
             below = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
             fix = "name the run_dir of a monitor (by default TrainingHealth writes to the logger's folder)"
             if below:
-                fix = f"name the runs in it: {' '.join(map(str, below[:6]))}{' …' if len(below) > 6 else ''}"
+                fix = f"name the runs in it: {' '.join(map(str, below))}"
+            lack = "holds no run" if folder.exists() else "does not exist"
             faults.add(f"{str(folder)!r}, which {lack}", "the folder of a run, with its metrics.jsonl", fix)
     return list(dict.fromkeys(Path(item).resolve() for item in given))
 

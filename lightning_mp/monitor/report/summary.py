@@ -16,6 +16,7 @@ NOTHING = "-"
 #: derived here: the loss minus the first run's at the same step, smoothed
 LOSS_DIFFERENCE = "compared/loss_difference"
 _SMOOTHING = 0.85
+_RATES = ((metric_names.TOKENS_PER_S, "tokens/s"), (metric_names.SAMPLES_PER_S, "samples/s"))
 _MINUS = "\N{MINUS SIGN}"
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -32,13 +33,26 @@ class Figure:
 
 def figures(run: Run) -> list[Figure]:
     """The same figures in the same order for every run; what is not known has the value of a dash."""
+    skips, peaks = run.finite(metric_names.SKIPPED_STEPS), run.finite(metric_names.MEMORY_PEAK)
+    rates = next(((run.finite(name), unit) for name, unit in _RATES if run.finite(name)), None)
+    errors, notices = sum(event.severity == "error" for event in run.alerts), len(run.events) - len(run.alerts)
+    parts = [counted(count, noun) for count, noun in ((errors, "error"), (notices, "notice")) if count]
+    rate, memory, skipped = (Figure(name) for name in ("median throughput", "peak memory", "skipped steps"))
+    if rates is not None:
+        rate = Figure(rate.name, number(statistics.median(rates[0])), "over all readings", rates[1])
+    if peaks:
+        highest, small = max(peaks), max(peaks) < 1
+        value = f"{highest * 1024:.0f}" if small else f"{highest:.3g}"
+        memory = Figure(memory.name, value, "peak", "MiB" if small else "GiB")
+    if skips:
+        skipped = Figure(skipped.name, number(skips[-1]), "in total")
     return [
         _loss("final loss", run, metric_names.LOSS, lambda pairs: pairs[-1]),
         _loss("best val loss", run, metric_names.VAL_LOSS, min),
-        _throughput(run),
-        _memory(run),
-        _skips(run),
-        _alerts(run),
+        rate,
+        memory,
+        skipped,
+        Figure("alerts", number(len(run.alerts)), ", ".join(parts)),
     ]
 
 
@@ -57,50 +71,17 @@ def _loss(title: str, run: Run, name: str, choose: Any) -> Figure:
     return Figure(title, number(value), f"step {step:,}")
 
 
-def _throughput(run: Run) -> Figure:
-    for name, unit in ((metric_names.TOKENS_PER_S, "tokens/s"), (metric_names.SAMPLES_PER_S, "samples/s")):
-        if values := run.finite(name):
-            return Figure("median throughput", number(statistics.median(values)), "over all readings", unit)
-    return Figure("median throughput")
-
-
-def _memory(run: Run) -> Figure:
-    for name, what in ((metric_names.MEMORY_PEAK, "peak"), (metric_names.MEMORY_ALLOCATED, "highest reading")):
-        if values := run.finite(name):
-            highest = max(values)
-            return Figure(
-                "peak memory",
-                f"{highest * 1024:.0f}" if highest < 1 else f"{highest:.3g}",
-                what,
-                "MiB" if highest < 1 else "GiB",
-            )
-    return Figure("peak memory")
-
-
-def _skips(run: Run) -> Figure:
-    values = run.finite(metric_names.SKIPPED_STEPS)
-    return Figure("skipped steps", number(values[-1]), "in total") if values else Figure("skipped steps")
-
-
-def _alerts(run: Run) -> Figure:
-    errors = sum(event.severity == "error" for event in run.alerts)
-    notices = len(run.events) - len(run.alerts)
-    parts = [counted(count, noun) for count, noun in ((errors, "error"), (notices, "notice")) if count]
-    return Figure("alerts", number(len(run.alerts)), ", ".join(parts))
-
-
 # ---------------------------------------------------------------------- compared runs
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """An exponential mean that starts unbiased; what is not finite is left out of it and stays a gap."""
+    """An exponential mean that starts unbiased."""
     result: list[float] = []
     total = weight = 0.0
     for value in values:
-        if math.isfinite(value):
-            total = _SMOOTHING * total + (1 - _SMOOTHING) * value
-            weight = _SMOOTHING * weight + (1 - _SMOOTHING)
-        result.append(total / weight if math.isfinite(value) else math.nan)
+        total = _SMOOTHING * total + (1 - _SMOOTHING) * value
+        weight = _SMOOTHING * weight + (1 - _SMOOTHING)
+        result.append(total / weight)
     return result
 
 
@@ -126,7 +107,7 @@ def difference(run: Run) -> tuple[str, str]:
 
 def speed_up(run: Run, first: Run) -> str:
     """The ratio of the median throughputs."""
-    for name in (metric_names.TOKENS_PER_S, metric_names.SAMPLES_PER_S):
+    for name, _ in _RATES:
         ours, base = run.finite(name), first.finite(name)
         if run is not first and ours and base and statistics.median(base):
             return f"{statistics.median(ours) / statistics.median(base):.2f}x"
