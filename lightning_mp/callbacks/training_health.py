@@ -38,7 +38,7 @@ from lightning_mp.monitor.health.measurement import Measured, StepMeasurement, V
 from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, StockSource, scale_source
 from lightning_mp.monitor.health.throughput import Count, Throughput
 from lightning_mp.monitor.health.to_host import LAG, Tables, ToHost
-from lightning_mp.monitor.nonfinite.events import NonFiniteClassifier
+from lightning_mp.monitor.nonfinite.events import NonFiniteClassifier, bad_step, has_bad_loss, overflow
 from lightning_mp.monitor.nonfinite.plan_guard import PlanGuard
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 from lightning_mp.monitor.run_log import RunDir, RunLog, WritesRun, is_fresh
@@ -305,12 +305,27 @@ class TrainingHealth(WritesRun):
         run = self._here
         if run.guard is not None:
             return []
-        bad = run.classifier.judge(reading, changed=changed)
-        if bad is None:
+        alert = run.classifier.judge(reading, changed=changed)
+        if alert is None:
             return []
-        locates = bad.alert and not run.failed
+        locates = alert and not run.failed
         diagnosis = step.replayer.locate(trainer, trainer.lightning_module) if locates else Diagnosis()
-        return [bad.event(diagnosis, batch_idx=step.batch_idx, under_plan=self._alerts.under_plan)]
+        scale = reading.loss_scale
+        if not alert:
+            assert scale is not None, "only a loss scale makes an overflow ordinary"
+            return [overflow(diagnosis, step=reading.step, scale=scale)]
+        if diagnosis.batch_idx is None:
+            diagnosis = replace(diagnosis, batch_idx=step.batch_idx)
+        event = bad_step(
+            diagnosis,
+            step=reading.step,
+            bad_loss=has_bad_loss(reading),
+            severity="warning" if reading.skipped else "error",
+            action="log",
+            evidence={"loss_scale": scale, "bad_steps_in_a_row": run.classifier.in_a_row},
+            under_plan=self._alerts.under_plan,
+        )
+        return [event]
 
     @property
     def _here(self) -> _Run:

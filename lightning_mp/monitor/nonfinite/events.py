@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_mp.monitor.alerts import Reading
@@ -114,33 +113,9 @@ SEARCH_SKIPS, SEARCH_SCALE = 5, 2.0**10
 FOUND_AFTER, FOUND_SKIPS = 10, 3
 
 
-@dataclass(frozen=True, slots=True)
-class NonFiniteStep:
-    """A non-finite step that gets an event; an ``alert`` also gets rank, module and parameter."""
-
-    step: int
-    bad_loss: bool
-    alert: bool
-    in_a_row: int
-    scale: float | None
-    applied: bool
-
-    def event(self, diagnosis: Diagnosis, *, batch_idx: int, under_plan: bool) -> Event:
-        """The event, with the diagnosis, and advice for a run with or without a plan."""
-        if not self.alert:
-            assert self.scale is not None, "only a loss scale makes an overflow ordinary"
-            return overflow(diagnosis, step=self.step, scale=self.scale)
-        if diagnosis.batch_idx is None:
-            diagnosis = replace(diagnosis, batch_idx=batch_idx)
-        return bad_step(
-            diagnosis,
-            step=self.step,
-            bad_loss=self.bad_loss,
-            severity="error" if self.applied else "warning",
-            action="log",
-            evidence={"loss_scale": self.scale, "bad_steps_in_a_row": self.in_a_row},
-            under_plan=under_plan,
-        )
+def has_bad_loss(reading: Reading) -> bool:
+    """Whether the loss is known, and not finite."""
+    return not math.isfinite(reading.loss or 0.0)
 
 
 class NonFiniteClassifier:
@@ -151,26 +126,28 @@ class NonFiniteClassifier:
     """
 
     def __init__(self) -> None:
-        self._in_a_row = self._applied = 0
+        self.in_a_row = self._applied = 0
         self._reported = False
 
-    def judge(self, reading: Reading, *, changed: bool = False) -> NonFiniteStep | None:
-        """The step, if it is non-finite and not reported yet; ``changed``: its gradients became so once measured."""
-        bad_loss = reading.loss is not None and not math.isfinite(reading.loss)
-        bad_gradient = reading.grad_norm is not None and not math.isfinite(reading.grad_norm)
-        if not (bad_loss or bad_gradient or changed):
+    def judge(self, reading: Reading, *, changed: bool = False) -> bool | None:
+        """Whether a non-finite step is an alert; ``None`` where it is finite, or was reported.
+
+        ``changed``: its gradients became non-finite once measured.
+        """
+        if not (changed or has_bad_loss(reading) or not math.isfinite(reading.grad_norm or 0.0)):
             self._applied += not reading.skipped
-            self._in_a_row, self._reported = 0, False
+            self.in_a_row, self._reported = 0, False
             return None
-        self._in_a_row = max(self._in_a_row + 1, reading.skips_in_a_row)
+        self.in_a_row = max(self.in_a_row + 1, reading.skips_in_a_row)
         scale = reading.loss_scale
-        alert = changed or not is_ordinary(scale, bad_loss, reading.scale_at_floor) or self._too_many(scale or 0.0)
+        alert = changed or not is_ordinary(scale, has_bad_loss(reading), reading.scale_at_floor)
+        alert = alert or self._too_many(scale or 0.0)
         if alert and self._reported:
             return None
         self._reported = alert
-        return NonFiniteStep(reading.step, bad_loss, alert, self._in_a_row, reading.loss_scale, not reading.skipped)
+        return alert
 
     def _too_many(self, scale: float) -> bool:
         if self._applied >= FOUND_AFTER:
-            return self._in_a_row >= FOUND_SKIPS
-        return self._in_a_row > SEARCH_SKIPS and scale <= SEARCH_SCALE
+            return self.in_a_row >= FOUND_SKIPS
+        return self.in_a_row > SEARCH_SKIPS and scale <= SEARCH_SCALE
