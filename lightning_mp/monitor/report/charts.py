@@ -18,8 +18,8 @@ from lightning_mp.monitor import metric_names as names
 from lightning_mp.monitor.report.load import Run, Series
 from lightning_mp.monitor.report.summary import LOSS_DIFFERENCE, number, power_of_two
 
-#: lines of one run that a chart can hold and still be read; charts of readings that the report knows nothing about
-MAX_LINES, MAX_OTHERS = 10, 12
+#: lines of one run that a chart can hold and still be read
+MAX_LINES = 10
 #: points a series may have, about two for every pixel of a wide chart; alerts marked on a chart
 MAX_POINTS, MAX_MARKS = 3000, 300
 Scale = Literal["linear", "log", "log2", "share"]
@@ -45,7 +45,7 @@ class Panel:
     """A chart over steps; ``lines`` has the label of each reading, ``unit`` is the vertical axis's title.
 
     Of the ``traits``, ``stepped`` holds a value until the next reading; ``grouped`` adds every reading whose name goes
-    on after the first line's (``health/grad_norm/encoder``); ``from-zero`` keeps the axis honest about differences;
+    on after the first line's (``health/fp8_amax/layer input``); ``from-zero`` keeps the axis honest about differences;
     ``overflows`` marks ordinary overflows too.
     """
 
@@ -59,9 +59,9 @@ class Panel:
 KNOWN: tuple[Panel, ...] = (
     Panel("Loss", "loss", {names.LOSS: "training", names.VAL_LOSS: "validation"}),
     Panel("Loss minus the first run's, smoothed", "loss", {LOSS_DIFFERENCE: "difference"}),
-    Panel("Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log", "grouped"),
-    Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}, traits="grouped"),
-    Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log", "grouped"),
+    Panel("Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log"),
+    Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}),
+    Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log"),
     Panel(
         "FP8: values flushed to zero",
         "share of values",
@@ -71,14 +71,14 @@ KNOWN: tuple[Panel, ...] = (
     ),
     Panel("FP8: largest magnitudes", "amax", {names.FP8_AMAX: "all layers"}, "log", "grouped"),
     Panel("FP8: scales", "factor on the operand", {names.FP8_SCALE: "all layers"}, "log2", "stepped grouped"),
-    Panel("Loss scale", "factor on the loss", {names.LOSS_SCALE: "loss scale"}, "log2", "stepped grouped overflows"),
+    Panel("Loss scale", "factor on the loss", {names.LOSS_SCALE: "loss scale"}, "log2", "stepped overflows"),
     Panel(
         "Skipped steps",
         "steps",
         {names.SKIPPED_STEPS: "in total", names.SKIPPED_IN_A_ROW: "in a row"},
         traits="stepped overflows",
     ),
-    Panel("Learning rate", "learning rate", {names.LR: "learning rate"}, traits="grouped"),
+    Panel("Learning rate", "learning rate", {names.LR: "learning rate"}),
     Panel("Tokens per second", "tokens / s", {names.TOKENS_PER_S: "tokens"}, traits="from-zero"),
     Panel("Samples per second", "samples / s", {names.SAMPLES_PER_S: "samples"}, traits="from-zero"),
     Panel("Model FLOPs utilisation", "share of the device's peak", {names.MFU: "MFU"}, "share", "from-zero"),
@@ -88,19 +88,6 @@ KNOWN: tuple[Panel, ...] = (
         {names.MEMORY_PEAK: "peak", names.MEMORY_ALLOCATED: "allocated", names.MEMORY_RESERVED: "reserved"},
         traits="from-zero",
     ),
-    Panel(
-        "Growth counter of the loss scale",
-        "clean steps in a row",
-        {names.GROWTH_TRACKER: "growth counter"},
-        traits="stepped",
-    ),
-    Panel(
-        "Hysteresis of the loss scale",
-        "overflows left before it falls",
-        {names.HYSTERESIS: "hysteresis"},
-        traits="stepped",
-    ),
-    Panel("Skip rate", "share of steps", {names.SKIP_RATE: "skip rate"}, "share", "from-zero"),
 )
 
 
@@ -111,10 +98,7 @@ def lay_out(runs: Sequence[Run]) -> list[Panel]:
     drawn = [
         replace(panel, lines={name: text for name, text in panel.lines.items() if name in found}) for panel in known
     ]
-    others = [
-        Panel(name, "as logged", {name: name}) for name in found if not any(name in panel.lines for panel in known)
-    ]
-    panels = [panel for panel in drawn if panel.lines] + others[:MAX_OTHERS]
+    panels = [panel for panel in drawn if panel.lines]
     if len(runs) > 1:
         panels = [single for panel in panels for single in _split(panel)]
     return [replace(panel, lines=dict(list(panel.lines.items())[:MAX_LINES])) for panel in panels]

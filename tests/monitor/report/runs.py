@@ -24,11 +24,9 @@ def reading(step: int, shift: float = 0.0) -> dict[str, Any]:
     return {
         "train/loss": math.nan if over else loss,
         "health/grad_norm": math.inf if over else 1.0 + step % 3 + (100.0 if step == SPIKE else 0.0),
-        "health/grad_norm/head": math.inf if over else 0.5 + step % 3,
         "health/param_norm": 40 + 0.1 * step,
         "health/update_ratio": 0.0 if over else 1e-3 * (1 + step % 5),
         "health/loss_scale": 2.0 ** (20 - skipped),
-        "health/growth_tracker": step % 4,
         "health/skipped_steps": skipped,
         "health/skipped_in_a_row": 1 if over else 0,
         "health/lr": 1e-3 / step,
