@@ -235,14 +235,6 @@ class Validated(Regression):
         self.loss(batch)
 
 
-class ReturnsNone(Regression):
-    """Its first training step returns nothing."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return None if batch_idx == 0 else loss
-
-
 def test_validation_between_and_alone(tmp_path: Path) -> None:
     module, callback = Validated(), PrecisionAudit(2, "raise", tmp_path)
     runner = trainer(callbacks=[callback], **_bf16())

@@ -47,12 +47,6 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
 
 
-def talking() -> nn.Sequential:
-    """``net``, from code that prints."""
-    print("hello")
-    return net()
-
-
 class Residual(nn.Module):
     """Two convolutions with batch norms, and what came in."""
 
