@@ -79,7 +79,7 @@ class TrainingHealth(WritesRun):
       sum of the losses passed to ``manual_backward``.
     - ``health/grad_norm``: 2-norm of the unscaled gradients, before clipping.
     - ``health/param_norm``: 2-norm of the trained parameters. ``health/update_ratio``: the norm of their change in the
-      step over their norm before it; of a parameter with more elements, 16 evenly spaced pieces of 1,024 are compared.
+      step over their norm before it; of a large parameter 16 evenly spaced pieces of 1,024 elements are compared.
     - ``health/fp8_flushed``: the largest share of values that FP8 flushed to zero, over layers and roles; each layer's
       numbers are in ``fp8_rows`` and ``fp8.jsonl``.
     - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
@@ -102,8 +102,8 @@ class TrainingHealth(WritesRun):
         alerts: thresholds, as :class:`~lightning_mp.monitor.alerts.AlertSettings` or a mapping of its fields; False for
             none.
         actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step, nor any
-            other of the same streak of spikes or non-finite values, which has one event), ``"reduce_lr"`` (a tenth of
-            it for 100 steps), ``"stop"``.
+            other of the same streak of spikes or non-finite values, which has one event), ``"reduce_lr"`` (100 steps
+            at a tenth of the learning rate), ``"stop"``.
         tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the 2-D
             integer tensor that the batch is, or begins with before one as large (labels); else ``None``.
         samples: callable(batch) that counts its samples; by default the length on which all its tensors agree, if the
