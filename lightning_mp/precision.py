@@ -48,7 +48,6 @@ from lightning_mp.policy import (
     PrecisionPolicy,
     hardware,
     load,
-    places,
     presets,
 )
 from lightning_mp.policy.expression import call
@@ -171,7 +170,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         Raises:
             PlanError: an unknown key or a bad value; every fault is named at once, with the line of a file.
         """
-        with places.named_lines(config):
+        with load.named_lines(config):
             return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
     def _start_over(self) -> None:

@@ -1,4 +1,4 @@
-"""The command line, one file a command. Nothing heavier than typer is imported before a command runs."""
+"""The command line. Nothing heavier than typer is imported before a command runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import typer
 import lightning_mp
 from lightning_mp.cli.advise import advise
 from lightning_mp.cli.compare import compare
-from lightning_mp.cli.consolidate import consolidate
 from lightning_mp.cli.demo import demo
 from lightning_mp.cli.env import env
 from lightning_mp.cli.examine import audit, doctor, pins
+from lightning_mp.cli.files import consolidate, report
 from lightning_mp.cli.init import init
-from lightning_mp.cli.report import report
 from lightning_mp.cli.train import train
 
 app = typer.Typer(

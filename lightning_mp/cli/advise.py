@@ -18,7 +18,7 @@ from lightning_mp.errors import Faults, counted, in_bytes, in_short, one_line
 
 if TYPE_CHECKING:
     from lightning_mp.planner import Advice
-    from lightning_mp.tracing.fitting import Fit
+    from lightning_mp.tracing.predict import Fit
 
 _GIB = 2**30
 _SHOWN = 5
@@ -97,7 +97,7 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
     """The memory of the run that a config describes, on a GPU."""
     from lightning_mp.planner.memory import USABLE
     from lightning_mp.policy.hardware import find
-    from lightning_mp.tracing.fitting import MOST_ROWS
+    from lightning_mp.tracing.predict import MOST_ROWS
 
     with refusals("advise"), redirect_stdout(sys.stderr):
         faults = Faults("advise")
@@ -125,8 +125,7 @@ def _advised(
     """The strategy's name, and what is predicted of the run as it is written, without its callbacks."""
     from lightning_mp.cli import parts
     from lightning_mp.cli.config import checked, composed
-    from lightning_mp.tracing.fitting import fits, rows_of
-    from lightning_mp.tracing.predict import predict_memory
+    from lightning_mp.tracing.predict import fits, predict_memory, rows_of
     from lightning_mp.tracing.run import LEFT_OUT
 
     with composed(arguments, "advise", faults, config_dirs) as (job,):

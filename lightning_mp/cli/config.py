@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.errors import Faults, MissingExtraError, PlanError, did_you_mean
 from lightning_mp.policy import precision_word
-from lightning_mp.policy.load import HYDRA_KEYS
-from lightning_mp.policy.places import Places
+from lightning_mp.policy.load import HYDRA_KEYS, Places
 from lightning_mp.policy.presets import PRESETS
 from lightning_mp.policy.words import precision_fix
 

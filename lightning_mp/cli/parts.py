@@ -23,8 +23,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
 from lightning_mp.monitor.side_run import loss_of
-from lightning_mp.policy.load import HYDRA_KEYS
-from lightning_mp.policy.places import Places, plan_fault
+from lightning_mp.policy.load import HYDRA_KEYS, Places, plan_fault
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 

@@ -123,7 +123,7 @@ CLAIMS = {
                 loss < TOKENS - 0.5 and scale == 2048
             ),
         },
-        ("hydra/job_logging=none", "hydra/hydra_logging=none", "-m", "plan=fp32,careful", "model=gpt2_tiny", *_SHORT),
+        ("-m", "plan=fp32,careful", "model=gpt2_tiny", *_SHORT),
         {"multirun/**/metrics.jsonl": 30},
     ),
     "05": Claim(
