@@ -58,31 +58,18 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     Raises:
         CheckpointFormatError: none of them, or a part of one; it says what is there and what is missing.
     """
-    if is_remote_path(path):
-        raise CheckpointFormatError(
-            f"{str(path)!r}, which is not on this machine",
-            "a local path",
-            "copy the checkpoint to a local folder first",
-        )
     place = Path(without_file_protocol(path))
     if place.is_file():
         return "file"
-    if not place.is_dir():
-        raise CheckpointFormatError(f"{str(place)!r}, which does not exist", ALLOWED, "check the path")
-    index = [name for name in (SHARDED_INDEX, SHARDED_EXTRA) if (place / name).is_file()]
-    if len(index) == 2:
+    if all((place / name).is_file() for name in (SHARDED_INDEX, SHARDED_EXTRA)):
         return "sharded"
-    if index:
-        missing = SHARDED_EXTRA if index == [SHARDED_INDEX] else SHARDED_INDEX
-        fix = "its writing was cut short: take an earlier checkpoint"
-        raise CheckpointFormatError(f"{str(place)!r}, a folder of shards without {missing}", ALLOWED, fix)
     if (place / DEEPSPEED_LATEST).is_file() or (place / DEEPSPEED_TAG).is_dir():
         deepspeed_folder(place)
         return "deepspeed"
+    what = "is not on this machine" if is_remote_path(path) else "does not exist"
+    what = "is no checkpoint, or not all of one" if place.exists() else what
     raise CheckpointFormatError(
-        f"{str(place)!r}, a folder with neither {SHARDED_INDEX} and {SHARDED_EXTRA} nor {DEEPSPEED_LATEST!r}",
-        ALLOWED,
-        "give the folder that ModelCheckpoint wrote, whose name ends in .ckpt",
+        f"{str(path)!r}, which {what}", ALLOWED, "give what ModelCheckpoint wrote; copy it to a local folder first"
     )
 
 
@@ -96,11 +83,7 @@ def deepspeed_folder(place: Path) -> Path:
     tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else DEEPSPEED_TAG
     if any((place / tag).glob(DEEPSPEED_MODEL)):
         return place / tag
-    raise CheckpointFormatError(
-        f"{str(place)!r}, whose folder {tag!r} has no file {DEEPSPEED_MODEL}",
-        ALLOWED,
-        "the checkpoint is incomplete: copy it again, or take an earlier one",
-    )
+    raise damaged(place, f"its folder {tag!r} has no file {DEEPSPEED_MODEL}")
 
 
 def load(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
@@ -111,11 +94,7 @@ def load(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[s
             plain values where ``weights_only`` (torch's default) forbids it.
     """
     if not zipfile.is_zipfile(path):
-        raise CheckpointFormatError(
-            f"{str(path)!r}, which torch.save did not write, or not to its end",
-            ALLOWED,
-            "give the checkpoint itself; if it was cut short, copy it again or take an earlier one",
-        )
+        raise damaged(path, "torch.save did not write it, or not to its end")
     try:
         content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except pickle.UnpicklingError as error:
@@ -135,11 +114,8 @@ def load(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[s
     return content
 
 
-def damaged(path: Path, error: BaseException) -> CheckpointFormatError:
+def damaged(path: Path, error: BaseException | str) -> CheckpointFormatError:
     """The error for a checkpoint whose reading ended in ``error``."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
-    return CheckpointFormatError(
-        f"{str(path)!r}, which cannot be read: {reason}",
-        "a whole checkpoint",
-        "copy it again, or take an earlier one",
-    )
+    what = f"{str(path)!r}, which cannot be read: {reason}"
+    return CheckpointFormatError(what, "a whole checkpoint", "copy it again, or take an earlier one")

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_mp.checkpoints import formats
-from lightning_mp.checkpoints.formats import SHARDED_EXTRA, CheckpointFormatError
+from lightning_mp.checkpoints.formats import SHARDED_EXTRA
 from lightning_mp.checkpoints.keys import plain_names, rekeyed
 
 # where ModelParallelStrategy and FSDPStrategy put the weights
@@ -56,11 +56,7 @@ def _metadata(path: Path) -> Metadata:
     stored: dict[Any, Any] = metadata.storage_data or {}
     missing = sorted({str(info.relative_path) for info in stored.values() if not (path / info.relative_path).is_file()})
     if missing:
-        raise CheckpointFormatError(
-            f"{str(path)!r}, a folder of shards without {', '.join(missing)}",
-            "a folder with every rank's shard",
-            "copy the shards of all nodes into it, or take an earlier checkpoint",
-        )
+        raise formats.damaged(path, f"it lacks {', '.join(missing)}: copy the shards of all nodes into it")
     return metadata
 
 
@@ -68,11 +64,7 @@ def _weights_key(path: Path, metadata: Metadata) -> str:
     roots = dict.fromkeys(str(place[0]) for place in (metadata.planner_data or {}).values())
     found = [key for key in _WEIGHTS if key in roots]
     if not found:
-        raise CheckpointFormatError(
-            f"{str(path)!r}, whose shards hold {', '.join(roots) or 'nothing'}",
-            "shards of " + " or ".join(_WEIGHTS),
-            "give a checkpoint that Lightning's Trainer wrote",
-        )
+        raise formats.damaged(path, f"its shards hold {', '.join(roots) or 'nothing'}, and no weights")
     return found[0]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.checkpoints import formats
-from lightning_mp.checkpoints.formats import ALLOWED, DEEPSPEED_MODEL, CheckpointFormatError, deepspeed_folder
+from lightning_mp.checkpoints.formats import deepspeed_folder
 from lightning_mp.checkpoints.keys import plain_names
 from lightning_mp.errors import MissingExtraError
 from lightning_mp.modules.patterns import plain_name
@@ -59,7 +59,7 @@ def checkpoint(path: Path) -> dict[str, Any]:
     """Everything but the optimizer states, as Lightning's single file has it.
 
     Raises:
-        CheckpointFormatError: files are missing or damaged, or the model was split by tensor or pipeline parallelism.
+        CheckpointFormatError: files are missing or damaged, or hold no module.
         MissingExtraError: DeepSpeed is not installed; its files hold its classes.
     """
     masters_of = _tool()
@@ -88,22 +88,13 @@ def _tool() -> Callable[..., dict[str, Tensor]]:
 
 
 def _model_states(path: Path, folder: Path) -> dict[str, Any]:
-    others = sorted(file.name for file in folder.glob(DEEPSPEED_MODEL) if "mp_rank_00" not in file.name)
-    if others:
-        raise CheckpointFormatError(
-            f"{str(path)!r}, a model split by pipeline, tensor or expert parallelism ({others[0]})",
-            "DeepSpeed checkpoints of data-parallel runs",
-            "use DeepSpeed's own ds_to_universal.py",
-        )
     candidates = [folder / "mp_rank_00_model_states.pt", folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"]
     found = [file for file in candidates if file.is_file()]
     if not found:
-        raise CheckpointFormatError(
-            f"{str(path)!r}, without the model states of rank 0", ALLOWED, "copy the files of all nodes into it"
-        )
+        raise formats.damaged(path, "it lacks the model states of rank 0: copy the files of all nodes into it")
     states = formats.load(found[0], weights_only=False, mmap=True)
     if not isinstance(states.get("module"), dict):
-        raise CheckpointFormatError(f"{str(found[0])!r}, which holds no module", ALLOWED, "check the path")
+        raise formats.damaged(path, f"{found[0].name} holds no module")
     return states
 
 

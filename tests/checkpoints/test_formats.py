@@ -34,12 +34,10 @@ def test_the_three_formats(tmp_path: Path) -> None:
     ("names", "path", "says"),
     [
         ((), "x.ckpt", "which does not exist"),
-        (("a.txt",), "", "a folder with neither .metadata and meta.pt nor 'latest'"),
-        (SHARDED[1:], "", "without .metadata"),
-        ((SHARDED[0],), "", "without meta.pt"),
-        (DEEPSPEED, "", "whose folder '' has no file *_model_states.pt"),
-        (("latest", "checkpoint/other.pt"), "", "has no file *_model_states.pt"),
-        (DEEPSPEED, "global_step7", "a folder with neither"),
+        (("a.txt",), "", "is no checkpoint, or not all of one"),
+        (SHARDED[1:], "", "is no checkpoint, or not all of one"),
+        (DEEPSPEED, "", "its folder '' has no file *_model_states.pt"),
+        (DEEPSPEED, "global_step7", "is no checkpoint, or not all of one"),
     ],
 )
 def test_what_is_none_of_them_is_refused(tmp_path: Path, names: tuple[str, ...], path: str, says: str) -> None:

@@ -111,21 +111,17 @@ def test_optimizer_states_load_into_a_plain_optimizer(saved: Saved, host: str) -
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**RECORDED)
 
 
-# ------------------------------------------------------------------ consolidating
-
-
 # ------------------------------------------------------------------ what is refused
 
 
 @pytest.mark.parametrize(
     ("host", "lost", "says"),
     [
-        ("fsdp2", ".metadata", "without .metadata"),
-        ("fsdp1", "meta.pt", "without meta.pt"),
-        ("fsdp2", "__1_0.distcp", "without __1_0.distcp"),
+        ("fsdp2", ".metadata", "not all of one"),
+        ("fsdp2", "__1_0.distcp", "it lacks __1_0.distcp"),
         ("zero0", "checkpoint/mp_rank_00_model_states.pt", "has no file *_model_states.pt"),
         ("zero1", "checkpoint/zero_pp_rank_1_mp_rank_00_optim_states.pt", "cannot be read: Expected 2"),
-        ("zero3", "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt", "without the model states of rank 0"),
+        ("zero3", "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt", "it lacks the model states of rank 0"),
     ],
 )
 def test_an_incomplete_checkpoint_says_what_is_missing(

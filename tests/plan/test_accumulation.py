@@ -105,12 +105,3 @@ def test_a_training_step_that_returns_none_is_neither_applied_nor_skipped(
     if accumulate == 1:
         for batch in declined:
             assert same_weights(trace.weights[batch], trace.weights[batch - 1] if batch else trace.start)
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
-@pytest.mark.parametrize("mode", SCALED)
-def test_a_declined_batch_does_not_count_for_growth(mode: str) -> None:
-    trace = Trace()
-    plan = plan_for(mode, LossScaling(init_scale=4.0, growth_interval=3))
-    fit(Declines(1, 2), plugins=[plan], callbacks=[trace])
-    assert trace.scales == [4.0, 4.0, 4.0, 4.0, 8.0, 8.0, 8.0, 16.0]

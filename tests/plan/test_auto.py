@@ -27,11 +27,3 @@ def test_a_checkpoint_remembers_that_it_was_auto() -> None:
     plan = MixedPrecisionPlan("auto")
     fit(Regression(), plugins=[plan])
     assert plan.state_dict()["policy"]["precision"] == "auto"
-
-
-def test_another_trainer_asks_again() -> None:
-    plan = MixedPrecisionPlan("auto")
-    for _ in range(2):
-        with lightning_says() as lines:
-            fit(Regression(), plugins=[plan])
-        assert any("'auto' is '32-true'" in line for line in lines)

@@ -26,39 +26,12 @@ def bare(m: Any, batch: Any, batch_idx: int) -> None:
     opt.step()
 
 
-def bare_added(m: Any, batch: Any, batch_idx: int) -> None:
-    """After ``manual_backward`` gradients are unscaled, and so are those of a bare ``backward``."""
-    opt = m.optimizers()
-    opt.zero_grad()
-    m.manual_backward(m.loss(batch))
-    with torch.autocast("cpu", enabled=False):
-        m.loss(batch).backward()
-    opt.step()
-
-
-def twice_with_the_same(m: Any, batch: Any, batch_idx: int) -> None:
-    """The second step uses the gradients of the first."""
-    opt = m.optimizers()
-    opt.zero_grad()
-    m.manual_backward(m.loss(batch))
-    opt.step()
-    opt.step()
-
-
 @pytest.mark.parametrize("mode", SCALED)
 def test_a_bare_backward_under_a_loss_scale_is_refused_before_it_is_applied(mode: str) -> None:
     module, trace = Manual(bare), Trace()
     with pytest.raises(PlanError, match=r"a loss that was not scaled.*manual_backward"):
         fit(module, plugins=[plan_for(mode)], callbacks=[trace])
     assert same_weights(weights(module), trace.start)
-
-
-@pytest.mark.parametrize("way", [bare_added, twice_with_the_same], ids=lambda way: way.__name__)
-def test_gradients_in_true_units_are_not_divided_again(way: Any) -> None:
-    ours, stock = Manual(way, PLAIN), Manual(way, PLAIN)
-    fit(ours, plugins=[plan_for("16-mixed", pins={"net": "fp32"})])
-    fit(stock, precision="32-true")
-    assert same_weights(weights(ours), weights(stock))
 
 
 class Raw(Regression):

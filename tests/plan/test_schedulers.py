@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch.optim import AdamW
@@ -91,39 +88,6 @@ def test_epoch_schedulers_step_even_if_the_epochs_last_step_was_skipped() -> Non
     assert plan.step_skipped is False
     assert plan.skipped_steps == 1
     assert module.lrs == [1e-2] * 8 + [5e-3] * 8
-
-
-class OnPlateau(Regression):
-    """A scheduler that needs a metric, at step interval."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.parameters())
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "monitor": "always the same"},
-        }
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("always the same", 1.0)
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_plateau_scheduler_is_held_and_gets_its_metric() -> None:
-    module = OnPlateau(adamw, overflow_at=(2, 3))
-    fit(module, plugins=[plan_for("16-mixed")])
-    assert module.lrs == [1e-2, 1e-2, 5e-3, 5e-3, 5e-3, 2.5e-3, 1.25e-3, 6.25e-4]
-
-
-def test_the_learning_rate_monitor_logs_what_was_used(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    module = Regression(adamw, SCHEDULERS["OneCycleLR"], overflow_at=(1, 3))
-    monitor = LearningRateMonitor("step")
-    fit(module, plugins=[plan_for("16-mixed")], logger=logger, callbacks=[monitor], log_every_n_steps=1, max_epochs=2)
-    lines = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
-    column = lines[0].split(",").index("lr-AdamW")
-    logged = [float(line.split(",")[column]) for line in lines[1:]]
-    assert logged == pytest.approx(_held(_stock_sequence(SCHEDULERS["OneCycleLR"]), (1, 3)))
 
 
 class Copies(Callback):

@@ -99,21 +99,6 @@ def test_an_unknown_name_is_refused_with_near_ones(name: Any, near: str) -> None
         assert repr(name) in _given(caught.value) or repr(str(name)) in _given(caught.value)
 
 
-PASSED_ON: list[tuple[str, dict[str, Any]]] = [
-    ("ddp", {"find_unused_parameters": True, "static_graph": True}),
-    ("fsdp2", {"save_distributed_checkpoint": False, "reshard_after_forward": True, "wrap": "Linear"}),
-    ("hsdp", {"device_mesh": (2, 4)}),
-    ("fsdp1", {"sharding_strategy": "SHARD_GRAD_OP", "limit_all_gathers": False, "state_dict_type": "sharded"}),
-    ("deepspeed_zero2", {"allgather_bucket_size": 1000, "logging_level": 30}),
-    ("deepspeed_zero3", {"config": {"zero_optimization": {"stage3_param_persistence_threshold": 10}}}),
-]
-
-
-@pytest.mark.parametrize(("name", "overrides"), PASSED_ON)
-def test_keywords_of_the_host_are_taken(name: str, overrides: dict[str, Any]) -> None:
-    assert isinstance(make_strategy(name, _plan(), **overrides), HOSTS[name])
-
-
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "hsdp", "fsdp1", "deepspeed_zero3_offload"])
 def test_unknown_keywords_are_all_refused_at_once_with_near_names(name: str) -> None:
     with pytest.raises(PlanError) as caught:

@@ -80,11 +80,3 @@ def test_the_users_own_clip_grad_norm_takes_the_norm_of_all_shards(ranks: Ranks,
         assert found["restored"] == expected["restored"]
         if host == "fsdp1":  # of FSDP2's norm, a DTensor, float() reads this rank's
             assert same(found["lrs"], expected["lrs"], 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_refuses_it(ranks: Ranks, stage: int) -> None:
-    for optimizer in ("LAMB", "Adafactor"):
-        for found in ranks.run(Case(f"mp_deepspeed_zero{stage}", optimizer)):
-            assert "on ZeRO's pieces of flat tensors" in found
