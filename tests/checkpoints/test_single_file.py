@@ -79,7 +79,7 @@ def test_what_is_no_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointFormatError, match=says):
             read_full(files[name])
     for name in ("text", "short", "safe"):
-        with pytest.raises(CheckpointFormatError, match=r"torch\.save did not write, or not to its end"):
+        with pytest.raises(CheckpointFormatError, match=r"torch\.save did not write it, or not to its end"):
             read_full(files[name])
 
 
