@@ -18,9 +18,6 @@ from lightning_mp.errors import MissingExtraError
 
 #: the plan's words for recipes, and torchao's where they differ
 _RECIPES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
-#: who speaks up while torchao is imported
-_SPEAKS = ("torchao", "torch.utils._pytree")
-
 #: the autograd functions that compute the products
 _PRODUCTS = ("matmul_with_hp_or_float8_args", "mx_mm")
 
@@ -44,25 +41,13 @@ def require() -> None:
 
 @contextmanager
 def quietly() -> Generator[None, None, None]:
-    """Within, nothing is logged of kernels for other GPUs and Pythons that cannot be loaded, nor of a deprecated call.
-
-    torchao logs a line for each of its compiled libraries that does not fit this machine, none of which FP8 training
-    uses, and torch one for how torchao registers its own enumerations: nothing that who trains could act on.
-    """
-
-    def silent(record: logging.LogRecord) -> bool:
-        return not record.name.startswith(_SPEAKS) or record.levelno >= logging.ERROR
-
-    loggers = [logging.getLogger(name) for name in (*_SPEAKS, "torchao.utils", "torchao.ops")]
-    handlers = {handler for logger in [logging.getLogger(), *loggers] for handler in logger.handlers}
-    places: list[logging.Logger | logging.Handler] = [*loggers, *handlers]
-    for place in places:
-        place.addFilter(silent)
+    """Within, no warning is logged: torchao has a line for each compiled library that does not fit this machine."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        for place in places:
-            place.removeFilter(silent)
+        logging.disable(before)
 
 
 @cache

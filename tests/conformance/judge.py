@@ -51,7 +51,7 @@ def judge(strategy: str, row: Row, cells: Sequence[Cell], reference: Run | None)
     observed = [_of_all_stages(mains)] if strategy == "pipeline" else mains
     figures: dict[str, Any] = {}
     differences = [
-        *(_dtypes(row, observed) if row.declared else _dtypes_of(row, mains, reference)),
+        *(_dtypes(row, observed) if row.declared else _stored(row, mains)),
         *_reductions(mains, set() if strategy == "pipeline" else {expected.REDUCED}),
         *_losses(row, mains, reference, figures),
         *_norms(row, mains, reference, figures),
@@ -82,10 +82,10 @@ def _ended(cells: Sequence[Cell], ended: Sequence[Cell]) -> Verdict:
 
 def _dtypes(row: Row, mains: Sequence[Run]) -> Iterator[str]:
     policy = row.policy
-    stored, computed, handed_on = expected.stored(row), expected.computed(row), expected.handed_on(row)
+    computed, handed_on = expected.computed(row), expected.handed_on(row)
     state = {policy.storage, policy.norm_storage}
+    yield from _stored(row, mains)
     for rank, run in enumerate(mains):
-        yield from _differing(rank, "is stored", stored, {name: {dtype} for name, dtype in run.stored.items()})
         yield from _differing(rank, "computed", computed, run.computed)
         yield from _differing(rank, "handed on", handed_on, run.handed_on)
         if run.backward != {policy.compute}:
@@ -94,19 +94,11 @@ def _dtypes(row: Row, mains: Sequence[Run]) -> Iterator[str]:
             yield f"dtype: rank {rank} keeps optimizer state in {_list(run.state)}, not {_list(state)}"
 
 
-def _dtypes_of(row: Row, mains: Sequence[Run], reference: Run) -> Iterator[str]:
-    """Stored as declared; computed, module by module, and kept as in the plain loop under autocast."""
+def _stored(row: Row, mains: Sequence[Run]) -> Iterator[str]:
     for rank, run in enumerate(mains):
-        yield from _differing(rank, "is stored", expected.stored(row), {n: {d} for n, d in run.stored.items()})
-        wrong = {n: d for n, d in run.computed.items() if d != reference.computed.get(n, d)}
-        if wrong:
-            name, seen = next(iter(wrong.items()))
-            wanted = _list(reference.computed[name])
-            yield f"dtype: rank {rank}, {name} computed in {_list(seen)}, not {wanted}; {len(wrong)} differ"
-        for what in ("backward", "state"):
-            seen, wanted = getattr(run, what), getattr(reference, what)
-            if seen != wanted:
-                yield f"dtype: rank {rank}, {what} was in {_list(seen)}, not {_list(wanted)}"
+        yield from _differing(
+            rank, "is stored", expected.stored(row), {name: {dtype} for name, dtype in run.stored.items()}
+        )
 
 
 def _differing(rank: int, what: str, declared: dict[str, str], seen: dict[str, set[str]]) -> Iterator[str]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conformance import expected, local
+from conformance import expected
 from conformance.model import CLIP, STEPS, batches, loss_of, model_of, next_token, optimizer_for
-from conformance.observe import WATCHED_STEPS, Run, Watch, hook
+from conformance.observe import Run
 from conformance.rows import Row
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -100,26 +100,11 @@ def _length(tensor: Tensor) -> float:
 
 def _train(row: Row, parts: int, clip: float = CLIP) -> Run:
     """Losses, learning rates and gradient norms of all steps; weights and buffers at the end."""
-    loop, watch = _Loop(row, parts, clip), Watch()
-    hooks = [
-        each for name, module in loop.model.named_modules() if name for each in hook(watch, f"model.{name}", module)
-    ]
-    scales = [1.0] * STEPS
-    if row.policy.scaled:
-        scales = [expected.INIT_SCALE, *expected.growing_scales(STEPS)]
+    loop = _Loop(row, parts, clip)
+    scales = [expected.INIT_SCALE, *expected.growing_scales(STEPS)] if row.policy.scaled else [1.0] * STEPS
     for step, batch in enumerate(batches()):
-        if step < WATCHED_STEPS:
-            with watch:
-                loop.step(batch, scales[step])
-            continue
-        for each in hooks:
-            each.remove()
-        hooks = []
         loop.step(batch, scales[step])
     run, model = loop.run, loop.model
-    run.computed, run.backward = dict(watch.computed), watch.backward
-    states = local.moments(loop.optimizer)
-    run.state = {local.dtype_name(tensor.dtype) for _, tensor in local.floating(states)}
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     run.whole = {f"model.{name}": tensor.detach().clone() for name, tensor in tensors.items()}
     return run

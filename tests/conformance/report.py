@@ -71,8 +71,6 @@ itself raises.
 The Llama of the first table. `lamb`, `lion`, `sam` and `wrapper`, which holds an optimizer and steps that, are written
 out in `tests/conformance/optimizers.py`; `muon` takes the matrices, and the rest is frozen. `same` means here also that
 
-- each module computes in what it computes in under autocast in the plain loop; optimizer state has the dtypes it has
-  there;
 - all weights and buffers end where the plain loop's do, within {weights:.0%} of the way they went and five times as
   much as the plain loop itself is off where its norm is rounded another way.
 """,
