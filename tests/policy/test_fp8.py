@@ -67,8 +67,7 @@ def test_it_is_refused_beside_another_precision(precision: str) -> None:
 
 def test_the_table_says_the_rule() -> None:
     text = " ".join(MixedPrecisionPlan("fp8-mixed", fp8=RULE).describe().split())
-    for said in ("fp8 tensorwise", "*.mlp.*, head", "weights gathered in fp8", "evaluation in bf16"):
-        assert said in text
+    assert repr(RULE) in text
     assert "fp8 where converted" in text
 
 
