@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from lightning_mp.policy import PrecisionPolicy
     from lightning_mp.policy.hardware import Device
 
+#: for more of either a step on a CPU may take minutes: of the model, and of the first batch
+MOST_WEIGHTS, MOST_NUMBERS = 100_000_000, 10_000_000
+
 
 def doctor(
     arguments: Arguments = None,
@@ -102,17 +105,22 @@ def _examined(
 
 
 def _batch(config: dict[str, Any], model: Any, faults: Faults) -> Any:
-    """The first batch of the data; ``None`` where there is none, which is told."""
+    """The first batch of the data; ``None`` where there is none, or a step would take minutes, which is told."""
     from lightning_mp.cli import parts
+    from lightning_mp.numerics.nested import tensors_in
 
     try:
         loaders = parts.data(config, faults)
         faults.raise_if_any()
-        return next(iter(parts.training_batches(loaders, model)))
+        batch = next(iter(parts.training_batches(loaders, model)))
+        weights, numbers = (sum(one.numel() for one in each) for each in (model.parameters(), tensors_in(batch)))
+        if weights <= MOST_WEIGHTS and numbers <= MOST_NUMBERS:
+            return batch
+        said = f"no step is tried with {weights:,} weights and {numbers:,} numbers a batch; doctor(batch=...) makes one"
     except Exception as error:  # of the user's data
         said = f"no batch, no step is tried: {type(error).__name__}: {one_line(error)}"
-        typer.echo(f"lightning-mp doctor: {said}", err=True)
-        return None
+    typer.echo(f"lightning-mp doctor: {said}", err=True)
+    return None
 
 
 def _check_patterns(model: object, policy: PrecisionPolicy, faults: Faults) -> None:

@@ -17,7 +17,7 @@ from lightning_mp.compat import torch as compat
 from lightning_mp.compat.torch_fake import is_fake
 from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.modules import class_swap
-from lightning_mp.modules.patterns import called_in, is_sequential, matches, named_submodules, no_match
+from lightning_mp.modules.patterns import called_in, matches, named_submodules, no_match, not_scripted
 from lightning_mp.numerics.dtypes import default_dtype
 from lightning_mp.policy import Checkpointing
 
@@ -199,6 +199,7 @@ def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Mo
             continue
         if any(matches(pattern, name, module) for pattern in config.patterns):
             covered.append(name)
+            not_scripted(name, module, "checkpointing", faults)
             outermost.update((id(called), called) for called in called_in(module))
     return list(outermost.values())[:: config.every]
 
@@ -239,12 +240,12 @@ def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) 
 
 
 def _iterated(modules: Iterable[nn.Module], state: CheckpointState) -> Iterable[tuple[nn.Module, CheckpointState]]:
-    """What code calls that iterates over a module or indexes it, and never calls it: what is in it stands for it."""
+    """All below: where code reaches into a module and never calls it, the outermost that it calls stand for it."""
     for module in modules:
         children = (child for child in module.children() if not isinstance(child, torch.jit.ScriptModule))
         inner = list({id(called): called for child in children for called in called_in(child)}.values())
         yield from ((one, replace(state, in_container=True)) for one in inner)
-        yield from _iterated(filter(is_sequential, inner), state)
+        yield from _iterated(inner, state)
 
 
 def _remove(module: nn.Module) -> None:

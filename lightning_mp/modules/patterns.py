@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_mp.compat.torch import WRAPPERS
@@ -63,12 +65,16 @@ def owners(root: nn.Module) -> dict[int, list[Place]]:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Whether calling the module means anything; a ``ModuleList`` only holds others."""
-    return original_class(module).forward is not nn.Module.forward
+    return _forward(module) is not nn.Module.forward
 
 
 def is_sequential(module: nn.Module) -> bool:
     """Whether calling the module calls what is in it and no more: code may iterate over it instead."""
-    return original_class(module).forward is nn.Sequential.forward
+    return _forward(module) is nn.Sequential.forward
+
+
+def _forward(module: nn.Module) -> Any:
+    return None if isinstance(module, torch.jit.ScriptModule) else original_class(module).forward
 
 
 def called_in(module: nn.Module, *, through_sequential: bool = False) -> Iterator[nn.Module]:
@@ -81,6 +87,12 @@ def called_in(module: nn.Module, *, through_sequential: bool = False) -> Iterato
         return
     for child in module.children():
         yield from called_in(child, through_sequential=through_sequential)
+
+
+def not_scripted(name: str, module: nn.Module, what: str, faults: Faults) -> None:
+    """Note that ``module``, whose forward is to be replaced, is compiled by ``torch.jit``, which never calls it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        faults.add(f"{what} on {name!r}, which torch.jit compiled", "", "leave it out, or script it after training")
 
 
 def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from lightning_mp.compat.torch import apply_to_tensors
 from lightning_mp.errors import Faults
 from lightning_mp.modules import class_swap
-from lightning_mp.modules.patterns import NORMS, Place, has_own_forward, matches, named_submodules, no_match, owners
+from lightning_mp.modules.patterns import (
+    NORMS,
+    Place,
+    has_own_forward,
+    matches,
+    named_submodules,
+    no_match,
+    not_scripted,
+    owners,
+)
 from lightning_mp.numerics.dtypes import (
     HALF,
     cast_module_,
@@ -85,6 +94,8 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
         callers = list(_called_above(name, modules))
         around = [index_of.get(caller) for caller in callers]
         outer = next((above for above in around if above != index), None)
+        if not (callers and isinstance(modules[callers[0]], torch.jit.ScriptModule)):
+            not_scripted(name, module, f"pin {pins[index].pattern!r}", faults)
         inside = None if outer is None else pins[outer].dtype
         attends = callers[:1] and _ATTENTION.search(class_swap.original_class(modules[callers[0]]).__name__)
         members.append(PinnedModule(name, module, pins[index], around[:1] != [index], inside, bool(attends)))

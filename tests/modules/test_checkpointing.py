@@ -125,6 +125,9 @@ class Bag(nn.Sequential):
         return super().forward(x)
 
 
+OWN = [f"own forward, {how}" for how in ("called", "iterated", "deep")]
+
+
 class Iterates(nn.Module):
     """Calls what is in its container, one by one or by slices, and never the container."""
 
@@ -133,23 +136,38 @@ class Iterates(nn.Module):
         torch.manual_seed(0)
         container = Bag if "own" in how else nn.Sequential
         self.how, self.layers = how, container(*(Block(nn.Tanh()) for _ in range(2)))
+        if "deep" in how:
+            self.layers = Bag(nn.ModuleDict({"within": self.layers}))
 
     def forward(self, x: Tensor) -> Tensor:
         if "called" in self.how:
             return self.layers(x)
-        for layer in (self.layers[:1], self.layers[1]) if self.how == "sliced" else self.layers:
+        layers: Any = self.layers[0]["within"] if "deep" in self.how else self.layers
+        for layer in (layers[:1], layers[1]) if self.how == "sliced" else layers:
             x = layer(x)
         return x
 
 
-@pytest.mark.parametrize("how", ["called", "iterated", "sliced", "own forward, called", "own forward, iterated"])
+@pytest.mark.parametrize("how", ["called", "iterated", "sliced", *OWN])
 def test_a_container_that_is_never_called_has_what_is_in_it_checkpointed(how: str) -> None:
     plain, root = Iterates(how), Iterates(how)
     applied = checkpoint(root, modules="layers")
     assert flops(root) == (FORWARD + BACKWARD + 2 * TWICE) * PRODUCT
     assert same(gradients(root), gradients(plain))
     applied.undo()
-    assert {type(layer) for layer in root.layers} == {Block}
+    assert [type(each) for each in root.modules()] == [type(each) for each in plain.modules()]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_what_torch_jit_compiled_is_left_alone_in_a_checkpointed_module_and_refused_by_name() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Tanh()))
+    root = nn.Sequential(Block(scripted))
+    kind, before = type(scripted), root(X)
+    checkpoint(root, modules="Block")
+    assert type(scripted) is kind
+    assert torch.equal(root(X), before)
+    with pytest.raises(PlanError, match=r"on '0\.net\.3', which torch"):
+        checkpoint(nn.Sequential(Block(scripted)), modules="net.3")
 
 
 # ---------------------------------------------------------------------- nothing else changes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_mp.errors import Faults, PlanError
@@ -160,3 +161,12 @@ def test_a_weight_that_the_root_holds_too_cannot_be_pinned() -> None:
     pins.resolve(Root(), [Pin("head", "fp32")], faults)
     (fault,) = faults.found
     assert "head.weight, which is tied to the root module's own 'weight'" in fault.given
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.parametrize("pattern", ["0", "0.0"])
+def test_a_pin_that_covers_what_torch_jit_compiled_is_refused_by_its_name(pattern: str) -> None:
+    root = nn.Sequential(nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2)))))
+    faults = Faults()
+    pins.resolve(root, (Pin(pattern=pattern, dtype="fp32"),), faults)
+    assert [fault.given for fault in faults.found] == [f"pin {pattern!r} on '0.0', which torch.jit compiled"]

@@ -22,7 +22,6 @@ from lightning_mp.monitor.doctor.table import fact
 from lightning_mp.monitor.events import Severity
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.side_run import untouched
-from lightning_mp.policy import hardware
 from lightning_mp.policy.loss_scaling import FP32_MAX, TORCH_INIT_SCALE, LossScaling
 
 FP16_MAX = 65504.0
@@ -41,9 +40,8 @@ _STEPS = "gradient_accumulation_steps"
 def step_raises(case: ModelUnderTest) -> Iterator[Finding]:
     """A step of the LightningModule that raises: one is made for real, of a copy, on the CPU."""
     batch = case.rows if case.batch is None else case.batch
-    parameters = [parameter for _, _, parameter in case.parameters]
-    huge = case.batch is None and sum(parameter.numel() for parameter in parameters) > hardware.SMALL_MODEL
-    if batch is None or huge or any(one.is_meta for one in parameters) or not isinstance(case.model, LightningModule):
+    meta = any(parameter.is_meta for _, _, parameter in case.parameters)
+    if batch is None or meta or not isinstance(case.model, LightningModule):
         return
     error = planner.step_error(case.model, batch, case.policy, case.precision)
     if error is None:

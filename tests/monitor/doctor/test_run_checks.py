@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ def test_a_step_that_raises_is_named_with_the_users_own_line(how: str, said: str
         assert finding.severity == "error"
 
 
-def test_on_the_command_line_it_is_the_first_batch_of_the_data(tmp_path: Path) -> None:
+def test_on_the_command_line_it_is_the_first_batch_of_the_data_unless_a_step_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {_target_: monitor.doctor.test_run_checks.Raises, how: its own}\n"
@@ -73,6 +76,10 @@ def test_on_the_command_line_it_is_the_first_batch_of_the_data(tmp_path: Path) -
     assert result.exit_code == 2, result.output
     assert "LMP023 error step_raises  test_run_checks.py:" in result.output
     assert "KeyError: 'no labels here'" in result.output
+    monkeypatch.setattr(import_module("lightning_mp.cli.examine"), "MOST_NUMBERS", 10)
+    result = CliRunner().invoke(app, ["doctor", str(path)])
+    assert "no step is tried with" in result.output
+    assert "LMP023" not in result.output
 
 
 NAME = "scale_overflows_at_once"
