@@ -54,6 +54,7 @@ _SKIPPED = "skipped"
 _WRITTEN_AFTER = (
     metric_names.PARAM_NORM,
     metric_names.UPDATE_RATIO,
+    metric_names.LOST_UPDATES,
     metric_names.FP8_FLUSHED,
     *_SCALES,
     metric_names.LR,
@@ -80,6 +81,8 @@ class TrainingHealth(WritesRun):
     - ``health/grad_norm``: 2-norm of the unscaled gradients, before clipping.
     - ``health/param_norm``: 2-norm of the trained parameters. ``health/update_ratio``: the norm of their change in the
       step over their norm before it; of a large parameter 16 evenly spaced pieces of 1,024 elements are compared.
+    - ``health/lost_updates``: the share of updates that weights stored in half precision rounded away, of the same
+      pieces; ``None`` where weights are fp32, or the optimizer loses none.
     - ``health/fp8_flushed``: the largest share of values that FP8 flushed to zero, over layers and roles; each layer's
       numbers are in ``fp8_rows`` and ``fp8.jsonl``.
     - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
@@ -427,6 +430,7 @@ class _Step:
             loss=values.get(metric_names.LOSS),
             grad_norm=values.get(metric_names.GRAD_NORM),
             update_ratio=values.get(metric_names.UPDATE_RATIO),
+            lost_updates=values.get(metric_names.LOST_UPDATES),
             loss_scale=scale,
             skipped=bool(values[_SKIPPED]) or self.suppressed,
             skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),

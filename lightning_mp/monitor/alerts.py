@@ -88,6 +88,11 @@ class AlertSettings:
     #: ... in so many readings in a row
     underflow_patience: int = 10
 
+    #: readings whose median share of lost updates ...
+    lost_window: int = 20
+    #: ... is this much
+    lost_share: float = 0.5
+
     #: readings left out at the start: compilation, caches
     throughput_warmup: int = 20
     throughput_window: int = 100
@@ -163,6 +168,7 @@ class Reading:
     loss: float | None = None
     grad_norm: float | None = None
     update_ratio: float | None = None
+    lost_updates: float | None = None
     loss_scale: float | None = None
     skipped: bool = False
     skips_in_a_row: int = 0
@@ -230,6 +236,10 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "not fallen": (
         "the loss is where it began, within its noise; weights move, and the gradient norm does not fall",
         "none needed if the validation loss improves; else see whether one batch can be overfitted",
+    ),
+    "lost_updates": (
+        "weights are stored in half precision alone, where an update below half of the last bit changes nothing",
+        "use the mixed mode, or stochastic rounding: torchao's _AdamW(bf16_stochastic_round=True); raise the rate",
     ),
     "scale_collapse": (
         "gradients overflow whatever the scale: weights or activations have left fp16's range",
@@ -511,6 +521,24 @@ _RECENT = 10
 _SEARCHING = 2.0**16
 
 
+class LostUpdates(Rule):
+    """Over a window, the larger part of the updates was rounded away."""
+
+    kind = "lost_updates"
+
+    def judge(self, reading: Reading) -> Found | None:
+        share = known(reading.lost_updates)
+        if share is None:
+            return None
+        shares = self.window("shares", self.settings.lost_window)
+        shares.append(share)
+        usual = median(shares)
+        if not full(shares) or usual < self.settings.lost_share:
+            return None
+        rate = {} if reading.lr is None else {"lr": reading.lr}
+        return Found(usual, {"lost_updates": usual, "readings": len(shares), **rate})
+
+
 class ScaleCollapse(Rule):
     """Several of the last readings were skips at the scale's floor, or at a scale below one."""
 
@@ -689,6 +717,7 @@ _RULES: tuple[type[Rule], ...] = (
     GradNormSpike,
     LossPlateau,
     LossDivergence,
+    LostUpdates,
     ScaleCollapse,
     SkipStreak,
     ScaleJump,

@@ -15,6 +15,7 @@ Kind = Literal[
     "scale_collapse",
     "skip_streak",
     "scale_jump",
+    "lost_updates",
     "fp8_underflow",
     "throughput_drop",
     "memory_growth",

@@ -8,6 +8,7 @@ VAL_LOSS = "val/loss"
 GRAD_NORM = "health/grad_norm"
 PARAM_NORM = "health/param_norm"
 UPDATE_RATIO = "health/update_ratio"
+LOST_UPDATES = "health/lost_updates"
 FP8_FLUSHED = "health/fp8_flushed"
 # by layer and role, in a file of their own
 FP8_AMAX = "health/fp8_amax"

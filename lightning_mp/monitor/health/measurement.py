@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,6 +27,7 @@ from lightning_mp.modules.remote import is_remote
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource
 from lightning_mp.monitor.health.throughput import Processed
+from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares
 
 Values = dict[str, float | None]
@@ -34,7 +35,7 @@ Measured = dict[str, Number | None]
 GIB = 2**30
 #: of a larger local shard, so many evenly spaced pieces of so many elements are copied for the update ratio
 PIECES, PIECE = 16, 1024
-_CHANGE, _BEFORE, _SIZE = "change", "before", "size"
+_CHANGE, _BEFORE, _SIZE, _LOST, _MOVED = "change", "before", "size", "lost", "moved"
 #: of every rank: what is added up, and of what the largest counts
 _ADDED = (metric_names.LOSS, metric_names.SAMPLES_PER_S, metric_names.TOKENS_PER_S, "flops_per_s")
 _LARGEST = ("seconds", metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_RESERVED, metric_names.MEMORY_PEAK)
@@ -64,6 +65,7 @@ class StepMeasurement:
         self._losses: list[Tensor] = []
         self._seen: set[int] = set()
         self._before: dict[object, Shard] = {}
+        self._half = _HalfWeights(self._layout)
         self._trained = {name: value for name, value in self._named.items() if value.requires_grad}
         self._sums = SquareSums(self._device, self._order)
         if self.fp8 is not None:
@@ -99,6 +101,7 @@ class StepMeasurement:
         elif self._seen:
             return
         self._seen.update(map(id, parameters.values()))
+        self._half.before_step(optimizer, parameters)
         shards = [self._layout.gradient(parameter) for parameter in parameters.values()]
         for groups in dict.fromkeys(shard.groups for shard in shards):
             size = sum(shard.tensor.numel() for shard in shards if shard.groups == groups)
@@ -115,6 +118,7 @@ class StepMeasurement:
             shard.tensor.sub_(self._before[kind].tensor)
         self._sums.add(list(now.values()), _CHANGE)
         self._sums.add(shards, metric_names.PARAM_NORM)
+        self._half.after_step(self._sums)
         self._before = {}
 
     def take(self, done: Processed | None = None) -> Measured:
@@ -161,6 +165,9 @@ class StepMeasurement:
         change, before = values.pop(_CHANGE, None), values.pop(_BEFORE, None)
         if change is not None and before:
             values[metric_names.UPDATE_RATIO] = change / before
+        lost, moved = values.pop(_LOST, None), values.pop(_MOVED, None)
+        if lost is not None and moved:
+            values[metric_names.LOST_UPDATES] = lost / moved
         if values.pop(_SIZE, None) == 0.0:  # the step was dropped already
             values |= {name: None for name in values if name.startswith(metric_names.GRAD_NORM)}
         return values
@@ -312,6 +319,52 @@ def some(tensor: Tensor) -> Tensor:
     if flat.numel() <= PIECES * PIECE:
         return flat
     return flat.as_strided((PIECES, PIECE), (flat.numel() // PIECES, 1))
+
+
+class _HalfWeights:
+    """The half-precision weights with a gradient before a step, and how many of them the step left as they were.
+
+    A weight whose gradient or learning rate is 0 has no update to lose. Under ZeRO nothing is counted: its gradients
+    are not where its weights are.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._steps: list[tuple[list[Tensor], dict[object, Shard], dict[object, Tensor]]] = []
+
+    def before_step(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+        """Copy those of ``parameters``, which ``optimizer`` is about to move, that are stored in half precision."""
+        if self._layout.zero or _keeps_small_updates(optimizer):
+            return
+        still = {id(p) for group in optimizer.param_groups if _is_zero(group["lr"]) for p in group["params"]}
+        half = [value for value in parameters.values() if value.dtype in HALF and id(value) not in still]
+        moves: dict[object, list[Tensor]] = {}
+        for parameter in half:
+            (weight, groups), gradient = self._layout.parameter(parameter), self._layout.gradient(parameter).tensor
+            held = some(weight)
+            moved = some(gradient) != 0 if gradient.numel() else torch.zeros_like(held, dtype=torch.bool)
+            moves.setdefault((groups, weight.dtype, weight.device, held.dim()), []).append(moved)
+        before = copied(map(self._layout.parameter, half))
+        self._steps.append((half, before, {kind: torch.cat(found) for kind, found in moves.items()}))
+
+    def after_step(self, sums: SquareSums) -> None:
+        """Add to ``sums`` how many of them were to move, and how many did not."""
+        for half, before, moves in self._steps:
+            for kind, (now, groups) in copied(map(self._layout.parameter, half)).items():
+                sums.count(groups, _LOST, ((now == before[kind].tensor) & moves[kind]).sum().float())
+                sums.count(groups, _MOVED, moves[kind].sum().float())
+        self._steps = []
+
+
+def _keeps_small_updates(optimizer: Any) -> bool:
+    """Whether it rounds stochastically (torchao), or keeps fp32 masters (Apex) or a Kahan compensation (optimi)."""
+    own = getattr(optimizer, "optimizer", optimizer)
+    names = ("bf16_stochastic_round", "master_weights", "kahan_sum")
+    return any(getattr(own, name, None) or own.defaults.get(name) for name in names)
+
+
+def _is_zero(lr: object) -> bool:
+    return isinstance(lr, float | int) and lr == 0  # a rate on the device is not read; Adafactor may have none
 
 
 # ---------------------------------------------------------------------- names

@@ -62,6 +62,7 @@ KNOWN: tuple[Panel, ...] = (
     Panel("Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log"),
     Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}),
     Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log"),
+    Panel("Lost updates", "share rounded away", {names.LOST_UPDATES: "half-precision weights"}, "share", "from-zero"),
     Panel(
         "FP8: values flushed to zero",
         "share of values",

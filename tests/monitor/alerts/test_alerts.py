@@ -374,6 +374,7 @@ def troubled(seed: int = 0) -> list[Reading]:
                 loss=9.0 if 600 <= step < 610 else loss,
                 grad_norm=norm * (1000 if step == 280 else 1),
                 update_ratio=0.0,
+                lost_updates=0.9,
                 fp8={
                     ("layer", "input"): Operand(
                         0.5 if late else 0.0, 2.0**10 if stuck else 1.0, 0.4 if stuck else 448.0
