@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from importlib.resources import files
+from typing import Any, cast
 
 from lightning_mp.errors import Faults, in_short, is_number
-from lightning_mp.planner import yaml_file
 from lightning_mp.planner.estimate import Estimate, of_layout
 from lightning_mp.planner.layout import CHECKPOINTING, Layout, checked
 from lightning_mp.planner.memory import STRATEGIES
 from lightning_mp.planner.shape import ModelShape
 from lightning_mp.planner.speed import Range, bubble
-from lightning_mp.policy import hardware
+from lightning_mp.policy import PRECISIONS, hardware
 from lightning_mp.policy.hardware import GPU, GPUS
 
 _GIB = 2**30
@@ -26,6 +27,9 @@ _DEGREES = tuple(2**power for power in range(13))
 _MARGIN = 1.03
 #: the counts of GPUs that are tried where a model does not fit
 _MOST_GPUS = 65536
+_CAUSAL_LM = "lightning_mp.demo.language_model.CausalLM"
+#: of a config.json what says how it was saved
+_NOT_OF_A_MODEL = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "quantization_config")
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Choice:
     @classmethod
     def of(cls, estimate: Estimate, reason: str) -> Choice:
         """The choice that ``estimate`` is of."""
-        layout, words = estimate.layout, yaml_file.blocked(estimate.layout)
+        layout, words = estimate.layout, _blocked(estimate.layout)
         sizes = layout.data, layout.tensor, layout.pipeline, layout.checkpointing, layout.micro_batch, layout.accumulate
         figures = estimate.memory_bytes, estimate.tokens_per_s
         return cls(layout.precision, layout.strategy, *sizes, *figures, reason, words, estimate)
@@ -105,7 +109,7 @@ class Advice:
         if choice.blocked:
             with Faults("advise") as faults:
                 faults.add(_label(choice.estimate.layout), "what this release runs", choice.blocked)
-        return yaml_file.write(self.shape, self.module, choice.estimate, choice.reason, self.tokens)
+        return _yaml(self.shape, self.module, choice.estimate, choice.reason, self.tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -258,7 +262,7 @@ def _rank(each: Estimate) -> tuple[float, ...]:
     steps = round(math.log(each.tokens_per_s.mid, _MARGIN))
     parts = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.strategy not in ("auto", "ddp"))
     kind = CHECKPOINTING.index(layout.checkpointing)
-    return bool(yaml_file.blocked(layout)), -steps, parts, kind, -layout.micro_batch, -each.tokens_per_s.mid
+    return bool(_blocked(layout)), -steps, parts, kind, -layout.micro_batch, -each.tokens_per_s.mid
 
 
 def _label(layout: Layout) -> str:
@@ -292,7 +296,7 @@ def _lost(kept: Iterable[Estimate], fitting: list[Estimate]) -> tuple[str, ...]:
     for each in fitting[1:]:
         slower = round(100 * (1 - each.tokens_per_s.mid / fitting[0].tokens_per_s.mid))
         speed = f"{slower}% slower" if slower > 0 else f"{-slower}% faster" if slower else "as fast"
-        why = yaml_file.blocked(each.layout) or ("" if slower > 0 else "it has more parts, or a smaller batch")
+        why = _blocked(each.layout) or ("" if slower > 0 else "it has more parts, or a smaller batch")
         lines.append(f"{_label(each.layout)}: {speed}{why and '; '}{why}")
     return tuple(lines)
 
@@ -319,3 +323,102 @@ def _refuse_batch(global_batch: int | None, micro_batch: int | None, layouts: li
         ranks = sorted({layout.data for layout in layouts}) or ["the data-parallel ranks"]
         allowed = f"a multiple of micro_batch x data, data one of {', '.join(map(str, ranks))}"
         faults.add(given, allowed, "write a global batch that the number of GPUs divides")
+
+
+# ---------------------------------------------------------------------- a choice as a file for ``lightning-mp train``
+
+
+def _blocked(layout: Layout) -> str:
+    """Why this release cannot run ``layout`` from a file, as a fix; an empty string where it can."""
+    if layout.precision not in PRECISIONS:
+        return f"this release has no {layout.precision}: use bf16-mixed"
+    if not (files("lightning_mp.configs") / "strategy" / f"{layout.strategy}.yaml").is_file():
+        return f"this release has no strategy {layout.strategy!r}: use fsdp2"
+    if layout.pipeline > 1 and layout.strategy != "pipeline":
+        return "no strategy of this release has tensor and pipeline parallelism at once: use fsdp2 with tensor"
+    return ""
+
+
+def _yaml(shape: ModelShape, module: Any, found: Estimate, reason: str, tokens: float | None) -> str:
+    """The file: groups that the package ships, and what this run sets in them.
+
+    Raises:
+        PlanError: of a module there is no file.
+    """
+    with Faults("advise") as faults:
+        if module is not None and not isinstance(module, Mapping):
+            faults.add(
+                type(module).__name__, "a ModelShape or a transformers config", "write the model section yourself"
+            )
+    config = cast("Mapping[str, Any] | None", module)
+    layout = found.layout
+    lines = [
+        f"# {in_short(shape.params)} parameters on {layout.gpus} x {layout.gpu.word}: {found}.",
+        f"# {reason}.",
+        "defaults:",
+        "  - plan: auto",
+        f"  - strategy: {layout.strategy}",
+        *([] if config is not None else ["  - model: llama_tiny"]),
+        "  - data: library_text",
+        "  - trainer: gpu",
+        "  - callbacks: health",
+        "  - _self_",
+        "plan:",
+        f"  precision: {layout.precision}",
+    ]
+    if layout.checkpointing != "none":
+        lines += [
+            "  checkpointing:",
+            f'    modules: "*.{_blocks(config)}.*"',
+            f"    mode: {layout.checkpointing}",
+        ]
+    lines += _strategy(layout)
+    lines += _model(shape, config)
+    rows = layout.micro_batch * (layout.accumulate if layout.pipeline > 1 else 1)  # a pipeline cuts its batches itself
+    lines += ["data:", f"  vocab: {shape.vocab}", f"  context: {shape.seq_len}", f"  batch_size: {rows}"]
+    lines += ["trainer:", f"  devices: {min(layout.gpus, layout.gpus_per_node)}", f"  num_nodes: {layout.nodes}"]
+    if layout.accumulate > 1 and layout.pipeline == 1:
+        lines.append(f"  accumulate_grad_batches: {layout.accumulate}")
+    if tokens is not None:
+        batch = layout.data * layout.micro_batch * layout.accumulate * shape.seq_len
+        lines += [f"  max_steps: {math.ceil(tokens / batch)}", "  max_epochs: -1"]
+    return "\n".join(lines) + "\n"
+
+
+def _blocks(config: Mapping[str, Any] | None) -> str:
+    """The name of the list that holds the layers: ``layers`` in Llama, ``h`` in GPT-2."""
+    in_gpt = config is not None and ("n_layer" in config or config.get("model_type") == "falcon")
+    return "h" if in_gpt else "layers"
+
+
+def _strategy(layout: Layout) -> list[str]:
+    if layout.pipeline > 1:
+        lines = [
+            "strategy:",
+            f"  stages: {layout.pipeline}",
+            f"  microbatches: {layout.accumulate}",
+            "  schedule: 1f1b",
+        ]
+        return [*lines, f"  data_parallel_size: {layout.data}", *(["  shard: true"] if layout.data > 1 else [])]
+    return ["strategy:", f"  tensor_parallel: {layout.tensor}"] if layout.tensor > 1 else []
+
+
+def _model(shape: ModelShape, config: Mapping[str, Any] | None) -> list[str]:
+    """The architecture that a transformers config is of, or a Llama of that size."""
+    lines = list[str]()
+    if config is None:
+        fields = {
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.intermediate,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+        }
+    else:
+        with Faults("advise") as faults:
+            if not config.get("model_type"):
+                faults.add("a config without model_type", "one that a model can be made from", "add model_type to it")
+        fields = {key: value for key, value in config.items() if key not in _NOT_OF_A_MODEL}
+        lines = [f"  _target_: {_CAUSAL_LM}", f"  architecture: {config['model_type']}"]
+    values = [f"    {key}: {json.dumps(value)}" for key, value in fields.items()]
+    return ["model:", *lines, "  config:", *values, "  lr: 3.0e-4"]
