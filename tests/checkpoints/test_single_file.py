@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.checkpoints import CheckpointFormatError, consolidate, read_full
-from support.hub import check_in_transformers
 from support.models import Regression, same_weights
 from support.running import fit
 from support.saved import Held, Net, full_state
@@ -162,4 +161,18 @@ def test_transformers_loads_what_is_under_model(tmp_path: Path) -> None:
     for name, model in {"tied": language.llama(tie_word_embeddings=True), "own": language.llama()}.items():
         module = language.Language(model)
         fit(module, data=language.tokens(), callbacks=[SaveAt(tmp_path / name, 4)])
-        check_in_transformers(tmp_path / name / "4.ckpt", model.config, full_state(model), tmp_path / name)
+        _check_in_transformers(tmp_path / name / "4.ckpt", model.config, full_state(model), tmp_path / name)
+
+
+def _check_in_transformers(checkpoint: Path, config: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """Under ``model.``, a Llama's ``checkpoint`` is what from_pretrained loads, from memory and from ``folder``."""
+    from transformers import LlamaForCausalLM
+
+    state = torch.load(consolidate(checkpoint, folder / "w.bin", prefix="model."), weights_only=True)
+    consolidate(checkpoint, folder / "hub" / "model.safetensors", prefix="model.")
+    config.save_pretrained(folder / "hub")
+    options: dict[str, Any] = {"output_loading_info": True, "dtype": torch.float32}
+    for path, given in ((None, {"config": config, "state_dict": state}), (folder / "hub", {})):
+        model, info = LlamaForCausalLM.from_pretrained(path, **given, **options)
+        assert not any(info.values()), info
+        assert same_weights(full_state(model), weights)

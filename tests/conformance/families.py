@@ -128,10 +128,6 @@ def _square(output: Tensor) -> Tensor:
     return output.float().pow(2).mean()
 
 
-def _hidden(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    return _square(model(**batch).last_hidden_state)
-
-
 def _regress(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(model(batch[0]).float(), batch[1].float())
 
