@@ -32,6 +32,8 @@ def as_wrapper(cls: type[Any], tensor: Tensor, dtype: torch.dtype) -> Any:
 #: ``(grads, found_inf, inv_scale)``: multiplies ``grads`` (one device, one dtype) by ``inv_scale`` in place, and sets
 #: ``found_inf`` to 1 where one was not finite: the multi-tensor kernel behind ``torch.amp.GradScaler``
 unscale_and_check_: Any = cast("Any", torch)._amp_foreach_non_finite_check_and_unscale_
+#: each of several tensors of one dtype and device by a scalar, in place
+multiply_: Any = cast("Any", torch)._foreach_mul_
 #: ``(scale, growth_tracker, found_inf, growth factor, backoff factor, growth interval)``: that of its ``update``
 update_scale_: Any = cast("Any", torch)._amp_update_scale_
 

@@ -208,13 +208,14 @@ def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[int]]:
 
 
 def clip_to_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
-    """Scale every gradient so that the global norm ``total`` becomes at most ``max_norm``, without a device sync."""
+    """Scale every gradient so that the global norm ``total`` becomes at most ``max_norm``, without a device sync.
+
+    One multi-tensor kernel a device and dtype.
+    """
     # torch.nn.utils.clip_grads_with_norm_'s rule, its constant included
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            shard = local(parameter.grad)
-            shard.mul_(factor.to(shard.device))
+    for members in _by_device_and_dtype(gradients(parameters)):
+        compat.multiply_(members, factor.to(members[0].device))
 
 
 # ------------------------------------------------------------------ the step

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.grads import clip_grad_norm_, step_unless, unscale_and_check_
@@ -97,6 +98,28 @@ def test_the_norm_over_mixed_dtypes_is_that_of_the_same_numbers_in_fp64(dtypes: 
     for member, gradient, dtype in zip(members, before, dtypes, strict=True):
         assert member.grad.dtype == dtype
         torch.testing.assert_close(member.grad.double(), gradient / exact, rtol=1e-2, atol=1e-6)
+
+
+class Calls(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_kernels_of_a_norm_and_its_clipping_are_as_many_for_60_parameters_as_for_6() -> None:
+    counts, dtypes = [], (torch.float32, torch.float16, torch.bfloat16)
+    for each in (2, 20):
+        held = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes for _ in range(each)]
+        for parameter in held:
+            parameter.grad = torch.full_like(parameter, 2)
+        with Calls() as calls:
+            grads.clip_to_(held, 1.0, grads.global_norm(held, torch.device("cpu")))
+        counts.append(calls.count)
+        norm = torch.cat([parameter.grad.float() for parameter in held if parameter.grad is not None]).norm()
+        assert norm.item() == pytest.approx(1, rel=2.0**-8)
+    assert counts[0] == counts[1]
 
 
 def test_a_norm_beyond_fp16_of_fp16_gradients_is_finite_and_clips_to_what_was_asked() -> None:

@@ -137,7 +137,8 @@ def test_under_zero_and_in_a_pipeline_the_formula_answers_and_its_parts_add_up(n
         module, batch = Llama(), (torch.ones(8, 8), torch.ones(8, 1), batch)
     else:
         pytest.importorskip("deepspeed")
-    given: dict[str, Any] = {"strategy": name, "devices": 4, "trainer_args": {"accelerator": "cpu"}}
+    devices = 4 if name == "pipeline" else 8
+    given: dict[str, Any] = {"strategy": name, "devices": devices, "trainer_args": {"accelerator": "cpu"}}
     found = predict_memory(module, batch, MixedPrecisionPlan(precision), **given)
     assert found.method == "formula"
     assert ("pipeline" if name == "pipeline" else "DeepSpeed") in found.notes[0]
