@@ -22,6 +22,12 @@ EXTENSIONS := $(CURDIR)/$(VENV)/torch_extensions
 OLDEST := .venv-oldest
 OLDEST_PIP := $(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check --no-input \
     --constraint constraints-oldest.txt
+# The third environment, of works-with: the last packages exclude releases that are here, and run with them.
+WORKS := .venv-works-with
+WORKS_PIP := $(WORKS)/bin/python -m pip install -qq --disable-pip-version-check --no-input \
+    --constraint constraints.txt
+WORKS_WITH := bitsandbytes chemprop darts gluonts lightly lightly-train monai neuralforecast pytorch-forecasting \
+    'scvi-tools>=1.4' timm torchgeo FrEIA imagecodecs platformdirs scikit-base scikit-image tifffile
 OLDEST_EXTENSIONS := $(CURDIR)/$(OLDEST)/torch_extensions
 # A build that was killed leaves a lock on which every later one would wait.
 PYTEST = mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete && \
@@ -31,7 +37,7 @@ LINTED := $(wildcard lightning_mp tests benchmarks examples docs/_build)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-oldest conformance docs lint format bench clean
+.PHONY: help demo test test-slow test-oldest works-with conformance docs lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
@@ -50,6 +56,9 @@ test-oldest: $(OLDEST)/.done ## fit, save and resume under every strategy, on th
 	@mkdir -p "$(OLDEST_EXTENSIONS)" && find "$(OLDEST_EXTENSIONS)" -name lock -delete
 	@OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(OLDEST_EXTENSIONS)" \
 	    $(OLDEST)/bin/python -m pytest tests/oldest tests/compat $(ARGS)
+
+works-with: $(WORKS)/.done ## train with the packages built on Lightning, and write docs/reference/works-with.md (20 minutes)
+	@OMP_NUM_THREADS=1 $(WORKS)/bin/python -m benchmarks.works_with $(ARGS)
 
 conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.txt and its summary (about an hour)
 	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
@@ -71,9 +80,10 @@ format: $(DONE)/dev ## write the style that `make lint` asks for
 bench: $(DONE)/test ## measure step times and device syncs: of a plan, of the monitors, and of every strategy
 	@$(BIN)/python -m benchmarks.run $(ARGS)
 	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m benchmarks.sharded $(ARGS)
+	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m benchmarks.counts
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) $(OLDEST) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(WORKS) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- installing ------------------------------------------------------------------------------------------------------
@@ -122,4 +132,13 @@ $(OLDEST)/.done: pyproject.toml constraints-oldest.txt $(DONE)/venv
 	@$(OLDEST_PIP) torch numpy
 	@DS_ACCELERATOR=cpu $(OLDEST_PIP) --no-build-isolation --editable '.[hf,deepspeed,hydra,cli]' \
 	    packaging pytest pytest-timeout
+	@touch $@
+
+$(WORKS)/.done: pyproject.toml constraints.txt $(DONE)/venv
+	@echo 'making $(WORKS) (first time only, about 10 minutes, 4 GB)'
+	@$(BIN)/python -m venv --clear $(WORKS)
+	@$(WORKS_PIP) pip setuptools wheel
+	@$(WORKS_PIP) torch
+	@$(WORKS_PIP) --no-build-isolation --editable '.[hf]' $(WORKS_WITH)
+	@$(WORKS_PIP) --no-deps anomalib pytorch-tabular
 	@touch $@
