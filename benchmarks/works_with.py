@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Callable
@@ -494,10 +495,10 @@ def in_a_process(name: str) -> dict[str, str]:
 
 def page(found: dict[str, dict[str, str]]) -> str:
     """The table, with its date."""
-    rows = [f"| {name} | {one['version']} | {one['bf16']} |" for name, one in found.items() if "version" in one]
+    rows = "; ".join(f"{name} {one['version']} ({one['bf16']})" for name, one in found.items() if "version" in one)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "lightning"))
-    head = ["| package | version | bf16 from fp32 |", "| --- | --- | --- |"]
-    return "\n".join([BEGIN, "", f"Run on {time.strftime('%Y-%m-%d')} with {versions}.", "", *head, *rows, "", END])
+    said = f"Run on {time.strftime('%Y-%m-%d')} with {versions}. In brackets: bf16 from fp32. {rows}."
+    return "\n".join([BEGIN, "", *textwrap.wrap(said, 120), "", END])
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_mp import MixedPrecisionPlan, PlanError
+from lightning_mp import MixedPrecisionPlan, PlanError, doctor
 from lightning_mp.compat.torch import cpu_has
 from support.language import Language, gpt2, tokens
 from support.models import Regression, same_weights, weights
@@ -130,5 +130,10 @@ class Recurrent(Regression):
 @pytest.mark.skipif(cpu_has(torch.float16), reason="this CPU has fp16 products, and oneDNN an LSTM of them")
 def test_an_lstm_in_autocasts_fp16_is_refused_where_onednn_has_none_with_the_pin_that_helps() -> None:
     assert "pins={'LSTM': 'fp32'}" in str(_refused(Recurrent(), MixedPrecisionPlan("16-mixed")))
+    (finding,) = [found for found in doctor(Recurrent(), MixedPrecisionPlan("16-mixed")) if found.severity == "error"]
+    assert (finding.name, finding.where) == ("precision_refused", "lstm")
+    assert "pins={'LSTM': 'fp32'}" in finding.fix
+    found = doctor(Recurrent(), MixedPrecisionPlan("16-mixed", pins={"LSTM": "fp32"}))
+    assert not [finding for finding in found if finding.severity == "error"]
     pinned = MixedPrecisionPlan("16-mixed", pins={"LSTM": "fp32"})
     assert all(fit(Recurrent(), plugins=[plan]).state.finished for plan in (pinned, MixedPrecisionPlan("16-true")))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule
-from lightning_mp.compat.torch import has_forward_hooks, reentrant
+from lightning_mp.compat.torch import cpu_has, has_forward_hooks, reentrant
 from lightning_mp.compat.transformers import checkpointing_function, conv1d
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest, below, listed, many
@@ -105,6 +105,22 @@ def device_cannot(case: ModelUnderTest) -> Iterator[Finding]:
     elif refused is not None and (device.type != "cuda" or device.capability is not None):
         given, needed, fix = refused
         yield fact("precision_refused", given, "precision", needed=needed, change=fix)
+
+
+def no_fp16_lstm(case: ModelUnderTest) -> Iterator[Finding]:
+    """An LSTM in fp16 on this CPU, whose oneDNN has none: there the run is refused."""
+    in_fp16 = case.policy is not None and case.mixed and case.compute == "fp16" and case.device.type == "cpu"
+    if not in_fp16 or cpu_has(torch.float16):
+        return
+    kept = (
+        name for name, one in case.modules if isinstance(one, nn.LSTM) and case.pinned.get(id(one), "fp16") == "fp16"
+    )
+    for name in kept:
+        change = "pin it: pins={'LSTM': 'fp32'}"
+        yield fact(
+            "precision_refused", f"nn.LSTM {name!r} in fp16", name, needed="a CPU with fp16 LSTMs", change=change
+        )
+        return
 
 
 def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
