@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from lightning_mp.compat import torch as compat
 from lightning_mp.policy.hardware import Device
 
-T = TypeVar("T")
 Restore = Callable[[], None]
 
 
@@ -43,32 +43,83 @@ def set_tf32(setting: str) -> Restore:
     ``"highest"`` is IEEE fp32 for both; the others allow TF32 for both. ``torch.get_float32_matmul_precision()`` is
     always readable meanwhile: it raises where only the newer per-backend switch was set, which this never does.
     """
-    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, *_cudnn(), getattr(torch.backends.mkldnn, "matmul"))  # noqa: B009
-    before = [switch.fp32_precision for switch in switches]
-    matmul, allowed = _readable(torch.get_float32_matmul_precision), _readable(lambda: torch.backends.cudnn.allow_tf32)
+    switches = _switches()
+    before = _own_values(switches)
+    matmul, cudnn = _matmul_precision(), _cudnn_allow_tf32()
 
     def restore() -> None:
-        torch.set_float32_matmul_precision(matmul or "highest")
-        if allowed is not None:
-            torch.backends.cudnn.allow_tf32 = allowed
-        for switch, value in zip(switches, before, strict=True):
-            switch.fp32_precision = value
+        torch.set_float32_matmul_precision(matmul)
+        if cudnn is not None:
+            torch.backends.cudnn.allow_tf32 = cudnn
+        for name, switch in switches.items():
+            switch.fp32_precision = before[name]
 
     torch.set_float32_matmul_precision(setting)
     torch.backends.cudnn.allow_tf32 = setting != "highest"
-    for switch in _cudnn():  # "not allowed" by the older call only means that a wider switch decides
-        switch.fp32_precision = "ieee" if setting == "highest" else "tf32"
+    for name in ("cudnn.conv", "cudnn.rnn"):
+        if name in switches:  # "not allowed" by the older call only means that a wider switch decides
+            switches[name].fp32_precision = "ieee" if setting == "highest" else "tf32"
     return restore
 
 
-def _cudnn() -> tuple[Any, Any]:
-    cudnn: Any = torch.backends.cudnn
-    return cudnn.conv, cudnn.rnn
+def _switches() -> dict[str, Any]:
+    """The per-operation switches of torch 2.9 and newer, which the two older calls move along with themselves."""
+    switches: dict[str, Any] = {
+        "cuda.matmul": torch.backends.cuda.matmul,
+        "mkldnn.matmul": getattr(torch.backends.mkldnn, "matmul", None),
+        "cudnn.conv": getattr(torch.backends.cudnn, "conv", None),
+        "cudnn.rnn": getattr(torch.backends.cudnn, "rnn", None),
+    }
+    return {name: switch for name, switch in switches.items() if hasattr(switch, "fp32_precision")}
 
 
-def _readable(read: Callable[[], T]) -> T | None:
-    """What one of the older calls says; torch raises where only the newer switches were set."""
+def _own_values(switches: dict[str, Any]) -> dict[str, str]:
+    """What each switch was set to itself: ``"none"`` where it follows a wider one.
+
+    A switch only tells what is in force. To tell its own value from an inherited one, the wider switches (all
+    backends, then all of CUDA) are moved for a moment.
+    """
+    if not switches:
+        return {}
+    everything: Any = torch.backends
+    cuda: Any = torch.backends.cudnn
+    follow_everything = _followers(everything, {**switches, "cuda": cuda}, everything.fp32_precision)
+    cuda_own = "none" if "cuda" in follow_everything else cuda.fp32_precision
+    follow = follow_everything | _followers(cuda, switches, cuda_own)
+    return {name: "none" if name in follow else switch.fp32_precision for name, switch in switches.items()}
+
+
+def _followers(wider: Any, switches: dict[str, Any], own: str) -> set[str]:
+    seen: list[dict[str, str]] = []
     try:
-        return read()
+        for value in ("ieee", "tf32"):
+            wider.fp32_precision = value
+            seen.append({name: switch.fp32_precision for name, switch in switches.items()})
+    finally:
+        wider.fp32_precision = own
+    return {name for name in switches if seen[0][name] != seen[1][name]}
+
+
+def _matmul_precision() -> str:
+    """``torch.get_float32_matmul_precision()``, also where it raises because the newer switch disagrees."""
+    with contextlib.suppress(RuntimeError):
+        return torch.get_float32_matmul_precision()
+    switch: Any = torch.backends.cuda.matmul
+    current = switch.fp32_precision
+    try:
+        # The older value is one of two kinds; reading it needs the newer switch to agree with it for a moment.
+        for agreeing in ("ieee", "tf32"):
+            switch.fp32_precision = agreeing
+            with contextlib.suppress(RuntimeError):
+                return torch.get_float32_matmul_precision()
+        return "highest"
+    finally:
+        switch.fp32_precision = current
+
+
+def _cudnn_allow_tf32() -> bool | None:
+    """``torch.backends.cudnn.allow_tf32``, or ``None`` where the newer switches disagree and it cannot be read."""
+    try:
+        return torch.backends.cudnn.allow_tf32
     except RuntimeError:
         return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
@@ -79,6 +80,7 @@ def test_without_a_run_dir_it_is_the_loggers_version_folder(tmp_path: Path) -> N
 
 
 def _wandb(_: Path) -> Logger:
+    wandb.finish()  # what another test of this process may have left open
     return WandbLogger(offline=True, project="trial")
 
 

@@ -21,22 +21,41 @@ def test_a_cpu() -> None:
         assert hardware.refusal(found, mode) is None
 
 
+def test_a_device_nobody_knows_is_refused() -> None:
+    found = describe(torch.device("meta"))
+    assert found.type == "meta"
+    assert hardware.refusal(found, "32-true") is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu() -> None:
+    found = describe(torch.device("cuda", 0))
+    assert found.type == "cuda"
+    assert found.name == torch.cuda.get_device_name(0)
+    assert found.capability == torch.cuda.get_device_capability(0)
+    assert found.memory == torch.cuda.get_device_properties(0).total_memory
+    assert (found.bf16 == "native") == (found.capability >= (8, 0))
+
+
 # ---------------------------------------------------------------------- TF32
 
 BACKENDS = torch.backends
 
-#: every switch
+#: every switch of torch 2.9 and newer; older ones have none of them
 SWITCHES: dict[str, Any] = {
     "generic": BACKENDS,
     "cuda.matmul": BACKENDS.cuda.matmul,
     "cudnn": BACKENDS.cudnn,
-    "cudnn.conv": BACKENDS.cudnn.conv,
-    "cudnn.rnn": BACKENDS.cudnn.rnn,
+    "cudnn.conv": getattr(BACKENDS.cudnn, "conv", None),
+    "cudnn.rnn": getattr(BACKENDS.cudnn, "rnn", None),
     "mkldnn": BACKENDS.mkldnn,
-    "mkldnn.matmul": BACKENDS.mkldnn.matmul,
-    "mkldnn.conv": BACKENDS.mkldnn.conv,
-    "mkldnn.rnn": BACKENDS.mkldnn.rnn,
+    "mkldnn.matmul": getattr(BACKENDS.mkldnn, "matmul", None),
+    "mkldnn.conv": getattr(BACKENDS.mkldnn, "conv", None),
+    "mkldnn.rnn": getattr(BACKENDS.mkldnn, "rnn", None),
 }
+SWITCHES = {name: owner for name, owner in SWITCHES.items() if hasattr(owner, "fp32_precision")}
+needs_switches = pytest.mark.skipif(not SWITCHES, reason="this torch has only the older calls")
 
 READERS: dict[str, Callable[[], object]] = {
     "float32_matmul_precision": torch.get_float32_matmul_precision,
@@ -106,7 +125,7 @@ NEW: dict[str, Callable[[], object]] = {
     "mkldnn bf16": lambda: switch("mkldnn.matmul", "bf16"),
     "mkldnn convolutions tf32": lambda: switch("mkldnn.conv", "tf32"),
 }
-BEFORE = OLD | NEW
+BEFORE = OLD | (NEW if SWITCHES else {})
 SETTINGS = ("highest", "high", "medium")
 
 
@@ -121,12 +140,62 @@ def test_tf32_is_set_for_products_and_cudnn_readable_meanwhile_and_restored(
     assert torch.get_float32_matmul_precision() == setting
     assert BACKENDS.cuda.matmul.allow_tf32 is (setting != "highest")
     assert BACKENDS.cudnn.allow_tf32 is (setting != "highest")
-    effective = {readings()[name] for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")}
-    assert effective <= {"ieee", "none"} if setting == "highest" else effective == {"tf32"}
+    if SWITCHES:
+        effective = {readings()[name] for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")}
+        assert effective <= {"ieee", "none"} if setting == "highest" else effective == {"tf32"}
     restore()
     assert readings() == found
+
+
+@needs_switches
+def test_the_table_holds_a_state_in_which_torch_cannot_say_its_precision() -> None:
+    NEW["matmul tf32"]()
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+
+
+@needs_switches
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("later", ["ieee", "tf32", "none"])
+@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
+def test_a_switch_that_followed_the_one_above_it_follows_it_again(
+    before: Callable[[], object], later: str, setting: str
+) -> None:
+    """Not visible in any reading at once: ``torch.backends.fp32_precision`` decides for what was never set itself."""
+    before()
+    switch("generic", later)
+    expected = readings()
+    reset()
+    before()
+    set_tf32(setting)()
+    switch("generic", later)
+    assert readings() == expected
+
+
+@pytest.mark.parametrize("inner", SETTINGS)
+@pytest.mark.parametrize("outer", SETTINGS)
+def test_settings_nest(outer: str, inner: str) -> None:
+    restore_outer = set_tf32(outer)
+    found = readings()
+    set_tf32(inner)()
+    assert readings() == found
+    restore_outer()
+    assert readings() == PRISTINE
+
+
+def test_restoring_twice_does_no_harm() -> None:
+    restore = set_tf32("high")
+    restore()
+    restore()
+    assert readings() == PRISTINE
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "mps"])
 def test_only_cuda_has_tf32(device: str) -> None:
     assert has_tf32(torch.device(device)) is False
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ampere_and_newer_have_tf32() -> None:
+    assert has_tf32(torch.device("cuda", 0)) is (torch.cuda.get_device_capability(0) >= (8, 0))

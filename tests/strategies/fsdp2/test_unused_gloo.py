@@ -150,7 +150,7 @@ class Apart:
     ("case", "said"),
     [
         (Apart("Block", (0,)), "when another is at 'blocks.1'"),
-        (Apart("Block", (3,)), "the unit of 'blocks."),
+        (Apart("Block", (3,)), "The unit of 'blocks."),
     ],
     ids=["in the first step", "in a later step"],
 )
