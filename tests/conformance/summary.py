@@ -33,8 +33,9 @@ The column of optimizers counts runs under `16-mixed`.{families}
 """
 
 
-_FAMILIES = """ That of families counts 71 families of models in every mode: plain,
-with pinned norms, with recomputed blocks. *-* are runs in which plain PyTorch itself raises."""
+_FAMILIES = """
+That of families counts 71 families of models in every mode: plain, with pinned norms, with recomputed blocks. *-* are
+runs in which plain PyTorch itself raises."""
 
 
 def summary(words: Mapping[tuple[str, str], str]) -> str:
