@@ -67,7 +67,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
         return
     from lightning_mp.planner import advise as ask
 
-    with refusals("advise", ValueError):
+    with refusals("advise", ValueError, OSError):
         found = ask(
             _given(params, config),
             gpu=gpu,
@@ -82,10 +82,10 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
             precision=precision,
             offload=offload,
         )
+        money = None if price is None or not found.choices else found.choices[0].estimate.cost(price, tokens)
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=2))
-        best = found.best  # refuses where nothing fits
-        money = None if price is None else best.estimate.cost(price, tokens)
+        _ = found.best  # refuses where nothing fits
         if not as_json:
             _show(found, money)
         if out is not None:
@@ -131,8 +131,9 @@ def _advised(
     with composed(arguments, "advise", faults, config_dirs) as (job,):
         config = {**checked(job, faults), "callbacks": None}
         regime = faults.sound(parts.regime(config, job.places, faults))
-        model, loaders = parts.parts(config, faults)
-        batch = next(iter(parts.training_batches(loaders, model)))
+        with parts.running(Path(str(config["run_dir"])), faults):
+            model, loaders = parts.parts(config, faults)
+            batch = next(iter(parts.training_batches(loaders, model)))
         trainer = dict(regime.trainer)
         devices = _count(trainer.get("devices")) * _count(trainer.get("num_nodes", 1))
         written: Any = config.get("strategy") or "auto"

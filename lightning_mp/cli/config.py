@@ -141,7 +141,7 @@ def _hydras_own(faults: Faults, path: Path | None) -> Generator[None]:
     except PlanError as error:
         faults.extend(error.faults)
         faults.raise_if_any()
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         said = " ".join(str(error.__cause__ if isinstance(error.__cause__, HydraException) else error).split())
         said = said.partition(" Config search path:")[0].replace(_STORED, path.name if path else "train.yaml")
         fix = "+key=value adds a key, and a value with commas, braces or spaces wants quotes"
@@ -150,7 +150,8 @@ def _hydras_own(faults: Faults, path: Path | None) -> Generator[None]:
             group, option, known = missing.groups()
             near = precision_fix(option, (), known.split()) if group == "plan" else did_you_mean(option, known.split())
             fix = near if "mean" in near else "choose one of these, or check --config-dir"
-        faults.add(f"a config that does not compose: {said}", "what Hydra composes", fix)
+        where = "" if path is None or path.name in said else f"{path.name}: "
+        faults.add(f"a config that does not compose: {where}{said}", "what Hydra composes", fix)
         faults.raise_if_any()
 
 
@@ -311,6 +312,8 @@ def _choice(override: Override) -> list[str]:
     if key == "strategy" and isinstance(value, str):
         name, also = LIGHTNINGS.get(value.lower(), (value.removeprefix("mp_"), {}))
         return [f"strategy={name}", *(f"++strategy.{keyword}={setting}" for keyword, setting in also.items())]
+    if key in SECTIONS and isinstance(value, (int, float)) and text.startswith(key):
+        return [f"{key}='{value}'"]  # Hydra chooses by text alone
     return [f"++{text}"] if key in SECTIONS and isinstance(value, dict) and text.startswith(key) else [text]
 
 

@@ -216,8 +216,8 @@ def _measured(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path])
     faults = Faults("pins")
     with composed(arguments, "pins", faults, config_dirs) as (job,):
         config = checked(job, faults)
-        plan = parts.plan_of(config["plan"], job.places, faults)
         faults.raise_if_any()
+        plan = faults.sound(parts.plan_of(config["plan"], job.places, faults))
         with parts.running(Path(config["run_dir"]), faults), quiet():
             model, loaders = parts.parts(config, faults)
-            return suggest_pins(model, parts.training_batches(loaders, model), faults.sound(plan), steps=steps)
+            return suggest_pins(model, parts.training_batches(loaders, model), plan, steps=steps)

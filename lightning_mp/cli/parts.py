@@ -16,6 +16,7 @@ from lightning_mp.comparison.run import environment_kept, fit_arguments
 from lightning_mp.compat.lightning import (
     Callback,
     Checkpoint,
+    CombinedLoader,
     LightningModule,
     MisconfigurationException,
     Trainer,
@@ -96,6 +97,9 @@ def model(config: Mapping[str, Any], faults: Faults) -> LightningModule | None:
 def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     """The data section as arguments of ``Trainer.fit``: a LightningDataModule, one loader, or ``train`` and ``val``."""
     built = instantiated(config.get("data"), "data", faults)
+    if isinstance(built, (str, int, float)):
+        faults.add(f"data: {built!r}", "a _target_, or the keys train and val", "write '_target_: package.Class'")
+        return {}
     if not isinstance(built, dict):
         return fit_arguments(built)
     loaders = cast("dict[str, Any]", built)
@@ -110,7 +114,12 @@ def training_batches(loaders: Mapping[str, Any], model: LightningModule) -> Any:
     if source is not None:
         source.prepare_data()
         source.setup("fit")
-    return loaders.get("train_dataloaders") or (source or model).train_dataloader()
+    given: Any = loaders.get("train_dataloaders")  # whose truth would be its length
+    given = (model if source is None else source).train_dataloader() if given is None else given
+    if not isinstance(given, (dict, list, tuple)):
+        return given
+    several = CombinedLoader(cast("Any", given), "max_size_cycle")
+    return (batch for batch, *_ in iter(several))
 
 
 def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, dict[str, Any]]:

@@ -103,7 +103,7 @@ def _checked(job: Composed, faults: Faults) -> tuple[dict[str, Any], Regime | No
         mine.add(f"seed={seed!r}", "an integer from 0 to 2**32 - 1, or null", "write seed=0")
     checkpoint = str(config.get("ckpt_path"))
     # with a colon it is an address (s3://…) or a model of a registry
-    is_path = checkpoint not in ("None", "last", "best", "hpc", "registry") and ":" not in checkpoint
+    is_path = checkpoint not in ("None", "last", "hpc", "registry") and ":" not in checkpoint
     if is_path and not Path(checkpoint).exists():
         mine.add(f"ckpt_path={checkpoint}, which does not exist", "a checkpoint, or 'last'", "check the path")
     regime = parts.regime(config, job.places, mine)

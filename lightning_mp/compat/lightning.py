@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.trainer.states import RunningStage as RunningStage
     from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
     from lightning.pytorch.trainer.states import TrainerStatus as TrainerStatus
+    from lightning.pytorch.utilities import CombinedLoader as CombinedLoader
     from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
     from lightning.pytorch.utilities import rank_zero_only as rank_zero_only
     from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn

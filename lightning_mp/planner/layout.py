@@ -10,6 +10,7 @@ from lightning_mp.errors import Faults, is_number, is_whole
 from lightning_mp.planner.shape import ModelShape
 from lightning_mp.policy import precision_word
 from lightning_mp.policy.hardware import GPU, find
+from lightning_mp.policy.words import precision_fix
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "fp8-mixed", "bf16-true", "16-true")
 CHECKPOINTING = ("none", "selective", "full")
@@ -70,7 +71,7 @@ def checked_precision(gpu: GPU | None, precision: object, faults: Faults) -> str
     """The mode by its name; a word that is none, or one that the GPU has no units for, is noted."""
     word = "fp8-mixed" if str(precision).lower() in ("fp8", "fp8-mixed") else precision_word(precision)
     if word not in PRECISIONS:
-        faults.unknown("precision", precision, PRECISIONS, "write one of these")
+        faults.add(f"unknown precision {precision!r}", ", ".join(PRECISIONS), precision_fix(precision))
         return "32-true"
     if gpu is not None and gpu.peak(word) is None:
         able = [mode for mode in PRECISIONS if gpu.peak(mode)]

@@ -31,11 +31,14 @@ def storage_dtype(value: object, what: str, faults: Faults, others: tuple[str, .
 
     Anything else is noted in ``faults`` as ``what``; ``others`` are further words allowed there.
     """
-    name, allowed = DTYPES.get(str(value).lower().removeprefix("torch.")), STORAGE_DTYPES + others
+    text = str(value).lower().removeprefix("torch.")
+    name, allowed = DTYPES.get(text), STORAGE_DTYPES + others
     if name in STORAGE_DTYPES:
         return name
     known = [alias for alias, dtype in DTYPES.items() if dtype in STORAGE_DTYPES]
-    fix = f"{name} is no storage format: write fp32" if name else did_you_mean(str(value), [*known, *others])
+    if "16" in text:  # bf16 is offered to nobody who wrote fp16
+        known = [alias for alias in known if alias.startswith("b") == text.startswith("b")]
+    fix = f"{name} is no storage format: write fp32" if name else did_you_mean(text, [*known, *others])
     faults.add(f"{what}={value!r}", ", ".join(allowed), fix)
     return str(value)
 

@@ -64,8 +64,8 @@ def precision_fix(value: object, presets: Iterable[str] = (), others: Iterable[s
     if "64" in text or "double" in text:
         return "double precision is not offered: write '32-true', or use Trainer(precision='64-true') without a plan"
     near, otherwise = [*PRECISIONS, *others], "write one of these"
-    if "bf" in text or "brain" in text:
-        near = [word for word in near if "bf16" in word]
+    if "bf" in text or text.startswith("b"):
+        near, otherwise = [word for word in near if "bf16" in word], "did you mean 'bf16-mixed', 'bf16-true'?"
     elif "16" in text or nearest(text, ["half"]):
         near = [word for word in near if word.startswith(("16", "fp16"))]
         otherwise = f"did you mean {', '.join(map(repr, near))}?"

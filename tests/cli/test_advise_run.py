@@ -30,16 +30,24 @@ def test_a_run_is_predicted_on_a_gpu(tmp_path: Path, own_folder: None) -> None:
 
 
 OWN = """
+from torch.utils.data import DataLoader, IterableDataset
 from support.training import Net, loader
 
 class Unstepped(Net):
     def training_step(self, batch, batch_idx):
         raise KeyError("input_ids")
 
-class Endless:
+class Endless(IterableDataset):
     def __iter__(self):
         while True:
             yield from loader(4)
+
+def endless():
+    return DataLoader(Endless(), batch_size=None)
+
+class Twofold(Net):
+    def training_step(self, batch, batch_idx):
+        return sum(super(Twofold, self).training_step(each, batch_idx) for each in batch.values())
 """
 
 
@@ -48,9 +56,10 @@ class Endless:
     [
         (("accelerator: cpu\n  devices: 1", "accelerator: gpu\n  devices: [0, 1]"), "By: traced"),
         (("support.training.loader\n  rows: 12", "own_parts.Endless"), "By: traced"),
+        (("support.training.loader\n  rows: 12", "own_parts.endless"), "By: traced"),
         (
             ("support.training.Net", "own_parts.Unstepped"),
-            "raised KeyError: 'input_ids' (own_parts.py:6)",
+            "raised KeyError: 'input_ids' (own_parts.py:7)",
         ),
     ],
 )
@@ -65,6 +74,17 @@ def test_a_config_is_predicted_where_its_devices_are_not_and_what_cannot_be_is_s
     assert said in found.stdout
     refused = CliRunner().invoke(app, ["advise", path, "--gpus", "4", "--price", "2"])
     assert (refused.exit_code, "--gpus, --price next to a CONFIG" in refused.output) == (2, True)
+
+
+def test_several_loaders_are_drawn_from_as_lightning_does(tmp_path: Path, own_folder: None) -> None:
+    write(tmp_path, OWN, "own_parts.py")
+    both = "train: {a: {_target_: support.training.loader, rows: 4}, b: {_target_: own_parts.endless}}"
+    config = PLAIN.replace("_target_: support.training.loader\n  rows: 12", both).replace(
+        "support.training.Net", "own_parts.Twofold"
+    )
+    found = CliRunner().invoke(app, ["advise", write(tmp_path, config)])
+    assert found.exit_code == 0, found.output
+    assert "By: traced" in found.stdout
 
 
 def test_a_gpu_that_is_none_is_refused() -> None:

@@ -28,3 +28,5 @@ def test_without_a_config_it_says_what_to_write() -> None:
     result = CliRunner().invoke(app, ["pins"])
     assert result.exit_code == 2
     assert "pins without a run" in result.output
+    result = CliRunner().invoke(app, ["pins", "model=gpt2_tiny", "plan=null"])
+    assert (result.exit_code, "no plan" in result.output) == (2, True)

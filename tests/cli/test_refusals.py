@@ -44,6 +44,7 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
     "checkpoint that is not there": (("plan:", "ckpt_path: gone.ckpt\nplan:"), "ckpt_path=gone.ckpt", "check the path"),
     "run_dir that does not resolve": (("plan:", "run_dir: ${nowhere}\nplan:"), "'nowhere' not found", ""),
     "a list": ((PLAIN, "- 1\n"), "run.yaml', a list", "plan:"),
+    "a number": ((PLAIN, "3\n"), "does not compose: run.yaml: ", ""),
     "what is no LightningModule": (("support.training.Net\n  width: 4", "torch.nn.Flatten"), "model: a Flatten", ""),
     "an unknown architecture": (
         ("support.training.Net\n  width: 4", f"{LANGUAGE}\n  architecture: lama\n  config: {{}}"),
@@ -54,6 +55,9 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
 ARGUMENTS = {
     "plan=fp-16": ("Could not find 'plan/fp-16'", "'fp16'"),
     "plan=haff": ("Could not find 'plan/haff'", "'16-mixed'"),
+    "plan=b16": ("Could not find 'plan/b16'", "'bf16'"),
+    "ckpt_path=best": ("ckpt_path=best", "check the path"),
+    "plan=1": ("Could not find 'plan/1'", "'fp16'"),
     "gone.yaml": ("'gone.yaml', which is no file", "check the path"),
     "plan=fp32,bf16": ("several values, 'plan=fp32,bf16'", "add -m"),
     "plan.precison=16-mixed": ("unknown key precison (on the command line)", "'precision'"),
@@ -103,6 +107,18 @@ def test_a_deepspeed_json_is_read_before_a_model_is_built(section: str, tmp_path
     (fault,) = refusal(write(tmp_path, config))
     assert Net.built == built
     assert "unknown key fp17" in fault.given
+
+
+def test_data_without_a_target_are_refused_before_a_step(tmp_path: Path) -> None:
+    text = PLAIN.replace("data:\n  _target_: support.training.loader\n  rows: 12", "data: support.training.loader")
+    (fault,) = refusal(write(tmp_path, text))
+    assert "data: 'support.training.loader'" in fault.given
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(PLAIN.replace("Net", "N\xe9t").encode("latin-1"))
+    (fault,) = refusal(str(tmp_path / "run.yaml"))
+    assert "run.yaml: 'utf-8' codec" in fault.given
 
 
 def test_all_faults_of_file_and_arguments_come_together(tmp_path: Path) -> None:

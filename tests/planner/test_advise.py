@@ -107,6 +107,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("a100-80", "nvlink='half'", "precision 'fp9'", "gpus=0"),
     ),
     "numbers": ({"tokens": 0}, ("tokens=0",)),
+    "fp16 misspelt": ({"precision": "fp-16"}, ("precision 'fp-16'", "did you mean '16-mixed', '16-true'?")),
     "fp8 where there is none": ({"gpu": "a100-80", "precision": "fp8"}, ("fp8-mixed", "use 'bf16-mixed'")),
     "bf16 on a V100": ({"gpu": "v100-32", "precision": "bf16"}, ("bf16-mixed", "use '16-mixed'")),
     "a batch that does not divide": ({"global_batch": 7, "micro_batch": 2}, ("global_batch=7", "multiple")),

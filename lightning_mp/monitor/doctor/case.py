@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import check_copy
 from lightning_mp.engines import for_strategy
-from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import pins, storage
 from lightning_mp.numerics import device
 from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.policy import FP8, Pin, PrecisionPolicy, hardware
 from lightning_mp.policy.loss_scaling import LossScaling
-from lightning_mp.policy.words import DTYPES_OF, STOCK_PRECISIONS, precision_word
+from lightning_mp.policy.words import DTYPES_OF, STOCK_PRECISIONS, precision_fix, precision_word
 
 HALF = ("bf16", "fp16")
 
@@ -178,7 +178,7 @@ def _stock(plan: Any) -> dict[str, Any]:
     given = str(getattr(plan, "precision", plan))
     precision = precision_word(given) or given
     if precision not in STOCK_PRECISIONS:
-        fix = did_you_mean(precision, STOCK_PRECISIONS, "pass the MixedPrecisionPlan itself")
+        fix = precision_fix(given, (), STOCK_PRECISIONS)
         allowed = f"a MixedPrecisionPlan, a mapping of its fields, {', '.join(STOCK_PRECISIONS)}"
         raise PlanError([Fault(f"plan={plan!r}", allowed, fix)], "doctor")
     storage, compute = DTYPES_OF[precision]
