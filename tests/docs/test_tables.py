@@ -110,7 +110,7 @@ def test_the_page_of_conformance_is_what_the_full_tables_say() -> None:
     from conformance import summary
 
     full = summary.written(summary.FULL.read_text(encoding="utf-8"))
-    assert set(full.values()) == {"same", "refused"}
+    assert set(full.values()) == {"same", "refused", "-"}  # "-": plain PyTorch itself raises there
     assert summary.PAGE.read_text(encoding="utf-8") == summary.summary(full)
 
 
