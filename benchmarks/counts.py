@@ -1,27 +1,39 @@
-"""Counts that hold on any machine, for docs/reference/counts.md: what a step dispatches, waits for and sends.
+"""Counts that hold on any machine, for docs/reference/counts.md: what a step dispatches, waits for, sends and holds.
 
 ``python -m benchmarks.counts``: each mode under each strategy beside Lightning's own, two processes on gloo.
 """
 
 from __future__ import annotations
 
+import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins import HalfPrecision
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.harness import fit, quietly, tokens
+from benchmarks.harness import MODES, LanguageModel, fit, plan, quietly, stock, tokens
 from benchmarks.sharded import ROWS, _ours
 from support.ranks import Ranks  # on the path since benchmarks.sharded
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/reference/counts.md"
 BEGIN, END = "<!-- written by make bench -->", "<!-- end of what it writes -->"
 STEPS = 4
+COUNTS = ("operators", "syncs", "collectives")
+PHASES = ("first step", "steady step", "save", "teardown")
+ALONE = "one device"
+#: strategy and its modes. Where DDP sums bf16 gradients in fp32, gloo's own thread frees the buffers: the profiler does
+#: not see that. In 16-true AdamW's eps underflows: the weights are NaN under Lightning
+CELLS = ((ALONE, (*MODES, "bf16-true")), *((name, modes) for name, _, modes in ROWS))
 
 
 class Dispatched(TorchDispatchMode, Callback):
@@ -29,7 +41,7 @@ class Dispatched(TorchDispatchMode, Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = {"operators": 0, "syncs": 0, "collectives": 0, "bytes": 0}
+        self.counts = dict.fromkeys((*COUNTS, "bytes"), 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
@@ -49,41 +61,109 @@ class Dispatched(TorchDispatchMode, Callback):
             self.__exit__(None, None, None)
 
 
+class Phases(Callback):
+    """When each phase of a fit began and ended; it saves a checkpoint after the last step."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, list[int]] = {}
+
+    def _mark(self, phase: str) -> None:
+        self.spans.setdefault(phase, []).append(time.time_ns())
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self._mark({0: "first step", STEPS - 1: "steady step"}.get(trainer.global_step, "between"))
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._mark({1: "first step", STEPS: "steady step"}.get(trainer.global_step, "between"))
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self._mark("save")
+            trainer.save_checkpoint(trainer.strategy.broadcast(f"{folder}/saved.ckpt"))
+            self._mark("save")
+            trainer.strategy.barrier()
+        self._mark("teardown")
+
+    def peaks(self, measured: profile) -> dict[str, int]:
+        """The most bytes held in each phase over what was held before the fit."""
+        self._mark("teardown")
+        events = measured.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+        moves = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        held = [(0, 0), *zip((at for at, _ in moves), accumulate(size for _, size in moves), strict=True)]
+        return {phase: _peak(held, *self.spans[phase]) for phase in PHASES}
+
+
+def _peak(held: list[tuple[int, int]], begin: int, end: int) -> int:
+    """The most held from ``begin`` to ``end``, what was held before included."""
+    before = [size for at, size in held if at < begin]
+    return max([before[-1], *(size for at, size in held if begin <= at <= end)])
+
+
 @dataclass(frozen=True)
 class Counted:
-    """The counts of one side of one row; run by every rank."""
+    """The counts of one side of one cell; run by every rank."""
 
-    row: int
+    strategy: str
     mode: str
     ours: bool
 
-    def run(self) -> dict[str, int]:
-        """Train a few steps and count in the last."""
+    def run(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Train a few steps twice: what the last one dispatches, and what each phase holds at most."""
         quietly()
-        name, theirs, _ = ROWS[self.row]
+        counts, phases = Dispatched(), Phases()
+        self._fit(counts)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+            self._fit(phases)
+        return counts.counts, phases.peaks(measured)
+
+    def _fit(self, callback: Callback) -> None:
         torch.manual_seed(0)
-        arguments, module = _ours(name, self.mode) if self.ours else theirs(self.mode)
-        clip = None if name == "fsdp1" else 1.0  # Lightning's FSDP1 cannot clip by norm
-        counts = Dispatched()
-        two = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [counts]}
-        fit(module, tokens(), None, STEPS, **two, **arguments)
-        return counts.counts
+        arguments, module = self._side()
+        clip = None if self.strategy == "fsdp1" else 1.0  # Lightning's FSDP1 cannot clip by norm
+        given = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [callback], **arguments}
+        fit(module, tokens(), given.pop("plugin", None), STEPS, **given)
+
+    def _side(self) -> tuple[dict[str, Any], LightningModule]:
+        if self.strategy == ALONE:
+            plugin = plan if self.ours else HalfPrecision if self.mode == "bf16-true" else stock
+            return {"devices": 1, "plugin": cast("Any", plugin)(self.mode)}, LanguageModel()
+        return _ours(self.strategy, self.mode) if self.ours else _theirs(self.strategy, self.mode)
+
+
+def _theirs(strategy: str, mode: str) -> tuple[dict[str, Any], LightningModule]:
+    return next(side for name, side, _ in ROWS if name == strategy)(mode)
+
+
+def _rows() -> Iterator[tuple[str, list[str], list[str]]]:
+    """By cell the columns of the two tables."""
+    with Ranks(seconds=300) as ranks:
+        for name, modes in CELLS:
+            for mode in modes:
+                sides = [Counted(name, mode, ours) for ours in (False, True)]
+                (stock, held), (ours, ours_held) = (
+                    side.run() if name == ALONE else ranks.run(side)[0] for side in sides
+                )
+                counted = [f"{stock[key]} → {ours[key]}" for key in COUNTS]
+                counted.append(_megabytes(stock["bytes"], ours["bytes"]))
+                yield f"| {name} | `{mode}` |", counted, [_megabytes(held[key], ours_held[key]) for key in PHASES]
+
+
+def _megabytes(before: int, after: int) -> str:
+    return f"{before / 1e6:.1f} → {after / 1e6:.1f}"
 
 
 def main() -> None:
     """Count, print and write the page."""
-    lines = ["| strategy | mode | operators | device syncs | collectives | MB |", *["| --- " * 6 + "|"]]
-    with Ranks(seconds=300) as ranks:
-        for row, (name, _, modes) in enumerate(ROWS):
-            for mode in modes:
-                stock, plan = (ranks.run(Counted(row, mode, ours))[0] for ours in (False, True))
-                cells = [f"{stock[key]} → {plan[key]}" for key in ("operators", "syncs", "collectives")]
-                cells.append(f"{stock['bytes'] / 1e6:.1f} → {plan['bytes'] / 1e6:.1f}")
-                lines.append(f"| {name} | `{mode}` | {' | '.join(cells)} |")
-                print(lines[-1], flush=True)
+    tables = [["| strategy | mode | operators | device syncs | collectives | MB |", "| --- " * 6 + "|"]]
+    tables.append([f"| strategy | mode | {' | '.join(PHASES)} |", "| --- " * 6 + "|"])
+    for cell, *columns in _rows():
+        for table, cells in zip(tables, columns, strict=True):
+            table.append(f"{cell} {' | '.join(cells)} |")
+            print(table[-1], flush=True)
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    table = "\n".join([BEGIN, "", *lines, "", END])
-    PAGE.write_text(f"{before}{table}{rest.partition(END)[2]}", encoding="utf-8")
+    counted, held = ("\n".join(table) for table in tables)
+    text = f"{BEGIN}\n\n{counted}\n\nThe most that tensors hold on rank 0 in each phase, in MB:\n\n{held}\n\n{END}"
+    PAGE.write_text(f"{before}{text}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -105,9 +105,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     if {parameter.dtype for parameter in members}.isdisjoint(HALF):
         return torch.nn.utils.clip_grad_norm_(members, max_norm)
     grads = [cast("Tensor", parameter.grad) for parameter in members]
-    wide = [torch.float32 if gradient.dtype in HALF else None for gradient in grads]
-    norms = [torch.linalg.vector_norm(grad, dtype=dtype).float() for grad, dtype in zip(grads, wide, strict=True)]
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    total = torch.linalg.vector_norm(_norms(grads, grads[0].device))
     torch.nn.utils.clip_grads_with_norm_(members, max_norm, total)
     return total
 
@@ -184,18 +182,17 @@ def squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of each tensor, in fp32 whatever its dtype: (len(tensors),) on ``device``."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float32, device=device)
+    return _norms(tensors, device).square()
+
+
+def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    # A norm of half-precision numbers taken in half precision would overflow, or stop growing.
     norms = [torch.zeros((), dtype=torch.float32, device=device)] * len(tensors)
     for dtype, places in _by_dtype(tensors).items():
-        for place, norm in zip(places, _norms([tensors[place] for place in places], dtype), strict=True):
-            norms[place] = norm if norm.device == device else norm.to(device)
-    return torch.stack(norms).square()
-
-
-def _norms(members: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    # A norm of half-precision numbers taken in half precision would overflow, or stop growing.
-    if dtype == torch.float64:
-        return [norm.float() for norm in compat.norms(members, 2)]
-    return compat.norms(members, 2, torch.float32)
+        members = [tensors[place] for place in places]
+        for place, norm in zip(places, compat.norms(members, 2, torch.float32 if dtype in HALF else None), strict=True):
+            norms[place] = norm.to(device, torch.float32)
+    return torch.stack(norms)
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[int]]:
