@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.harness import MODES, SCALE, WARM_UP, fit, interleaved, plan, quietly, stock
+from benchmarks.harness import MODES, WARM_UP, fit, interleaved, plan, quietly, stock
 from benchmarks.planner_pages import table
 from lightning_mp import FP8, MixedPrecisionPlan
 from lightning_mp.numerics.device import describe
@@ -34,24 +33,39 @@ from lightning_mp.policy import hardware
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-GPT2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
-LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8}
-#: layers of Llama 3 8B's shapes; with four of them instead of 32, weights and optimizer state leave room on any 80 GiB
-LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_key_value_heads": 8}
-TINY_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 32}
-TINY_LLAMA = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1}
+#: of each model: its kind, rows and sizes, and those of a smoke run. With four layers of Llama 3 8B's shapes instead of
+#: 32, weights and optimizer state leave room on any 80 GiB
+_GPT2_TINY = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 32}
+_LLAMA = {"num_key_value_heads": 8, "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 2048}
+_LLAMA_TINY = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1,
+    "num_attention_heads": 2, "vocab_size": 256, "max_position_embeddings": 32,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, int, dict[str, int], dict[str, int]]] = {
+    "gpt2": (
+        "gpt2", 8,
+        {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}, _GPT2_TINY,
+    ),
+    "llama 1.1B": (
+        "llama", 8,
+        {**_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}, _LLAMA_TINY,
+    ),
+    "llama 8B": (
+        "llama", 4,
+        {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4}, _LLAMA_TINY,
+    ),
+}  # fmt: skip
 Figures = Iterator[tuple[str, dict[str, Any]]]
 
 
 class Decoder(LightningModule):
     """Next-byte loss of a model of transformers, AdamW, fused: nothing then waits for the device."""
 
-    def __init__(self, kind: str, rows: int, sizes: dict[str, int]) -> None:
+    def __init__(self, name: str, *, quick: bool) -> None:
         super().__init__()
-        if kind == "llama":
-            tiny = sizes["hidden_size"] < 512
-            heads = {"num_attention_heads": 2 if tiny else 32, "vocab_size": 256 if tiny else 32000}
-            sizes = {**sizes, **heads, "max_position_embeddings": 32 if tiny else 2048}
+        torch.manual_seed(0)
+        kind, rows, sizes, tiny = MODELS[name]
+        rows, sizes = (2, tiny) if quick else (rows, sizes)
         ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
         config = AutoConfig.for_model(kind, **sizes, **ends)
         self.model: Any = AutoModelForCausalLM.from_config(config).train()
@@ -79,18 +93,6 @@ class Decoder(LightningModule):
         stream = stream.repeat(-(-8 * self.tokens // len(stream)))[: 8 * self.tokens].to(DEVICE)
         rows = stream.view(8, *self.shape)
         return DataLoader([rows[number % 8] for number in range(steps)], batch_size=None)  # pyright: ignore
-
-
-def gpt2(*, quick: bool) -> Decoder:
-    """GPT-2 small, 8 x 1024 tokens."""
-    torch.manual_seed(0)
-    return Decoder("gpt2", 2, TINY_GPT2) if quick else Decoder("gpt2", 8, GPT2)
-
-
-def llama(rows: int, sizes: dict[str, int], *, quick: bool) -> Decoder:
-    """A Llama, 2048 tokens a row."""
-    torch.manual_seed(0)
-    return Decoder("llama", 2, TINY_LLAMA) if quick else Decoder("llama", rows, sizes)
 
 
 class Watch(Callback):
@@ -159,7 +161,7 @@ def sync(*, quick: bool) -> Figures:
     steps = WARM_UP + (2 if quick else 50)
     for mode in ("bf16-mixed", "16-mixed", "32-true", "bf16-true"):
         try:
-            run(gpt2(quick=quick), plan(mode), steps, no_waits=True, gradient_clip_val=1.0)
+            run(Decoder("gpt2", quick=quick), plan(mode), steps, no_waits=True, gradient_clip_val=1.0)
             waited = "no"
         except RuntimeError as error:
             waited = f"yes: {str(error)[:200]}"
@@ -176,44 +178,26 @@ def ladder(*, quick: bool) -> Figures:
         "bf16 + checkpointing": plan("bf16-mixed", checkpointing="GPT2Block"),
     }
     for name, rung in rungs.items():
-        yield name, measured(gpt2(quick=quick), rung, WARM_UP + (2 if quick else 35), gradient_clip_val=1.0)
+        yield name, measured(Decoder("gpt2", quick=quick), rung, WARM_UP + (2 if quick else 35), gradient_clip_val=1.0)
 
 
 def overhead(*, quick: bool) -> Figures:
-    """The plan against stock Lightning and a loop by hand, GPT-2 small: ratios of medians, in turn."""
+    """The plan against stock Lightning, GPT-2 small: ratios of medians, in turn."""
     steps, rounds = (WARM_UP + 2, 1) if quick else (WARM_UP + 15, 4)
     for mode in MODES:
         sides: dict[str, Callable[[], list[float]]] = {
-            "loop": lambda mode=mode: [_by_hand(gpt2(quick=quick), mode, steps)],
-            "stock": lambda mode=mode: [run(gpt2(quick=quick), stock(mode), steps)],
-            "plan": lambda mode=mode: [run(gpt2(quick=quick), plan(mode), steps)],
+            side.__name__: lambda side=side, mode=mode: [run(Decoder("gpt2", quick=quick), side(mode), steps)]
+            for side in (stock, plan)
         }
         found = interleaved(sides, rounds)
         times = {f"{side}, ms": round(value * 1e3, 2) for side, value in found.items()}
-        yield mode, {**times, **{f"plan / {side}": round(found["plan"] / found[side], 3) for side in ("stock", "loop")}}
-
-
-def _by_hand(module: Decoder, mode: str, steps: int) -> float:
-    optimizer = module.to(DEVICE).configure_optimizers()
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=SCALE, enabled=mode == "16-mixed")
-    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(mode)
-    start = 0.0
-    for number, batch in enumerate(module.batches(steps)):
-        if number == WARM_UP:
-            start = _clock()
-        with nullcontext() if half is None else torch.autocast(DEVICE, half, cache_enabled=False):
-            loss = module.training_step(batch, number)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return (_clock() - start) / (steps - WARM_UP)
+        yield mode, {**times, "plan / stock": round(found["plan"] / found["stock"], 3)}
 
 
 def mfu(*, quick: bool) -> Figures:
     """Model FLOPs utilisation of a Llama of 1.1B parameters, eager and compiled."""
     for name, backend in {"eager": None, "compiled": "aot_eager" if quick else "inductor"}.items():
-        module = llama(8, LLAMA, quick=quick)
+        module = Decoder("llama 1.1B", quick=quick)
         if backend is not None:
             module.model.compile(backend=backend)
         yield name, measured(module, plan("bf16-mixed"), WARM_UP + (2 if quick else 20))
@@ -225,7 +209,7 @@ def fp8(*, quick: bool) -> Figures:
     recipes: Any = ("tensorwise", "rowwise", "rowwise_gw_hp")
     plans = {name: plan("fp8-mixed", fp8=FP8(recipe=name, **small)) for name in recipes}
     for name, made in {"bf16": plan("bf16-mixed"), **plans}.items():
-        module = llama(4, LLAMA_8B, quick=quick)
+        module = Decoder("llama 8B", quick=quick)
         for layer in module.model.get_submodule("model.layers"):
             layer.compile(backend="aot_eager" if quick else "inductor")
         found = measured(module, made, WARM_UP + (2 if quick else 15))

@@ -87,6 +87,10 @@ class Shape:
     steps: int
     target: float
 
+    def length(self, *, quick: bool) -> tuple[int, int]:
+        """Rounds, and steps in each."""
+        return (2, WARM_UP + 4) if quick else (self.rounds, self.steps)
+
 
 #: one where arithmetic is everything, one where only overhead shows
 SHAPES = (

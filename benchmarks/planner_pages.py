@@ -40,7 +40,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
 
 
-# ---------------------------------------------------------------------- the guide
+def write_between(page: Path, marks: tuple[str, str], text: str) -> None:
+    """Write ``text`` into a page between two marks; what was written of the rest meanwhile stays."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
+    page.write_text(
+        f"{before}{marks[0]}\n\n{text.strip()}\n\n{marks[1]}{rest.partition(marks[1])[2]}", encoding="utf-8"
+    )
 
 
 def guide() -> str:
@@ -167,10 +172,5 @@ _RULES = """## Where the usual rules hold
 """
 
 
-def main() -> None:
-    """Write it."""
-    (DOCS / "PARALLELISM_GUIDE.md").write_text(guide(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    (DOCS / "PARALLELISM_GUIDE.md").write_text(guide(), encoding="utf-8")

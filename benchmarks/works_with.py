@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import importlib.metadata
 import json
@@ -20,8 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/reference/works-with.md"
-BEGIN, END = "<!-- written by make works-with -->", "<!-- end of what it writes -->"
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.planner_pages import DOCS, write_between
+
+PAGE = DOCS / "reference/works-with.md"
+MARKS = ("<!-- written by make works-with -->", "<!-- end of what it writes -->")
 STEPS = 3
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 HERE = {"accelerator": "cpu", "devices": 1}
@@ -32,10 +39,9 @@ ROUNDINGS = 16
 Outcome = tuple[Any, Any, Any]
 
 
-def task(net: Any, loss: Callable[..., Any], batch: Any, optimizer: Any = None) -> Any:
+def task(net: Any, loss: Callable[..., Any], batch: Any) -> Any:
     """A LightningModule of pytorch_lightning around ``net``, which takes the batch's tensors."""
     import pytorch_lightning as pl
-    import torch
 
     class Task(pl.LightningModule):
         def __init__(self) -> None:
@@ -46,8 +52,7 @@ def task(net: Any, loss: Callable[..., Any], batch: Any, optimizer: Any = None) 
             return loss(self.net, *tensors)
 
         def configure_optimizers(self) -> Any:
-            trained = [one for one in self.parameters() if one.requires_grad]
-            return (optimizer or torch.optim.AdamW)(trained, lr=1e-3)
+            return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-3)
 
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader([batch] * STEPS, batch_size=None)
@@ -55,19 +60,15 @@ def task(net: Any, loss: Callable[..., Any], batch: Any, optimizer: Any = None) 
     return Task()
 
 
-def fit(module: Any, given: dict[str, Any], data: Any = None) -> Any:
-    """``STEPS`` steps with the Trainer of pytorch_lightning, and that Trainer."""
-    import pytorch_lightning as pl
-
-    trainer = pl.Trainer(max_steps=STEPS, **HERE, **QUIET, **given)
-    trainer.fit(module, data)
+def fit(module: Any, given: dict[str, Any], *data: Any, host: str = "pytorch_lightning") -> Any:
+    """``STEPS`` steps with the Trainer of one copy of Lightning, and that Trainer."""
+    trainer = importlib.import_module(host).Trainer(max_steps=STEPS, **HERE, **QUIET, **given)
+    trainer.fit(module, *data)
     return trainer
 
 
 def predicted(net: Any, *inputs: Any) -> Any:
     """What ``net`` says in evaluation, in fp32."""
-    import torch
-
     with torch.no_grad():
         found = net.eval()(*inputs)
     return getattr(found, "logits", found)
@@ -84,7 +85,6 @@ def _next_token(net: Any, tokens: Any) -> Any:
 
 
 def transformers(given: dict[str, Any], folder: Path) -> Outcome:
-    import torch
     from transformers import GPT2LMHeadModel
 
     tokens = torch.randint(64, (4, 16))
@@ -95,9 +95,6 @@ def transformers(given: dict[str, Any], folder: Path) -> Outcome:
 
 
 def peft(given: dict[str, Any], folder: Path) -> Outcome:
-    import copy
-
-    import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 
     tokens, base = torch.randint(64, (4, 16)), _gpt2()
@@ -108,11 +105,7 @@ def peft(given: dict[str, Any], folder: Path) -> Outcome:
 
 
 def bitsandbytes(given: dict[str, Any], folder: Path) -> Outcome:
-    import copy
-
     import bitsandbytes as bnb
-    import torch
-    from torch import nn
 
     def made() -> Any:
         frozen = bnb.nn.Linear4bit(64, 64, quant_type="nf4", compute_dtype=torch.bfloat16)
@@ -129,7 +122,6 @@ def bitsandbytes(given: dict[str, Any], folder: Path) -> Outcome:
 
 def timm(given: dict[str, Any], folder: Path) -> Outcome:
     import timm
-    import torch
 
     net, x = timm.create_model("test_vit", num_classes=4, img_size=32), torch.randn(4, 3, 32, 32)
     labels = torch.arange(4)
@@ -140,7 +132,6 @@ def timm(given: dict[str, Any], folder: Path) -> Outcome:
 
 
 def darts(given: dict[str, Any], folder: Path) -> Outcome:
-    import numpy as np
     from darts import TimeSeries
     from darts.models import TiDEModel
 
@@ -155,7 +146,6 @@ def darts(given: dict[str, Any], folder: Path) -> Outcome:
 
 
 def neuralforecast(given: dict[str, Any], folder: Path) -> Outcome:
-    import numpy as np
     import pandas as pd
     from neuralforecast import NeuralForecast
     from neuralforecast.models import NHITS
@@ -173,8 +163,6 @@ def neuralforecast(given: dict[str, Any], folder: Path) -> Outcome:
 
 
 def pytorch_forecasting(given: dict[str, Any], folder: Path) -> Outcome:
-    import lightning.pytorch as pl
-    import numpy as np
     import pandas as pd
     from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
 
@@ -183,8 +171,8 @@ def pytorch_forecasting(given: dict[str, Any], folder: Path) -> Outcome:
         frame, "t", "y", ["g"], max_encoder_length=12, max_prediction_length=4, time_varying_unknown_reals=["y"]
     )
     model = TemporalFusionTransformer.from_dataset(data, hidden_size=8, dropout=0.0, mask_bias=-float("inf"))
-    trainer = pl.Trainer(max_steps=STEPS, **HERE, **QUIET, **given)
-    trainer.fit(model, data.to_dataloader(train=True, batch_size=8, shuffle=False))
+    batches = data.to_dataloader(train=True, batch_size=8, shuffle=False)
+    trainer = fit(model, given, batches, host="lightning.pytorch")
     trainer.save_checkpoint(folder / "model.ckpt")
     loaded = TemporalFusionTransformer.load_from_checkpoint(folder / "model.ckpt", weights_only=False)
     loader, both = data.to_dataloader(train=False, batch_size=8), (model, loaded)
@@ -192,7 +180,6 @@ def pytorch_forecasting(given: dict[str, Any], folder: Path) -> Outcome:
 
 
 def gluonts(given: dict[str, Any], folder: Path) -> Outcome:
-    import numpy as np
     from gluonts.dataset.common import ListDataset
     from gluonts.model.predictor import Predictor
     from gluonts.torch import SimpleFeedForwardEstimator
@@ -209,7 +196,6 @@ def gluonts(given: dict[str, Any], folder: Path) -> Outcome:
 
 def scvi_tools(given: dict[str, Any], folder: Path) -> Outcome:
     import anndata
-    import numpy as np
     import scvi
 
     scvi.settings.seed = 0
@@ -224,26 +210,21 @@ def scvi_tools(given: dict[str, Any], folder: Path) -> Outcome:
 
 
 def chemprop(given: dict[str, Any], folder: Path) -> Outcome:
-    import lightning.pytorch as pl
-    import numpy as np
-    import torch
     from chemprop import data, models, nn
 
     points = [data.MoleculeDatapoint.from_smi(smi, np.array([float(len(smi))])) for smi in ("CCO", "CC", "CCN", "CO")]
     loader = data.build_dataloader(data.MoleculeDataset(points), batch_size=4, shuffle=False)
     model = models.MPNN(nn.BondMessagePassing(d_h=16), nn.MeanAggregation(), nn.RegressionFFN(16, 16))
-    pl.Trainer(max_steps=STEPS, **HERE, **QUIET, **given).fit(model, loader)
+    fit(model, given, loader, host="lightning.pytorch")
+    other = importlib.import_module("lightning.pytorch").Trainer(**HERE, **QUIET)
     models.save_model(folder / "model.pt", model)
-    other = pl.Trainer(**HERE, **QUIET)
     both = (model, models.load_model(folder / "model.pt"))
     return model, *(torch.cat(other.predict(one, loader)) for one in both)
 
 
 def lightly(given: dict[str, Any], folder: Path) -> Outcome:
-    import torch
     from lightly.loss import NTXentLoss
     from lightly.models.modules import SimCLRProjectionHead
-    from torch import nn
 
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), SimCLRProjectionHead(32, 32, 16))
     loss, views = NTXentLoss(), torch.randn(2, 8, 3, 8, 8)
@@ -252,7 +233,6 @@ def lightly(given: dict[str, Any], folder: Path) -> Outcome:
 
 
 def monai(given: dict[str, Any], folder: Path) -> Outcome:
-    import torch
     from monai.losses import DiceLoss
     from monai.networks.nets import UNet
 
@@ -263,10 +243,6 @@ def monai(given: dict[str, Any], folder: Path) -> Outcome:
 
 
 def _checkpointed(trainer: Any, net: Any, folder: Path, x: Any) -> tuple[Any, Any]:
-    import copy
-
-    import torch
-
     trainer.save_checkpoint(folder / "net.ckpt")
     found = torch.load(folder / "net.ckpt", weights_only=True)["state_dict"]
     loaded = copy.deepcopy(net)
@@ -276,22 +252,18 @@ def _checkpointed(trainer: Any, net: Any, folder: Path, x: Any) -> tuple[Any, An
 
 
 def torchgeo(given: dict[str, Any], folder: Path) -> Outcome:
-    import lightning.pytorch as pl
-    import torch
     from torchgeo.trainers import ClassificationTask
 
     model = ClassificationTask(model="resnet18", in_channels=4, num_classes=3)
     batch = {"image": torch.randn(4, 4, 32, 32), "label": torch.tensor([0, 1, 2, 0])}
-    trainer = pl.Trainer(max_steps=STEPS, **HERE, **QUIET, **given)
     loader = torch.utils.data.DataLoader([batch] * STEPS, batch_size=None)
-    trainer.fit(model, loader, loader)
+    trainer = fit(model, given, loader, loader, host="lightning.pytorch")
     trainer.save_checkpoint(folder / "model.ckpt")
     loaded = ClassificationTask.load_from_checkpoint(folder / "model.ckpt")
     return model, predicted(model, batch["image"]), predicted(loaded, batch["image"])
 
 
 def _images(folder: Path, count: int) -> Path:
-    import numpy as np
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -302,20 +274,13 @@ def _images(folder: Path, count: int) -> Path:
 
 
 def anomalib(given: dict[str, Any], folder: Path) -> Outcome:
-    import torch
     from anomalib.data import Folder
     from anomalib.engine import Engine
     from anomalib.models import Fastflow
 
     images = _images(folder / "images", 8)
-    data = Folder(
-        "noise",
-        normal_dir=images,
-        train_batch_size=4,
-        num_workers=0,
-        test_split_mode="none",
-        val_split_mode="from_train",
-    )
+    splits = {"test_split_mode": "none", "val_split_mode": "from_train"}
+    data = Folder("noise", normal_dir=images, train_batch_size=4, num_workers=0, **splits)
     model = Fastflow(pre_trained=False, flow_steps=2, evaluator=False, visualizer=False)
     engine = Engine(max_steps=STEPS, default_root_dir=folder, **HERE, logger=False, **given)
     engine.fit(model, datamodule=data)
@@ -326,7 +291,6 @@ def anomalib(given: dict[str, Any], folder: Path) -> Outcome:
 
 
 def pytorch_tabular(given: dict[str, Any], folder: Path) -> Outcome:
-    import numpy as np
     import pandas as pd
     from pytorch_tabular import TabularModel
     from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
@@ -353,7 +317,6 @@ def pytorch_tabular(given: dict[str, Any], folder: Path) -> Outcome:
 
 def lightly_train(given: dict[str, Any], folder: Path) -> Outcome:
     import lightly_train
-    import torch
     from torchvision.models import resnet18
 
     out = folder / "out"
@@ -415,8 +378,6 @@ class Ran:
 
     def equals(self, other: Ran) -> bool:
         """Losses, weights and predictions, to the last digit."""
-        import torch
-
         pairs = zip([*self.weights, self.before], [*other.weights, other.before], strict=True)
         same = all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
         return same and self.losses == other.losses and len(self.losses) > 0
@@ -425,7 +386,6 @@ class Ran:
 def check(name: str) -> dict[str, str]:
     """Every run of one package; raises AssertionError with what is not so."""
     package = PACKAGES[name]
-    import torch
 
     # torchvision's wheel is built for CUDA: beside a CPU's torch its operators are missing, and its import fails.
     vision = torch.library.Library("torchvision", "DEF")
@@ -439,9 +399,9 @@ def check(name: str) -> dict[str, str]:
     from lightning_mp.callbacks import PrecisionAudit
 
     losses: list[float] = []
-    for copy in ("pytorch_lightning", "lightning.pytorch"):
-        if copy in sys.modules:
-            _record(sys.modules[copy].LightningModule, losses)
+    for one in ("pytorch_lightning", "lightning.pytorch"):
+        if one in sys.modules:
+            _record(sys.modules[one].LightningModule, losses)
 
     def ran(given: dict[str, Any]) -> Ran:
         pytorch_lightning.seed_everything(0, verbose=False)
@@ -494,11 +454,11 @@ def in_a_process(name: str) -> dict[str, str]:
 
 
 def page(found: dict[str, dict[str, str]]) -> str:
-    """The table, with its date."""
+    """What is written: versions, and how far bf16 was from fp32."""
     rows = "; ".join(f"{name} {one['version']} ({one['bf16']})" for name, one in found.items() if "version" in one)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "lightning"))
     said = f"Run on {time.strftime('%Y-%m-%d')} with {versions}. In brackets: bf16 from fp32. {rows}."
-    return "\n".join([BEGIN, "", *textwrap.wrap(said, 120), "", END])
+    return "\n".join(textwrap.wrap(said, 120))
 
 
 def main() -> int:
@@ -516,8 +476,7 @@ def main() -> int:
         found[name] = in_a_process(name)
         print(f"{name}: {found[name]}", flush=True)
     if given.packages == list(PACKAGES):
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        PAGE.write_text(f"{before}{page(found)}{rest.partition(END)[2]}", encoding="utf-8")
+        write_between(PAGE, MARKS, page(found))
     return any("error" in one for one in found.values())
 
 

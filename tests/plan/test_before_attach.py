@@ -81,22 +81,23 @@ def _full(mode: str) -> MixedPrecisionPlan:
     return plan_for(mode, **options) if mode != "auto" else MixedPrecisionPlan("auto", **options)
 
 
-@pytest.mark.parametrize("fitted", [False, True], ids=["fresh", "after a fit"])
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["deepcopy", "pickle"])
+WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda plan: pickle.loads(pickle.dumps(plan))}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @every_mode
-def test_a_plan_is_copied_and_pickled(mode: str, way: Any, fitted: bool) -> None:
-    plan = _full(mode)
-    if fitted:
-        fit(Regression(), plugins=[plan])
-    copied = way(plan)
-    assert copied.policy == plan.policy
-    assert copied.state_dict() == plan.state_dict()
-    assert repr(copied) == repr(plan)
-    module, oracle = Regression(), Regression()
-    fit(module, plugins=[copied])
+def test_a_plan_is_copied_and_pickled_before_and_after_a_fit(mode: str, way: str) -> None:
+    plan, oracle = _full(mode), Regression()
     fit(oracle, plugins=[_full(mode)])
-    assert module.losses == oracle.losses
-    assert copied.applied_steps == 8
+    for _ in range(2):
+        copied, module = WAYS[way](plan), Regression()
+        assert copied.policy == plan.policy
+        assert copied.state_dict() == plan.state_dict()
+        assert repr(copied) == repr(plan)
+        fit(module, plugins=[copied])
+        assert module.losses == oracle.losses
+        assert copied.applied_steps == 8
+        fit(Regression(), plugins=[plan])
 
 
 class CopiesThePlan(Callback):
@@ -110,10 +111,10 @@ class CopiesThePlan(Callback):
             self.copied = self.way(trainer.precision_plugin)
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["deepcopy", "pickle"])
-@every_mode
-def test_a_copy_made_in_the_middle_of_a_fit_is_free_of_it(mode: str, way: Any) -> None:
-    copies, module = CopiesThePlan(way), Regression(partial(AdamW, lr=1e-2, eps=1e-4))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["16-mixed", "bf16-true"])
+def test_a_copy_made_in_the_middle_of_a_fit_is_free_of_it(mode: str, way: str) -> None:
+    copies, module = CopiesThePlan(WAYS[way]), Regression(partial(AdamW, lr=1e-2, eps=1e-4))
     fit(module, plugins=[MixedPrecisionPlan(mode)], callbacks=[copies])
     again = Regression(partial(AdamW, lr=1e-2, eps=1e-4))
     fit(again, plugins=[copies.copied])

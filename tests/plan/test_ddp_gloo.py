@@ -17,7 +17,7 @@ from support.manual import Pair
 from support.models import same_weights, weights
 from support.nonfinite import without
 from support.oracles import CALM_SCALE, MODES, plan_for
-from support.ranks import RankError, Ranks
+from support.ranks import Ranks
 from support.running import fit
 from support.sharded import BAD_RANK, Ranked, Stopped, ddp
 from support.traces import Trace
@@ -52,41 +52,6 @@ def test_one_rank_overflowing_alone_makes_both_skip(ranks: Ranks, mode: str) -> 
     assert same_weights(one["weights"], other["weights"])
     assert same_weights(one["weights"], one["clean"])
     assert not same_weights(one["weights"], one["start"])
-
-
-class Planted(Ranked):
-    """On one rank one micro-batch has an infinite gradient."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__()
-        self.batch = batch
-
-    def on_after_backward(self) -> None:
-        if self.global_rank == BAD_RANK and len(self.losses) == self.batch + 1:
-            self.net[3].weight.grad.fill_(float("inf"))
-
-
-@dataclass(frozen=True)
-class Accumulated:
-    """One rank's gradient overflows in one micro-batch of a window, most of which no rank shares."""
-
-    batch: int
-
-    def run(self) -> dict[str, Any]:
-        plan, trace, module = plan_for("16-mixed"), Trace(), Planted(self.batch)
-        fit(module, plugins=[plan], callbacks=[trace], accumulate_grad_batches=4, **ddp())
-        counts = plan.applied_steps, plan.skipped_steps
-        return {"counts": counts, "weights": weights(module), "at": [trace.start, trace.weights[3], trace.weights[7]]}
-
-
-@pytest.mark.parametrize("batch", [0, 6])
-def test_an_overflow_in_an_unshared_micro_batch_reaches_everybody(ranks: Ranks, batch: int) -> None:
-    one, other = ranks.run(Accumulated(batch))
-    assert one["counts"] == other["counts"] == (1, 1)
-    assert same_weights(one["weights"], other["weights"])
-    start, first, second = one["at"]
-    assert same_weights(start, first) == (batch < 4)
-    assert same_weights(first, second) == (batch >= 4)
 
 
 @pytest.mark.parametrize(("mode", "how"), [("bf16-mixed", "gradient"), ("16-mixed", "loss"), ("32-true", "batch")])
@@ -179,22 +144,3 @@ def test_manual_optimizers_skip_together_across_ranks(ranks: Ranks, which: str, 
     assert same_weights(one["weights"], other["weights"])
     before, after = one["each"][2], one["each"][3]
     assert {name.split(".")[0] for name in before if torch.equal(before[name], after[name])} == set(which.split())
-
-
-@dataclass(frozen=True)
-class FailsOnOneRank:
-    """Rank 1 raises while rank 0 waits for it in a collective."""
-
-    def run(self) -> None:
-        class Fails(Ranked):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                if self.global_rank == BAD_RANK and batch_idx == 2:
-                    raise KeyError("planned")
-                return super().training_step(batch, batch_idx)
-
-        fit(Fails(), plugins=[plan_for("16-mixed")], **ddp())
-
-
-def test_a_failing_rank_ends_the_run(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match="KeyError: 'planned'"):
-        ranks.run(FailsOnOneRank())

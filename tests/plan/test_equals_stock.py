@@ -11,7 +11,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from lightning_mp import MixedPrecisionPlan
@@ -23,11 +23,9 @@ from support.traces import Trace, equal_states
 OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(AdamW, lr=1e-2),
     "adamw-fused": partial(AdamW, lr=1e-2, fused=True),
-    "adam-amsgrad": partial(Adam, lr=1e-2, amsgrad=True),
     "sgd-momentum": partial(SGD, lr=1e-2, momentum=0.9, nesterov=True),
     "sgd-momentum-fused": partial(SGD, lr=1e-2, momentum=0.9, fused=True),
     "adagrad-fused": partial(Adagrad, lr=1e-1, fused=True),
-    "rmsprop": partial(RMSprop, lr=1e-3, momentum=0.5),
     "lbfgs": partial(torch.optim.LBFGS, lr=0.1, max_iter=4),
 }
 LOOPS: dict[str, dict[str, Any]] = {

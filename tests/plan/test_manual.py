@@ -13,50 +13,27 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_mp import LossScaling, MixedPrecisionPlan
-from support.manual import Manual, Pair
-from support.models import same_weights
+from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite
+from support.manual import Manual, Pair, between
+from support.models import batches, same_weights
 from support.running import fit
 from support.traces import Trace, equal_states
 
 PINNED = {"net": "fp32"}
 
 
-def plain(m: Any, batch: Any, batch_idx: int) -> None:
-    opt = m.optimizers()
-    opt.zero_grad()
-    m.manual_backward(m.loss(batch))
-    m.look()
-    opt.step()
-
-
-def torchs_own_clip(m: Any, batch: Any, batch_idx: int) -> None:
-    opt = m.optimizers()
-    opt.zero_grad()
-    m.manual_backward(m.loss(batch))
+def _clipped(m: Any, opt: Any) -> None:
     clip_grad_norm_(m.parameters(), 0.5)
-    m.look()
-    opt.step()
 
 
-def lightnings_clip(m: Any, batch: Any, batch_idx: int) -> None:
-    opt = m.optimizers()
-    opt.zero_grad()
-    m.manual_backward(m.loss(batch))
+def _clipped_by_lightning(m: Any, opt: Any) -> None:
     m.clip_gradients(opt, gradient_clip_val=0.02, gradient_clip_algorithm="value")
-    m.look()
-    opt.step()
 
 
-def own_unscale(m: Any, batch: Any, batch_idx: int) -> None:
-    opt = m.optimizers()
-    opt.zero_grad()
-    m.manual_backward(m.loss(batch))
+def _unscaled(m: Any, opt: Any) -> None:
     if m.user_scaler is not None:
         m.user_scaler.unscale_(opt)
-    clip_grad_norm_(m.parameters(), 0.5)
-    m.look()
-    opt.step()
+    _clipped(m, opt)
 
 
 def own_scaler_calls(m: Any, batch: Any, batch_idx: int) -> None:
@@ -131,18 +108,14 @@ def step_without_zeroing(m: Any, batch: Any, batch_idx: int) -> None:
         opt.zero_grad()
 
 
-WAYS = [
-    plain,
-    torchs_own_clip,
-    lightnings_clip,
-    own_unscale,
-    own_scaler_calls,
-    own_scale,
-    two_backwards,
-    every_second_batch,
-    closure,
-    step_without_zeroing,
-]
+plain, torchs_own_clip, lightnings_clip, own_unscale = (
+    between(what, name) for name, what in {
+        "plain": lambda m, opt: None, "torch's own clip": _clipped, "Lightning's clip": _clipped_by_lightning,
+        "own unscale_": _unscaled,
+    }.items()
+)  # fmt: skip
+WAYS = [plain, torchs_own_clip, lightnings_clip, own_unscale, own_scaler_calls, own_scale]
+WAYS += [two_backwards, every_second_batch, closure, step_without_zeroing]
 OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "plain": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -183,8 +156,8 @@ def test_modes_without_a_scale_equal_stock(way: Any, mode: str) -> None:
     assert stock.losses == ours.losses
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("way", [plain, torchs_own_clip, own_unscale, own_scaler_calls, closure])
+@pytest.mark.parametrize("optimizer", ["fused", "sgd"])
+@pytest.mark.parametrize("way", [plain, own_unscale, own_scaler_calls, closure], ids=lambda way: way.__name__)
 def test_an_overflow_is_skipped_and_counted_whatever_the_way(way: Any, optimizer: str) -> None:
     class Overflows(Manual):
         def loss(self, batch: Any) -> Any:
@@ -263,7 +236,7 @@ def test_the_scale_moves_once_a_batch_not_once_an_optimizer(way: Any) -> None:
 
 
 @pytest.mark.parametrize("which", ["net", "other"])
-@pytest.mark.parametrize("way", [one_after_the_other, both_then_step, summed, toggled], ids=lambda way: way.__name__)
+@by_way
 def test_an_overflow_in_one_optimizer_skips_that_one(way: Any, which: str) -> None:
     trace, plan = Trace(), _pair_plan()
     fit(Pair(way, {3: which}), plugins=[plan], callbacks=[trace])
@@ -272,3 +245,16 @@ def test_an_overflow_in_one_optimizer_skips_that_one(way: Any, which: str) -> No
     assert moved == {"net", "other"} - {which}
     assert trace.scales == [64.0] * 3 + [32.0] * 5
     assert (plan.applied_steps, plan.skipped_steps) == (15, 1)
+
+
+@pytest.mark.parametrize("mode", ["bf16-true", "16-true"])
+def test_counts_go_past_what_a_half_number_counts_to(mode: str) -> None:
+    """bf16 counts to 256, fp16 to 2,048; the default dtype of the training step is a half one here."""
+
+    class Spoilt(Manual):
+        def loss(self, batch: Any) -> Any:
+            return super().loss(batch) * float("nan")
+
+    plan = MixedPrecisionPlan(mode, nonfinite=NonFinite(max_consecutive=10**6))
+    fit(Spoilt(plain), plugins=[plan], data=batches(rows=300, batch_size=1))
+    assert (plan.applied_steps, plan.skipped_steps) == (0, 300)

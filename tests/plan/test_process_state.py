@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_mp import MixedPrecisionPlan
-from support.models import Regression, batches
+from support.models import Regression
 from support.oracles import MODES, plan_for
-from support.running import fit, trainer
+from support.running import fit
 from support.traces import lightning_says
 
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -34,61 +34,27 @@ def _state() -> dict[str, Any]:
         }
 
 
-class Fails(Regression):
-    """Raises where told to."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-
-    def _perhaps(self, where: str) -> None:
-        if where == self.where:
-            raise KeyError("planned")
-
-    def configure_optimizers(self) -> Any:
-        self._perhaps("configure_optimizers")
-        return super().configure_optimizers()
-
-    def on_train_start(self) -> None:
-        self._perhaps("on_train_start")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 2:
-            self._perhaps("training_step")
-        return super().training_step(batch, batch_idx)
-
-    def on_after_backward(self) -> None:
-        self._perhaps("on_after_backward")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self._perhaps("on_before_optimizer_step")
-
-    def on_train_end(self) -> None:
-        self._perhaps("on_train_end")
+PLACES = ("configure_optimizers", "on_train_start", "training_step", "on_after_backward")
+PLACES += ("on_before_optimizer_step", "on_train_end")
 
 
-PLACES = [
-    "nowhere",
-    "configure_optimizers",
-    "on_train_start",
-    "training_step",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_end",
-]
+def _failing(where: str) -> Regression:
+    """Raises in this hook, after two batches if it has got one."""
+
+    def fails(self: Any, *given: Any) -> Any:
+        if where == "training_step" and given[1] < 2:
+            return Regression.training_step(self, *given)
+        raise KeyError("planned")
+
+    return type("Fails", (Regression,), {where: fails})()
 
 
 @pytest.mark.parametrize("where", PLACES)
 @every_mode
 def test_everything_is_as_before_however_the_run_ends(mode: str, where: str) -> None:
     before = _state()
-    plan = plan_for(mode, tf32="high")
-    runner = trainer(plugins=[plan])
-    if where == "nowhere":
-        runner.fit(Fails(where), batches())
-    else:
-        with pytest.raises(KeyError, match="planned"):
-            runner.fit(Fails(where), batches())
+    with pytest.raises(KeyError, match="planned"):
+        fit(_failing(where), plugins=[plan_for(mode, tf32="high")])
     assert _state() == before
 
 
@@ -104,6 +70,7 @@ def test_on_a_cpu_tf32_changes_nothing_and_says_so(tf32: Any) -> None:
     with lightning_says() as lines:
         fit(module, plugins=[MixedPrecisionPlan("32-true", tf32=tf32)])
     assert {**module.met, "grad": True} == {**before, "grad": True}
+    assert _state() == before
     assert sum("it has no TF32" in line for line in lines) == 1
     fit(plain, precision="32-true")
     assert module.losses == plain.losses

@@ -113,18 +113,3 @@ def test_a_run_may_go_on_in_another_mode(before: str, after: str, tmp_path: Path
     assert all(torch.isfinite(value).all() for value in weights(module).values())
     if after in SCALED:
         assert trace.scales[0] == 256.0
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.parametrize("fused", [(False, True), (True, False)], ids=["into fused", "out of fused"])
-def test_an_optimizer_steps_as_its_groups_in_the_checkpoint_say(
-    precision: str, fused: tuple[bool, bool], tmp_path: Path
-) -> None:
-    """torch takes ``fused`` from the saved groups, also where the optimizer was made otherwise."""
-    bad, data = (0, 5), ResumableBatches()
-    before, after = (Regression(partial(adamw, fused=kind), overflow_at=bad) for kind in fused)
-    fit(before, plugins=[plan_for(precision)], callbacks=[SaveAt(tmp_path, 3)], data=data)
-    plan = plan_for(precision)
-    fit(after, plugins=[plan], data=ResumableBatches(), ckpt_path=tmp_path / "3.ckpt")
-    assert plan.skipped_steps == 2
-    assert same_weights(weights(after), weights(before))

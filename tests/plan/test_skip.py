@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adagrad, AdamW
 from torch.utils.data import DataLoader, Subset
 
 from lightning_mp import LossScaling
@@ -20,11 +20,8 @@ from support.traces import Trace, equal_states
 OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(AdamW, lr=1e-2, eps=1e-4),
     "adamw-fused": partial(AdamW, lr=1e-2, eps=1e-4, fused=True),
-    "adam-amsgrad-fused": partial(Adam, lr=1e-2, eps=1e-4, amsgrad=True, fused=True),
-    "sgd-momentum": partial(SGD, lr=1e-3, momentum=0.9),
     "sgd-momentum-fused": partial(SGD, lr=1e-3, momentum=0.9, fused=True),
     "adagrad-fused": partial(Adagrad, lr=1e-2, fused=True),
-    "rmsprop": partial(RMSprop, lr=1e-3, eps=1e-4),
     **optimizers.OPTIMIZERS,
 }
 STEPS = 8

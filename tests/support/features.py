@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import traceback
 import warnings
 from collections.abc import Callable
@@ -13,17 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
-from lightning_mp.compat.lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_mp.compat.lightning import LightningModule, MisconfigurationException, Trainer, callbacks
 from support import sharded
 from support.running import trainer as quiet_trainer
 
-FEATURES, HIDDEN, ROWS, STEPS, RATE = 16, 32, 8, 8, 2e-2
-#: what is refused in another exception says so: this package's faults in a step, and Lightning
+FEATURES, HIDDEN, ROWS, STEPS = 16, 32, 8, 8
+#: what is refused in another exception says so: this package's errors in a step, and Lightning
 REFUSING = ("with ZeRO", "does not support", "not supported", "only supports", "which is None here")
+#: with other rates than a checkpoint's
+adamw = partial(AdamW, lr=2e-2, eps=1e-2)
+MAY_BE_UNUSED = {"ddp": {"find_unused_parameters": True}}
+#: every ``Sequential`` is a unit
+UNITS = MAY_BE_UNUSED | {
+    "fsdp2": {"wrap": "Sequential"},
+    "deepspeed_zero3": {"config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
+}
 
 
 def data(steps: int = STEPS, rows: int = ROWS) -> DataLoader[Any]:
@@ -35,30 +45,25 @@ def data(steps: int = STEPS, rows: int = ROWS) -> DataLoader[Any]:
 class Net(LightningModule):
     """A backbone and a head; each rank trains on its rows of the global batch."""
 
+    make_optimizer: Callable[[Any], Any] = staticmethod(adamw)
+    learning_rate, batch_size = 2e-2, ROWS
+
     def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.backbone = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.LayerNorm(HIDDEN), nn.GELU())
         self.middle = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU())
         self.head = nn.Linear(HIDDEN, 1)
-        self.learning_rate, self.batch_size, self.seen = RATE, ROWS, {}
+        #: what a hook noted
+        self.seen: dict[str, Any] = {}
         for name, value in options.items():
             setattr(self, name, value)
-
-    #: what an option may replace
-    make_optimizer: Callable[[Any], Any] = staticmethod(partial(torch.optim.AdamW, lr=RATE, eps=1e-2))
-    make_scheduler: Any = None
-    monitor: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.middle(self.backbone(x)))
 
-    def mine(self, batch: Any) -> Any:
-        """This rank's rows."""
-        return [tensor.chunk(self.trainer.world_size)[self.global_rank] for tensor in batch]
-
     def loss(self, batch: Any) -> Tensor:
-        x, y = self.mine(batch)
+        x, y = (tensor.chunk(self.trainer.world_size)[self.global_rank] for tensor in batch)
         return (self(x).float() - y).pow(2).mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -75,57 +80,338 @@ class Net(LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0])
 
+    def train_dataloader(self) -> Any:
+        return data(rows=self.batch_size)
+
     def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer([p for p in self.parameters() if p.requires_grad])
-        if self.make_scheduler is None:
-            return optimizer
-        schedule = {"scheduler": self.make_scheduler(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": schedule | ({"monitor": self.monitor} if self.monitor else {})}
+        return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
 
 
 @dataclass
 class Host:
-    """Trainers of one strategy under one mode."""
+    """Trainers of one strategy."""
 
     strategy: str
-    mode: str
     folder: Path
 
-    def plan(self, **options: Any) -> MixedPrecisionPlan:
-        return MixedPrecisionPlan(self.mode, **options)
-
-    def trainer(self, plan: Any = None, **options: Any) -> Trainer:
-        plan = plan or self.plan(**options.pop("plan_options", {}))
-        own = options.pop("strategy_options", {}).get(self.strategy, {})
+    def trainer(self, strategy_options: Any = None, **options: Any) -> Trainer:
+        plan = MixedPrecisionPlan("32-true")
         if self.strategy != "single":
+            own = (strategy_options or {}).get(self.strategy, {})
             made = make_strategy(self.strategy, plan, timeout=timedelta(seconds=60), **own)
             options |= {"strategy": made, "devices": 2, "use_distributed_sampler": False}
         return quiet_trainer(plugins=[plan], default_root_dir=str(self.folder), **options)
 
-    def fit(self, module: LightningModule, *, loader: Any = None, ckpt_path: Any = None, **options: Any) -> Any:
-        """Train, and what is left: weights and buffers in full."""
+    def fit(self, module: Net, ckpt_path: Any = None, **options: Any) -> Any:
+        """Train, and what is left."""
         trainer = self.trainer(**options)
-        trainer.fit(module, data() if loader is None else loader, ckpt_path=ckpt_path)
+        trainer.fit(module, data(), ckpt_path=ckpt_path)
         return left(trainer, module)
 
+    def resume(self, second: Any = adamw, callback: Any = None, max_epochs: int = 2) -> Any:
+        """Four steps, saved; from there to the end of the second epoch, with another optimizer or the same."""
+        path, options = self.folder / "saved.ckpt", {"callbacks": [callback()]} if callback else {}
+        trainer = self.trainer(max_steps=4, **options)
+        trainer.fit(Net(), data())
+        trainer.save_checkpoint(path)
+        options = {"callbacks": [callback()]} if callback else {}
+        return self.fit(Net(make_optimizer=second), ckpt_path=path, max_epochs=max_epochs, **options)
 
-def left(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """What a fit left behind."""
+
+def left(trainer: Trainer, module: Net) -> dict[str, Any]:
+    """What a fit left behind: weights and buffers in full, counts, rates, and what hooks noted."""
     plan: Any = trainer.precision_plugin
-    found: dict[str, Any] = {"weights": sharded.whole(module)}
+    found: dict[str, Any] = {"weights": sharded.whole(module), "seen": module.seen}
     found["counts"] = (plan.applied_steps, plan.skipped_steps, trainer.global_step)
     if trainer.optimizers:
         found["lrs"] = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups][:1]
     return found
 
 
-FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {}
+# ---------------------------------------------------------------------- what hooks do
 
 
-def feature(run: Callable[[Host], dict[str, Any]]) -> Callable[[Host], dict[str, Any]]:
-    """Put it into the table under its name."""
-    FEATURE[run.__name__] = run
-    return run
+class ClipsItself(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen["norm"] = float(nn.utils.clip_grad_norm_(self.parameters(), 0.05))
+
+
+class Changes(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(3.0)
+
+
+class Poisons(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        last = self.global_rank == self.trainer.world_size - 1
+        for parameter in self.parameters():  # under FSDP1 and 2 this rank has a shard of some
+            if parameter.grad is not None and last and self.trainer.global_step == 2:
+                parameter.grad.fill_(float("inf"))
+
+
+class LogsNorms(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        from lightning.pytorch.utilities import grad_norm
+
+        self.seen["norms"] = {name: float(norm) for name, norm in grad_norm(self, norm_type=2).items()}
+
+
+class Clamps(Net):
+    """Clips weights, as of a WGAN's critic."""
+
+    gathers = False
+
+    def on_train_batch_end(self, *rest: Any) -> None:
+        import deepspeed
+
+        parameters = list(self.head.parameters())
+        partitioned = self.gathers and hasattr(parameters[0], "ds_id")
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0, enabled=partitioned), torch.no_grad():
+            for parameter in parameters:
+                parameter.clamp_(-0.1, 0.1)
+
+
+class StepsItself(Net):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + batch_idx)  # warm-up by hand
+        optimizer.step(closure=optimizer_closure)
+
+
+class StepsRaw(Net):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.optimizer.step()
+
+
+class ReturnsNone(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+
+class Plateau(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = ReduceLROnPlateau(optimizer, patience=1, threshold=10.0, factor=0.5)
+        kept = {"scheduler": schedule, "interval": "step", "monitor": "train_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": kept}
+
+
+class WholeBatches(Net):
+    """Every rank has every row."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self(batch[0]).float() - batch[1]).pow(2).mean()
+
+
+# ---------------------------------------------------------------------- which parameters are used
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(HIDDEN, HIDDEN)
+
+
+class OneRank(Net):
+    """Half of the batch, and so one of two ranks, leaves a layer out."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = []
+        for part in range(2) if self.trainer.world_size == 1 else [self.global_rank]:
+            x, y = (t.chunk(2)[part] for t in batch)
+            hidden = self.backbone(x)
+            losses.append((self.head(self.middle(hidden) if part else hidden).float() - y).pow(2).mean())
+        return sum(losses) / len(losses)
+
+
+class Switches(Net):
+    """Its backbone is frozen or trained from the fifth batch on."""
+
+    unfreezes = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.backbone.requires_grad_(not self.unfreezes)
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.backbone.requires_grad_(self.unfreezes)
+
+
+class Penalized(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + 0.1 * sum(parameter.pow(2).sum() for parameter in self.parameters())
+
+
+class Routed(Net):
+    """A sum of experts, each a unit; each half of the batch takes its own ``ways``, in that order."""
+
+    ways: tuple[str, str] = ("ab", "ab")
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.middle.requires_grad_(False)
+        self.a, self.b = (nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()) for _ in range(2))
+
+    def half(self, batch: Any, part: int) -> Tensor:
+        x, y = (tensor.chunk(2)[part] for tensor in batch)
+        hidden = self.backbone(x)
+        out = hidden + sum(getattr(self, way)(hidden) for way in self.ways[part])
+        return (self.head(out).float() - y).pow(2).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        halves = range(2) if self.trainer.world_size == 1 else [self.global_rank]
+        return torch.stack([self.half(batch, part) for part in halves]).mean()
+
+
+# ---------------------------------------------------------------------- by hand
+
+
+class Manual(Net):
+    """``backward`` is torch's own, or Lightning's; a step is made every ``window`` batches."""
+
+    bare, window = False, 1
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizers = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        loss = self.loss(batch) / self.window
+        loss.backward() if self.bare else self.manual_backward(loss)
+        if (batch_idx + 1) % self.window == 0:
+            if len(optimizers) == 1 and not self.bare:
+                self.clip_gradients(optimizers[0], gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Two(Manual):
+    def configure_optimizers(self) -> Any:
+        return [
+            adamw([*self.backbone.parameters(), *self.middle.parameters()]),
+            SGD(self.head.parameters(), lr=1e-2),
+        ]
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def lr_finder(host: Host) -> dict[str, Any]:
+    module, trainer = WholeBatches(), host.trainer()  # Lightning looks at the losses of one rank
+    found = Tuner(trainer).lr_find(module, data(), num_training=6, update_attr=False, early_stop_threshold=None)
+    losses = [float(loss) for loss in found.results["loss"]]
+    trainer.fit(module, data())
+    return left(trainer, module) | {"losses": losses}
+
+
+def batch_size_scaler(host: Host) -> dict[str, Any]:
+    module, trainer = Net(), host.trainer()
+    size = Tuner(trainer).scale_batch_size(module, mode="power", steps_per_trial=2, init_val=4, max_trials=2)
+    trainer.fit(module)
+    return left(trainer, module) | {"size": size}
+
+
+def evaluated(host: Host) -> dict[str, Any]:
+    """Between steps and after them."""
+    module, trainer = Net(), host.trainer(val_check_interval=4)
+    trainer.fit(module, data(), data(2))
+    found = left(trainer, module) | {"val_loss": float(trainer.callback_metrics["val_loss"])}
+    found["validate"] = trainer.validate(module, data(2), verbose=False)[0]
+    found["predict"] = torch.cat(trainer.predict(module, data(2))).float()
+    return found | {"test": trainer.test(module, data(2), verbose=False)[0]}
+
+
+def best_checkpoint_tested(host: Host) -> dict[str, Any]:
+    best = callbacks.ModelCheckpoint(dirpath=host.folder / "best", monitor="val_loss", save_top_k=1)
+    module, trainer = Net(), host.trainer(callbacks=[best], enable_checkpointing=True)
+    trainer.fit(module, data(), data(2))
+    return left(trainer, module) | {"test": trainer.test(module, data(2), ckpt_path="best", verbose=False)[0]}
+
+
+def fit_twice(host: Host) -> dict[str, Any]:
+    module, trainer = Net(), host.trainer()
+    trainer.fit(module, data())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data())
+    return left(trainer, module)
+
+
+def early_stopping(host: Host) -> dict[str, Any]:
+    stop = callbacks.EarlyStopping("val_loss", min_delta=1e3, patience=1)
+    module, trainer = Net(), host.trainer(callbacks=[stop], max_epochs=6)
+    trainer.fit(module, data(), data(2))
+    return left(trainer, module)
+
+
+def _fits(make: Callable[[], Net] = Net, callback: Any = None, **options: Any) -> Callable[[Host], dict[str, Any]]:
+    return lambda host: host.fit(make(), **options, **({"callbacks": [callback()]} if callback else {}))
+
+
+_ema = partial(callbacks.EMAWeightAveraging, decay=0.5)
+_swa = partial(callbacks.StochasticWeightAveraging, 1e-2, swa_epoch_start=1, annealing_epochs=1)
+_finetuning = partial(callbacks.BackboneFinetuning, unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3)
+_pruning = partial(callbacks.ModelPruning, "l1_unstructured", amount=0.5)
+_some = partial(Net, make_optimizer=lambda parameters: adamw(parameters[2:]))
+
+
+def _routed(*ways: str) -> Callable[[Host], dict[str, Any]]:
+    return _fits(partial(Routed, ways=ways), strategy_options=UNITS)
+
+
+FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
+    "clips_in_a_hook": _fits(ClipsItself),
+    "changes_before_the_step": _fits(Changes),
+    "poisons_before_the_step": _fits(Poisons),
+    "logs_grad_norm": _fits(LogsNorms),
+    "clamps_weights_after_the_step": _fits(Clamps),
+    "clamps_gathered_weights": _fits(partial(Clamps, gathers=True)),
+    "clips_by_norm": _fits(gradient_clip_val=0.05),
+    "clips_by_value": _fits(gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+    "accumulates": _fits(accumulate_grad_batches=3, gradient_clip_val=0.05),
+    "accumulates_on_a_schedule": _fits(
+        callback=partial(callbacks.GradientAccumulationScheduler, {0: 1, 1: 3}), max_epochs=2
+    ),
+    "a_layer_is_never_used": _fits(Unused, strategy_options=MAY_BE_UNUSED),
+    "a_layer_is_used_on_one_rank": _fits(OneRank, strategy_options=MAY_BE_UNUSED),
+    "backbone_finetuning": _fits(callback=_finetuning, max_epochs=3),
+    "unfreezes_by_hand": _fits(Switches),
+    "freezes_by_hand": _fits(partial(Switches, unfreezes=False), strategy_options=MAY_BE_UNUSED),
+    "all_weights_in_the_loss": _fits(Penalized, strategy_options=UNITS),
+    "ranks_use_the_same_units": _routed("ab", "ab"),
+    "a_unit_is_used_on_one_rank": _routed("a", "ab"),
+    "ranks_run_units_in_opposite_orders": _routed("ab", "ba"),
+    "manual_optimization": _fits(Manual),
+    "manual_accumulation": _fits(partial(Manual, window=2)),
+    "manual_bare_backward": _fits(partial(Manual, bare=True)),
+    "two_optimizers": _fits(Two),
+    "an_optimizer_of_some_parameters": _fits(_some),
+    "resumed_with_fused": lambda host: host.resume(partial(adamw, fused=True)),
+    "resumed_with_other_hyperparameters": lambda host: host.resume(partial(adamw, lr=5e-3, weight_decay=0.5)),
+    "optimizer_step_is_overridden": _fits(StepsItself),
+    "optimizer_step_calls_the_raw_optimizer": _fits(StepsRaw),
+    "training_step_returns_none": _fits(ReturnsNone),
+    "plateau_by_step": _fits(Plateau),
+    "swa": _fits(callback=_swa, max_epochs=4),
+    "ema": _fits(callback=_ema),
+    "ema_resumed": lambda host: host.resume(callback=_ema),
+    "pruning": _fits(callback=_pruning, max_epochs=2),
+    "lr_finder": lr_finder,
+    "batch_size_scaler": batch_size_scaler,
+    "evaluated": evaluated,
+    "best_checkpoint_tested": best_checkpoint_tested,
+    "fit_twice": fit_twice,
+    "early_stopping": early_stopping,
+}
 
 
 @dataclass(frozen=True)
@@ -134,39 +420,19 @@ class Ran:
 
     name: str
     strategy: str
-    mode: str
     folder: str
 
     def run(self) -> dict[str, Any]:
         import torch.distributed as dist
-
-        from support import feature_hooks, feature_loops, feature_weights  # noqa: F401  # they fill the table
 
         if self.strategy != "single" and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         try:
             with warnings.catch_warnings():  # what a warning says that a result is not: as good as refused
                 warnings.filterwarnings("error", message=".*which is None here")
-                return FEATURE[self.name](Host(self.strategy, self.mode, Path(self.folder)))
+                return FEATURE[self.name](Host(self.strategy, Path(self.folder)))
         except (PlanError, MisconfigurationException, NotImplementedError) as error:
             return {"refused": str(error)}
         except Exception as error:
             refused = any(word in str(error) for word in REFUSING)
             return {"refused": str(error)} if refused else {"failed": traceback.format_exc()}
-
-
-def difference(one: Any, other: Any, path: str = "") -> tuple[float, str]:
-    """The largest relative distance of two nested results, and where; of tensors by the larger one's length."""
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        one, other = dict(enumerate(one)), dict(enumerate(other))
-    if isinstance(one, dict):
-        if one.keys() != other.keys():
-            return math.inf, f"{path}: {sorted(set(one) ^ set(other))[:4]} on one side"
-        return max((difference(one[key], other[key], f"{path}.{key}") for key in one), default=(0.0, ""))
-    far = math.inf if isinstance(one, Tensor) or one != other else 0.0
-    if isinstance(one, Tensor) and one.shape == other.shape:
-        lengths = one.double().norm(), other.double().norm(), torch.tensor(1e-6)
-        far = float((one.double() - other.double()).norm() / max(lengths))
-    elif isinstance(one, float):
-        far = abs(one - other) / max(abs(one), abs(other), 1e-9)
-    return math.inf if math.isnan(far) else far, path if isinstance(one, Tensor) else f"{path}: {one!r} and {other!r}"

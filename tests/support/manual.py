@@ -35,6 +35,21 @@ class Manual(Regression):
         self.losses.append(self.loss(batch).item())
 
 
+def between(what: Callable[[Any, Any], None], name: str = "way") -> Callable[[Any, Any, int], None]:
+    """Zero, backward, ``what`` of the module and its optimizer, a look, step."""
+
+    def way(module: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(module.loss(batch))
+        what(module, optimizer)
+        module.look()
+        optimizer.step()
+
+    way.__name__ = name
+    return way
+
+
 def in_turn(module: Any, batch: Any, batch_idx: int) -> None:
     """Each optimizer of a :class:`Pair` steps on its own loss."""
     for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):

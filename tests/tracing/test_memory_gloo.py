@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.memory import Cell
-from benchmarks.sharded_memory import CELLS, HELD, OfRank, predicted
+from benchmarks.memory import HELD, SHARDED_CELLS, OfRank, predicted
 from support.ranks import Ranks
 
 #: of the peak, and of what is held
 WITHIN, EXACT = 0.1, 0.02
-MIXED = next(cell for cell in CELLS if cell.precision == "bf16-mixed")
+MIXED = next(cell for cell in SHARDED_CELLS if cell.precision == "bf16-mixed")
 SLOW = pytest.mark.slow
 
 
