@@ -8,9 +8,9 @@ import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from conformance import matrix, report, sample, summary
+from conformance import matrix, report
 from conformance.judge import Verdict
-from conformance.rows import TABLES
+from conformance.rows import TABLES, choose
 from conformance.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
@@ -43,16 +43,16 @@ def main(arguments: list[str] | None = None) -> int:
     cells = [(column, row) for column, row in every if column in options.strategies and row in rows]
     whole = cells == every
     if options.sample is not None:
-        whole, cells = False, sample.choose(cells, options.sample)
+        whole, cells = False, choose(cells, options.sample)
         print(f"{len(cells)} cells chosen by the seed {options.sample!r}")
     result = matrix.run(cells, _progress, options.keep)
-    out = options.out or (summary.FULL if whole else None)
+    out = options.out or (report.FULL if whole else None)
     if out is not None:
         out.write_text(report.text(result))
         print(f"wrote {out}")
     if whole:
         words = {key: verdict.word for key, verdict in result.verdicts.items()}
-        summary.PAGE.write_text(summary.summary(words))
+        report.PAGE.write_text(report.summary(words))
     bad = [key for key, verdict in result.verdicts.items() if not verdict.good]
     print(f"{len(result.verdicts) - len(bad)} of {len(result.verdicts)} cells are as declared, {result.seconds:.0f} s")
     return 1 if bad else 0

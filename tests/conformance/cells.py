@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conformance.model import CLIP, STEPS, Batches, Learner, batches
+from conformance.model import CLIP, STEPS, Learner, batches
 from conformance.observe import Observer, Run
 from conformance.rows import ROWS, Row
 from conformance.strategies import trainer_arguments
@@ -107,10 +107,11 @@ class _Fits:
     ) -> Run:
         from lightning_mp import LossScaling
         from support.running import fit
+        from support.saving import ResumableBatches
 
         plan = self.row.policy.plan(scale or LossScaling(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL))
         arguments = trainer_arguments(self.strategy, plan)
-        module, data = Learner(self.row, overflow_at), Batches(batches(steps, without))
+        module, data = Learner(self.row, overflow_at), ResumableBatches(batches(steps, without))
         try:
             fit(module, data=data, ckpt_path=ckpt_path, callbacks=[observer], gradient_clip_val=CLIP, **arguments)
         finally:

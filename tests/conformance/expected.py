@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from conformance.cells import GROWTH_INTERVAL, INIT_SCALE
 from conformance.model import learning_rate, model_of
-from conformance.policies import CHECKPOINTED
-from conformance.rows import Row
+from conformance.rows import CHECKPOINTED, Row
 from conformance.strategies import plain, world
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader
 from conformance.cells import is_refusal
 from conformance.families import Family
 from conformance.judge import DIFFERS, FAILED, REFUSED, SAME, Verdict
-from conformance.local import bits, plain_name
+from conformance.local import bits
 from conformance.plain import DTYPES
-from conformance.policies import Policy
-from conformance.rows import MOVE, SCALE, FamilyRow
+from conformance.rows import MOVE, SCALE, FamilyRow, Policy
 from conformance.strategies import trainer_arguments
 from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import default_dtype
 
 STEPS = 2

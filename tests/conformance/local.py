@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mp.compat.lightning import Trainer
+from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -25,13 +27,6 @@ def local(tensor: Tensor) -> Tensor:
         return shard
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name as the LightningModule gave it, without what wrappers put in."""
-    for inserted in ("_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."):
-        name = name.replace(inserted, "")
-    return name
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -102,3 +97,28 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def squares(found: dict[str, Tensor]) -> dict[str, tuple[int, float]]:
     """Name → how many numbers lie here and the sum of their squares: a global norm's parts, without a collective."""
     return {name: (tensor.numel(), tensor.double().pow(2).sum().item()) for name, tensor in found.items()}
+
+
+# ---------------------------------------------------------------------- where ZeRO keeps it
+
+
+def zero_optimizer(trainer: Trainer) -> Any:
+    """ZeRO's optimizer, or ``None`` under another strategy."""
+    return getattr(getattr(trainer.strategy, "deepspeed_engine", None), "optimizer", None)
+
+
+def zero_masters(trainer: Trainer) -> list[Tensor]:
+    """The flat partitions that ZeRO steps, a copy of the parameters' own."""
+    zero = zero_optimizer(trainer)
+    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")  # stages 1 and 2; stage 3
+    return [partition for name in names for partition in getattr(zero, name, [])]
+
+
+def zero_gradients(trainer: Trainer) -> list[Tensor]:
+    """The gradient partitions ZeRO holds at the step; none under another strategy."""
+    zero = zero_optimizer(trainer)
+    groups = getattr(zero, "averaged_gradients", {}).values()  # stages 1 and 2: lists of tensors by group
+    flat = getattr(zero, "grad_partitions_flat_buffer", None)  # stage 3
+    offloaded = [partition.grad for partition in zero_masters(trainer)]
+    held = [*(tensor for group in groups for tensor in group or ()), flat, *offloaded]
+    return [tensor for tensor in held if tensor is not None]

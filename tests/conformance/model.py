@@ -1,8 +1,7 @@
-"""How a cell of the tables of plans and of optimizers trains: on data that goes on where a checkpoint left it."""
+"""What cells of plans and optimizers train: a tiny Llama of random weights, on made-up text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,14 +10,38 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from conformance.models import llama, text
 from conformance.rows import Row
 from lightning_mp.compat.lightning import LightningModule
 from support.models import InfiniteGradient
 
+VOCABULARY, LENGTH, ROWS = 128, 12, 8
 STEPS = 20
 CLIP = 0.5
 BAD_RANK = 1
+
+
+def llama() -> nn.Module:
+    """Two layers from its config, the same weights wherever it is made; its head is not tied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": LENGTH}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        # eager attention: its matrix products can be seen one by one
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ids, attn_implementation="eager", use_cache=False))
+    return model.train()
+
+
+def text(generator: torch.Generator) -> Tensor:
+    """Each token is 5 times the one before plus 1, but for one in ten."""
+    tokens = [torch.randint(VOCABULARY, (ROWS,), generator=generator)]
+    for _ in range(LENGTH - 1):
+        noise = torch.randint(VOCABULARY, (ROWS,), generator=generator)
+        ruled = (tokens[-1] * 5 + 1) % VOCABULARY
+        tokens.append(torch.where(torch.rand(ROWS, generator=generator) < 0.1, noise, ruled))
+    return torch.stack(tokens, dim=1)
 
 
 def batches(steps: int = STEPS, without: tuple[int, ...] = ()) -> list[Tensor]:
@@ -31,28 +54,6 @@ def batches(steps: int = STEPS, without: tuple[int, ...] = ()) -> list[Tensor]:
 def next_token(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Logits and what they should be."""
     return model(input_ids=tokens).logits[:, :-1], tokens[:, 1:]
-
-
-class Batches:
-    """A loader of global batches with a position that Lightning saves and restores."""
-
-    def __init__(self, made: list[Tensor]) -> None:
-        self.made = made
-        self.position = 0
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for index in range(self.position % len(self), len(self)):
-            self.position = index + 1
-            yield self.made[index]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 def loss_of(logits: Tensor, wanted: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance import local, zero
+from conformance import local
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
+from lightning_mp.modules.patterns import plain_name
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "convolution"}
 REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter", "reduce_")
@@ -145,7 +146,7 @@ class Observer(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.watch is not None:
-            modules = [(local.plain_name(n + ".").rstrip("."), m) for n, m in pl_module.named_modules() if n]
+            modules = [(plain_name(n), m) for n, m in pl_module.named_modules() if n]
             self._hooks = [each for n, m in modules for each in hook(self.watch, n, m)]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -163,8 +164,8 @@ class Observer(Callback):
     # ------------------------------------------------------------------ steps
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        found = {} if zero.optimizer_of(trainer) else local.gradients(pl_module)  # ZeRO has them elsewhere
-        self.run.bytes["gradients"] = local.storage_bytes([*found.values(), *zero.gradients(trainer)])
+        found = {} if local.zero_optimizer(trainer) else local.gradients(pl_module)  # ZeRO has them elsewhere
+        self.run.bytes["gradients"] = local.storage_bytes([*found.values(), *local.zero_gradients(trainer)])
         self.run.before[-1] = local.squares(found)  # of the last evaluation, where an optimizer asks for several
 
     def on_train_batch_end(
@@ -193,7 +194,9 @@ class Observer(Callback):
         run.calls = {name: count / WATCHED_STEPS for name, count in watch.calls.items()}
         run.stored = local.stored(module)
         run.state = {local.dtype_name(tensor.dtype) for _, tensor in local.floating(states)}
-        run.bytes["parameters"] = local.storage_bytes([*local.parameters(module).values(), *zero.masters(trainer)])
+        run.bytes["parameters"] = local.storage_bytes(
+            [*local.parameters(module).values(), *local.zero_masters(trainer)]
+        )
         run.bytes["optimizer"] = local.storage_bytes(tensor for state in states for tensor in state.values())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

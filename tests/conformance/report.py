@@ -1,20 +1,20 @@
-"""The full tables, docs/conformance.txt: footnotes, then what was observed under every policy, a table a strategy."""
+"""The full tables, docs/conformance.txt, and the matrix in one table, docs/reference/conformance.md."""
 
 from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from conformance import expected, judge
 from conformance.cells import SAVED_AT
 from conformance.families import FAMILIES
 from conformance.judge import Verdict
 from conformance.matrix import Matrix
-from conformance.model import CLIP, STEPS
-from conformance.models import ROWS
-from conformance.rows import FAMILY_ROWS, PLAN, TABLES
+from conformance.model import CLIP, ROWS, STEPS
+from conformance.rows import FAMILY_ROWS, MODES, PLAN, POLICIES, TABLES
 from conformance.strategies import STRATEGIES
 
 PACKAGES = ("torch", "lightning", "deepspeed", "transformers", "peft", "torchao")
@@ -205,3 +205,53 @@ def _bytes(figures: dict[str, dict[str, float]]) -> list[str]:
     measured, formula = figures["measured"], figures["formula"]
     ratio = sum(measured.values()) / sum(formula.values())
     return [*(f"{measured[part]} / {formula[part]:.0f}" for part in PARTS), f"{ratio:.3f}"]
+
+
+# ---------------------------------------------------------------------- in one table
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, FULL = DOCS / "reference" / "conformance.md", DOCS / "conformance.txt"
+
+_SUMMARY = """# Conformance
+
+`make conformance` wrote this page. It trains every mode, with and without pins and activation checkpointing, under
+every strategy: 20 steps, in two processes on a CPU. It compares each run with a plain PyTorch loop.
+
+{table}
+
+*same* means: losses, clipping norms and weights are those of the plain loop. Parameters, products, sums and optimizer
+state have the declared dtypes. A step that overflows on one rank is skipped on all, and changes nothing. A resumed run
+ends bit for bit where the uninterrupted run ends.
+
+*no pins* means: the same without pins, and refused with them. *refused* means: an error before the first optimizer
+step, with what to write instead.
+
+The column of optimizers counts runs under `16-mixed`.
+That of families counts 71 families of models in every mode: plain, with pinned norms, with recomputed blocks. *-* are
+runs in which plain PyTorch itself raises.
+[The full tables](../conformance.txt) have every cell, the reason of each refusal, and what was observed.
+"""
+
+
+def summary(words: Mapping[tuple[str, str], str]) -> str:
+    """The page, of the word (``same``, ``refused``, …) of each strategy and row."""
+    others = [table for table in TABLES if table != "plan"]
+    heads = ["strategy", *(f"`{mode}`" for mode in MODES), *others]
+    lines = [_row(heads), _row(["---"] * len(heads))]
+    for strategy in STRATEGIES:
+        policies = [{n: words[strategy, n] for n, policy in POLICIES.items() if policy.mode == mode} for mode in MODES]
+        counts = [_counts(words[strategy, row] for row in TABLES[t][0] if (strategy, row) in words) for t in others]
+        lines.append(_row([f"`{strategy}`", *map(_mode, policies), *counts]))
+    return _SUMMARY.format(table="\n".join(lines))
+
+
+def _mode(found: Mapping[str, str]) -> str:
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    plain = {word for name, word in found.items() if not POLICIES[name].pins}
+    pinned = {word for name, word in found.items() if POLICIES[name].pins}
+    return "no pins" if (plain, pinned) == ({"same"}, {"refused"}) else _counts(found.values())
+
+
+def _counts(found: Iterable[str]) -> str:
+    return ", ".join(f"{count} {word}" for word, count in Counter(found).items()) or "-"

@@ -1,14 +1,89 @@
-"""The rows of each table: a policy and an optimizer, or a family of models and a policy."""
+"""The tables: rows of a policy and an optimizer, or of a family and a policy; columns; a sample of the cells."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from conformance.families import FAMILIES, Family
 from conformance.optimizers import STEPPERS, Stepper
-from conformance.policies import POLICIES, Policy
 from conformance.strategies import STRATEGIES
+
+MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+PINS = {"*norm*": "fp32"}
+CHECKPOINTED = "LlamaDecoderLayer"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One row."""
+
+    mode: str
+    pins: bool = False
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        """``16-mixed+pins+ckpt``."""
+        return self.mode + "+pins" * self.pins + "+ckpt" * self.checkpointing
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.mode.startswith("16")
+
+    @property
+    def mixed(self) -> bool:
+        """Whether computation is in another dtype than storage."""
+        return self.mode.endswith("-mixed")
+
+    @property
+    def half(self) -> str:
+        """What the mode's number stands for."""
+        return {"32": "fp32", "bf16": "bf16", "16": "fp16"}[self.mode.split("-")[0]]
+
+    @property
+    def compute(self) -> str:
+        """What unpinned matrix products run in."""
+        return self.half
+
+    @property
+    def rounding(self) -> float:
+        """How far apart the mode's numbers are just above 1."""
+        return {"fp32": 2**-23, "bf16": 2**-7, "fp16": 2**-10}[self.half]
+
+    @property
+    def storage(self) -> str:
+        """What unpinned parameters are stored in."""
+        return "fp32" if self.mixed else self.half
+
+    @property
+    def norm_storage(self) -> str:
+        """What the norms, which are what is pinned, are stored in."""
+        return "fp32" if self.pins else self.storage
+
+    def plan(self, loss_scaling: Any = None) -> Any:
+        """The plan of this row; ``loss_scaling`` is left out where the mode has none."""
+        from lightning_mp import MixedPrecisionPlan
+
+        return MixedPrecisionPlan(
+            self.mode,
+            pins=PINS if self.pins else None,
+            checkpointing=CHECKPOINTED if self.checkpointing else None,
+            loss_scaling=loss_scaling if self.scaled else None,
+        )
+
+
+POLICIES = {
+    policy.name: policy
+    for mode in MODES
+    for pins in (False, True)
+    for checkpointing in (False, True)
+    for policy in [Policy(mode, pins, checkpointing)]
+}
 
 
 @dataclass(frozen=True)
@@ -86,3 +161,37 @@ TABLES = {
     "families": (tuple(FAMILY_ROWS), ("single", "ddp", "fsdp2", "deepspeed_zero2")),
     "optimizers": (tuple(OPTIMIZERS), _HOSTS),
 }
+
+
+# ---------------------------------------------------------------------- a part of them for CI
+
+Key = tuple[str, str]
+Pair = tuple[tuple[str, object], ...]
+
+
+def _pairs(cell: Key) -> set[Pair]:
+    """Every two of what a cell is made of, in each table; of optimizers the row and the column, of families each."""
+    strategy, name = cell
+    row = ROWS[name]
+    policy = {"mode": row.policy.mode, "pins": row.policy.pins, "checkpointing": row.policy.checkpointing}
+    values: dict[str, object] = {"strategy": strategy, **policy}
+    if isinstance(row, FamilyRow):
+        return {(("family", row.family),)} | {(("families", True), *pair) for pair in combinations(values.items(), 2)}
+    if not row.declared:
+        return {(("optimizer", name),), (("optimizers", True), ("strategy", strategy))}
+    return set(combinations(values.items(), 2))
+
+
+def choose(cells: Iterable[Key], seed: str) -> list[Key]:
+    """Of ``cells``, some in which every pair occurs that occurs in them; another seed chooses others."""
+    cells = list(cells)
+    order = list(dict.fromkeys(strategy for strategy, _ in cells))
+    random.Random(seed).shuffle(cells)
+    covered = {cell: _pairs(cell) for cell in cells}
+    missing: set[Pair] = set().union(*covered.values())
+    chosen: list[Key] = []
+    while missing:
+        chosen.append(max(cells, key=lambda cell: len(covered[cell] & missing)))
+        missing -= covered[chosen[-1]]
+        cells = [cell for cell in cells if not covered[cell].isdisjoint(missing)]
+    return sorted(chosen, key=lambda cell: order.index(cell[0]))

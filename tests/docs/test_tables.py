@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from conformance.strategies import STRATEGIES
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
 from support import docs_setup
@@ -106,12 +107,12 @@ def test_the_table_of_modes_is_the_policys() -> None:
         assert int(size) == 4 * {"fp32": 4, "bf16": 2, "fp16": 2}[policy.storage_dtype]
 
 
-def test_the_page_of_conformance_is_what_the_full_tables_say() -> None:
-    from conformance import summary
-
-    full = summary.written(summary.FULL.read_text(encoding="utf-8"))
-    assert set(full.values()) == {"same", "refused", "-"}  # "-": plain PyTorch itself raises there
-    assert summary.PAGE.read_text(encoding="utf-8") == summary.summary(full)
+def test_the_page_of_conformance_has_every_strategy_and_no_fault() -> None:
+    full, (table,) = text("docs/conformance.txt"), tables("docs/reference/conformance.md")
+    assert not re.findall(r"DIFFERS|FAILED", full.partition("\n## Plan")[2])
+    assert {row[0].strip("`") for row in table[1:]} == set(STRATEGIES)
+    words = {word for row in table[1:] for cell in row[1:] for word in re.findall(r"[a-z]+|-", cell)}
+    assert words == {"same", "refused", "no", "pins", "-"}
 
 
 #: bytes a parameter on one of eight devices, as how-to/out-of-memory.md says

@@ -98,14 +98,6 @@ def _overflowing(module: LightningModule, loss: Tensor) -> Tensor:
     return InfiniteGradient.apply(loss) if last and module.trainer.global_step in OVERFLOWS else loss
 
 
-class TokenBatches(ResumableBatches):
-    """Token ids, and a position."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches = list(language.tokens(32))
-
-
 class Watch(Callback):
     """Weights and the plan's state at the start, at the save and at the end; rates, scales and skips by step."""
 
@@ -211,7 +203,7 @@ class Refused:
 
 def _trained(case: str, name: str, watch: Watch, ckpt_path: Path | None = None) -> dict[str, Any]:
     plan, module = plan_of(case), module_of(case)
-    data = TokenBatches() if CASES[case].model == "llama" else ResumableBatches()
+    data = ResumableBatches(language.tokens(32) if CASES[case].model == "llama" else None)
     options: dict[str, Any] = {"max_epochs": 2, "max_steps": STEPS, "gradient_clip_val": 0.5}
     options |= {"plugins": [plan], "callbacks": [watch], "ckpt_path": ckpt_path, **host(name, plan, case)}
     with lightning_says() as lines:

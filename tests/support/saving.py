@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from support.models import batches
 
 
 class ResumableBatches:
-    """``support.models.batches()`` with a position that Lightning saves and restores."""
+    """Batches, by default ``support.models.batches()``, with a position that Lightning saves and restores."""
 
-    def __init__(self) -> None:
-        self.batches = list(batches())
+    def __init__(self, made: Iterable[Any] | None = None) -> None:
+        self.batches = list(batches() if made is None else made)
         self.position = 0
 
     def __len__(self) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.memory import Cell
-from benchmarks.memory import HELD, SHARDED_CELLS, OfRank, predicted
+from benchmarks.memory import HELD, SHARDED_CELLS, Cell, OfRank, predicted
 from support.ranks import Ranks
 
 #: of the peak, and of what is held
