@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-from importlib.metadata import metadata, requires, version
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
@@ -17,33 +16,9 @@ import lightning_mp
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning-mp"
-HEAVY = (
-    "torch",
-    "lightning",
-    "pytorch_lightning",
-    "transformers",
-    "deepspeed",
-    "omegaconf",
-    "hydra",
-    "matplotlib",
-    "plotly",
-)
-FLOOR_0 = (
-    "deepspeed_config.read",
-    "deepspeed_config.write",
-    "errors",
-    "monitor.alerts",
-    "monitor.events",
-    "monitor.findings",
-    "monitor.metric_names",
-    "monitor.report",
-    "monitor.run_folder",
-    "planner",
-    "policy",
-    "policy.hardware",
-    "policy.load",
-    "policy.presets",
-)
+HEAVY = ("torch", "lightning", "pytorch_lightning", "transformers", "deepspeed", "omegaconf", "hydra", "plotly")
+#: floor 0, which import-linter holds to be pure data
+FLOOR_0 = ("deepspeed_config", "errors", "monitor.events", "monitor.report", "planner", "policy.load")
 
 
 def heavy_modules_after(statement: str) -> list[str]:
@@ -77,30 +52,19 @@ def pinned() -> dict[str, list[Requirement]]:
     return pins
 
 
-def test_importing_the_package_loads_neither_torch_nor_lightning() -> None:
-    assert heavy_modules_after("import lightning_mp") == []
-
-
 @pytest.mark.parametrize("name", ["callbacks", "numerics", "planner"])
 def test_a_public_package_is_there_without_an_import_of_its_own(name: str) -> None:
     assert lightning_mp.__getattr__(name).__name__ == f"lightning_mp.{name}"
 
 
-@pytest.mark.parametrize("module", FLOOR_0)
-def test_floor_0_is_pure_data_and_loads_no_torch(module: str) -> None:
-    assert heavy_modules_after(f"import lightning_mp.{module}") == []
+def test_importing_the_package_and_its_pure_data_loads_neither_torch_nor_lightning() -> None:
+    assert heavy_modules_after("import lightning_mp") == []
+    assert heavy_modules_after("; ".join(f"import lightning_mp.{module}" for module in FLOOR_0)) == []
 
 
 def test_the_version_is_written_in_one_place() -> None:
     assert version(PACKAGE) == lightning_mp.__version__
     assert lightning_mp.__version__ not in (ROOT / "pyproject.toml").read_text().partition("dependencies")[0]
-
-
-def test_python_3_10_to_3_13_are_supported() -> None:
-    about = metadata(PACKAGE)
-    assert sorted(about["Requires-Python"].split(",")) == ["<3.14", ">=3.10"]
-    classifiers = " ".join(about.get_all("Classifier") or [])
-    assert re.findall(r"3\.\d+", classifiers) == ["3.10", "3.11", "3.12", "3.13"]
 
 
 def test_the_core_dependencies_are_few() -> None:

@@ -13,7 +13,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mp import MixedPrecisionPlan, PinAdvice, PlanError, suggest_pins
+from conformance.families import FAMILIES
+from lightning_mp import MixedPrecisionPlan, PlanError, suggest_pins
+from support.comparing import same
 from support.models import Regression, batches
 
 WIDTH = 32
@@ -29,36 +31,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return functional.mse_loss(self.net(x).squeeze(-1), y)
-
-
-class Vit(nn.Module):
-    """Patches of a small image through attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(1, WIDTH, 4, 4)
-        self.positions = nn.Parameter(torch.randn(1, 4, WIDTH) * 0.02)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.1, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        patches = self.patches(x[:, : 2 * WIDTH].reshape(-1, 1, 8, 8)).flatten(2).transpose(1, 2)
-        return functional.cross_entropy(self.head(self.encoder(patches + self.positions).mean(1)), (y > 0).long())
-
-
-class Gpt(nn.Module):
-    """A small GPT-2 on tokens made of the rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        self.model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=WIDTH, vocab_size=64, n_positions=64))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        tokens = (x.abs() * 20).long() % 64
-        return self.model(input_ids=tokens, labels=tokens).loss
 
 
 class Big(nn.Module):
@@ -159,22 +131,28 @@ class Scanned(nn.Module):
         return functional.mse_loss(self.head(self.scan(torch.tanh(self.first(x)))).squeeze(-1), y)
 
 
-def _batches(count: int = 3, rows: int = 16, width: int = WIDTH) -> list[tuple[Tensor, Tensor]]:
+def _batches() -> list[tuple[Tensor, Tensor]]:
     made = torch.Generator().manual_seed(3)
-    rows_of = [torch.randn(rows, width, generator=made) for _ in range(count)]
-    return [(x, x.sum(1) / math.sqrt(width)) for x in rows_of]
+    return [(x, x.sum(1) / math.sqrt(WIDTH)) for x in torch.randn(3, 16, WIDTH, generator=made)]
 
 
-def _advice(kind: Callable[[], nn.Module], precision: str, **options: Any) -> PinAdvice:
-    torch.manual_seed(0)
-    width = 2 * WIDTH if kind is Vit else WIDTH
-    return suggest_pins(kind(), _batches(width=width), MixedPrecisionPlan(precision), **options)
+class OfFamily(LightningModule):
+    """One of conformance's families, and its own loss."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.family, self.model = FAMILIES[name], FAMILIES[name].model()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.family.losses[""](self.model, batch)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("kind", [Mlp, Gpt, Vit])
-def test_a_healthy_model_needs_no_pins(kind: Any, precision: str) -> None:
-    advice = _advice(kind, precision)
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "vit"])
+def test_a_healthy_model_needs_no_pins(name: str, precision: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    data = [FAMILIES[name].batch(generator) for _ in range(3)]
+    advice = suggest_pins(OfFamily(name), data, MixedPrecisionPlan(precision))
     assert advice.pins == {}
     assert advice.error_before < 0.05
     assert "No pins" in str(advice)
@@ -193,7 +171,8 @@ SICK: dict[str, tuple[Callable[[], nn.Module], str, set[str]]] = {
 @pytest.mark.parametrize("name", SICK)
 def test_what_does_harm_is_found(name: str) -> None:
     kind, precision, right = SICK[name]
-    advice = _advice(kind, precision)
+    torch.manual_seed(0)
+    advice = suggest_pins(kind(), _batches(), MixedPrecisionPlan(precision))
     assert set(advice.pins) <= right, str(advice)
     assert len(advice.pins) == 1, str(advice)
     assert advice.error_after < advice.error_before / 2
@@ -230,16 +209,6 @@ def _state(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
-
-
 class Raises(Mlp):
     """Fails in its third forward."""
 
@@ -266,7 +235,7 @@ def test_everything_is_given_back_untouched(kind: Any, precision: str) -> None:
             suggest_pins(module, data, MixedPrecisionPlan(precision))
     else:
         suggest_pins(module, data, MixedPrecisionPlan(precision), steps=2)
-    assert _same(before, _state(module))
+    assert same(before, _state(module))
 
 
 @pytest.mark.parametrize("given", [[], iter(()), ()])

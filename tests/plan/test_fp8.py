@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_mp import Checkpointing, MixedPrecisionPlan, PlanError
+from lightning_mp import Checkpointing, MixedPrecisionPlan
 from support.fp8 import RECIPES, WIDTH, Language, plan, products, run, same, texts
-from support.hf import llama, token_batches
 from support.models import same_weights, weights
 from support.running import trainer
 from support.saving import SaveAt
@@ -103,17 +100,14 @@ def test_evaluation_is_bf16s_own(recipe: str) -> None:
         assert module.logits.dtype == torch.bfloat16
 
 
-@every_recipe
-@pytest.mark.parametrize("compiled", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
-def test_evaluation_in_fp8_runs_under_inference_mode_too(recipe: str, compiled: str | None) -> None:
-    torch._dynamo.reset()
+def test_evaluation_in_fp8_runs_under_inference_mode_too() -> None:
     found: dict[str, Tensor] = {}
     for inference_mode in (True, False):
-        module = Language(compiled=compiled)
+        module = Language()
         with products() as made:
-            runner = trainer(plugins=[plan(recipe, evaluate="fp8")], limit_val_batches=1, inference_mode=inference_mode)
+            runner = trainer(plugins=[plan(evaluate="fp8")], limit_val_batches=1, inference_mode=inference_mode)
             runner.validate(module, texts(), verbose=False)
-        assert len(made) == CONVERTED or (made and compiled)  # tracing is counted too
+        assert len(made) == CONVERTED
         assert torch.equal(module.logits, found.setdefault("logits", module.logits))
 
 
@@ -144,20 +138,6 @@ def _saved(folder: Path, plugin: Any) -> tuple[Language, Path]:
     return module, folder / "8.ckpt"
 
 
-def test_a_checkpoint_loads_without_torchao(tmp_path: Path) -> None:
-    _, path = _saved(tmp_path, plan())
-    code = f"""
-import sys
-sys.modules["torchao"] = None
-import torch
-kept = torch.load({str(path)!r}, weights_only=True)
-assert kept["MixedPrecisionPlan"]["policy"]["fp8"]["recipe"] == "rowwise"
-print({{type(t).__name__ for t in kept["state_dict"].values()}})
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert ran.stdout.strip() == "{'Tensor'}"
-
-
 @pytest.mark.parametrize(("first", "then"), [("fp8", "fp8"), ("fp8", "bf16"), ("bf16", "fp8")])
 def test_a_run_resumes_under_the_other_precision(first: str, then: str, tmp_path: Path) -> None:
     plans = {"fp8": plan, "bf16": lambda: MixedPrecisionPlan("bf16-mixed")}
@@ -174,27 +154,3 @@ def test_a_run_resumes_under_the_other_precision(first: str, then: str, tmp_path
         assert same_weights(weights(resumed), weights(whole))
     else:
         assert resumed.losses == pytest.approx(whole.losses[8:], rel=0.1)
-
-
-# ---------------------------------------------------------------------- refusals
-
-
-def test_lora_alone_is_refused_and_a_trained_layer_beside_it_is_converted() -> None:
-    class Adapted(Language):
-        def __init__(self, also: str) -> None:
-            super().__init__()
-            self.blocks = llama(lora=True)
-            for name, parameter in self.blocks.named_parameters():
-                if also and also in name and "lora" not in name:
-                    parameter.requires_grad_(True)
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.blocks(input_ids=batch, labels=batch).loss
-
-    with pytest.raises(PlanError, match="frozen"):
-        run(Adapted(""), plan(), data=token_batches())
-    plugin = plan()
-    with products() as made:
-        run(Adapted("o_proj"), plugin, data=token_batches())
-    assert len(made) == 2 * 3 * 8
-    assert {layer.reason for layer in plugin.fp8_layers} >= {"adapter", "frozen", None}

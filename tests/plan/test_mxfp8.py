@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_mp import FP8, Checkpointing, MixedPrecisionPlan, PlanError
-from lightning_mp.callbacks import PrecisionAudit
 from lightning_mp.compat import torchao
 from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Faults
@@ -140,13 +138,3 @@ def test_ddp_and_fsdp2_are_one_device(ranks: Ranks) -> None:
     assert whole["losses"] == run(Plain(), plan("mxfp8")).losses
     sharded = ranks.run(Across("fsdp2", "mxfp8", alike=True, options={"wrap": "Block"}))[0]
     assert sharded["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-
-
-def test_the_audit_reads_fp8_for_the_products_of_converted_layers(tmp_path: Path) -> None:
-    audit = PrecisionAudit(run_dir=tmp_path)
-    run(Language(), plan("mxfp8"), callbacks=[audit], max_steps=1)
-    assert audit.report is not None
-    assert audit.report.ok, audit.report.explanation()
-    rows = {row.module: row.compute for row in audit.report.rows}
-    assert rows["blocks.0.up"] == "fp8"
-    assert rows["lm_head"] == "bf16"

@@ -171,83 +171,59 @@ def test_packed_buffers_and_their_scales_stay() -> None:
     assert (layer.weight.dtype, layer.scales.dtype) == (torch.float32, torch.float16)
 
 
-class Owns(nn.Module):
-    """Owns what it is given: parameters that are trained, frozen ones and buffers."""
-
-    def __init__(self, trained: dict[str, Tensor], frozen: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
-        super().__init__()
-        for name, tensor in trained.items():
-            self.register_parameter(name, tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
-        for name, tensor in frozen.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        for name, tensor in buffers.items():
-            self.register_buffer(name, tensor)
-
-    def dtypes(self) -> set[torch.dtype]:
-        """Those of what is floating."""
-        return {one.dtype for one in (*self.parameters(), *self.buffers()) if one.is_floating_point()}
-
-
 class Marked(nn.Parameter):
     """A class by which some training scripts tell parameters apart."""
 
 
-def _int(*size: int, dtype: torch.dtype) -> Tensor:
-    return torch.ones(size, dtype=dtype)
+def _owner(**tensors: tuple[str, torch.dtype]) -> nn.Module:
+    """Owns tensors of these names: ``trained`` or ``marked`` parameters, ``frozen`` ones and ``buffer``s."""
+    owner = nn.Module()
+    for name, (kind, dtype) in tensors.items():
+        tensor = torch.ones((4,) if "scale" in name and "scales" not in name else (4, 4)).to(dtype)
+        if kind == "buffer":
+            owner.register_buffer(name, tensor)
+        else:
+            made = Marked(tensor) if kind == "marked" else nn.Parameter(tensor, requires_grad=kind == "trained")
+            owner.register_parameter(name, made)
+    return owner
 
 
-def _numbers() -> Tensor:
-    return torch.ones(4, 4)
+def _cast(owner: nn.Module) -> set[torch.dtype]:
+    """The floating dtypes that a plan in bf16-true leaves it with."""
+    plan_for("bf16-true").convert_module(nn.Sequential(owner))
+    return {one.dtype for one in (*owner.parameters(), *owner.buffers()) if one.is_floating_point()}
 
 
-def _scale() -> Tensor:
-    return torch.ones(4)
-
-
-ORDINARY: dict[str, Callable[[], Owns]] = {
-    "a mask of bytes": lambda: Owns({"scale": _scale()}, {"w": _numbers()}, {"mask": _int(4, 4, dtype=torch.uint8)}),
-    "positions": lambda: Owns(
-        {}, {"w": _numbers(), "scale": _scale()}, {"position_ids": _int(1, 4, dtype=torch.int32)}
-    ),
-    "a table's index": lambda: Owns(
-        {"logit_scale": _scale()}, {}, {"relative_position_index": _int(4, 4, dtype=torch.int32), "coords": _numbers()}
-    ),
-    "counts": lambda: Owns({"weight": _numbers()}, {}, {"scale": _scale(), "counts": _int(4, 4, dtype=torch.int32)}),
-    "a frozen index": lambda: Owns({"w": _numbers()}, {"index": _int(4, dtype=torch.int64)}, {"freqs": _scale()}),
-    "a frozen mask": lambda: Owns({}, {"w": _numbers(), "mask": _int(4, 4, dtype=torch.bool)}, {"freqs": _scale()}),
-    "a class of parameters": lambda: Owns({"w": Marked(_numbers())}, {"b": _scale()}, {"freqs": _scale()}),
+F32, I32, I8, U8 = torch.float32, torch.int32, torch.int8, torch.uint8
+W, SCALE, FREQS = ("frozen", F32), ("trained", F32), ("buffer", F32)
+ORDINARY: dict[str, dict[str, tuple[str, torch.dtype]]] = {
+    "a mask of bytes": {"scale": SCALE, "w": W, "mask": ("buffer", U8)},
+    "positions": {"w": W, "scale": W, "position_ids": ("buffer", I32)},
+    "a table's index": {"logit_scale": SCALE, "relative_position_index": ("buffer", I32), "coords": FREQS},
+    "counts": {"weight": ("trained", F32), "scale": FREQS, "counts": ("buffer", I32)},
+    "a frozen index": {"w": ("trained", F32), "index": ("frozen", torch.int64), "freqs": FREQS},
+    "a frozen mask": {"w": W, "mask": ("frozen", torch.bool), "freqs": FREQS},
+    "a class of parameters": {"w": ("marked", F32), "b": W, "freqs": FREQS},
+}
+PACKED: dict[str, dict[str, tuple[str, torch.dtype]]] = {
+    "GPTQ": {"qweight": ("buffer", I32), "qzeros": ("buffer", I32), "scales": FREQS},
+    "BitNet": {"weight": ("buffer", U8), "weight_scale": FREQS},
+    "MXFP4": {"proj_blocks": ("frozen", U8), "proj_scales": W},
+    "codebooks": {"codes": ("frozen", I8), "codebooks": W, "scales": W},
+    "HQQ": {"W_q": ("frozen", U8), "zero": W, "scale": W},
+    "by hand": {"weight_int8": ("buffer", I8), "scale": FREQS},
+    "float8": {"weight_scale_inv": SCALE, "weight": ("frozen", torch.float8_e5m2)},
 }
 
 
 @pytest.mark.parametrize("what", ORDINARY)
 def test_integers_and_marks_that_quantize_nothing_leave_what_is_beside_them_ordinary(what: str) -> None:
-    layer = ORDINARY[what]()
-    plan_for("bf16-true").convert_module(nn.Sequential(layer))
-    assert layer.dtypes() == {torch.bfloat16}
-
-
-PACKED: dict[str, Callable[[], Owns]] = {
-    "GPTQ": lambda: Owns(
-        {},
-        {},
-        {"qweight": _int(2, 4, dtype=torch.int32), "qzeros": _int(1, 1, dtype=torch.int32), "scales": _numbers()},
-    ),
-    "BitNet": lambda: Owns({}, {}, {"weight": _int(1, 4, dtype=torch.uint8), "weight_scale": _scale()}),
-    "MXFP4": lambda: Owns({}, {"proj_blocks": _int(4, 4, dtype=torch.uint8), "proj_scales": _scale()}, {}),
-    "codebooks": lambda: Owns(
-        {}, {"codes": _int(4, 4, dtype=torch.int8), "codebooks": _numbers(), "scales": _scale()}, {}
-    ),
-    "HQQ": lambda: Owns({}, {"W_q": _int(4, 4, dtype=torch.uint8), "zero": _scale(), "scale": _scale()}, {}),
-    "by hand": lambda: Owns({}, {}, {"weight_int8": _int(4, 4, dtype=torch.int8), "scale": _scale()}),
-    "float8": lambda: Owns({"weight_scale_inv": _scale()}, {"weight": _numbers().to(torch.float8_e5m2)}, {}),
-}
+    assert _cast(_owner(**ORDINARY[what])) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("what", PACKED)
 def test_what_belongs_to_packed_weights_stays(what: str) -> None:
-    layer = PACKED[what]()
-    plan_for("bf16-true").convert_module(nn.Sequential(layer))
-    assert torch.bfloat16 not in layer.dtypes()
+    assert torch.bfloat16 not in _cast(_owner(**PACKED[what]))
 
 
 @pytest.mark.parametrize(
