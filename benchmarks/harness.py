@@ -48,20 +48,15 @@ class LanguageModel(LightningModule):
 class Tiny(LightningModule):
     """A net so small that a step is Lightning's loop and little else."""
 
-    def __init__(self, *, fused: bool = False, scheduled: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
-        self._fused, self._scheduled = fused or None, scheduled
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
         return self.net(batch[0]).float().pow(2).mean()
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self._fused)
-        if not self._scheduled:
-            return optimizer
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=self._scheduled)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
 def tokens() -> DataLoader[Any]:

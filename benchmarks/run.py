@@ -1,4 +1,4 @@
-"""What a plan and the monitors cost: step time, device syncs and import time, against stock Lightning.
+"""What a plan and the monitors cost: step time and import time, against stock Lightning.
 
 ``python -m benchmarks.run [plan monitors] [--quick]``: medians of sides that take turns, and their ratio.
 """
@@ -17,37 +17,22 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch import Callback
 from rich.console import Console
 from rich.table import Table
-from torch.overrides import TorchFunctionMode
 
 from benchmarks.harness import (
     MODES,
     SHAPES,
-    WARM_UP,
     Shape,
     StepTimes,
-    Tiny,
     device_name,
     fit,
     interleaved,
     plan,
     quietly,
     stock,
-    vectors,
 )
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
-
-#: how a tensor's value comes to the host
-_READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
-#: optimizers of the tiny net whose steps are counted
-_STEPS = 20
-OPTIMIZERS = {
-    "fused AdamW": {"fused": True},
-    "fused AdamW, OneCycleLR": {"fused": True, "scheduled": _STEPS + 1},
-    "plain AdamW": {},
-}
 
 
 def seconds(shape: Shape, plugin: Callable[[], Any], steps: int, watched: bool = False) -> list[float]:
@@ -59,43 +44,6 @@ def seconds(shape: Shape, plugin: Callable[[], Any], steps: int, watched: bool =
     return times.seconds
 
 
-class Syncs(TorchFunctionMode, Callback):
-    """Counts, in each warm batch, how often a tensor's value was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: list[int] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[-1] += getattr(func, "__name__", "") in _READS
-        return func(*args, **(kwargs or {}))
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.counts.append(0)
-        self.__enter__()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.__exit__(None, None, None)
-
-
-def syncs(plugin: Any, optimizer: dict[str, Any]) -> float:
-    """Device syncs a warm step of the tiny net."""
-    count = Syncs()
-    fit(Tiny(**optimizer), vectors(), plugin, _STEPS, callbacks=[count], gradient_clip_val=1.0)
-    return sum(count.counts[WARM_UP:]) / len(count.counts[WARM_UP:])
-
-
-def same_as_stock(mode: str) -> bool:
-    """Whether steps of plain AdamW with clipping leave the same bits in every weight."""
-    weights: list[list[torch.Tensor]] = []
-    for plugin in (stock, plan):
-        torch.manual_seed(0)
-        module = Tiny()
-        fit(module, vectors(), plugin(mode), _STEPS, gradient_clip_val=1.0)
-        weights.append([parameter.detach().cpu() for parameter in module.parameters()])
-    return all(map(torch.equal, *weights))
-
-
 def of_imports(code: str) -> list[float]:
     """Seconds of a fresh interpreter."""
     start = time.perf_counter()
@@ -103,7 +51,7 @@ def of_imports(code: str) -> list[float]:
     return [time.perf_counter() - start]
 
 
-def the_plan(*, quick: bool) -> list[Table]:
+def the_plan(*, quick: bool) -> Table:
     """The plan beside stock Lightning."""
     timed = Table("what", "mode", "stock", "plan", "ratio", "target", title="A plan: medians of both in turn")
     for shape in SHAPES:
@@ -115,18 +63,10 @@ def the_plan(*, quick: bool) -> list[Table]:
     codes = ("import lightning.pytorch", "from lightning_mp import MixedPrecisionPlan")
     theirs, ours = interleaved({one: partial(of_imports, one) for one in codes}, 2 if quick else 9).values()
     _row(timed, codes[1], "", theirs, ours, "<= 1.10")
-    counted = Table("what", *MODES, "target", title="Counted, clipping by norm on")
-    for name, optimizer in OPTIMIZERS.items():
-        own = syncs(None, optimizer)  # what a plain optimizer on the CPU reads of itself: its step counts
-        row = [f"{syncs(plan(mode), optimizer) - own:g}" for mode in MODES]
-        counted.add_row(f"device syncs a step by the plan, {name}", *row, "0" if name == "fused AdamW" else "<= 1")
-    counted.add_row(
-        "weights equal stock's, bit for bit", *("NO" if not same_as_stock(m) else "yes" for m in MODES), "yes"
-    )
-    return [timed, counted]
+    return timed
 
 
-def the_monitors(*, quick: bool) -> list[Table]:
+def the_monitors(*, quick: bool) -> Table:
     """TrainingHealth in every step and LossScaleMonitor beside the same run without them."""
     timed = Table("shape", "mode", "without", "with", "ratio", "target", title="Monitors: medians of both in turn")
     for shape in SHAPES:
@@ -136,7 +76,7 @@ def the_monitors(*, quick: bool) -> list[Table]:
                 sides = {str(on): partial(seconds, shape, partial(plugin, mode), steps, on) for on in (False, True)}
                 found, target = interleaved(sides, rounds), "<= 1.03" if shape is SHAPES[0] else ""
                 _row(timed, shape.name, f"{plugin.__name__}, {mode}", found["False"], found["True"], target)
-    return [timed]
+    return timed
 
 
 def _row(table: Table, what: str, mode: str, first: float, second: float, target: str) -> None:
@@ -155,8 +95,7 @@ def main() -> None:
     given = parser.parse_args()
     quietly()
     for part in given.parts:
-        for table in PARTS[part](quick=given.quick):
-            Console(width=120).print(table)
+        Console(width=120).print(PARTS[part](quick=given.quick))
     versions = f"torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}"
     print(f"{device_name()}; {versions}")
 

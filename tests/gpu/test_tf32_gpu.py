@@ -80,13 +80,11 @@ def test_tf32_switched_behind_the_plan_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("make", [llama])
-def test_no_false_alarm_and_the_same_numbers(make: Any, mode: str, tmp_path: Path) -> None:
-    module, oracle = Language(make()), Language(make())
-    blocks = "LlamaDecoderLayer" if make is llama else "GPT2Block"
-    options: dict[str, Any] = {"data": Resident(tokens()), "max_steps": 2}
-    cuda_fit(oracle, plugins=[plan_for(mode, checkpointing=blocks)], **options)
-    rows = _run(module, tmp_path, data=options["data"], plugins=[plan_for(mode, checkpointing=blocks)])
+def test_no_false_alarm_and_the_same_numbers(mode: str, tmp_path: Path) -> None:
+    module, oracle, data = Language(llama()), Language(llama()), Resident(tokens())
+    plan = plan_for(mode, checkpointing="LlamaDecoderLayer")
+    cuda_fit(oracle, plugins=[plan], data=data, max_steps=2)
+    rows = _run(module, tmp_path, data=data, plugins=[plan_for(mode, checkpointing="LlamaDecoderLayer")])
     assert {row.ok for row in rows.values()} == {True}
     assert module.losses == oracle.losses
     assert same_weights(weights(module), weights(oracle))
