@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from support.docs import Block, blocks, commands, pages, text
-from support.docs_run import PageRun
-from support.docs_setup import SETUPS, setup_of
+from support.docs_run import SETUPS, PageRun, Setup
 
 KINDS = {"python", "diff", "bash", "yaml", "json", "text"}
 PAGES = [page for page in pages() if blocks(page)]
@@ -39,21 +38,20 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def _run(page: str, *, all_commands: bool) -> None:
-    run = PageRun(page, setup_of(page), all_commands=all_commands)
+    run = PageRun(page, all_commands=all_commands)
     for block in blocks(page):
         run.block(block)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if not setup_of(page).all_slow])
+@pytest.mark.parametrize("page", [page for page in PAGES if not SETUPS.get(page, Setup()).all_slow])
 def test_the_blocks_of_a_page_do_what_the_page_says(page: str) -> None:
     _run(page, all_commands=False)
 
 
 def _has_slow(page: str) -> bool:
-    if setup_of(page).all_slow:
-        return True
+    setup = SETUPS.get(page, Setup())
     lines = [" ".join(words[1:]) for block in blocks(page) if block.language == "bash" for words in commands(block)]
-    return any(re.match(pattern, line) for pattern in setup_of(page).slow for line in lines)
+    return setup.all_slow or any(re.match(pattern, line) for pattern in setup.slow for line in lines)
 
 
 @pytest.mark.slow
@@ -89,7 +87,7 @@ def test_pages_are_short_and_so_are_their_lines() -> None:
 
 
 def test_a_block_that_fails_fails_its_page() -> None:
-    run = PageRun("docs/index.md", setup_of("docs/index.md"), all_commands=False)
+    run = PageRun("docs/index.md", all_commands=False)
     for language, code in (
         ("python", "raise ValueError\n"),
         ("bash", "lightning-mp train no.yaml\n"),

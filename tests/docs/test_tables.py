@@ -14,10 +14,9 @@ import pytest
 from conformance.strategies import STRATEGIES
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
-from support import docs_setup
+from support import docs_run
 from support.docs import tables, text
 
-PROJECT = Path(docs_setup.__file__).parent / "docs_project"
 CODE = re.compile(r"^`([^`]+)`$")
 
 
@@ -28,8 +27,8 @@ CODE = re.compile(r"^`([^`]+)`$")
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names of the migration pages, in a folder of their own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(PROJECT))
-    return docs_setup.names()
+    monkeypatch.syspath_prepend(str(docs_run.PROJECT))
+    return docs_run.names()
 
 
 def _rows(page: str) -> Iterator[tuple[str, str]]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from lightning_mp import LossScaling, NonFinite, NonFiniteError
 from support.manual import Manual
-from support.models import InfiniteGradient, Regression, same_weights, weights
+from support.models import Regression, same_weights, weights
+from support.nonfinite import Breaks
 from support.oracles import MODES, SCALED, UNSCALED, plan_for
 from support.running import fit
 from support.traces import Trace
@@ -23,39 +23,9 @@ STUCK = LossScaling.static(64.0)
 ALLOWED = 3
 
 
-class Spoils(nn.Module):
-    """Multiplies by one; its backward hands on infinite gradients once told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(()))
-        self.bad = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.gain
-        return InfiniteGradient.apply(x) if self.bad else x
-
-
-class Sick(Regression):
-    """Healthy until step ``since``; then every step is non-finite in one of four ways."""
-
-    def __init__(self, how: str, since: int, **options: Any) -> None:
-        super().__init__(partial(torch.optim.AdamW, lr=1e-3, eps=1e-4, fused=True), **options)
-        self.net.insert(2, Spoils())
-        self.how, self.since = how, since
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.trainer.global_step >= self.since:
-            if self.how == "weight":
-                with torch.no_grad():
-                    self.net[1].weight[3] = float("nan")
-            elif self.how == "gradient":
-                self.net[2].bad = True
-            elif self.how == "batch":
-                batch = (batch[0].clone().index_fill_(1, torch.tensor([2]), float("nan")), batch[1])
-            elif self.how == "loss":
-                return super().training_step(batch, batch_idx) * float("nan")
-        return super().training_step(batch, batch_idx)
+def sick(how: str, since: int = 2) -> Breaks:
+    """Healthy until batch ``since``; then every one breaks in one of four ways."""
+    return Breaks(how, tuple(range(since, 8)), partial(torch.optim.AdamW, lr=1e-3, eps=1e-4, fused=True))
 
 
 #: how it breaks -> the module named, the parameter named, what else the message says
@@ -77,7 +47,7 @@ def _stop(module: Regression, plan: Any, **options: Any) -> NonFiniteError:
 @every_mode
 def test_three_skips_are_allowed_and_the_fourth_stops_the_run_by_name(mode: str, how: str) -> None:
     since = 2
-    module, plan = Sick(how, since), plan_for(mode, STUCK, nonfinite=NonFinite(max_consecutive=ALLOWED))
+    module, plan = sick(how, since), plan_for(mode, STUCK, nonfinite=NonFinite(max_consecutive=ALLOWED))
     error = _stop(module, plan)
     expected, parameter, says = ORIGINS[how]
     assert (error.rank, error.step, error.module) == (0, since + ALLOWED, expected)
@@ -93,7 +63,7 @@ def test_three_skips_are_allowed_and_the_fourth_stops_the_run_by_name(mode: str,
 @unscaled
 def test_raise_stops_at_the_first(mode: str, how: str) -> None:
     plan = plan_for(mode, nonfinite="raise")
-    error = _stop(Sick(how, 2), plan)
+    error = _stop(sick(how), plan)
     assert (error.step, error.module) == (2, ORIGINS[how][0])
     assert (plan.applied_steps, plan.skipped_steps) == (2, 1)
 
@@ -102,7 +72,7 @@ def test_raise_stops_at_the_first(mode: str, how: str) -> None:
 @pytest.mark.parametrize("mode", SCALED)
 def test_raise_with_scaling_stops_at_a_loss_that_is_bad_already(mode: str, how: str) -> None:
     """No scale can help there, so the scale's way down is not waited for."""
-    error = _stop(Sick(how, 2), plan_for(mode, nonfinite="raise"))
+    error = _stop(sick(how), plan_for(mode, nonfinite="raise"))
     assert (error.step, error.module) == (2, ORIGINS[how][0])
     assert "no loss scale can help" in str(error)
 
@@ -138,7 +108,7 @@ def test_manual_optimization_names_what_the_gradients_show() -> None:
 @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
 def test_the_error_leaves_the_weights_as_they_were(mode: str) -> None:
     """The search for the origin runs the batch again; it must not step, and not leave the module in another state."""
-    module = Sick("gradient", 2)
+    module = sick("gradient")
     trace = Trace()
     _stop(module, plan_for(mode, STUCK, nonfinite=NonFinite(max_consecutive=1)), callbacks=[trace])
     assert same_weights(trace.weights[-1], weights(module))

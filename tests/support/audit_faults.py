@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,14 +47,6 @@ class TurnsAutocastOff(nn.Module):
             return x @ x.t() @ x
 
 
-class Inside(Regression):
-    """Autocast is turned off inside a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[2] = TurnsAutocastOff()
-
-
 class CastsItself(nn.Linear):
     """A layer that computes in fp16 of its own accord."""
 
@@ -61,27 +55,11 @@ class CastsItself(nn.Linear):
             return functional.linear(x.half(), self.weight.half(), self.bias.half()).to(x.dtype)
 
 
-class Custom(Regression):
-    """It holds a layer that casts to half itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0] = CastsItself(FEATURES, HIDDEN)
-
-
 class HalfNorm(nn.LayerNorm):
     """A norm that runs in half."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x.bfloat16(), (HIDDEN,), self.weight.bfloat16(), self.bias.bfloat16())
-
-
-class NormInHalf(Regression):
-    """It holds a norm that runs in half."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[1] = HalfNorm(HIDDEN)
 
 
 class OwnRMSNorm(nn.Module):
@@ -108,14 +86,6 @@ class LostPin(Regression):
         self.trainer.optimizers[0].param_groups[0]["params"] = list(self.parameters())
 
 
-class OwnNormInHalf(Regression):
-    """It holds a norm of its own making that runs in whatever comes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[1] = OwnRMSNorm()
-
-
 class _KeepsAverages(torch.optim.SGD):
     """SGD that keeps a running average in a dtype of its own."""
 
@@ -131,18 +101,20 @@ class _KeepsAverages(torch.optim.SGD):
         return result
 
 
-class HalfState(Regression):
-    """Its optimizer keeps state in bf16."""
+class Replaced(Regression):
+    """It holds a layer of the user's in the place ``index``."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda parameters: _KeepsAverages(parameters, torch.bfloat16))
+    def __init__(self, index: int, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.net[index] = make()
 
 
-class FullState(Regression):
-    """Its optimizer keeps state in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda parameters: _KeepsAverages(parameters, torch.float32))
+Inside = partial(Replaced, 2, TurnsAutocastOff)
+Custom = partial(Replaced, 0, partial(CastsItself, FEATURES, HIDDEN))
+NormInHalf = partial(Replaced, 1, partial(HalfNorm, HIDDEN))
+OwnNormInHalf = partial(Replaced, 1, OwnRMSNorm)
+HalfState = partial(Regression, partial(_KeepsAverages, dtype=torch.bfloat16))
+FullState = partial(Regression, partial(_KeepsAverages, dtype=torch.float32))
 
 
 class RootProduct(Regression):

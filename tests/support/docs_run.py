@@ -9,22 +9,24 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 import yaml
 from packaging.requirements import Requirement
+from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.cli import app
 from lightning_mp.cli.train import run as train
 from support.docs import ROOT, Block, commands, sides
-from support.docs_setup import Setup
 
 PROJECT = Path(__file__).parent / "docs_project"
 #: run as they are: they only read
@@ -89,7 +91,7 @@ def options_exist(arguments: Sequence[str], block: Block) -> None:
 
 
 def look_at(program: str, arguments: Sequence[str], block: Block) -> None:
-    """What can be seen of a command that is not run: targets of make, extras of pip, files of the checkout."""
+    """What can be seen of a command that is not run: targets of make, extras of pip."""
     assert program in LOOKED_AT, f"{block.place}: nothing looks at {program!r}"
     if program == "make":
         known = set(re.findall(r"^([A-Za-z-]+)(?:: ?| \?=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -99,22 +101,144 @@ def look_at(program: str, arguments: Sequence[str], block: Block) -> None:
         for word in (word for word in arguments[1:] if not word.startswith("-")):
             requirement = Requirement(re.sub(r"^\.", "lightning-mp", word))
             assert requirement.name != "lightning-mp" or requirement.extras <= extras, f"{block.place}: {word}"
-    elif program.startswith(".venv/"):
-        for word in (word for word in arguments if "/" in word and not word.startswith("-")):
-            assert (ROOT / word.partition("::")[0]).exists(), f"{block.place}: {word}"
+
+
+# ---------------------------------------------------------------------- a page
+
+RUN = """\
+plan: {precision: 16-mixed}
+model: {_target_: my_project.MyModule}
+data: {_target_: my_project.MyData}
+trainer: {accelerator: cpu, max_epochs: 1}
+"""
+TWO_STEPS = ("trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.num_sanity_val_steps=0")
+
+
+@dataclass
+class Setup:
+    """What a page needs before its blocks run, and how its longer commands are shortened."""
+
+    #: makes files in the present folder, and gives the names that the page takes as known
+    prepare: Callable[[], dict[str, Any] | None] = lambda: None
+    #: text of the blocks that is another here: sizes of machines that this one is not
+    changes: Mapping[str, str] = field(default_factory=dict)
+    #: the beginning of a ``lightning-mp`` command: what is added to make it short; the exit status it is to have
+    shorter: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    status: Mapping[str, int] = field(default_factory=dict)
+    #: patterns of ``lightning-mp`` commands that are for the slow tests; that are for other machines, and never run
+    slow: Sequence[str] = ("train -m",)
+    elsewhere: Sequence[str] = ()
+    #: the whole page is for the slow tests; any number of its text blocks will do
+    all_slow: bool = False
+    loose: bool = False
+
+
+def run_yaml() -> None:
+    """``run.yaml`` of a small project."""
+    Path("run.yaml").write_text(RUN, encoding="utf-8")
+
+
+def config_json() -> None:
+    """``config.json`` of a small model, as transformers writes one."""
+    from transformers import LlamaConfig
+
+    Path("config.json").write_text(LlamaConfig(num_hidden_layers=8).to_json_string(), encoding="utf-8")
+
+
+def names() -> dict[str, Any]:
+    """What the migration pages take as imported, and a project to migrate."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+    from my_project import Block, MyData, MyModule
+
+    import lightning_mp
+
+    run_yaml()
+    hosts = (MixedPrecision, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+    ours = {name: getattr(lightning_mp, name) for name in lightning_mp.__all__}
+    return {
+        **ours,
+        **{host.__name__: host for host in hosts},
+        "Trainer": pl.Trainer,
+        "LightningModule": pl.LightningModule,
+        "DataLoader": DataLoader,
+        "torch": torch,
+        "Block": Block,
+        "MyData": MyData,
+        "MyModule": MyModule,
+        "plan": lightning_mp.MixedPrecisionPlan("bf16-mixed"),
+        "module": MyModule(),
+        "dataset": MyData().rows,
+    }
+
+
+def a_run() -> None:
+    """``run.yaml``, and the run in ``runs/x`` that the page goes on from."""
+    from lightning_mp.cli.train import run as train
+
+    run_yaml()
+    quiet = ("trainer.enable_progress_bar=false", "trainer.enable_model_summary=false")
+    assert train(["run.yaml", "run_dir=runs/x", "trainer.max_epochs=1", *quiet], lambda _: None) == 0
+
+
+_ON_ONE = {
+    'strategy="mp_fsdp2", devices=8)\nwith': 'strategy="mp_fsdp2", devices=1, max_steps=2)\nwith',
+    "devices=8": "devices=1",
+}
+_SHORT_RUN = Setup(prepare=run_yaml, shorter={"train": TWO_STEPS})
+
+SETUPS: dict[str, Setup] = {
+    "README.md": Setup(prepare=names, changes=_ON_ONE),
+    "docs/tutorial.md": Setup(all_slow=True, loose=True),
+    "docs/how-to/index.md": _SHORT_RUN,
+    "docs/how-to/pick-a-mode.md": Setup(
+        prepare=run_yaml, shorter={"compare": ("--seeds=1", "--steps=2")}, slow=("compare",)
+    ),
+    **dict.fromkeys(
+        (f"docs/how-to/{page}.md" for page in ("nan", "out-of-memory", "pins")),
+        _SHORT_RUN,
+    ),
+    "docs/how-to/migrate.md": Setup(prepare=names, shorter={"train": TWO_STEPS}),
+    # LongSpec's recipe is run, and looked into, by tests/cli/test_longspec_gloo.py
+    "docs/how-to/lora.md": Setup(elsewhere=("train experiment",)),
+    "docs/how-to/fsdp2.md": Setup(prepare=names, changes=_ON_ONE),
+    "docs/how-to/deepspeed.md": Setup(prepare=names, changes=_ON_ONE),
+    # FP8 on a CPU takes seconds a step: tests/cli/test_compare.py runs both, small or in the slow tests
+    "docs/how-to/compare.md": Setup(
+        prepare=names,
+        changes={"seeds=8, steps=300": "seeds=1, steps=2"},
+        shorter={"compare": ("--seeds=1", "--steps=2")},
+        elsewhere=("compare experiment",),
+    ),
+    "docs/how-to/plan-a-run.md": Setup(
+        prepare=config_json, status={"advise --params 70e9": 2}, slow=("advise experiment",)
+    ),
+    "docs/how-to/hydra.md": Setup(
+        prepare=a_run,
+        shorter={
+            "train runs/x/config.yaml run_dir": ("trainer.max_steps=1",),
+            **dict.fromkeys(("train trainer", "train run.yaml", "train -m"), TWO_STEPS),
+            "compare": ("--seeds=1", "--steps=2"),
+        },
+        slow=("train", "compare"),
+        elsewhere=("train -m",),  # run.yaml is for eight devices
+    ),
+    "docs/how-to/lightning-cli.md": Setup(prepare=names),
+    "docs/reference/strategies.md": Setup(prepare=names, changes=_ON_ONE),
+}  # fmt: skip
 
 
 class PageRun:
     """One page in the present folder; ``all_commands`` runs those too that take long."""
 
-    def __init__(self, page: str, setup: Setup, *, all_commands: bool) -> None:
-        self.page, self.setup, self.all_commands = page, setup, all_commands
+    def __init__(self, page: str, *, all_commands: bool) -> None:
+        self.setup, self.all_commands = SETUPS.get(page, Setup()), all_commands
         self.namespace: dict[str, Any] = {"__name__": "page"}
         self.printed = ""
         for source in PROJECT.glob("*.py"):
             shutil.copy(source, source.name)
-        if setup.prepare is not None:
-            self.namespace |= setup.prepare() or {}
+        self.namespace |= self.setup.prepare() or {}
 
     def block(self, block: Block) -> None:
         """Do with one block what is done with its kind."""
