@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from conformance.cells import GROWTH_INTERVAL, INIT_SCALE
 from conformance.model import learning_rate, model_of
 from conformance.rows import CHECKPOINTED, Row
-from conformance.strategies import plain, world
+from conformance.strategies import world
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: gradients are summed in this dtype unless a plan says otherwise
@@ -86,31 +87,9 @@ def halved_scales(steps: int, bad: int) -> list[float]:
     return [INIT_SCALE / 2 if step >= bad else INIT_SCALE for step in range(steps)]
 
 
-def bytes_per_rank(strategy: str, row: Row) -> dict[str, float]:
-    """Parameters, gradients and optimizer state at the optimizer step. S: bytes as stored, N: ranks."""
-    numbers = sum(whole(row).values())
-    as_stored = float(sum(count * SIZES[stored(row)[name]] for name, count in whole(row).items()))
-    ranks = SHARDS.get(strategy, world(strategy))
-    parts = {"parameters": as_stored, "gradients": as_stored, "optimizer": 2 * as_stored}
-    if plain(strategy) in REPLICATED:
-        return parts
-    if not strategy.startswith("deepspeed"):
-        return {key: value / ranks for key, value in parts.items()}
-    # ZeRO steps a copy of its partition, and gathers its gradients in the dtype they are summed in.
-    shard = as_stored / ranks
-    # With offload stage 3 accumulates on the device, and steps a copy on the CPU.
-    copies = 2 if strategy == "deepspeed_zero3_offload" else 1
-    return {
-        "parameters": shard + (shard if "zero3" in strategy else as_stored),
-        "gradients": copies * SIZES[REDUCED] * numbers / ranks,
-        "optimizer": 2 * shard,
-    }
-
-
-#: nothing is sharded
-REPLICATED = ("single", "ddp")
-#: into how many shards, where that is not the number of ranks: two ranks of HSDP are two replicas of one shard
-SHARDS = {"hsdp": 1}
+#: bytes on a rank of parameters, gradients and optimizer state. S: bytes as stored, P: numbers, N: ranks. ZeRO steps a
+#: copy of its partition, and gathers its gradients in fp32; with offload stage 3 accumulates on the device, and steps a
+#: copy on the CPU
 FORMULAS = {
     "single": "S, S, 2S",
     "ddp": "S, S, 2S",
@@ -126,3 +105,16 @@ FORMULAS = {
     "deepspeed_zero3": "S/N + S/N, 4P/N, 2S/N",
     "deepspeed_zero3_offload": "S/N + S/N, 4P/N + 4P/N, 2S/N",
 }
+
+
+def by_formula(strategy: str, **sizes: float) -> list[float]:
+    """The formula's terms with numbers for S, P and N."""
+    terms = re.sub(r"(\d)([SP])", r"\1*\2", FORMULAS[strategy].partition(" (")[0]).split(", ")
+    return [float(eval(term, dict(sizes))) for term in terms]
+
+
+def bytes_per_rank(strategy: str, row: Row) -> dict[str, float]:
+    """Parameters, gradients and optimizer state at the optimizer step."""
+    as_stored = sum(count * SIZES[stored(row)[name]] for name, count in whole(row).items())
+    found = by_formula(strategy, S=as_stored, P=sum(whole(row).values()), N=world(strategy))
+    return dict(zip(("parameters", "gradients", "optimizer"), found, strict=True))

@@ -17,7 +17,7 @@ from conformance.cells import is_refusal
 from conformance.families import Family
 from conformance.judge import DIFFERS, FAILED, REFUSED, SAME, Verdict
 from conformance.local import bits
-from conformance.plain import DTYPES
+from conformance.plain import DTYPES, apart
 from conformance.rows import MOVE, SCALE, FamilyRow, Policy
 from conformance.strategies import trainer_arguments
 from lightning_mp.compat.lightning import LightningModule
@@ -255,22 +255,12 @@ def _losses(row: FamilyRow, seen: Sequence[list[list[float]]], wanted: list[list
 def _weights(
     row: FamilyRow, ended: Mapping[str, Tensor], wanted: Mapping[str, Tensor], start: Mapping[str, Tensor]
 ) -> Iterator[str]:
-    """By how far each went in the plain loop, or a tenth of what is usual where it hardly moved."""
     if missing := wanted.keys() - ended.keys():
         yield f"weights: there is no {min(missing)} at the end, and {len(missing) - 1} others"
         return
-    went = {name: _length(wanted[name], start[name]) for name in wanted}
-    usual = (sum(far**2 for far in went.values()) / len(went)) ** 0.5
     # weights that are stored in the mode's format are rounded to it at every step
-    spacing = 0.0 if row.policy.mixed else STEPS * row.policy.rounding
-    off = {name: _length(ended[name], wanted[name]) - spacing * _length(wanted[name]) for name in wanted}
-    off = {name: far / (max(went[name], usual / 10) or 1.0) for name, far in off.items()}
+    off = apart(ended, wanted, start, 0.0 if row.policy.mixed else STEPS * row.policy.rounding)
     wrong = [name for name, far in off.items() if not far <= row.tolerance]
     if wrong:
         name = max(wrong, key=lambda name: off[name])
         yield f"weights: {name} ended {off[name]:.1e} of its way from the plain loop's; so did {len(wrong) - 1} others"
-
-
-def _length(one: Tensor, other: Tensor | float = 0.0) -> float:
-    """The root mean square of the difference."""
-    return (one.double() - other).pow(2).mean().sqrt().item()

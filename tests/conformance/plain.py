@@ -5,6 +5,7 @@ It takes each global batch whole, or in the parts that ranks have of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -88,14 +89,25 @@ def reference(row: Row) -> dict[int, Run]:
 def distances(row: Row, ended: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
     """By name, how far apart weights and buffers ended, in parts of the way they went."""
     start = expected.start(row)
-    moved = {name: _length(wanted[name] - start[name]) for name in wanted if wanted[name].is_floating_point()}
-    usual = sum(distance**2 for distance in moved.values()) ** 0.5 / len(moved) ** 0.5
-    return {n: _length(ended[n] - wanted[n]) / max(distance, usual / 10) for n, distance in moved.items()}
+    return apart(ended, {name: tensor for name, tensor in wanted.items() if tensor.is_floating_point()}, start)
 
 
-def _length(tensor: Tensor) -> float:
-    """The root mean square of its numbers."""
-    return tensor.double().pow(2).mean().sqrt().item()
+def apart(
+    ended: Mapping[str, Tensor], wanted: Mapping[str, Tensor], start: Mapping[str, Tensor], spacing: float = 0.0
+) -> dict[str, float]:
+    """By name, in parts of the way it went, or of a tenth of what is usual where it hardly moved.
+
+    As far as ``spacing`` of its own length is no distance.
+    """
+    went = {name: length(wanted[name], start[name]) for name in wanted}
+    usual = (sum(far**2 for far in went.values()) / len(went)) ** 0.5
+    off = {name: length(ended[name], wanted[name]) - spacing * length(wanted[name]) for name in wanted}
+    return {name: far / (max(went[name], usual / 10) or 1.0) for name, far in off.items()}
+
+
+def length(one: Tensor, other: Tensor | float = 0.0) -> float:
+    """The root mean square of the difference."""
+    return (one.double() - other).pow(2).mean().sqrt().item()
 
 
 def _train(row: Row, parts: int, clip: float = CLIP) -> Run:

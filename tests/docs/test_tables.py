@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from conformance import expected
 from conformance.strategies import STRATEGIES
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
@@ -122,9 +123,5 @@ BYTES = {
 
 
 @pytest.mark.parametrize("strategy", BYTES)
-def test_the_bytes_a_device_holds_are_those_that_conformance_measured(strategy: str) -> None:
-    after = text("docs/conformance.txt").partition(f"### {strategy}\n")[2]
-    formula = re.search(r"Bytes a rank by formula: ([^.]+)\.", after)
-    assert formula
-    terms = re.sub(r"(\d)([SPH])", r"\1*\2", formula[1]).split(", ")
-    assert sum(eval(term, {"S": 4, "H": 2, "P": 1, "N": 8}) for term in terms) == BYTES[strategy]
+def test_the_bytes_a_device_holds_are_those_that_conformance_measures(strategy: str) -> None:
+    assert sum(expected.by_formula(strategy, S=4, P=1, N=8)) == BYTES[strategy]
