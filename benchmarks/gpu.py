@@ -9,22 +9,22 @@ import argparse
 import inspect
 import json
 import os
+import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.harness import MODES, WARM_UP, fit, interleaved, plan, quietly, stock
+from benchmarks.harness import MODES, WARM_UP, StepTimes, fit, interleaved, plan, quietly, stock
 from benchmarks.planner_pages import table
 from lightning_mp import FP8, MixedPrecisionPlan
 from lightning_mp.numerics.device import describe
@@ -59,7 +59,7 @@ Figures = Iterator[tuple[str, dict[str, Any]]]
 
 
 class Decoder(LightningModule):
-    """Next-byte loss of a model of transformers, AdamW, fused: nothing then waits for the device."""
+    """Next-token loss of a model of transformers, AdamW, fused: nothing then waits for the device."""
 
     def __init__(self, name: str, *, quick: bool) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Decoder(LightningModule):
         self.flops_per_token = 6 * params + 12 * layers * width * self.shape[1]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Cross entropy of the next byte."""
+        """Cross entropy of the next token."""
         loss = self.model(input_ids=batch, labels=batch).loss
         self.last = loss.detach()
         return loss
@@ -87,46 +87,16 @@ class Decoder(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
     def batches(self, steps: int) -> Any:
-        """Bytes of source text that lie on the device already: no copy is timed."""
-        text = "".join(map(inspect.getsource, (argparse, inspect, subprocess))).encode()
-        stream = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        stream = stream.repeat(-(-8 * self.tokens // len(stream)))[: 8 * self.tokens].to(DEVICE)
-        rows = stream.view(8, *self.shape)
+        """Random bytes that lie on the device already: no copy is timed."""
+        rows = torch.randint(256, (8, *self.shape), generator=torch.Generator().manual_seed(0)).to(DEVICE)
         return DataLoader([rows[number % 8] for number in range(steps)], batch_size=None)  # pyright: ignore
 
 
-class Watch(Callback):
-    """Seconds a step after the warm-up, or that no operation of it waits for the device."""
-
-    def __init__(self, steps: int, *, no_waits: bool = False) -> None:
-        self._last, self._no_waits, self._start, self.seconds = steps, no_waits and CUDA, 0.0, 0.0
-
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        """A wait in a warm batch is an error; between batches Lightning may."""
-        if self._no_waits and batch_idx >= WARM_UP:
-            torch.cuda.set_sync_debug_mode("error")
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Look at the clock after the warm-up and after the last step, waiting for the device."""
-        if self._no_waits:
-            torch.cuda.set_sync_debug_mode("default")
-        elif trainer.global_step == WARM_UP:
-            self._start = _clock()
-        elif trainer.global_step == self._last:
-            self.seconds = (_clock() - self._start) / (self._last - WARM_UP)
-
-
-def _clock() -> float:
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def run(module: Decoder, plugin: Precision | None, steps: int, *, no_waits: bool = False, **more: Any) -> float:
-    """Seconds a step of one fit."""
-    watch = Watch(steps, no_waits=no_waits)
-    fit(module, module.batches(steps), plugin, steps, callbacks=[watch], **more)
-    return watch.seconds
+def run(module: Decoder, plugin: Precision | None, steps: int, **more: Any) -> list[float]:
+    """Seconds of each warm step of one fit."""
+    times = StepTimes()
+    fit(module, module.batches(steps), plugin, steps, callbacks=[times], **more)
+    return times.seconds
 
 
 def measured(module: Decoder, made: MixedPrecisionPlan, steps: int, **more: Any) -> dict[str, Any]:
@@ -134,7 +104,7 @@ def measured(module: Decoder, made: MixedPrecisionPlan, steps: int, **more: Any)
     if CUDA:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seconds = run(module, made, steps, **more)
+    seconds = statistics.median(run(module, made, steps, **more))
     rate = module.tokens / seconds
     peak, flops = hardware.peak(describe(torch.device(DEVICE)), "bf16"), module.flops_per_token * rate
     return {
@@ -158,10 +128,14 @@ def of_peak(flops: float, peak: hardware.Peak | None) -> str:
 
 def sync(*, quick: bool) -> Figures:
     """Nothing waits for the device in 50 warm steps of GPT-2 small, clipping by norm on."""
+    from support.cuda import NothingWaits
+
     steps = WARM_UP + (2 if quick else 50)
     for mode in ("bf16-mixed", "16-mixed", "32-true", "bf16-true"):
+        module = Decoder("gpt2", quick=quick)
+        watch = [NothingWaits(lambda batch_idx: batch_idx >= WARM_UP)] if CUDA else []
         try:
-            run(Decoder("gpt2", quick=quick), plan(mode), steps, no_waits=True, gradient_clip_val=1.0)
+            fit(module, module.batches(steps), plan(mode), steps, callbacks=watch, gradient_clip_val=1.0)
             waited = "no"
         except RuntimeError as error:
             waited = f"yes: {str(error)[:200]}"
@@ -186,7 +160,7 @@ def overhead(*, quick: bool) -> Figures:
     steps, rounds = (WARM_UP + 2, 1) if quick else (WARM_UP + 15, 4)
     for mode in MODES:
         sides: dict[str, Callable[[], list[float]]] = {
-            side.__name__: lambda side=side, mode=mode: [run(Decoder("gpt2", quick=quick), side(mode), steps)]
+            side.__name__: lambda side=side, mode=mode: run(Decoder("gpt2", quick=quick), side(mode), steps)
             for side in (stock, plan)
         }
         found = interleaved(sides, rounds)

@@ -19,7 +19,7 @@ from support.models import same_weights
 from support.pipeline import ROWS, Staged, data
 from support.ranks import Ranks
 from support.running import trainer
-from support.saved import full_state, gathered
+from support.saved import full_state
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
@@ -81,8 +81,7 @@ class Watched(Staged):
     def weights(self) -> dict[str, Any]:
         if isinstance(self.trainer.strategy, PlanPipelineStrategy):
             return {name: one.clone() for name, one in self.trainer.strategy.lightning_module_state_dict().items()}
-        with gathered(self.trainer):
-            return full_state(self)
+        return full_state(self)
 
     def on_train_end(self) -> None:
         self.ended = self.weights()

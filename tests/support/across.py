@@ -16,7 +16,7 @@ from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
 from support import language
 from support.models import InfiniteGradient, batches
 from support.running import fit
-from support.saved import Held, full_state, gathered
+from support.saved import Held, full_state
 from support.saving import ResumableBatches
 from support.sharded import WAIT
 from support.traces import lightning_says
@@ -107,8 +107,7 @@ class Watch(Callback):
 
     def _now(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         plan: Any = trainer.precision_plugin
-        with gathered(trainer):
-            return {"weights": full_state(module), "plan": plan.state_dict(), "step": trainer.global_step}
+        return {"weights": full_state(module), "plan": plan.state_dict(), "step": trainer.global_step}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seen["hosted"] = {

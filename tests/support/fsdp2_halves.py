@@ -8,16 +8,14 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from support import hf
 from support.collectives import Moved
 from support.models import FEATURES
 from support.oracles import plan_for
 from support.running import fit
-from support.sharded import OPTIMIZERS, Both, Ranked, ddp, fsdp2, refused, trained
+from support.sharded import Both, Language, Ranked, ddp, fsdp2, refused, trained
 
 VOCABULARY, WIDTH, LAYERS = 251, 64, 3
 
@@ -55,22 +53,10 @@ def text() -> DataLoader[Tensor]:
     return DataLoader(cast("Any", ids), batch_size=2)
 
 
-class Text(LightningModule):
-    """A transformers model; each rank has its own rows."""
+class Text(Language):
+    """One of these models."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = MODELS[kind]()
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = hf.loss_of(self.model, (batch + self.global_rank) % VOCABULARY)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS["adamw"](self.parameters())
+    models, vocabulary, optimizer = MODELS, VOCABULARY, "adamw"
 
 
 class LeftOut(Text):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +9,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from lightning_mp.modules.patterns import plain_name
 from support import language, sharded_hosts
 from support.models import FEATURES
 from support.running import fit
 from support.saving import ResumableBatches
-from support.sharded import on
+from support.sharded import full, on, whole
 
 WIDTH = 33  # two ranks cannot halve it
 #: the step whose checkpoint says in which dtype each tensor was, and one that does not
@@ -117,50 +115,23 @@ class Keep(Callback):
         if step not in self.steps:
             return
         trainer.save_checkpoint(self.folder / f"{step}.ckpt")
-        with gathered(trainer):
-            self.weights[step] = full_state(pl_module)
+        self.weights[step] = full_state(pl_module)
         if hasattr(trainer.optimizers[0], "optimizer") or not trainer.optimizers[0].state:
             return  # DeepSpeed's
         self.moments[step] = _moments(trainer, pl_module, self.weights[step])
 
 
-@contextmanager
-def gathered(trainer: Trainer) -> Iterator[None]:
-    """Inside, the module's parameters are whole, whatever the strategy; FSDP2's stay DTensors."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model, context = trainer.strategy.model, nullcontext()
-    if isinstance(model, FullyShardedDataParallel):
-        context = FullyShardedDataParallel.summon_full_params(model, writeback=False)
-    elif any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        import deepspeed
-
-        context = deepspeed.zero.GatheredParameters(list(model.parameters()))
-    with context:
-        yield
-
-
-def full_state(module: nn.Module) -> dict[str, Tensor]:
+def full_state(module: LightningModule) -> dict[str, Tensor]:
     """A copy of every parameter under each of its names, and of every buffer that is saved."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    buffers = {name: buffer for name, buffer in module.named_buffers() if not name.endswith(("scratch", "inv_freq"))}
-    return {_own(name): _whole(tensor) for name, tensor in {**parameters, **buffers}.items()}
-
-
-def _own(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "")
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+    found = whole(module, twice=True)
+    return {name: tensor for name, tensor in found.items() if not name.endswith(("scratch", "inv_freq"))}
 
 
 def _moments(trainer: Trainer, module: nn.Module, weights: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Each parameter's optimizer state; FSDP1's pieces are put together from both ranks."""
     state = trainer.optimizers[0].state
     pieces = {
-        _own(name): {key: _whole(value) for key, value in state[parameter].items()}
+        plain_name(name): {key: full(value) for key, value in state[parameter].items()}
         for name, parameter in module.named_parameters()
         if parameter in state
     }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -165,19 +165,22 @@ class Sick(Ranked):
 class Language(LightningModule):
     """A tiny transformers model; each rank has its own rows."""
 
+    models, vocabulary, optimizer = hf.MODELS, hf.VOCABULARY, "groups"
+
     def __init__(self, kind: str, meta: bool = False) -> None:
         super().__init__()
+        torch.manual_seed(0)
         with torch.device("meta") if meta else nullcontext():
-            self.model = hf.MODELS[kind]()
+            self.model = self.models[kind]()
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = hf.loss_of(self.model, (batch + self.global_rank) % hf.VOCABULARY)
+        loss = hf.loss_of(self.model, (batch + self.global_rank) % self.vocabulary)
         self.losses.append(loss.item())
         return loss
 
     def configure_optimizers(self) -> Any:
-        return OPTIMIZERS["groups"](self.parameters())
+        return OPTIMIZERS[self.optimizer](self.parameters())
 
 
 class Readings(Callback):
@@ -208,8 +211,9 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def whole(module: LightningModule) -> dict[str, Tensor]:
-    """Every parameter and buffer in full, under its own name, whatever sharded it."""
+@contextmanager
+def gathered(module: LightningModule) -> Iterator[None]:
+    """Inside, the module's parameters are whole, whatever sharded it; FSDP2's stay DTensors."""
     model, context = module.trainer.strategy.model if module._trainer else None, nullcontext()
     if isinstance(model, FullyShardedDataParallel):
         context = FullyShardedDataParallel.summon_full_params(model, writeback=False)
@@ -218,7 +222,14 @@ def whole(module: LightningModule) -> dict[str, Tensor]:
 
         context = deepspeed.zero.GatheredParameters(list(module.parameters()))
     with context:
-        return {plain_name(name): full(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+        yield
+
+
+def whole(module: LightningModule, twice: bool = False) -> dict[str, Tensor]:
+    """Every parameter and buffer in full, under its own name, or ``twice`` under each, whatever sharded it."""
+    with gathered(module):
+        named = (*module.named_parameters(remove_duplicate=not twice), *module.named_buffers())
+        return {plain_name(name): full(tensor) for name, tensor in named}
 
 
 #: what of the options of :func:`trained` is the plan's
