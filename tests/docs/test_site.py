@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import lightning_mp
 from lightning_mp import callbacks
 from lightning_mp.monitor.findings import CODES
-from support.docs import DOCS, ROOT, text
+from support.docs import ROOT, text
 
 #: elements that load what they point to, and the attribute that points
 LOADING = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "video": "src"}
@@ -88,17 +87,6 @@ def test_the_page_of_the_command_line_has_every_command_and_option(site: Path) -
 @pytest.mark.parametrize("code", CODES.values())
 def test_every_code_of_the_doctor_has_its_anchor(code: str, pages: dict[str, _Page]) -> None:
     assert code.lower() in pages["reference/doctor.html"].ids
-
-
-def test_every_page_is_in_the_table_of_contents_once() -> None:
-    class Loader(yaml.SafeLoader):
-        """mkdocs.yml has tags that only mkdocs knows."""
-
-    Loader.add_multi_constructor("!", lambda *_: None)
-    Loader.add_multi_constructor("tag:", lambda *_: None)
-    config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
-    listed = re.findall(r"[\w/-]+\.md", str(config["nav"]))
-    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
 def test_nothing_is_loaded_from_another_server(site: Path, pages: dict[str, _Page]) -> None:

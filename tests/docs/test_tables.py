@@ -72,24 +72,6 @@ def _evaluated(code: str, names: dict[str, Any]) -> Any:
         raise AssertionError(f"{code}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize(("old", "new"), list(_rows("docs/how-to/deepspeed.md")))
-def test_a_json_that_says_formats_gives_the_plan_of_the_other_column(
-    old: str, new: str, project: dict[str, Any]
-) -> None:
-    if not new.startswith(("MixedPrecisionPlan(", "LossScaling.")) or "checkpointing" in new:
-        return
-    entries = json.loads(f"{{{old}}}")
-    if "fp16" in entries:
-        entries["fp16"].setdefault("enabled", True)
-    if list(entries) == ["communication_data_type"]:
-        entries["bf16"] = {"enabled": True}
-    read, wanted = MixedPrecisionPlan.from_deepspeed(entries).policy, _evaluated(new, project)
-    if new.startswith("LossScaling."):
-        assert read.loss_scaling == wanted
-    else:
-        assert read == wanted.policy
-
-
 # ---------------------------------------------------------------------- modes and strategies
 
 

