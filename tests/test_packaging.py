@@ -89,13 +89,3 @@ def test_every_dependency_is_pinned_once_in_a_version_that_is_allowed() -> None:
         if len(exact) != 1 or not requirement.specifier.contains(exact[0], prereleases=True):
             wrong.append((str(requirement), exact))
     assert wrong == []
-
-
-def test_every_file_of_the_package_is_in_the_wheel() -> None:
-    """What is no Python has to be named in pyproject.toml."""
-    block = (ROOT / "pyproject.toml").read_text().partition("[tool.setuptools.package-data]")[2]
-    patterns = json.loads(block.partition("lightning_mp =")[2].partition("\n")[0])
-    package = ROOT / "lightning_mp"
-    carried = {path for pattern in patterns for path in package.glob(pattern)}
-    others = {path for path in package.rglob("*.*") if path.suffix not in (".py", ".pyc") and path.is_file()}
-    assert others == carried

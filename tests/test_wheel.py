@@ -19,13 +19,6 @@ import lightning_mp
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
-COMPOSE = """
-import lightning_mp
-from hydra import compose, initialize_config_module
-with initialize_config_module("lightning_mp.configs", version_base="1.3"):
-    config = compose("train", ["plan=longspec", "strategy=fsdp2", "experiment=llama_tiny"])
-print(lightning_mp.__file__, config.plan.loss_scaling.hysteresis, config.strategy.name, config.trainer.max_steps)
-"""
 #: what a checkout may hold beside its sources
 _NO_SOURCE = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "runs", "lightning_mp_*", "node_modules", "site")
 
@@ -80,32 +73,6 @@ def test_an_index_can_show_what_it_is(built: Built) -> None:
     assert about.description == (ROOT / "README.md").read_text(encoding="utf-8")
     assert about.license_expression == "Apache-2.0"
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in built.in_wheel())
-
-
-# ---------------------------------------------------------------------- Hydra finds the configs
-
-
-def composed(path: Path, cwd: Path) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", COMPOSE],
-        cwd=cwd,
-        env={"PYTHONPATH": str(path), "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
-def test_hydra_finds_the_configs_in_an_installed_wheel(built: Built, tmp_path: Path) -> None:
-    installed = tmp_path / "site"
-    with zipfile.ZipFile(built.wheel) as archive:
-        archive.extractall(installed)
-    home, *values = composed(installed, tmp_path)
-    assert Path(home).is_relative_to(installed)
-    assert values == ["2", "fsdp2", "200"]
 
 
 # ---------------------------------------------------------------------- an empty environment

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from conformance import matrix
-from conformance.judge import REFUSED, SAME
-from conformance.rows import TABLES
-
-pytestmark = pytest.mark.gloo
+from conformance import matrix, plain
+from conformance.cells import Cell, run_cell
+from conformance.judge import DIFFERS, REFUSED, SAME, judge
+from conformance.rows import PLAN, TABLES
 
 #: the rows whose cells are run, one a table
 ROWS = ("16-mixed+pins", "whisper: 16-mixed+pins", "lion 16-mixed")
@@ -34,6 +35,7 @@ def references() -> matrix.References:
 FAST = ("single",)
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     "strategy", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED]
 )
@@ -57,9 +59,56 @@ OTHERS = [
 
 
 @pytest.mark.slow
+@pytest.mark.gloo
 @pytest.mark.parametrize(("strategy", "row", "word"), OTHERS)
 def test_a_cell(strategy: str, row: str, word: str, references: matrix.References) -> None:
     if row.startswith("adamw_8bit"):
         pytest.importorskip("torchao")
     verdict = matrix.column(strategy, [row], references)[row]
     assert verdict.word == word, verdict.reasons
+
+
+# ---------------------------------------------------------------------- the observer sees what runs
+
+CONFUSED = {
+    # what ran, what was declared, what gives it away
+    "no autocast": ("32-true", "bf16-mixed", "computed in fp32, not bf16"),
+    "autocast unasked": ("bf16-mixed", "32-true", "computed in bf16, not fp32"),
+    "true for mixed": ("bf16-true", "bf16-mixed", "is stored in bf16, not fp32"),
+    "no pins": ("bf16-true", "bf16-true+pins", "input_layernorm.weight is stored in bf16, not fp32"),
+    "pins unasked": ("bf16-true+pins", "bf16-true", "input_layernorm computed in fp32, not bf16"),
+    "no checkpointing": ("bf16-mixed", "bf16-mixed+ckpt", "ran 1 times a step, not 2"),
+    "checkpointing unasked": ("32-true+ckpt", "32-true", "ran 2 times a step, not 1"),
+}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cell]:
+    """Every policy that ran, on one device."""
+    names = {run for run, _, _ in CONFUSED.values()}
+    return {name: run_cell("single", name, str(tmp_path_factory.mktemp(name))) for name in names}
+
+
+@pytest.mark.parametrize("case", CONFUSED)
+def test_one_policy_does_not_pass_for_another(case: str, ran: dict[str, Cell]) -> None:
+    name, declared, named = CONFUSED[case]
+    cell, reference = ran[name], plain.reference(PLAN[name])[1]
+    assert judge("single", PLAN[name], [cell], reference).word == SAME
+    verdict = judge("single", PLAN[declared], [cell], reference)
+    assert verdict.word == DIFFERS
+    assert any(named in reason for reason in verdict.reasons), verdict.reasons
+
+
+def test_what_is_refused_is_told_from_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_mp import PlanError
+
+    def raises(error: Exception) -> Cell:
+        def trainer_arguments(*args: object) -> None:
+            raise error
+
+        monkeypatch.setattr("conformance.cells.trainer_arguments", trainer_arguments)
+        return run_cell("single", "32-true", str(tmp_path))
+
+    assert raises(PlanError([])).word == "refused"
+    assert raises(AttributeError("a bug")).word == "FAILED"
+    assert raises(ValueError("a bug of torch's")).word == "FAILED"
