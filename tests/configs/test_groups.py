@@ -7,20 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_mp.configs
-from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
+from lightning_mp import MixedPrecisionPlan, make_strategy
 from lightning_mp.policy.presets import PRESETS, preset
 from lightning_mp.strategies.registry import STRATEGIES
-from support.deepspeed_json import RULE
 
 CONFIGS = Path(lightning_mp.configs.__file__).parent
-ROOT = Path(__file__).resolve().parents[2]
 
 PROJECT = """\
 defaults:
@@ -53,10 +50,6 @@ def composed(project: Path, overrides: Sequence[str] = ()) -> DictConfig:
         return compose("mine", list(overrides))
 
 
-def test_they_are_at_the_top_of_a_checkout_too() -> None:
-    assert (ROOT / "configs").resolve() == CONFIGS.resolve()
-
-
 def test_there_is_a_plan_for_every_preset_and_one_that_chooses() -> None:
     assert set(names("plan")) == {*PRESETS, "auto"}
 
@@ -67,13 +60,6 @@ def test_a_plan_is_the_preset_of_its_name(name: str, project: Path) -> None:
     expected = preset(name) if name in PRESETS else MixedPrecisionPlan("auto").policy
     assert instantiate(config.plan).policy == expected
     assert MixedPrecisionPlan.from_config(config.plan).policy == expected
-
-
-def test_longspec_has_the_keys_and_values_of_its_fp16_block() -> None:
-    written = yaml.safe_load((CONFIGS / "plan/longspec.yaml").read_text())["loss_scaling"]
-    assert written.pop("_target_") == "lightning_mp.LossScaling.deepspeed"
-    assert written == RULE
-    assert preset("longspec").loss_scaling == LossScaling.deepspeed(**written)
 
 
 def test_there_is_a_strategy_for_every_name_of_the_factory() -> None:
@@ -116,11 +102,3 @@ def test_a_model_is_a_lightning_module(name: str, project: Path) -> None:
 def test_an_experiment_composes_and_every_value_resolves(name: str, project: Path) -> None:
     config = composed(project, [f"experiment={name}"])
     OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-
-
-def test_a_projects_own_file_may_build_upon_one_of_a_group(project: Path) -> None:
-    (project / "plan").mkdir()
-    (project / "plan/ours.yaml").write_text("defaults:\n  - fp16\npins:\n  'ln_*': fp32\n")
-    plan = instantiate(composed(project, ["plan=ours"]).plan)
-    assert plan.policy.precision == "16-mixed"
-    assert [pin.pattern for pin in plan.policy.pins] == ["ln_*"]

@@ -36,10 +36,6 @@ WHOLE_FP16 = {
 }
 
 
-#: the keys of it that say how the scale moves
-RULE = {key: value for key, value in WHOLE_FP16.items() if key not in ("enabled", "auto_cast")}
-
-
 def policy(precision: str = "16-mixed", **fields: Any) -> PrecisionPolicy:
     return PrecisionPolicy(precision=precision, **fields)
 
