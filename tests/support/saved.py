@@ -121,7 +121,7 @@ class Keep(Callback):
         self.moments[step] = _moments(trainer, pl_module, self.weights[step])
 
 
-def full_state(module: LightningModule) -> dict[str, Tensor]:
+def full_state(module: nn.Module) -> dict[str, Tensor]:
     """A copy of every parameter under each of its names, and of every buffer that is saved."""
     found = whole(module, twice=True)
     return {name: tensor for name, tensor in found.items() if not name.endswith(("scratch", "inv_freq"))}

@@ -212,9 +212,10 @@ def full(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def gathered(module: LightningModule) -> Iterator[None]:
+def gathered(module: nn.Module) -> Iterator[None]:
     """Inside, the module's parameters are whole, whatever sharded it; FSDP2's stay DTensors."""
-    model, context = module.trainer.strategy.model if module._trainer else None, nullcontext()
+    trainer, context = getattr(module, "_trainer", None), nullcontext()
+    model = trainer and trainer.strategy.model
     if isinstance(model, FullyShardedDataParallel):
         context = FullyShardedDataParallel.summon_full_params(model, writeback=False)
     elif any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
@@ -225,7 +226,7 @@ def gathered(module: LightningModule) -> Iterator[None]:
         yield
 
 
-def whole(module: LightningModule, twice: bool = False) -> dict[str, Tensor]:
+def whole(module: nn.Module, twice: bool = False) -> dict[str, Tensor]:
     """Every parameter and buffer in full, under its own name, or ``twice`` under each, whatever sharded it."""
     with gathered(module):
         named = (*module.named_parameters(remove_duplicate=not twice), *module.named_buffers())
