@@ -37,11 +37,10 @@ class Cell:
 def run_cell(strategy: str, row: str, folder: str) -> Cell:
     """Every fit of a cell; a refusal or failure ends it and is written down."""
     cell = Cell(rank=int(os.environ.get("RANK", "0")))
-    fits = _Fits(strategy, ROWS[row], Path(folder))
     try:
-        for name in fits.names():
+        for name, options in _fits(ROWS[row], Path(folder) / "step.ckpt").items():
             Learner.steps_begun = 0
-            cell.runs[name] = getattr(fits, name)()
+            cell.runs[name] = _fit(strategy, ROWS[row], **options)
     except Exception as error:
         cell.steps_begun = Learner.steps_begun
         early = not cell.runs and cell.steps_begun <= 1  # some optimizers show what they do in their first step only
@@ -59,61 +58,47 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, said) or (isinstance(error, RuntimeError) and "with ZeRO" in str(error))
 
 
-class _Fits:
-    """The fits of one cell, by name."""
+def _fits(row: Row, checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """The fits of a cell in the order they run; the first one decides whether it is refused.
 
-    def __init__(self, strategy: str, row: Row, folder: Path) -> None:
-        self.strategy, self.row, self.folder = strategy, row, folder
-        self.checkpoint = folder / "step.ckpt"
+    ``main`` runs all steps, dtypes watched in the first two, the scale growing twice, and is saved on the way;
+    ``resumed`` goes on from there. In ``overflow`` one rank alone has infinite gradients in one step, ``clean`` is the
+    same without that batch, ``dynamic`` is ``overflow`` under a scale that moves.
+    """
+    from lightning_mp import LossScaling
 
-    def names(self) -> list[str]:
-        """In the order they run; the first one decides whether a cell is refused."""
-        return ["main", "resumed", "overflow", "clean", *(["dynamic"] if self.row.policy.scaled else [])]
+    static, bad = {"steps": SHORT, "scale": LossScaling.static(STATIC_SCALE)}, {"overflow_at": (BAD_STEP,)}
+    fits = {
+        "main": {"observer": Observer(True, (checkpoint, SAVED_AT), whole=not row.declared)},
+        "resumed": {"ckpt_path": checkpoint},
+        "overflow": static | bad,
+        "clean": {**static, "without": (BAD_STEP,)},
+        "dynamic": {"steps": SHORT, **bad},
+    }
+    return fits if row.policy.scaled else {name: fits[name] for name in fits if name != "dynamic"}
 
-    def main(self) -> Run:
-        """All steps, dtypes watched in the first two, the scale growing twice, saved on the way."""
-        return self._fit(Observer(True, (self.checkpoint, SAVED_AT), whole=not self.row.declared))
 
-    def resumed(self) -> Run:
-        """From the checkpoint of ``main`` to its end."""
-        return self._fit(Observer(), ckpt_path=self.checkpoint)
+def _fit(
+    strategy: str,
+    row: Row,
+    *,
+    observer: Observer | None = None,
+    steps: int = STEPS,
+    without: tuple[int, ...] = (),
+    scale: Any = None,
+    overflow_at: tuple[int, ...] = (),
+    ckpt_path: Path | None = None,
+) -> Run:
+    from lightning_mp import LossScaling
+    from support.running import fit
+    from support.saving import ResumableBatches
 
-    def overflow(self) -> Run:
-        """One rank alone has infinite gradients in one step."""
-        return self._fit(Observer(), steps=SHORT, scale=self._static(), overflow_at=(BAD_STEP,))
-
-    def clean(self) -> Run:
-        """``overflow`` without that batch."""
-        return self._fit(Observer(), steps=SHORT, without=(BAD_STEP,), scale=self._static())
-
-    def dynamic(self) -> Run:
-        """``overflow`` under a scale that moves."""
-        return self._fit(Observer(), steps=SHORT, overflow_at=(BAD_STEP,))
-
-    def _static(self) -> Any:
-        from lightning_mp import LossScaling
-
-        return LossScaling.static(STATIC_SCALE)
-
-    def _fit(
-        self,
-        observer: Observer,
-        *,
-        steps: int = STEPS,
-        without: tuple[int, ...] = (),
-        scale: Any = None,
-        overflow_at: tuple[int, ...] = (),
-        ckpt_path: Path | None = None,
-    ) -> Run:
-        from lightning_mp import LossScaling
-        from support.running import fit
-        from support.saving import ResumableBatches
-
-        plan = self.row.policy.plan(scale or LossScaling(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL))
-        arguments = trainer_arguments(self.strategy, plan)
-        module, data = Learner(self.row, overflow_at), ResumableBatches(batches(steps, without))
-        try:
-            fit(module, data=data, ckpt_path=ckpt_path, callbacks=[observer], gradient_clip_val=CLIP, **arguments)
-        finally:
-            observer.stop_watching()
-        return observer.run
+    observer = observer or Observer()
+    plan = row.policy.plan(scale or LossScaling(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL))
+    arguments = {"callbacks": [observer], "gradient_clip_val": CLIP, **trainer_arguments(strategy, plan)}
+    try:
+        data = ResumableBatches(batches(steps, without))
+        fit(Learner(row, overflow_at), data=data, ckpt_path=ckpt_path, **arguments)
+    finally:
+        observer.stop_watching()
+    return observer.run

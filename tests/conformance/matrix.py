@@ -20,7 +20,7 @@ from conformance.judge import Verdict
 from conformance.observe import Run
 from conformance.rows import ROWS, FamilyRow
 from conformance.strategies import TIMEOUT, environment, world
-from support.ranks import RankError, Ranks
+from support.ranks import Call, RankError, Ranks
 
 Progress = Callable[[str, str, Verdict, float], None]
 Key = tuple[str, str]
@@ -28,35 +28,20 @@ Key = tuple[str, str]
 References = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class OnRanks:
-    """A cell, on every rank."""
-
-    strategy: str
-    row: str
-    folder: Path
-
-    #: of a family: the learning rates of its plain loop
-    rates: tuple[float, ...] = ()
-
-    def run(self) -> Cell | family_runs.Outcome:
-        if world(self.strategy) > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=TIMEOUT)  # every strategy then uses this group
-        row = ROWS[self.row]
-        if isinstance(row, FamilyRow):
-            return family_runs.run_cell(self.strategy, row, self.rates)
-        return run_cell(self.strategy, self.row, str(self.folder))
+def on_a_rank(strategy: str, row: str, folder: Path, rates: tuple[float, ...]) -> Cell | family_runs.Outcome:
+    """A cell on this rank; ``rates``, of a family, are the learning rates of its plain loop."""
+    if world(strategy) > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=TIMEOUT)  # every strategy then uses this group
+    of = ROWS[row]
+    return (
+        family_runs.run_cell(strategy, of, rates) if isinstance(of, FamilyRow) else run_cell(strategy, row, str(folder))
+    )
 
 
-@dataclass(frozen=True)
-class PlainLoop:
-    """The reference of a row for one process, and for two; of a family it does not recompute."""
-
-    row: str
-
-    def run(self) -> dict[int, Run] | family_runs.Reference:
-        row = ROWS[self.row]
-        return family_runs.reference(row) if isinstance(row, FamilyRow) else plain.reference(row)
+def plain_loop(row: str) -> dict[int, Run] | family_runs.Reference:
+    """The reference of a row for one process, and for two."""
+    of = ROWS[row]
+    return family_runs.reference(of) if isinstance(of, FamilyRow) else plain.reference(of)
 
 
 @dataclass
@@ -116,7 +101,8 @@ def column(
 def _reference(one: Ranks, name: str) -> Any:
     try:
         # the plain loop of a family does not recompute
-        return one.run(PlainLoop(name.removesuffix("+ckpt") if isinstance(ROWS[name], FamilyRow) else name))[0]
+        name = name.removesuffix("+ckpt") if isinstance(ROWS[name], FamilyRow) else name
+        return one.run(Call(plain_loop, (name,)))[0]
     except RankError as error:
         return str(error)
 
@@ -127,7 +113,7 @@ def _cell(ranks: Ranks, strategy: str, name: str, reference: Any, folder: Path) 
     row, of_family = ROWS[name], isinstance(reference, family_runs.Reference)
     folder.mkdir()
     try:
-        cells = ranks.run(OnRanks(strategy, name, folder, reference.rates if of_family else ()))
+        cells = ranks.run(Call(on_a_rank, (strategy, name, folder, reference.rates if of_family else ())))
     except RankError as error:
         return Verdict(judge.FAILED, [str(error)])
     finally:
