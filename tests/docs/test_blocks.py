@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_mp.numerics.device import set_tf32
 from support.docs import blocks, commands, pages, text
 from support.docs_run import SETUPS, PageRun, Setup
 
@@ -19,13 +20,15 @@ PAGES = [page for page in pages() if blocks(page)]
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder, a search path, modules and an environment that the page may fill."""
+    """A folder, a search path, modules and an environment that the page may fill; TF32, which some pages set."""
+    restore = set_tf32("highest")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(os, "environ", os.environ)
     before, environment = set(sys.modules), dict(os.environ)
     yield
+    restore()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     for name in set(sys.modules) - before:

@@ -60,18 +60,6 @@ def test_the_scaler_is_a_grad_scaler_that_trains_a_plain_loop(mode: str) -> None
     torch.testing.assert_close(layer.weight.detach(), before - 0.125)
 
 
-@every_mode
-def test_readings_are_those_of_a_run_that_has_not_begun(mode: str) -> None:
-    plan = MixedPrecisionPlan(mode)
-    assert (plan.step_skipped, plan.skipped_steps, plan.applied_steps) == (False, 0, 0)
-    assert plan.state_dict()["steps"] == {
-        "applied_steps": 0,
-        "skipped_steps": 0,
-        "streak": 0,
-        "step_skipped": False,
-    }
-
-
 def _full(mode: str) -> MixedPrecisionPlan:
     options: dict[str, Any] = {
         "pins": {"LayerNorm": "fp32"},
