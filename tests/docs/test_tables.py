@@ -14,6 +14,7 @@ import pytest
 from conformance import expected
 from conformance.strategies import STRATEGIES
 from lightning_mp import MixedPrecisionPlan
+from lightning_mp.numerics.device import set_tf32
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
 from support import docs_run
 from support.docs import tables, text
@@ -25,11 +26,13 @@ CODE = re.compile(r"^`([^`]+)`$")
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names of the migration pages, in a folder of their own."""
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The names of the migration pages, in a folder of their own; TF32, which some rows set, is put back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(docs_run.PROJECT))
-    return docs_run.names()
+    restore = set_tf32("highest")
+    yield docs_run.names()
+    restore()
 
 
 def _rows(page: str) -> Iterator[tuple[str, str]]:
