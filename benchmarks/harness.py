@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,9 +154,5 @@ def device_name() -> str:
     """The GPU, or the CPU and how many threads torch uses on it."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8") as info:
-            name = next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
+    name = f"{platform.processor() or platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
     return f"{name}, {torch.get_num_threads()} threads"
