@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import MODES, LanguageModel, fit, plan, quietly, stock, tokens
+from benchmarks.planner_pages import DOCS, write_between
 from benchmarks.sharded import ROWS, _ours
 from support.ranks import Ranks  # on the path since benchmarks.sharded
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/reference/counts.md"
-BEGIN, END = "<!-- written by make bench -->", "<!-- end of what it writes -->"
+MARKS = ("<!-- written by make bench -->", "<!-- end of what it writes -->")
 STEPS = 4
 COUNTS = ("operators", "syncs", "collectives")
 PHASES = ("first step", "steady step", "save", "teardown")
@@ -160,10 +159,9 @@ def main() -> None:
         for table, cells in zip(tables, columns, strict=True):
             table.append(f"{cell} {' | '.join(cells)} |")
             print(table[-1], flush=True)
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     counted, held = ("\n".join(table) for table in tables)
-    text = f"{BEGIN}\n\n{counted}\n\nThe most that tensors hold on rank 0 in each phase, in MB:\n\n{held}\n\n{END}"
-    PAGE.write_text(f"{before}{text}{rest.partition(END)[2]}", encoding="utf-8")
+    text = f"{counted}\n\nThe most that tensors hold on rank 0 in each phase, in MB:\n\n{held}"
+    write_between(DOCS / "reference" / "counts.md", MARKS, text)
 
 
 if __name__ == "__main__":

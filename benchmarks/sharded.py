@@ -1,7 +1,7 @@
-"""The ``mp_*`` strategies against Lightning's own under the same dtypes, in two processes on gloo.
+"""Step time of the ``mp_*`` strategies against Lightning's own under the same dtypes, in two processes.
 
-``python -m benchmarks.sharded [times counts] [--quick]``: step times, of sides that take turns; and what a step
-dispatches, waits for and sends, which is the same on any machine, into docs/reference/counts.md.
+Both sides take turns in the same two processes; printed are medians and their ratio, of rank 0.
+``python -m benchmarks.sharded [--quick]``
 """
 
 from __future__ import annotations
@@ -17,29 +17,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from benchmarks import planner_pages
-from benchmarks.harness import LanguageModel, StepTimes, device_name, fit, interleaved, plan, quietly, stock, tokens
+from benchmarks.harness import (
+    MODES,
+    LanguageModel,
+    StepTimes,
+    device_name,
+    fit,
+    interleaved,
+    plan,
+    quietly,
+    stock,
+    tokens,
+)
 from lightning_mp import make_strategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import sharded_hosts  # Lightning's own strategies, let onto the CPU
-from support.ranks import Ranks
+from support.ranks import run_ranks
 
-MARKS = ("<!-- written by make bench -->", "<!-- end of what it writes -->")
 TARGET = 1.05
 TARGETS = {"fsdp2 param_dtype": 1.03}
 BF16 = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
-COUNTED = 4
 Side = Callable[[str], tuple[dict[str, Any], LightningModule]]
 
 
@@ -126,23 +131,13 @@ ROWS: tuple[tuple[str, Side, tuple[str, ...]], ...] = (
 )
 
 
-def _train(row: int, mode: str, steps: int, callback: Callback, *, ours: bool) -> None:
-    name, theirs, _ = ROWS[row]
-    if ours:
-        made = plan(mode)
-        arguments, module = (
-            {"plugins": [made], "strategy": make_strategy(name.partition(" ")[0], made)},
-            LanguageModel(),
-        )
-    else:
-        arguments, module = theirs(mode)
-    clip = None if name == "fsdp1" else 1.0  # Lightning's FSDP1 cannot clip by norm
-    two = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [callback]}
-    fit(module, tokens(), None, steps, **two, **arguments)
+def _ours(name: str, mode: str) -> tuple[dict[str, Any], LightningModule]:
+    made = plan(mode)
+    return {"plugins": [made], "strategy": make_strategy(name.partition(" ")[0], made)}, LanguageModel()
 
 
 @dataclass(frozen=True)
-class Timed:
+class Steps:
     """Median seconds a step of stock and plan, in turn; run by every rank."""
 
     row: int
@@ -153,99 +148,42 @@ class Timed:
     def run(self) -> dict[str, float]:
         """Train ``rounds`` times on each side."""
         quietly()
-        return interleaved({name: partial(self._seconds, name == "plan") for name in ("stock", "plan")}, self.rounds)
+        name, theirs, _ = ROWS[self.row]
+        sides = {"stock": lambda: theirs(self.mode), "plan": lambda: _ours(name, self.mode)}
+        return interleaved({side: partial(self._seconds, build) for side, build in sides.items()}, self.rounds)
 
-    def _seconds(self, ours: bool) -> list[float]:
+    def _seconds(self, build: Callable[[], Any]) -> list[float]:
+        arguments, module = build()
+        # Lightning's FSDP1 cannot clip by norm
+        clip = None if ROWS[self.row][0] == "fsdp1" else 1.0
         times = StepTimes()
-        _train(self.row, self.mode, self.steps, times, ours=ours)
+        two = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [times]}
+        fit(module, tokens(), None, self.steps, **two, **arguments)
         dist.barrier()
         return times.seconds
 
 
-class Dispatched(TorchDispatchMode, Callback):
-    """In the last batch: operators, reads of a tensor's value, collectives and the bytes they are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = {"operators": 0, "syncs": 0, "collectives": 0, "bytes": 0}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        self.counts["operators"] += 1
-        self.counts["syncs"] += name.startswith("aten._local_scalar_dense")
-        if name.startswith("c10d.") and "barrier" not in name:
-            self.counts["collectives"] += 1
-            self.counts["bytes"] += sum(x.nbytes for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        return func(*args, **(kwargs or {}))
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == COUNTED - 1:
-            self.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == COUNTED:
-            self.__exit__(None, None, None)
-
-
-@dataclass(frozen=True)
-class Counted:
-    """The counts of one side of one row; run by every rank."""
-
-    row: int
-    mode: str
-    ours: bool
-
-    def run(self) -> dict[str, int]:
-        """Train a few steps and count in the last."""
-        quietly()
-        torch.manual_seed(0)
-        counts = Dispatched()
-        _train(self.row, self.mode, COUNTED, counts, ours=self.ours)
-        return counts.counts
-
-
-CELLS = [(row, mode) for row, (_, _, modes) in enumerate(ROWS) for mode in modes]
-
-
-def times(ranks: Ranks, *, quick: bool) -> None:
-    """Print a table of step times."""
-    table = Table("strategy", "mode", "stock", "plan", "ratio", "target", title="A step, two processes on gloo")
-    for row, mode in CELLS:
-        name, found = ROWS[row][0], ranks.run(Timed(row, mode, *((2, 8) if quick else (6, 17))))[0]
-        ratio = f"{found['plan'] / found['stock']:.3f}"
-        sides = [f"{found[side] * 1e3:.1f} ms" for side in ("stock", "plan")]
-        table.add_row(name, mode, *sides, ratio, f"<= {TARGETS.get(name, TARGET)}")
-        print(f"{name} {mode}: {ratio}", flush=True)
-    Console(width=120).print(table)
-    print(f"{device_name()} a process; torch {torch.__version__}")
-
-
-def counts(ranks: Ranks, *, quick: bool) -> None:
-    """Write a table of counts into the page."""
-    rows = []
-    for row, mode in CELLS[:1] if quick else CELLS:
-        theirs, ours = (ranks.run(Counted(row, mode, ours))[0] for ours in (False, True))
-        cells = [f"{theirs[key]} → {ours[key]}" for key in ("operators", "syncs", "collectives")]
-        cells.append(f"{theirs['bytes'] / 1e6:.1f} → {ours['bytes'] / 1e6:.1f}")
-        rows.append([ROWS[row][0], f"`{mode}`", *cells])
-        print(*rows[-1], flush=True)
-    if not quick:
-        heads = ["strategy", "mode", "operators", "device syncs", "collectives", "MB"]
-        page = planner_pages.DOCS / "reference" / "counts.md"
-        planner_pages.write_between(page, MARKS, planner_pages.table(heads, rows))
-
-
 def main() -> None:
     """Measure and print."""
-    parts = {"times": times, "counts": counts}
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=list(parts), help=f"of {', '.join(parts)}")
     parser.add_argument("--quick", action="store_true", help="a smoke run: the figures mean nothing")
+    parser.add_argument("--strategies", nargs="*", default=[name for name, _, _ in ROWS])
+    parser.add_argument("--modes", nargs="*", default=MODES)
     given = parser.parse_args()
+    rounds, steps = (2, 8) if given.quick else (6, 17)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(".venv/torch_extensions").resolve()))
-    with Ranks(seconds=600) as ranks:
-        for part in given.parts:
-            parts[part](ranks, quick=given.quick)
+    table = Table("strategy", "mode", "stock", "plan", "ratio", "target", title="A step, two processes on gloo")
+    for row, (name, _, modes) in enumerate(ROWS):
+        for mode in (mode for mode in modes if name in given.strategies and mode in given.modes):
+            found = run_ranks(Steps(row, mode, rounds, steps), seconds=600)[0]
+            ratio, times = (
+                f"{found['plan'] / found['stock']:.3f}",
+                [f"{found[s] * 1e3:.1f} ms" for s in ("stock", "plan")],
+            )
+            table.add_row(name, mode, *times, ratio, f"<= {TARGETS.get(name, TARGET)}")
+            print(f"{name} {mode}: {ratio}", flush=True)
+    Console(width=120).print(table)
+    print(f"{device_name()} a process; torch {torch.__version__}")
 
 
 if __name__ == "__main__":
