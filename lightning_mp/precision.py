@@ -50,7 +50,7 @@ from lightning_mp.policy import (
     load,
     presets,
 )
-from lightning_mp.policy.expression import call
+from lightning_mp.policy.pieces import call
 
 if TYPE_CHECKING:
     from lightning_mp.monitor.nonfinite.plan_guard import PlanRun

@@ -60,7 +60,7 @@ class DeepSpeedJson:
             PlanError: what DeepSpeed would carry out with other numbers (growth and backoff factors, true modes, …);
                 every fault is named at once, and no file is written.
         """
-        from lightning_mp.deepspeed_config.write import write_policy
+        from lightning_mp.deepspeed_config.merge import write_policy
 
         trainer = {
             "train_micro_batch_size_per_gpu": train_micro_batch_size_per_gpu,

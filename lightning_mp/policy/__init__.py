@@ -1,23 +1,17 @@
 """What may be written in a plan: pure data and its rules, without torch, so that a config can be checked anywhere."""
 
-from lightning_mp.policy.fp8 import FP8
 from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.pieces import FP8, STORAGE_DTYPES, Checkpointing, NonFinite, Pin, storage_dtype
 from lightning_mp.policy.precision_policy import (
-    DTYPES,
-    STORAGE_DTYPES,
     TF32_SETTINGS,
-    Checkpointing,
     CheckpointingLike,
     FP8Like,
     LossScalingLike,
-    NonFinite,
     NonFiniteLike,
-    Pin,
     PinsLike,
     PrecisionPolicy,
-    storage_dtype,
 )
-from lightning_mp.policy.words import PRECISIONS, Precision, precision_word
+from lightning_mp.policy.words import DTYPES, PRECISIONS, Precision, precision_word
 
 __all__ = [
     "DTYPES",

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Fault, Faults, PlanError, one_line
 from lightning_mp.policy.loss_scaling import LossScaling
 from lightning_mp.policy.words import precision_word
 
@@ -34,53 +34,41 @@ def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict
         PlanError: no such file, a file that is no YAML mapping, a missing value, an interpolation that leads nowhere, a
             ``_target_`` that is none of this package's; all faults of one kind together.
     """
-    faults = Faults()
-    loaded, path = _loaded(config), repr(str(config)) if isinstance(config, (str, PathLike)) else None
-    plain = _resolved(loaded, path or "a mapping")
-    if not isinstance(plain, Mapping):
-        kind = (
-            f"config {path}, which holds a {type(plain).__name__}"
-            if path
-            else f"a config of type {type(loaded).__name__}"
-        )
-        raise PlanError([Fault(kind, "a mapping", "write the plan's arguments as 'precision: bf16-mixed'")])
-    built = _built(plain, "", faults)
-    faults.raise_if_any()
+    if not isinstance(config, Mapping) and precision_word(config) and not Path(str(config)).is_file():
+        return {"precision": config}
+    name = f"config {str(config)!r}" if isinstance(config, (str, PathLike)) else ""
+    with Faults() as faults:
+        plain = _plain(config, name, faults)
+        if not faults.found and not isinstance(plain, Mapping):
+            of_type = f"a config of type {type(config).__name__}"
+            given = f"{name}, which holds a {type(plain).__name__}" if name else of_type
+            faults.add(given, "a mapping", "write the plan's arguments as 'precision: bf16-mixed'")
+    with Faults() as faults:
+        built = _built(plain, "", faults)
     return cast("dict[str, Any]", built)
 
 
-def _loaded(config: Any) -> Any:
-    if isinstance(config, Mapping):
-        return cast("Any", config)
-    if precision_word(config) and not Path(str(config)).is_file():
-        return {"precision": config}
-    if not isinstance(config, (str, PathLike)):
-        return config
-    from omegaconf import OmegaConf
-    from yaml import YAMLError
-
-    path = Path(cast("str", config))
-    if not path.is_file():
-        raise PlanError([Fault(f"config {str(path)!r}, which is no file", "a YAML file", "check the path")])
-    try:
-        return OmegaConf.load(path)
-    except (YAMLError, OSError, ValueError) as error:
-        text = " ".join(str(error).split())
-        raise PlanError([Fault(f"config {str(path)!r}: {text}", "a YAML mapping", "fix the file")]) from error
-
-
-def _resolved(config: Any, name: str) -> Any:
+def _plain(config: Any, name: str, faults: Faults) -> Any:
+    """``config``, or what its file holds, with every reference resolved; ``name`` is that of the file."""
     from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-    if not isinstance(config, Container):
-        return config
+    if name and not Path(config).is_file():
+        faults.add(f"{name}, which is no file", "a YAML file", "check the path")
+        return None
     try:
-        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        loaded = OmegaConf.load(config) if name else config
+        if isinstance(loaded, Container):
+            return OmegaConf.to_container(loaded, resolve=True, throw_on_missing=True)
+        return loaded
     except OmegaConfBaseException as error:
-        given = f"{error.full_key} of {name}, which does not resolve: {str(error).splitlines()[0]}"
-        fix = "give every '???' a value and every ${...} a target"
-        raise PlanError([Fault(given, "values for every key", fix)]) from error
+        of = name.removeprefix("config ") or "a mapping"
+        given = f"{error.full_key} of {of}, which does not resolve: {str(error).splitlines()[0]}"
+        faults.add(given, "values for every key", "give every '???' a value and every ${...} a target")
+    except (YAMLError, OSError, ValueError) as error:
+        faults.add(f"{name}: {one_line(error)}", "a YAML mapping", "fix the file")
+    return None
 
 
 def _built(value: Any, path: str, faults: Faults) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_mp.errors import Faults, is_number
-from lightning_mp.policy.expression import expression
+from lightning_mp.policy.pieces import expression
 
 # torch.amp.GradScaler's defaults, https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 TORCH_INIT_SCALE = 2.0**16

@@ -4,151 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from lightning_mp.errors import Faults, PlanError, did_you_mean
-from lightning_mp.policy.expression import call, expression
-from lightning_mp.policy.fp8 import FP8
 from lightning_mp.policy.loss_scaling import LossScaling
-from lightning_mp.policy.nonfinite import NonFinite
+from lightning_mp.policy.pieces import FP8, Checkpointing, NonFinite, Pin, call, normalise, storage_dtype
 from lightning_mp.policy.words import DTYPES_OF, PRECISIONS, precision_fix, precision_word
 
 SCALED_PRECISIONS = ("16-mixed", "16-true", "auto")
 
-_ALIASES = {
-    "fp32": ("float32", "float", "32"),
-    "tf32": ("tensorfloat32",),
-    "bf16": ("bfloat16",),
-    "fp16": ("float16", "half", "16"),
-    "fp8": ("float8",),
-}
-DTYPES = {alias: name for name, aliases in _ALIASES.items() for alias in (name, *aliases)}
-STORAGE_DTYPES = ("fp32", "bf16", "fp16")
-
-
-def storage_dtype(value: object, what: str, faults: Faults, others: tuple[str, ...] = ()) -> str:
-    """The short name of a format to store weights in, from any spelling of it (``"bfloat16"``, ``torch.bfloat16``, …).
-
-    Anything else is noted in ``faults`` as ``what``; ``others`` are further words allowed there.
-    """
-    text = str(value).lower().removeprefix("torch.")
-    name, allowed = DTYPES.get(text), STORAGE_DTYPES + others
-    if name in STORAGE_DTYPES:
-        return name
-    known = [alias for alias, dtype in DTYPES.items() if dtype in STORAGE_DTYPES]
-    if "16" in text:  # bf16 is offered to nobody who wrote fp16
-        known = [alias for alias in known if alias.startswith("b") == text.startswith("b")]
-    fix = f"{name} is no storage format: write fp32" if name else did_you_mean(text, [*known, *others])
-    faults.add(f"{what}={value!r}", ", ".join(allowed), fix)
-    return str(value)
-
-
-def _set(instance: object, **values: object) -> None:
-    """Normalise fields of a frozen dataclass while it is being built."""
-    for name, value in values.items():
-        object.__setattr__(instance, name, value)
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """One module-level dtype: every module that ``pattern`` covers is stored and run in ``dtype``.
-
-    Args:
-        pattern: an fnmatch against a module's name, any dotted suffix of it, or its class.
-        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        output: the dtype of what the module returns: ``None`` for the mode's rule (its own dtype under the mixed
-            modes, the dtype that came in under the true modes), ``"pin"``, ``"input"``, or a dtype.
-    """
-
-    pattern: str
-    dtype: str
-    output: str | None = None
-
-    __repr__ = expression
-
-    def __post_init__(self) -> None:
-        pattern: object = self.pattern
-        name = f"pin {pattern!r}"
-        with Faults("Pin") as faults:
-            if not isinstance(pattern, str) or not pattern:
-                fix = "write a pattern: '*norm*' covers every norm by name"
-                faults.add(f"pattern={pattern!r}", "a non-empty fnmatch pattern", fix)
-            _set(self, dtype=storage_dtype(self.dtype, f"{name}: dtype", faults))
-            if self.output not in (None, "pin", "input"):
-                _set(self, output=storage_dtype(self.output, f"{name}: output", faults, ("pin", "input")))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpointing:
-    """Which modules recompute their activations in the backward pass instead of storing them.
-
-    Args:
-        modules: a pattern as in :class:`Pin`, a module class, or several; of nested matches the outermost counts.
-        mode: ``"full"`` recomputes everything; ``"selective"`` keeps the outputs of ``save_ops``.
-        every: of the matches, only every n-th is checkpointed.
-        save_ops: names of aten operators, ``"mm"`` or ``"aten.mm.default"``; ``None``: matrix products and attention.
-        preserve_rng: whether the recomputation draws the random numbers that the first pass drew.
-    """
-
-    modules: str | tuple[str, ...]
-    mode: Literal["full", "selective"] = "full"
-    every: int = 1
-    save_ops: tuple[str, ...] | None = None
-    preserve_rng: bool = True
-
-    __repr__ = expression
-
-    def __post_init__(self) -> None:
-        given = cast("object", self.modules)
-        several = isinstance(given, Iterable) and not isinstance(given, (str, type))
-        items = list(cast("Iterable[Any]", given)) if several else [given]
-        names = tuple(item.__name__ if isinstance(item, type) else item for item in items)
-        with Faults("Checkpointing") as faults:
-            if not names or not all(isinstance(name, str) and name for name in names):
-                faults.add(f"modules={given!r}", "a pattern, a module class, or several", "write modules='*.h.*'")
-            faults.one_of("mode", self.mode, ("full", "selective"), "write 'full' to recompute everything")
-            faults.whole("every", self.every, 1, "write 2 to checkpoint every second module")
-            save_ops = _names(self.save_ops, faults)
-            if save_ops is not None and self.mode == "full":
-                faults.add("save_ops with mode='full'", "save_ops with mode='selective'", "set mode='selective'")
-            faults.one_of("preserve_rng", self.preserve_rng, (True, False), "write a boolean, without quotes")
-        _set(self, modules=names[0] if len(names) == 1 else names, save_ops=save_ops)
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """``modules`` as a tuple."""
-        return (self.modules,) if isinstance(self.modules, str) else self.modules
-
-
-def _names(value: object, faults: Faults) -> tuple[str, ...] | None:
-    if value is None or isinstance(value, str):
-        return None if value is None else (value,)
-    if isinstance(value, Iterable):
-        return tuple(str(name) for name in cast("Iterable[object]", value))
-    faults.add(f"save_ops={value!r}", "names of aten operators", "save_ops=('mm', 'addmm')")
-    return None
-
-
 _Piece = TypeVar("_Piece", LossScaling, Checkpointing, NonFinite, Pin, FP8)
 
-if TYPE_CHECKING:
-    LossScalingLike = LossScaling | Mapping[str, Any] | None
-    PinsLike = Mapping[str, Any] | Iterable[Pin | Mapping[str, Any]] | None
-    CheckpointingLike = Checkpointing | Mapping[str, Any] | str | None
-    FP8Like = FP8 | Mapping[str, Any] | str | None
-    NonFiniteLike = NonFinite | Mapping[str, Any] | str
-else:
-    # What jsonargparse reads. It takes the fields of each of these classes for the class, and whatever for a Mapping: a
-    # misspelt key would pass the parser, and end in a traceback of the constructor.
-    class _PinFields(TypedDict, total=False):
-        dtype: str
-        output: str
-
-    LossScalingLike = LossScaling | None
-    PinsLike = Mapping[str, str | _PinFields] | Iterable[Pin] | None
-    CheckpointingLike = Checkpointing | str | None
-    FP8Like = FP8 | str | None
-    NonFiniteLike = NonFinite | str
+# what the arguments may be written as; jsonargparse reads these too
+LossScalingLike = LossScaling | Mapping[str, Any] | None
+PinsLike = Mapping[str, Any] | Iterable[Pin | Mapping[str, Any]] | None
+CheckpointingLike = Checkpointing | Mapping[str, Any] | str | None
+FP8Like = FP8 | Mapping[str, Any] | str | None
+NonFiniteLike = NonFinite | Mapping[str, Any] | str
 TF32_SETTINGS = ("highest", "high", "medium")
 
 
@@ -179,8 +51,8 @@ class PrecisionPolicy:
     def __post_init__(self) -> None:
         buffers: object = self.buffer_dtype
         with Faults() as faults:
-            _set(self, precision=_precision(self.precision, faults))
-            _set(
+            normalise(self, precision=_precision(self.precision, faults))
+            normalise(
                 self,
                 loss_scaling=_loss_scaling(self.loss_scaling, self.precision, faults),
                 pins=_pins(self.pins, faults),

@@ -29,13 +29,16 @@ DTYPES_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
 #: the words of Lightning's own plugins
 STOCK_PRECISIONS = tuple(word for word in DTYPES_OF if word != "fp8-mixed")
 
-_FORMATS = {
-    "32": ("fp32", "float32", "float"),
-    "16": ("fp16", "float16", "half"),
+_ALIASES = {
+    "fp32": ("float32", "float", "32"),
+    "tf32": ("tensorfloat32",),
     "bf16": ("bfloat16",),
+    "fp16": ("float16", "half", "16"),
     "fp8": ("float8",),
 }
-_FORMAT_OF = {alias: name for name, aliases in _FORMATS.items() for alias in (name, *aliases)}
+DTYPES = {alias: name for name, aliases in _ALIASES.items() for alias in (name, *aliases)}
+#: how a precision begins that is of such a format, where otherwise than the format
+_BEGINNINGS = {"fp32": "32", "fp16": "16"}
 #: a format alone, as Lightning reads it
 _ALONE = MappingProxyType({"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8-mixed"})
 
@@ -48,7 +51,8 @@ def precision_word(value: object) -> str | None:
     """
     text = str(value).strip().lower().replace("_", "-").removeprefix("torch.")
     name, _, kind = text.partition("-")
-    form = _FORMAT_OF.get(name, name)
+    form = DTYPES.get(name, name)
+    form = _BEGINNINGS.get(form, form)
     word = f"{form}-{kind}" if kind else _ALONE.get(form, form)
     return word if word in PRECISIONS else None
 

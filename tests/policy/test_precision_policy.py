@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lightning_mp import LossScaling, NonFinite, Pin, PlanError, PrecisionPolicy
+from lightning_mp import FP8, Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, Pin, PlanError, PrecisionPolicy
 from lightning_mp.policy import TF32_SETTINGS
 from support.policies import policies
 
@@ -34,6 +34,17 @@ def test_a_checkpoint_with_a_policy_loads_with_weights_only(policy: PrecisionPol
     torch.save(policy.to_dict(), file)
     file.seek(0)
     assert PrecisionPolicy.from_dict(torch.load(file, weights_only=True)) == policy
+
+
+NAMES = {kind.__name__: kind for kind in (FP8, Checkpointing, LossScaling, NonFinite, Pin, PrecisionPolicy)}
+NAMES["MixedPrecisionPlan"] = MixedPrecisionPlan
+
+
+@settings(max_examples=60)
+@given(policy=policies())
+def test_what_is_printed_builds_it_again(policy: PrecisionPolicy) -> None:
+    assert eval(repr(policy), NAMES) == policy
+    assert eval(repr(MixedPrecisionPlan.from_policy(policy)), NAMES).policy == policy
 
 
 def test_a_policy_is_frozen_hashable_and_takes_keywords_only() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError, PrecisionPolicy
 from lightning_mp.policy import PRECISIONS
+from lightning_mp.policy.presets import PRESETS, preset
 
 MODES = ", ".join(PRECISIONS)
 STORED = "fp32, bf16, fp16"
@@ -154,3 +155,14 @@ def test_every_fault_of_every_field_is_told_at_once() -> None:
         ]
     )
     assert str(error.value).startswith("MixedPrecisionPlan: 15 faults.")
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [("a1000", "did you mean 'a100'"), ("", "choose one of these"), ("zzz", "choose one of these")]
+)
+def test_an_unknown_preset_is_refused_with_the_list(name: str, fix: str) -> None:
+    with pytest.raises(PlanError) as error:
+        preset(name)
+    (fault,) = error.value.faults
+    assert fault.allowed == ", ".join(PRESETS)
+    assert fault.fix.startswith(fix)

@@ -13,19 +13,7 @@ from lightning_mp import MixedPrecisionPlan, PrecisionPolicy
 from lightning_mp.policy import precision_word
 
 WORDS: dict[str, tuple[Any, ...]] = {
-    "16-mixed": (
-        16,
-        "16",
-        "fp16",
-        "float16",
-        "half",
-        torch.float16,
-        "FP16",
-        "Half",
-        "fp16-mixed",
-        "16_mixed",
-        " 16-mixed ",
-    ),
+    "16-mixed": (16, "16", "fp16", "float16", "half", torch.float16, "FP16", "Half", "16_mixed", " 16-mixed "),
     "bf16-mixed": ("bf16", "bfloat16", torch.bfloat16, "BF16", "bfloat16-mixed", "bf16_mixed"),
     "32-true": (32, "32", "fp32", "float32", "float", torch.float32, "fp32-true", "32_true"),
     "bf16-true": ("bf16_true", "bfloat16-true", "BF16-True"),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_mp import FP8, Checkpointing, NonFinite, Pin, PrecisionPolicy
 from lightning_mp.policy import PRECISIONS, STORAGE_DTYPES, TF32_SETTINGS
-from lightning_mp.policy.fp8 import RECIPES
+from lightning_mp.policy.pieces import RECIPES
 from support.scales import scalings
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)

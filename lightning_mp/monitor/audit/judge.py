@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_mp.monitor.audit.observer import Observed, Ran
 from lightning_mp.monitor.events import pinning
-from lightning_mp.policy.precision_policy import STORAGE_DTYPES
+from lightning_mp.policy import STORAGE_DTYPES
 
 AS_STORED = "as stored"
 _HALF = frozenset(("bf16", "fp16", "fp8"))
