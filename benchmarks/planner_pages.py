@@ -10,9 +10,9 @@ from pathlib import Path
 
 from lightning_mp.planner import ModelShape, advise, estimate
 from lightning_mp.planner.advise import Choice
+from lightning_mp.planner.estimate import bubble, data_bytes
 from lightning_mp.planner.layout import PRECISIONS
 from lightning_mp.planner.memory import HELD, bytes_per_parameter
-from lightning_mp.planner.speed import bubble, data_bytes
 from lightning_mp.policy.hardware import GPUS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -118,7 +118,7 @@ def _fits(size: float, word: str, strategy: str, gpus: int, mode: str) -> bool:
 def _row(size: float, word: str, gpus: int, best: Choice) -> list[object]:
     degrees = f"{best.data} x {best.tensor} x {best.pipeline}"
     low, mid, high = best.tokens_per_s
-    days = best.estimate.days()[1]
+    days = best.days()[1]
     return [
         f"{size / 1e9:.3g}B", f"{gpus} x `{word}`", f"`{best.precision}`", f"`{best.strategy}`", degrees,
         best.checkpointing, best.micro_batch, f"{best.memory_bytes / GIB:.0f}",

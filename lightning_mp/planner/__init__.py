@@ -8,11 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_mp.planner.advise import Advice, Choice, advise
-from lightning_mp.planner.estimate import Estimate, estimate
+from lightning_mp.planner.estimate import Estimate, Range, estimate
 from lightning_mp.planner.layout import Layout
 from lightning_mp.planner.memory import MemoryPrediction
 from lightning_mp.planner.shape import CONVENTIONS, ModelShape, flops_per_token
-from lightning_mp.planner.speed import Range
 
 __all__ = [
     "CONVENTIONS",

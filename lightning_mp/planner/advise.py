@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from importlib.resources import files
-from typing import Any, cast
+from typing import Any
 
 from lightning_mp.errors import Faults, in_short, is_number
-from lightning_mp.planner.estimate import Estimate, of_layout
+from lightning_mp.planner.estimate import Estimate, bubble, of_layout
 from lightning_mp.planner.layout import CHECKPOINTING, Layout, checked
 from lightning_mp.planner.memory import STRATEGIES
 from lightning_mp.planner.shape import ModelShape
-from lightning_mp.planner.speed import Range, bubble
-from lightning_mp.policy import PRECISIONS, hardware
+from lightning_mp.policy import hardware
 from lightning_mp.policy.hardware import GPU, GPUS
 
 _GIB = 2**30
@@ -27,44 +24,34 @@ _DEGREES = tuple(2**power for power in range(13))
 _MARGIN = 1.03
 #: the counts of GPUs that are tried where a model does not fit
 _MOST_GPUS = 65536
+#: what is told of a choice
+_OF_A_LAYOUT = ("precision", "strategy", "data", "tensor", "pipeline", "checkpointing", "micro_batch", "accumulate")
+_FIGURES = ("memory_bytes", "reason", "blocked", "mfu", "convention", "parts")
 _CAUSAL_LM = "lightning_mp.demo.language_model.CausalLM"
 #: of a config.json what says how it was saved
 _NOT_OF_A_MODEL = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "quantization_config")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One way to run that fits; ``memory_bytes`` on the fullest GPU, ``tokens_per_s`` for each."""
+class Choice(Estimate):
+    """One way to run that fits: an estimate, which has the fields of its layout as its own, and why it was chosen."""
 
-    precision: str
-    strategy: str
-    data: int
-    tensor: int
-    pipeline: int
-    checkpointing: str
-    micro_batch: int
-    accumulate: int
-    memory_bytes: int
-    tokens_per_s: Range
     reason: str
-    #: why this release cannot run it, or an empty string
-    blocked: str
-    estimate: Estimate
 
-    @classmethod
-    def of(cls, estimate: Estimate, reason: str) -> Choice:
-        """The choice that ``estimate`` is of."""
-        layout, words = estimate.layout, _blocked(estimate.layout)
-        sizes = layout.data, layout.tensor, layout.pipeline, layout.checkpointing, layout.micro_batch, layout.accumulate
-        figures = estimate.memory_bytes, estimate.tokens_per_s
-        return cls(layout.precision, layout.strategy, *sizes, *figures, reason, words, estimate)
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_A_LAYOUT:
+            raise AttributeError(name)
+        return getattr(self.layout, name)
+
+    @property
+    def blocked(self) -> str:
+        """Why this release cannot run it, or an empty string."""
+        return _blocked(self.layout)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "estimate"}
-        speed = dict(zip(Range._fields, self.tokens_per_s, strict=True))
-        figures = {"mfu": self.estimate.mfu, "convention": self.estimate.convention, "parts": self.estimate.parts}
-        return {**plain, "tokens_per_s": speed, **figures}
+        plain = {name: getattr(self, name) for name in (*_OF_A_LAYOUT, *_FIGURES)}
+        return {**plain, "tokens_per_s": self.tokens_per_s._asdict()}
 
 
 @dataclass(frozen=True)
@@ -108,8 +95,8 @@ class Advice:
         choice = choice or self.best
         if choice.blocked:
             with Faults("advise") as faults:
-                faults.add(_label(choice.estimate.layout), "what this release runs", choice.blocked)
-        return _yaml(self.shape, self.module, choice.estimate, choice.reason, self.tokens)
+                faults.add(_label(choice.layout), "what this release runs", choice.blocked)
+        return _yaml(choice, self.module, self.tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -178,7 +165,7 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
     if not kept:
         _refuse_batch(global_batch, micro_batch, layouts)
     fitting = sorted((each for each in kept if each.fits), key=_rank)
-    choices = tuple(Choice.of(each, _reason(each, why)) for each in fitting)
+    choices = tuple(Choice(**_fields(each), reason=_reason(each, why)) for each in fitting)
     missing = 0 if choices else min(each.missing_bytes for each in kept)
     nearest = None if choices else _nearest(shape, base, offload)
     return Advice(shape, module, base.gpu, choices, _lost(kept, fitting), why, tokens, missing, nearest)
@@ -287,6 +274,10 @@ def _reason(each: Estimate, why: str) -> str:
     return "; ".join([why, *parts])
 
 
+def _fields(each: Estimate) -> dict[str, Any]:
+    return {field.name: getattr(each, field.name) for field in fields(each)}
+
+
 def _lost(kept: Iterable[Estimate], fitting: list[Estimate]) -> tuple[str, ...]:
     lines: list[str] = []
     for each in kept:
@@ -330,95 +321,58 @@ def _refuse_batch(global_batch: int | None, micro_batch: int | None, layouts: li
 
 def _blocked(layout: Layout) -> str:
     """Why this release cannot run ``layout`` from a file, as a fix; an empty string where it can."""
-    if layout.precision not in PRECISIONS:
-        return f"this release has no {layout.precision}: use bf16-mixed"
-    if not (files("lightning_mp.configs") / "strategy" / f"{layout.strategy}.yaml").is_file():
-        return f"this release has no strategy {layout.strategy!r}: use fsdp2"
     if layout.pipeline > 1 and layout.strategy != "pipeline":
         return "no strategy of this release has tensor and pipeline parallelism at once: use fsdp2 with tensor"
     return ""
 
 
-def _yaml(shape: ModelShape, module: Any, found: Estimate, reason: str, tokens: float | None) -> str:
+def _yaml(choice: Choice, module: Any, tokens: float | None) -> str:
     """The file: groups that the package ships, and what this run sets in them.
 
     Raises:
-        PlanError: of a module there is no file.
+        PlanError: of a module there is no file, nor of a config that does not say its architecture.
     """
+    import yaml
+
+    shape, layout, staged = choice.shape, choice.layout, choice.layout.pipeline > 1
     with Faults("advise") as faults:
         if module is not None and not isinstance(module, Mapping):
-            faults.add(
-                type(module).__name__, "a ModelShape or a transformers config", "write the model section yourself"
-            )
-    config = cast("Mapping[str, Any] | None", module)
-    layout = found.layout
-    lines = [
-        f"# {in_short(shape.params)} parameters on {layout.gpus} x {layout.gpu.word}: {found}.",
-        f"# {reason}.",
-        "defaults:",
-        "  - plan: auto",
-        f"  - strategy: {layout.strategy}",
-        *([] if config is not None else ["  - model: llama_tiny"]),
-        "  - data: library_text",
-        "  - trainer: gpu",
-        "  - callbacks: health",
-        "  - _self_",
-        "plan:",
-        f"  precision: {layout.precision}",
-    ]
+            allowed = "a ModelShape or a transformers config"
+            faults.add(type(module).__name__, allowed, "write the model section yourself")
+        elif module is not None and not module.get("model_type"):
+            faults.add("a config without model_type", "one that a model can be made from", "add model_type to it")
+    groups = {"plan": "auto", "strategy": layout.strategy, **({} if module else {"model": "llama_tiny"})}
+    groups |= {"data": "library_text", "trainer": "gpu", "callbacks": "health"}
+    found: dict[str, Any] = {"defaults": [*({group: name} for group, name in groups.items()), "_self_"]}
+    found["plan"] = plan = dict[str, Any](precision=layout.precision)
     if layout.checkpointing != "none":
-        lines += [
-            "  checkpointing:",
-            f'    modules: "*.{_blocks(config)}.*"',
-            f"    mode: {layout.checkpointing}",
-        ]
-    lines += _strategy(layout)
-    lines += _model(shape, config)
-    rows = layout.micro_batch * (layout.accumulate if layout.pipeline > 1 else 1)  # a pipeline cuts its batches itself
-    lines += ["data:", f"  vocab: {shape.vocab}", f"  context: {shape.seq_len}", f"  batch_size: {rows}"]
-    lines += ["trainer:", f"  devices: {min(layout.gpus, layout.gpus_per_node)}", f"  num_nodes: {layout.nodes}"]
-    if layout.accumulate > 1 and layout.pipeline == 1:
-        lines.append(f"  accumulate_grad_batches: {layout.accumulate}")
+        in_gpt = module is not None and ("n_layer" in module or module["model_type"] == "falcon")
+        modules = "*.h.*" if in_gpt else "*.layers.*"  # the list that holds the layers
+        plan["checkpointing"] = {"modules": modules, "mode": layout.checkpointing}
+    if staged:
+        stages = {"stages": layout.pipeline, "microbatches": layout.accumulate, "schedule": "1f1b"}
+        shard = {"shard": True} if layout.data > 1 else {}
+        found["strategy"] = {**stages, "data_parallel_size": layout.data, **shard}
+    elif layout.tensor > 1:
+        found["strategy"] = {"tensor_parallel": layout.tensor}
+    found["model"] = {**_model(shape, module), "lr": 3e-4}
+    rows = layout.micro_batch * (layout.accumulate if staged else 1)  # a pipeline cuts its batches itself
+    found["data"] = {"vocab": shape.vocab, "context": shape.seq_len, "batch_size": rows}
+    found["trainer"] = {"devices": min(layout.gpus, layout.gpus_per_node), "num_nodes": layout.nodes}
+    if layout.accumulate > 1 and not staged:
+        found["trainer"]["accumulate_grad_batches"] = layout.accumulate
     if tokens is not None:
         batch = layout.data * layout.micro_batch * layout.accumulate * shape.seq_len
-        lines += [f"  max_steps: {math.ceil(tokens / batch)}", "  max_epochs: -1"]
-    return "\n".join(lines) + "\n"
+        found["trainer"] |= {"max_steps": math.ceil(tokens / batch), "max_epochs": -1}
+    head = f"# {in_short(shape.params)} parameters on {layout.gpus} x {layout.gpu.word}: {choice}."
+    return f"{head}\n# {choice.reason}.\n" + yaml.safe_dump(found, sort_keys=False)
 
 
-def _blocks(config: Mapping[str, Any] | None) -> str:
-    """The name of the list that holds the layers: ``layers`` in Llama, ``h`` in GPT-2."""
-    in_gpt = config is not None and ("n_layer" in config or config.get("model_type") == "falcon")
-    return "h" if in_gpt else "layers"
-
-
-def _strategy(layout: Layout) -> list[str]:
-    if layout.pipeline > 1:
-        lines = [
-            "strategy:",
-            f"  stages: {layout.pipeline}",
-            f"  microbatches: {layout.accumulate}",
-            "  schedule: 1f1b",
-        ]
-        return [*lines, f"  data_parallel_size: {layout.data}", *(["  shard: true"] if layout.data > 1 else [])]
-    return ["strategy:", f"  tensor_parallel: {layout.tensor}"] if layout.tensor > 1 else []
-
-
-def _model(shape: ModelShape, config: Mapping[str, Any] | None) -> list[str]:
+def _model(shape: ModelShape, config: Mapping[str, Any] | None) -> dict[str, Any]:
     """The architecture that a transformers config is of, or a Llama of that size."""
-    lines = list[str]()
-    if config is None:
-        fields = {
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.intermediate,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-        }
-    else:
-        with Faults("advise") as faults:
-            if not config.get("model_type"):
-                faults.add("a config without model_type", "one that a model can be made from", "add model_type to it")
-        fields = {key: value for key, value in config.items() if key not in _NOT_OF_A_MODEL}
-        lines = [f"  _target_: {_CAUSAL_LM}", f"  architecture: {config['model_type']}"]
-    values = [f"    {key}: {json.dumps(value)}" for key, value in fields.items()]
-    return ["model:", *lines, "  config:", *values, "  lr: 3.0e-4"]
+    if config is not None:
+        kept = {key: value for key, value in config.items() if key not in _NOT_OF_A_MODEL}
+        return {"_target_": _CAUSAL_LM, "architecture": config["model_type"], "config": kept}
+    width = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate}
+    heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+    return {"config": {**width, "num_hidden_layers": shape.layers, **heads}}

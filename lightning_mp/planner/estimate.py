@@ -1,17 +1,50 @@
-"""``estimate``: how fast, how much memory, how long and how dear, for one layout."""
+"""``estimate``: how fast, how much memory, how long and how dear, for one layout.
+
+How fast is a roofline of compute and traffic, times a utilisation that was fitted to published runs. Seconds a token on
+each GPU: the larger of compute and the traffic of data parallelism, which run at the same time, plus the traffic of
+tensor parallelism, which does not; over what the pipeline's bubble leaves.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_mp.errors import Faults, is_number
 from lightning_mp.planner.layout import Layout, checked
-from lightning_mp.planner.memory import STRATEGIES, memory, usable
+from lightning_mp.planner.memory import HELD, STRATEGIES, compute_bytes, memory, usable
 from lightning_mp.planner.shape import CONVENTIONS, ModelShape, flops_per_token
-from lightning_mp.planner.speed import SPREAD, UNMEASURED_SPREAD, Range, is_measured, predicted, spread
 
 _GIB = 2**30
 _DAY = 86400.0
+#: High over low. Leaving each model out in turn, as much as this covers is in docs/reference/planner.md; tests hold it.
+SPREAD = 2.0
+#: of what no run was published for: another GPU, fp16 or fp32, offload
+UNMEASURED_SPREAD = 2.5
+#: Time with recomputation over that without: a forward, of three, comes again; what selective checkpointing repeats is
+#: no product, a few per cent (Korthikanti et al. 2022, table 4).
+RECOMPUTED = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
+#: bytes/s at which a CPU's Adam passes over what it holds, one GPU's share of a node's memory bandwidth (an assumption)
+_CPU_ADAM = 25e9
+_OFFLOADED_BYTES = 28  # weight, gradient and two moments read, all but the gradient written: 4 bytes each
+#: Coefficients of the log of utilisation by ``features``: least squares over 252 published bf16 and fp8 runs, with a
+#: penalty of 2 on the squares of all but the first (tests/planner/test_published.py fits them again).
+UTILISATION = (-0.43377532480909686, -0.33362781049663176, -0.1568999416238148, 0.21654954772904225)
+#: on which GPUs and in which modes those ran; the H200 stands beside its fp8 runs
+_PUBLISHED = {
+    *((word, "bf16-mixed") for word in ("a100-40", "a100-80", "h100-80", "h200-141")),
+    *((word, "fp8-mixed") for word in ("h100-80", "h200-141")),
+    ("a100-80", "16-mixed"),
+}
+
+
+class Range(NamedTuple):
+    """Tokens a second on each GPU."""
+
+    low: float
+    mid: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +156,103 @@ def of_layout(shape: ModelShape, layout: Layout, convention: str = "mosaicml") -
     measured = is_measured(layout)
     speed = spread(predicted(shape, layout), SPREAD if measured else UNMEASURED_SPREAD)
     return Estimate(shape, layout, speed, memory(shape, layout), convention, measured)
+
+
+# ---------------------------------------------------------------------- how fast
+
+
+def roofline(shape: ModelShape, layout: Layout) -> float:
+    """Seconds a token on each GPU if every unit ran at its peak; units of the data sheets."""
+    seconds = max(_compute(shape, layout), data_traffic(shape, layout)) + _tensor_traffic(shape, layout)
+    return (seconds + _offload(shape, layout)) / (1 - bubble(layout.pipeline, layout.accumulate))
+
+
+def bubble(pipeline: int, microbatches: int, per_rank: int = 1) -> float:
+    """The part of a step in which a stage waits: (p - 1) / (m + p - 1) under 1F1B and GPipe (Narayanan et al. 2021).
+
+    With v stages on each rank, interleaved, what is waited for is as much shorter: (p - 1) / (v m + p - 1).
+    """
+    return (pipeline - 1) / (per_rank * microbatches + pipeline - 1)
+
+
+def _compute(shape: ModelShape, layout: Layout) -> float:
+    """Seconds a token of products; under fp8 attention stays in bf16."""
+    total, products = flops_per_token(shape), 6.0 * shape.params
+    attention_mode = "bf16-mixed" if layout.precision == "fp8-mixed" else layout.precision
+    slow, fast = (layout.gpu.peak(mode) for mode in (attention_mode, layout.precision))
+    assert slow is not None
+    assert fast is not None
+    once = products / fast.flops_per_s + (total - products) / slow.flops_per_s
+    return once * RECOMPUTED[layout.checkpointing]
+
+
+def data_bytes(layout: Layout) -> tuple[float, float]:
+    """Bytes a parameter that a rank sends for data parallelism: each micro-batch, and each optimizer step."""
+    weight, reduced = compute_bytes(layout.precision), 4  # gradients are reduced in fp32 in every mode
+    sharded = STRATEGIES[layout.strategy]
+    if sharded.weights:
+        return 2 * weight + reduced, 0.0  # gathered for the forward and for the backward pass; reduce-scattered
+    if sharded.optimizer:
+        return 0.0, reduced + HELD[layout.precision][0]  # reduce-scattered; the updated weights gathered
+    return 0.0, 2 * reduced  # an all-reduce is a reduce-scatter and an all-gather
+
+
+def data_traffic(shape: ModelShape, layout: Layout) -> float:
+    """Seconds a token that the links of data parallelism are busy."""
+    ranks = layout.data * layout.context
+    if ranks == 1:
+        return 0.0
+    each, once = data_bytes(layout)
+    bytes_each = each + once / layout.accumulate
+    own = shape.params / (layout.tensor * layout.pipeline)
+    tokens = layout.micro_batch * shape.seq_len / (layout.context * layout.tensor * layout.pipeline)
+    if STRATEGIES[layout.strategy].within_node and layout.nodes > 1:
+        across = 8 / layout.accumulate / layout.gpus_per_node / layout.data_link()
+        return own * (bytes_each / layout.link(layout.gpus_per_node) + across) / tokens
+    return own * bytes_each * (ranks - 1) / ranks / layout.data_link() / tokens
+
+
+def _tensor_traffic(shape: ModelShape, layout: Layout) -> float:
+    """Seconds a token of tensor parallelism: 4 all-reduces of the activations a layer, forward and backward.
+
+    Each rank sends its part twice in an all-reduce; full checkpointing repeats those of the forward pass.
+    """
+    if layout.tensor == 1:
+        return 0.0
+    repeats = 6 if layout.checkpointing == "full" else 4
+    part = 2 * (layout.tensor - 1) / layout.tensor
+    sent = repeats * part * shape.hidden * compute_bytes(layout.precision) * shape.layers
+    return sent * layout.tensor / layout.link(layout.tensor)
+
+
+def _offload(shape: ModelShape, layout: Layout) -> float:
+    """Seconds a token of gradients down, weights up, and the update on the CPU."""
+    if not STRATEGIES[layout.strategy].offload:
+        return 0.0
+    own = shape.params / layout.data
+    tokens = layout.micro_batch * shape.seq_len
+    return own * (8 / layout.gpu.pcie + _OFFLOADED_BYTES / _CPU_ADAM / layout.accumulate) / tokens
+
+
+def predicted(shape: ModelShape, layout: Layout, coefficients: tuple[float, ...] = UTILISATION) -> float:
+    """The middle of the range: tokens a second on each GPU."""
+    utilisation = math.exp(sum(map(float.__mul__, coefficients, features(shape, layout))))
+    return utilisation / roofline(shape, layout)
+
+
+def features(shape: ModelShape, layout: Layout) -> tuple[float, ...]:
+    """What utilisation goes by: Hopper and newer (their peak outgrew their memory), fp8, narrow layers."""
+    newer = (layout.gpu.device.capability or (0, 0)) >= (9, 0)
+    narrow = math.log(min(shape.hidden, 8192) / 4096)
+    return 1.0, float(newer), float(layout.precision == "fp8-mixed"), narrow
+
+
+def is_measured(layout: Layout) -> bool:
+    """Whether runs were published on this GPU in this mode, weights on it."""
+    return (layout.gpu.word, layout.precision) in _PUBLISHED and not STRATEGIES[layout.strategy].offload
+
+
+def spread(mid: float, high_over_low: float) -> Range:
+    """A range about ``mid``, the same factor to both sides."""
+    half = math.sqrt(high_over_low)
+    return Range(mid / half, mid, mid * half)

@@ -69,7 +69,7 @@ def default_gbps(gpu: GPU) -> float:
 
 def checked_precision(gpu: GPU | None, precision: object, faults: Faults) -> str:
     """The mode by its name; a word that is none, or one that the GPU has no units for, is noted."""
-    word = "fp8-mixed" if str(precision).lower() in ("fp8", "fp8-mixed") else precision_word(precision)
+    word = precision_word(precision)
     if word not in PRECISIONS:
         faults.add(f"unknown precision {precision!r}", ", ".join(PRECISIONS), precision_fix(precision))
         return "32-true"

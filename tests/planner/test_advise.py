@@ -62,7 +62,7 @@ def test_the_best_choice_and_all_that_fit(case: Case) -> None:
         assert 0 < low < mid < high <= 2.51 * low
     labels = {(each.strategy, each.data, each.tensor, each.pipeline) for each in found.choices}
     assert len(labels) == len(found.choices)
-    runnable = [each.estimate.tokens_per_s.mid for each in found.choices if not each.blocked]
+    runnable = [each.tokens_per_s.mid for each in found.choices if not each.blocked]
     assert runnable[0] >= max(runnable) / 1.05
 
 

@@ -13,9 +13,17 @@ import numpy as np
 import pytest
 
 from lightning_mp.planner import Layout, ModelShape, estimate, flops_per_token
-from lightning_mp.planner.estimate import of_layout
+from lightning_mp.planner.estimate import (
+    SPREAD,
+    UTILISATION,
+    features,
+    is_measured,
+    of_layout,
+    predicted,
+    roofline,
+    spread,
+)
 from lightning_mp.planner.layout import default_gbps
-from lightning_mp.planner.speed import SPREAD, UTILISATION, features, is_measured, predicted, roofline, spread
 from lightning_mp.policy.hardware import GPUS
 
 #: what the table does not say of Llama 3.1: key-value heads, MLP
