@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from lightning_mp.compat.torch import cpu_has, has_step_hooks, makes_optimizer_s
 from lightning_mp.engines import diagnosis, optimizer_facts
 from lightning_mp.engines.diagnosis import AT_MIN, BAD_LOSS, Verdict
 from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
-from lightning_mp.modules import checkpointing, fp8, outside_reads, pins, storage, sync_batchnorm
+from lightning_mp.modules import checkpointing, fp8, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
@@ -75,7 +75,7 @@ class StepEngine(ABC):
         self.pin_map = pins.PinMap((), ())
         #: the modules that recompute their activations; known after ``check``
         self.recomputed: list[nn.Module] = []
-        self._applied: checkpointing.Applied | None = None
+        self._applied = ExitStack()
         self._loss: Tensor | None = None
         self._before: list[tuple[Tensor, Tensor]] = []
         self._said_again = False
@@ -97,7 +97,7 @@ class StepEngine(ABC):
             self.fp8 = fp8.Conversion(module, self.policy.fp8, pinned, faults)
         self.manual = not getattr(module, "automatic_optimization", True)
         if self.pin_map.members:
-            outside_reads.check(module, self.pin_map, self.policy.compute_dtype, faults)
+            pins.check_attention(module, self.pin_map, self.policy.compute_dtype, faults)
         self._check_lstms(module, faults)
         if self.policy.checkpointing is not None:
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
@@ -118,7 +118,7 @@ class StepEngine(ABC):
         """What tells the dtype in which each parameter of the checked module will be stored."""
         assert self._module is not None
         other = to_torch(self.policy.storage_dtype)
-        own = storage.kept_dtypes(self._module, other)
+        own = pins.kept_dtypes(self._module, other)
         pinned = {key: to_torch(dtype) for key, dtype in self.pin_map.dtypes().items()}
         return lambda parameter: pinned.get(id(parameter)) or own.get(id(parameter), other)
 
@@ -129,7 +129,7 @@ class StepEngine(ABC):
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
         if self.may_be_reverted:
             self._before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
-        storage.cast((submodule for submodule in module.modules() if id(submodule) not in covered), policy)
+        pins.cast_unpinned((submodule for submodule in module.modules() if id(submodule) not in covered), policy)
         if self.synced:
             sync_batchnorm.apply(self.synced)
         if self.fp8 is not None:
@@ -188,9 +188,7 @@ class StepEngine(ABC):
 
     def release(self) -> None:
         """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
-        if self._applied is not None:
-            self._applied.undo()
-            self._applied = None
+        self._applied.close()
         if self.fp8 is not None:
             self.fp8.undo()
         sync_batchnorm.remove(self.synced)
@@ -224,7 +222,7 @@ class StepEngine(ABC):
         return self._first_step(self._module)
 
     def _first_step(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return outside_reads.refused(module, self.pin_map, self.policy.compute_dtype)
+        return pins.reads_refused(module, self.pin_map, self.policy.compute_dtype)
 
     def train_others(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
         """Other parameters are trained from now on than before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -60,6 +60,7 @@ _running = _Running()
 class CheckpointedForward(class_swap.Swapped):
     """Stores the inputs of a module's forward and runs it again in the backward pass."""
 
+    lmp_state = ("_lmp_checkpoint", "_lmp_changing")
     _lmp_checkpoint: CheckpointState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,36 +205,19 @@ def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Mo
     return list(outermost.values())[:: config.every]
 
 
-@dataclass(slots=True)
-class Applied:
-    """What ``apply`` changed; calling ``undo`` puts all of it back."""
-
-    _undo: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
-
-    def undo(self) -> None:
-        """Restore forwards, ``use_cache`` and the input embeddings' hooks."""
-        while self._undo:
-            self._undo.pop()()
-
-    def after(self, action: Callable[[], object]) -> None:
-        """Note how to undo something just done."""
-        self._undo.append(action)
-
-
-def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) -> Applied:
-    """Checkpoint ``modules`` in place.
+def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) -> ExitStack:
+    """Checkpoint ``modules`` in place; closing the result undoes all of it.
 
     transformers models below ``root`` get ``use_cache=False``, and input gradients where their embeddings are frozen
     (LoRA).
     """
-    applied = Applied()
+    applied = ExitStack()
     names = None if config.mode == "full" else frozenset(_op_names(config.save_ops or DEFAULT_SAVE_OPS))
     state = CheckpointState(names, config.preserve_rng)
     chosen = list(modules)
     for module, each in [*((module, state) for module in chosen), *_iterated(chosen, state)]:
-        object.__setattr__(module, "_lmp_checkpoint", each)
-        class_swap.swap_in(module, CheckpointedForward)
-        applied.after(partial(_remove, module))
+        class_swap.swap_in(module, CheckpointedForward, _lmp_checkpoint=each)
+        applied.callback(class_swap.swap_out, module, CheckpointedForward)
     _without_cache(root, applied)
     _with_input_gradients(root, applied)
     return applied
@@ -248,22 +232,16 @@ def _iterated(modules: Iterable[nn.Module], state: CheckpointState) -> Iterable[
         yield from _iterated(inner, state)
 
 
-def _remove(module: nn.Module) -> None:
-    class_swap.swap_out(module, CheckpointedForward)
-    for name in ("_lmp_checkpoint", "_lmp_changing"):
-        module.__dict__.pop(name, None)
-
-
-def _without_cache(root: nn.Module, applied: Applied) -> None:
+def _without_cache(root: nn.Module, applied: ExitStack) -> None:
     """Key-value caches are filled again by the recomputation, and would be filled twice."""
     configs = {id(module.config): module.config for module in root.modules() if hasattr(module, "config")}
     for config in cast("Iterable[Any]", configs.values()):
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False
-            applied.after(partial(setattr, config, "use_cache", True))
+            applied.callback(setattr, config, "use_cache", True)
 
 
-def _with_input_gradients(root: nn.Module, applied: Applied) -> None:
+def _with_input_gradients(root: nn.Module, applied: ExitStack) -> None:
     """Turn on transformers' input gradients where the embeddings are frozen and something behind them is trained."""
     done: list[nn.Module] = []
     for module in root.modules():
@@ -275,7 +253,7 @@ def _with_input_gradients(root: nn.Module, applied: Applied) -> None:
             continue
         if any(parameter.requires_grad for parameter in module.parameters()):
             model.enable_input_require_grads()
-            applied.after(model.disable_input_require_grads)
+            applied.callback(model.disable_input_require_grads)
             done.append(module)
 
 

@@ -19,6 +19,8 @@ class Swapped:
 
     lmp_mixin: type[Swapped]
     lmp_base: type[nn.Module]
+    #: attributes of the instance that go with the mix-in
+    lmp_state: tuple[str, ...] = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made at run time and cannot be found by name: rebuild it from those that can.
@@ -102,8 +104,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
             return cls
 
 
-def swap_in(module: nn.Module, mixin: type[Swapped], *, innermost: bool = False) -> None:
-    """Make ``module`` an instance of ``mixin`` over its present class, or below all that was swapped in."""
+def swap_in(module: nn.Module, mixin: type[Swapped], *, innermost: bool = False, **state: Any) -> None:
+    """Make ``module`` an instance of ``mixin`` over its present class, or below all that was swapped in.
+
+    ``state`` are attributes of the instance.
+    """
+    vars(module).update(state)
     if isinstance(module, mixin):
         return
     if "forward" in vars(module) and mixin is not OwnForward:  # else it would be called in place of the class's
@@ -116,11 +122,12 @@ def swap_in(module: nn.Module, mixin: type[Swapped], *, innermost: bool = False)
 
 
 def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:
-    """Take ``mixin`` out again, whatever was swapped in around it.
+    """Take ``mixin`` and its state out again, whatever was swapped in around it.
 
-    Where ``fully_shard`` put a class of its own on top since, the mix-in stays below it: a mix-in whose state is gone
-    from the instance does nothing.
+    Where ``fully_shard`` put a class of its own on top since, the mix-in stays below it: without state it does nothing.
     """
+    for name in mixin.lmp_state:
+        vars(module).pop(name, None)
     if "lmp_mixin" not in vars(type(module)):
         return
     mixins, base = _layers(type(module))

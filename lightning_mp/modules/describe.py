@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 from math import inf
-from textwrap import wrap
+from textwrap import TextWrapper
 
 from torch import nn
 
@@ -97,10 +97,11 @@ def announcement(policy: PrecisionPolicy, module: nn.Module, layers: Sequence[fp
 def as_text(table: Rows) -> str:
     """The rows in two columns, at most ``WIDTH`` wide."""
     indent = max(len(name) for name, _ in table) + 2
+    wrapper = TextWrapper(WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
     lines: list[str] = []
     for name, text in table:
-        first, *rest = wrap(text, WIDTH - indent, break_long_words=False, break_on_hyphens=False) or [""]
-        lines += [f"{name:{indent}}{first}", *(" " * indent + line for line in rest)]
+        wrapper.initial_indent = f"{name:{indent}}"
+        lines.append(wrapper.fill(text) or wrapper.initial_indent)
     return "\n".join(lines)
 
 

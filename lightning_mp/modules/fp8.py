@@ -219,6 +219,7 @@ class Running:
 class FP8Forward(class_swap.Swapped):
     """Multiplies in FP8 where the plan trains, and is the Linear that it was everywhere else."""
 
+    lmp_state = ("_lmp_fp8", fp8_watch.SEEN)
     _lmp_fp8: Running
 
     def forward(self, input: Tensor) -> Tensor:
@@ -296,8 +297,7 @@ class Conversion:
         evaluate = self.rule.evaluate == "fp8"
         running = Running(product, self.rule.multiple, dtype, device_type, self.stages, evaluate, self.watch)
         for module in self.modules:
-            object.__setattr__(module, "_lmp_fp8", running)
-            class_swap.swap_in(module, FP8Forward)
+            class_swap.swap_in(module, FP8Forward, _lmp_fp8=running)
 
     @property
     def converted(self) -> dict[str, nn.Module]:
@@ -306,9 +306,6 @@ class Conversion:
 
     def undo(self) -> None:
         """Give the layers their own forward back."""
-        fp8_watch.forget(self.modules)
         for module in self.modules:
-            if "_lmp_fp8" in module.__dict__:
-                class_swap.swap_out(module, FP8Forward)
-                del module.__dict__["_lmp_fp8"]
+            class_swap.swap_out(module, FP8Forward)
         self.modules = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -156,9 +156,3 @@ def _add(seen: Tensor, numbers: Tensor) -> None:
     seen[:_AMAX] += numbers[:_AMAX]
     seen[_AMAX] = torch.maximum(seen[_AMAX], numbers[_AMAX])
     seen[_SCALE] = torch.minimum(seen[_SCALE], numbers[_SCALE])
-
-
-def forget(modules: Iterable[nn.Module]) -> None:
-    """Take away from the modules what they note into."""
-    for module in modules:
-        module.__dict__.pop(SEEN, None)

@@ -38,41 +38,30 @@ class Weight:
 
 def survey(root: nn.Module, pin_map: PinMap, policy: PrecisionPolicy) -> list[Weight]:
     """Every parameter of ``root``, once; before or after it is sharded."""
-    pinned = {id(member.module) for member in pin_map.members}
-    read = {id(part) for module in root.modules() if getattr(module, _DORA, None) for part in module.modules()}
-    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    tensors: dict[int, Tensor] = {}
+    dora = (module for module in root.modules() if getattr(module, _DORA, None))
+    special = {id(part): "read by DoRA" for module in dora for part in module.modules()}
+    special |= {id(module): "computed with in FP8" for module in root.modules() if fp8.is_converted(module)}
+    special |= {id(member.module): "pinned" for member in pin_map.members}
+    names: dict[int, str] = {}
+    found: dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]] = {}
     for name, module in root.named_modules():
         for key, tensor in module.named_parameters(recurse=False):
-            tensors[id(tensor)] = tensor
-            found.setdefault(id(tensor), []).append((f"{name}.{key}".strip("."), module, key))
-    return [
-        Weight(
-            places[0][0],
-            tensors[number],
-            tuple((module, key) for _, module, key in places),
-            _reason(tensors[number], places, pinned, read, policy),
-        )
-        for number, places in found.items()
-    ]
+            names.setdefault(id(tensor), f"{name}.{key}".strip("."))
+            found.setdefault(id(tensor), (tensor, []))[1].append((module, key))
+    weights: list[Weight] = []
+    for name, (tensor, places) in zip(names.values(), found.values(), strict=True):
+        reason = _reason(tensor, places, special) if policy.mixed else "computed with as stored"
+        weights.append(Weight(name, tensor, tuple(places), reason))
+    return weights
 
 
-def _reason(
-    tensor: Tensor, places: list[tuple[str, nn.Module, str]], pinned: set[int], read: set[int], policy: PrecisionPolicy
-) -> str | None:
-    if not policy.mixed:
-        return "computed with as stored"
-    for _, module, _ in places:
-        for reason, holds in (
-            ("pinned", id(module) in pinned),
-            ("computed with in FP8", fp8.is_converted(module)),
-            ("read by DoRA", id(module) in read),
-        ):
-            if holds:
-                return reason
+def _reason(tensor: Tensor, places: list[tuple[nn.Module, str]], special: dict[int, str]) -> str | None:
+    for module, _ in places:
+        if id(module) in special:
+            return special[id(module)]
     if not (is_plain(tensor) or hasattr(tensor, "to_local")) or not tensor.is_floating_point():
         return "a tensor class of its own"
-    others = [(module, key) for _, module, key in places if key not in _keys(module)]
+    others = [(module, key) for module, key in places if key not in _keys(module)]
     if not others:
         return None
     kind = original_class(others[0][0]).__name__

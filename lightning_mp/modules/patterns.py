@@ -68,11 +68,6 @@ def has_own_forward(module: nn.Module) -> bool:
     return _forward(module) is not nn.Module.forward
 
 
-def is_sequential(module: nn.Module) -> bool:
-    """Whether calling the module calls what is in it and no more: code may iterate over it instead."""
-    return _forward(module) is nn.Sequential.forward
-
-
 def _forward(module: nn.Module) -> Any:
     return None if isinstance(module, torch.jit.ScriptModule) else original_class(module).forward
 
@@ -82,7 +77,7 @@ def called_in(module: nn.Module, *, through_sequential: bool = False) -> Iterato
 
     ``through_sequential``: what is in a ``Sequential``, which is called however that one is used.
     """
-    if has_own_forward(module) and not (through_sequential and is_sequential(module)):
+    if has_own_forward(module) and not (through_sequential and _forward(module) is nn.Sequential.forward):
         yield module
         return
     for child in module.children():

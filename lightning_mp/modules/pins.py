@@ -1,19 +1,23 @@
-"""Module-level dtypes: which pin covers which module, and running a module in its pin's dtype wherever it is used."""
+"""Module-level dtypes: which pin covers which module, what is stored in which dtype, and running a module in its pin's.
+
+A weight may also be read outside of its module's forward, where the pin does not hold: such a product is refused.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from lightning_mp.compat.torch import apply_to_tensors
-from lightning_mp.errors import Faults
+from lightning_mp.compat.torch import apply_to_tensors, base_of, is_compiled
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import class_swap
 from lightning_mp.modules.patterns import (
     NORMS,
@@ -29,12 +33,14 @@ from lightning_mp.numerics.dtypes import (
     HALF,
     cast_module_,
     cast_within_range,
+    castable,
     default_dtype,
     floating_dtype,
     left_alone,
     to_torch,
 )
-from lightning_mp.policy import Pin
+from lightning_mp.numerics.nested import tensors_in
+from lightning_mp.policy import Pin, PrecisionPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +214,7 @@ def _inside(dtype: torch.dtype) -> Generator[None, None, None]:
 class PinnedForward(class_swap.Swapped):
     """Runs a module in its pin's dtype and keeps it stored in it, whatever ``.to`` is called on the model."""
 
+    lmp_state = ("_lmp_pin", "_lmp_pin_inside")
     _lmp_pin: PinState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,8 +273,7 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
         module.__dict__.pop("_lmp_pin_inside", None)  # of an earlier run
         state = _state(member, mixed, compute_dtype, device_type)
         if state.owns or has_own_forward(module):
-            object.__setattr__(module, "_lmp_pin", state)
-            class_swap.swap_in(module, PinnedForward)
+            class_swap.swap_in(module, PinnedForward, _lmp_pin=state)
 
 
 def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
@@ -299,5 +305,95 @@ def remove(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if "_lmp_pin" in module.__dict__:
             class_swap.swap_out(module, PinnedForward)
-            del module.__dict__["_lmp_pin"]
-            module.__dict__.pop("_lmp_pin_inside", None)
+
+
+# ------------------------------------------------------------------ what no pin covers
+
+
+def cast_unpinned(modules: Iterable[nn.Module], policy: PrecisionPolicy) -> None:
+    """Cast what each of ``modules`` owns, in place, to what ``policy`` stores.
+
+    Buffers follow half-precision parameters, and those that become fp32 here (the statistics of a batch norm that was
+    made half); any other stays what the user made it. So do quantized weights and all that belongs to them, and float64
+    where the policy stores fp32.
+    """
+    found, storage = list(modules), to_torch(policy.storage_dtype)
+    buffers = policy.buffer_dtype or (policy.storage_dtype if policy.storage_dtype != "fp32" else None)
+    moved = {one.dtype for module in found for one in castable(module, buffers=False) if not _keeps(one, storage)}
+    for module in found:
+        cast_module_(module, storage, buffers=False, only=moved)
+        to, only = (storage, moved) if buffers is None else (to_torch(buffers), None)
+        cast_module_(module, to, parameters=False, only=only)
+
+
+def kept_dtypes(root: nn.Module, storage: torch.dtype) -> dict[int, torch.dtype]:
+    """``id`` of every parameter that is not cast to ``storage`` where no pin covers it → its own dtype."""
+    return {
+        id(one): one.dtype
+        for module in root.modules()
+        for left in [left_alone(module)]
+        for one in module.parameters(recurse=False)
+        if id(one) in left or (_keeps(one, storage) and not hasattr(one, "to_local"))
+    }
+
+
+def _keeps(tensor: Tensor, storage: torch.dtype) -> bool:
+    return tensor.dtype == torch.float64 and storage == torch.float32
+
+
+# ------------------------------------------------------------------ weights that are read elsewhere
+
+#: by the names of torch's functions and methods
+_PRODUCTS = frozenset(("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "bmm", "mv", "einsum"))
+
+
+def check_attention(root: nn.Module, pin_map: PinMap, compute: str, faults: Faults) -> None:
+    """Note pins on the projection of a ``MultiheadAttention`` that is not itself pinned so: it reads the weight."""
+    pinned = {id(member.module): member for member in pin_map.members}
+    for name, module in root.named_modules():
+        attends = isinstance(module, nn.MultiheadAttention)
+        if not attends or class_swap.original_class(module).forward is not nn.MultiheadAttention.forward:
+            continue
+        member = pinned.get(id(module.out_proj))
+        around = pinned[id(module)].pin.dtype if id(module) in pinned else compute
+        if member is not None and member.pin.dtype != around:
+            dtype, pattern = member.pin.dtype, member.pin.pattern
+            faults.add(
+                f"pin {pattern!r} on {member.name!r}, whose weight MultiheadAttention reads without calling it",
+                f"a pin on the whole attention, {name!r}: what is computed with the weight runs in its dtype, {around}",
+                f"write pins={{{name!r}: {dtype!r}}}, or remove the pin",
+            )
+
+
+def reads_refused(root: nn.Module, pin_map: PinMap, compute: str) -> AbstractContextManager[Any]:
+    """Within, a product with a pinned weight, outside of any pinned forward, raises; not where modules are compiled.
+
+    Raises:
+        PlanError: the weight and its pin.
+    """
+    members = [member for member in pin_map.members if member.pin.dtype != compute]
+    return nullcontext() if not members or any(map(is_compiled, root.modules())) else _Reads(members)
+
+
+class _Reads(TorchFunctionMode):
+    def __init__(self, members: list[PinnedModule]) -> None:
+        super().__init__()
+        self._members = members
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _region.dtype is None and getattr(func, "__name__", "") in _PRODUCTS:
+            given = {id(one) for tensor in tensors_in((args, kwargs or {})) for one in (tensor, base_of(tensor))}
+            for member in self._members:
+                self._check(member, given)
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, member: PinnedModule, given: set[int]) -> None:
+        for name in (name for name, one in member.module.named_parameters(recurse=False) if id(one) in given):
+            fault = Fault(
+                f"{member.name}.{name} is pinned to {member.pin.dtype} ({member.pin.pattern!r}), and something outside "
+                "of that module's forward multiplies with it",
+                "",
+                f"call {member.name!r} there, pin the module around it, cast the weight there yourself, or remove the "
+                "pin",
+            )
+            raise PlanError([fault], "MixedPrecisionPlan")

@@ -18,6 +18,7 @@ from lightning_mp.modules.patterns import named_submodules
 class SyncedForward(class_swap.Swapped):
     """Normalizes by the mean and variance of the whole batch, that of every process together, in training."""
 
+    lmp_state = ("_lmp_synced",)
     _lmp_synced: bool
     # What torch's forward of SyncBatchNorm asks its module for, besides what every batch norm has.
     process_group: Any = None
@@ -82,12 +83,10 @@ def select(root: nn.Module, faults: Faults) -> list[nn.Module]:
 def apply(modules: list[nn.Module]) -> None:
     """Synchronize ``modules``, in place."""
     for module in modules:
-        object.__setattr__(module, "_lmp_synced", True)
-        class_swap.swap_in(module, SyncedForward, innermost=True)
+        class_swap.swap_in(module, SyncedForward, innermost=True, _lmp_synced=True)
 
 
 def remove(modules: list[nn.Module]) -> None:
     """Give ``modules`` their own forward back."""
     for module in modules:
         class_swap.swap_out(module, SyncedForward)
-        del module.__dict__["_lmp_synced"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ class Net(nn.Module):
         return x
 
 
-def checkpoint(root: nn.Module, **options: Any) -> checkpointing.Applied:
+def checkpoint(root: nn.Module, **options: Any) -> ExitStack:
     config, faults = Checkpointing(**{"modules": "Block", **options}), Faults()
     modules = checkpointing.select(root, config, faults)
     faults.raise_if_any()
@@ -154,7 +155,7 @@ def test_a_container_that_is_never_called_has_what_is_in_it_checkpointed(how: st
     applied = checkpoint(root, modules="layers")
     assert flops(root) == (FORWARD + BACKWARD + 2 * TWICE) * PRODUCT
     assert same(gradients(root), gradients(plain))
-    applied.undo()
+    applied.close()
     assert [type(each) for each in root.modules()] == [type(each) for each in plain.modules()]
 
 
@@ -226,7 +227,7 @@ def test_pins_inside_and_around_a_checkpointed_module_hold(pinned_first: bool) -
     with torch.autocast("cpu", bf16):
         assert flops(root) == (FORWARD + BACKWARD + 4) * PRODUCT
         assert same(gradients(root), gradients(plain))
-    applied.undo()
+    applied.close()
     assert products(root, X, autocast=bf16) == [fp32, bf16, fp32, fp32], "the pins stay when checkpointing goes"
 
 

@@ -129,7 +129,7 @@ class TestBelowFullyShard:
             self.sharded(layer)
         assert net[0](torch.ones(1, 2)).dtype == torch.bfloat16
         pins.remove(net.modules())
-        applied.undo()
+        applied.close()
         for parameter in net[0].parameters():
             parameter.data = parameter.data.float()
         assert all(isinstance(layer, FSDPModule) for layer in net)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_mp.compat.lightning import check_copy
 from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Fault, Faults, PlanError
-from lightning_mp.modules import pins, storage
+from lightning_mp.modules import pins
 from lightning_mp.numerics import device
 from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.policy import FP8, Pin, PrecisionPolicy, hardware
@@ -100,7 +100,7 @@ class ModelUnderTest:
     @cached_property
     def _kept(self) -> dict[int, torch.dtype]:
         """Quantized weights, their scales and float64 parameters, which a plan does not cast."""
-        return {} if self.policy is None else storage.kept_dtypes(self.model, to_torch(self.policy.storage_dtype))
+        return {} if self.policy is None else pins.kept_dtypes(self.model, to_torch(self.policy.storage_dtype))
 
     def stored(self, parameter: Tensor) -> str:
         """What ``parameter`` will be stored in while it is trained: ``"fp32"``, ``"bf16"``, …."""
