@@ -26,7 +26,7 @@ from lightning_mp.comparison.run import quiet
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import MemoryPrediction, predict_memory
-from lightning_mp.tracing.run import ALONE, STEPS, Again
+from lightning_mp.tracing.run import ALONE, STEPS
 
 MARKS = ("<!-- written by benchmarks/memory.py -->", "<!-- as far as here, by benchmarks/memory.py -->")
 SHARDED_MARKS = ("<!-- written by benchmarks/memory.py sharded -->", "<!-- as far as here, sharded -->")
@@ -146,7 +146,7 @@ def measured(cell: Cell) -> int:
     gc.collect()
     with _onednn(on=cell.model == "conv"), quiet(), PeakMemory() as peak:
         arguments = trainer_kwargs(cell.plan(), devices=1, **_HERE, **ALONE)
-        Trainer(**arguments).fit(cell.module(), Again(cell.batch()))
+        Trainer(**arguments).fit(cell.module(), itertools.repeat(cell.batch()))
     return peak.bytes
 
 
@@ -223,7 +223,7 @@ class OfRank:
                 plan = self.cell.plan()
                 given = {**_HERE, **ALONE, "callbacks": [holds], "devices": 2}
                 trainer = Trainer(**trainer_kwargs(plan, strategy=make_strategy(word, plan, **options), **given))
-                trainer.fit(self.cell.module(), Again(self.cell.batch()))
+                trainer.fit(self.cell.module(), itertools.repeat(self.cell.batch()))
                 del trainer
             peaks.append(peak.bytes)
         return sorted(peaks)[1], holds.bytes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -21,14 +22,15 @@ from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules
 from lightning_mp.monitor.side_run import loss_of, output_in
 from lightning_mp.numerics.device import describe
-from lightning_mp.numerics.dtypes import cast_floating, to_torch
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, cast_floating, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
+from lightning_mp.numerics.nested import floating_in
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.policy import Pin, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 
 #: half a unit in the last place of a number in the format, relative to it
-ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+ROUNDOFF = {name: torch.finfo(dtype).eps / 2 for name, dtype in TORCH_DTYPES.items()}
 #: a module's own error in roundoffs: at most 1.9 in healthy models that were measured, 9.5 and more where it did harm
 HARMFUL = 4.0
 #: an error of the gradients that rounding alone brings, in roundoffs, or at least
@@ -39,7 +41,6 @@ ROUNDING_ALONE = 1e-4
 KIND = 0.7
 #: patterns that are tried at most, each by gradients
 TRIED = 12
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 #: gradients of a batch by parameter name
 Gradients = dict[str, Tensor]
@@ -96,7 +97,7 @@ class PinAdvice:
             for row in self.rows
         ]
         whole = {**self.pins, **{pin.pattern: pin.dtype for pin in self.policy.pins if pin.pattern not in self.pins}}
-        extra = sum(row.params * (_BYTES[row.dtype] - _BYTES[self.policy.compute_dtype]) for row in self.rows)
+        extra = sum(row.params for row in self.rows) * (4 - to_torch(self.policy.compute_dtype).itemsize)
         held = "computed with in fp32" if self.policy.mixed else "stored in fp32"
         lines += [
             f"Gradients differ from fp32's by {before} under {precision}, by {self.error_after:.2g} with these pins.",
@@ -174,13 +175,7 @@ class _Search:
     def _prepared(self, policy: PrecisionPolicy) -> nn.Module:
         """A copy of the module as it runs under ``policy``."""
         copied = deepcopy(self._module)
-        engine = EagerEngine(
-            policy,
-            device=self._device,
-            scaler=LossScaler(),
-            distributed=False,
-            global_step=lambda: 0,
-        )
+        engine = EagerEngine(policy, device=self._device, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
         with Faults("suggest_pins") as faults:
             engine.check(copied, faults)
         engine.prepare(copied)
@@ -208,14 +203,10 @@ class _Search:
             loss = self._loss(copied, batch, policy)
             found: Gradients = {}
             for scale in scales:
-                raw: Any = torch.autograd.grad(
-                    loss * scale, [one for _, one in named], retain_graph=scale != scales[-1], allow_unused=True
-                )
-                found = {
-                    name: gradient.float() / scale
-                    for (name, _), gradient in zip(named, raw, strict=True)
-                    if gradient is not None
-                }
+                last, weights = scale == scales[-1], [one for _, one in named]
+                raw: Any = torch.autograd.grad(loss * scale, weights, retain_graph=not last, allow_unused=True)
+                pairs = zip(named, raw, strict=True)
+                found = {name: gradient.float() / scale for (name, _), gradient in pairs if gradient is not None}
                 if all(bool(gradient.isfinite().all()) for gradient in found.values()):
                     break
             yield found
@@ -260,7 +251,7 @@ class _Search:
             positional, keywords = deepcopy(given)
             with torch.autocast(self._device.type, dtype, enabled=mixed, cache_enabled=False):
                 outputs.append(one(*positional, **keywords))
-        pairs = zip(*map(_floating, outputs), strict=True)
+        pairs = zip(*map(floating_in, outputs), strict=True)
         roundoff = ROUNDOFF[self.policy.compute_dtype]
         return max((_relative(ours, theirs) / roundoff for ours, theirs in pairs), default=0.0)
 
@@ -371,14 +362,6 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
     return (ours - theirs).norm().item() / scale if scale else 0.0
 
 
-def _floating(output: Any) -> list[Tensor]:
-    """The floating tensors of what a module returned, in order."""
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    parts: Any = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in _floating(part)]
-
-
 @contextmanager
 def _each_call(
     root: nn.Module, planned: Mapping[str, nn.Module], own_error: Callable[..., float], found: dict[str, float]
@@ -399,17 +382,12 @@ def _each_call(
         finally:
             inside = False
 
-    def hook(name: str) -> Any:
-        return lambda module, args, kwargs: called(name, module, args, kwargs)
-
-    handles = [
-        module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in root.named_modules() if name
-    ]
-    try:
+    with ExitStack() as stack:
+        for name, module in root.named_modules():
+            if name:
+                hook = module.register_forward_pre_hook(partial(called, name), with_kwargs=True)
+                stack.callback(hook.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _pattern(name: str, harmful: Mapping[str, float], named: Sequence[tuple[str, nn.Module]]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -16,13 +15,12 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 
-from lightning_mp.comparison.page import write
-from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses
-from lightning_mp.comparison.run import OWN, Recipe, Runs, environment_kept, quiet
+from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses, write
+from lightning_mp.comparison.run import OWN, Runs, quiet
 from lightning_mp.compat.lightning import LightningModule, Strategy, rank_zero_only
 from lightning_mp.errors import Fault, Faults, PlanError, counted, is_number, one_line
 from lightning_mp.monitor.run_log import machine, versions
-from lightning_mp.numerics.rng import rng_state, set_rng_state
+from lightning_mp.numerics.rng import process_kept
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy, precision_word
 from lightning_mp.policy.presets import PRESETS, preset
 from lightning_mp.policy.words import precision_fix
@@ -33,8 +31,6 @@ SUBJECT = "compare"
 T = TypeVar("T")
 #: the share of the steps that the final loss is the mean of
 _LAST = 10
-#: what seeding, a Trainer and the profiler leave in the environment
-_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG", "KINETO_LOG_LEVEL")
 #: a precision's word or a preset's name, a file of a plan, or a plan
 PlanLike = str | PathLike[str] | Mapping[str, Any] | PrecisionPolicy | MixedPrecisionPlan
 Plans = Sequence[PlanLike] | Mapping[str, PlanLike]
@@ -82,8 +78,9 @@ def compare(
     check_numbers(seeds, steps, margin, faults)
     _check(module, trainer, out, faults)
     faults.raise_if_any()
-    runs = Runs(Recipe(module, data, strategy, trainer), steps, max(1, steps // _LAST))
-    with _as_before(), quiet():
+    runs = Runs(module, data, strategy, trainer, steps=steps, last=max(1, steps // _LAST))
+    with process_kept(torch.device("cuda" if torch.cuda.is_available() else "cpu")), quiet():
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the console
         warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
         results = _run_all(runs, named, seeds, say or (lambda _: None))
         losses = [(name, {run.seed: run.final_loss for run in found}) for name, found in results.items()]
@@ -189,24 +186,6 @@ def _in_words(run: RunResult) -> str:
         return f"failed: {run.error}"
     loss = f"final loss {run.final_loss:.4f}" if math.isfinite(run.final_loss) else "diverged"
     return loss if run.rate is None else f"{loss}, {run.rate:,.0f} {run.unit}/s"
-
-
-@contextmanager
-def _as_before() -> Generator[None, None, None]:
-    """Random generators, torch's switches of determinism, and the environment are afterwards as they were."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    state = rng_state(device)
-    cudnn = torch.backends.cudnn
-    switches = cudnn.benchmark, cudnn.deterministic
-    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        with environment_kept(*_VARIABLES):
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the console
-            yield
-    finally:
-        set_rng_state(state, device)
-        cudnn.benchmark, cudnn.deterministic = switches
-        torch.use_deterministic_algorithms(strict, warn_only=warns)
 
 
 # ---------------------------------------------------------------------- the plans

@@ -1,4 +1,4 @@
-"""What a comparison came to: runs, each plan's paired difference from the first over seeds, and the table of them."""
+"""What a comparison came to: runs, each plan's paired difference from the first over seeds, its table and its files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from textwrap import wrap
 from typing import Any, Literal
 
@@ -15,6 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_mp.errors import counted, is_number
+from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.report.charts import Panel, draw
+from lightning_mp.monitor.report.load import Run, Series
+from lightning_mp.monitor.report.page import document, put
+from lightning_mp.monitor.run_folder import to_json
 from lightning_mp.policy import PrecisionPolicy
 
 Verdict = Literal["same", "better", "worse", "undecided"]
@@ -336,3 +342,53 @@ def notes(comparison: Comparison) -> list[str]:
         skipped = (f"{plan.name} {sum(run.skipped for run in plan.runs)}" for plan in comparison.plans)
         lines.append(f"steps skipped, over all seeds: {', '.join(skipped)}.")
     return lines
+
+
+# ---------------------------------------------------------------------- as files
+
+JSON, PAGE = "compare.json", "compare.html"
+
+
+def write(comparison: Comparison, folder: Path) -> None:
+    """Write both files into ``folder``.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+        OSError: they cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    put(folder / JSON, to_json(comparison.to_dict(), indent=2) + "\n")
+    put(folder / PAGE, render(comparison))
+
+
+def render(comparison: Comparison) -> str:
+    """The page.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
+    plans, about = comparison.plans, comparison.about
+    runs = [Run(Path(plan.name), plan.name, {metric_names.LOSS: _mean(plan)}) for plan in plans]
+    seeds = f"mean of {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "one seed"
+    drawn = [draw(Panel(f"Loss, {seeds}", "loss", {metric_names.LOSS: "loss"}), runs)]
+    names = [plan.name for plan in plans]
+    return document(
+        Path(__file__).with_name("compare.html.j2"),
+        title=f"{' and '.join(names)} compared" if len(names) == 2 else f"{len(names)} plans compared",
+        payload={"charts": drawn, "steps": [1, comparison.steps]},
+        runs=runs,
+        words=[about["module"], about["machine"]["device"], seeds, f"{comparison.steps} steps a run"],
+        failed=[(plan.name, run) for plan in plans for run in plan.failed],
+        heads=heads(comparison),
+        rows=list(enumerate(rows(comparison))),
+        notes=notes(comparison),
+        about=about,
+        plans=plans,
+    )
+
+
+def _mean(plan: PlanResult) -> Series:
+    """The mean over the seeds that ran to their end, step by step."""
+    runs = [run.losses for run in plan.runs if run.losses]
+    means = [statistics.fmean(losses) for losses in zip(*runs, strict=False)]
+    return Series(list(range(1, len(means) + 1)), [value if math.isfinite(value) else None for value in means])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import os
 import statistics
 import time
 import warnings
@@ -75,33 +74,6 @@ def quiet() -> Generator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@contextmanager
-def environment_kept(*names: str) -> Generator[None]:
-    """Environment variables as they were, whatever is done to them inside."""
-    before = {name: os.environ.get(name) for name in names}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What every run is made of; a factory is called anew for each.
-
-    ``strategy`` is a name of ``make_strategy``'s or makes one for a plan; ``trainer`` has the Trainer's arguments.
-    """
-
-    module: Callable[[], LightningModule] | LightningModule
-    data: Any
-    strategy: str | Callable[[MixedPrecisionPlan], Strategy]
-    trainer: Mapping[str, Any]
 
 
 class _Noting(MixedPrecisionPlan):
@@ -186,10 +158,23 @@ def _now(trainer: Trainer) -> float:
 
 
 class Runs:
-    """The runs of a comparison; within a seed they begin from the same weights and see the same batches."""
+    """The runs of a comparison; within a seed they begin from the same weights and see the same batches.
 
-    def __init__(self, recipe: Recipe, steps: int, last: int) -> None:
-        self.recipe = recipe
+    ``module`` and ``data`` may be factories, which are called anew for each; ``strategy`` is a name of
+    ``make_strategy``'s or makes one for a plan; ``trainer`` has the Trainer's arguments.
+    """
+
+    def __init__(
+        self,
+        module: Callable[[], LightningModule] | LightningModule,
+        data: Any,
+        strategy: str | Callable[[MixedPrecisionPlan], Strategy],
+        trainer: Mapping[str, Any],
+        *,
+        steps: int,
+        last: int,
+    ) -> None:
+        self._module, self._source, self._strategy, self._trainer = module, data, strategy, trainer
         self.steps = steps
         #: how many of the last losses the final loss is the mean of
         self.last = last
@@ -213,7 +198,7 @@ class Runs:
             with suppress(NonFiniteError):  # the run that is timed will say so
                 self._fit(policy, seed, steps, data)
 
-        if self.recipe.trainer.get("accelerator", "auto") == "cpu" or not torch.cuda.is_available():
+        if self._trainer.get("accelerator", "auto") == "cpu" or not torch.cuda.is_available():
             if not self._weights:
                 fit()  # what a process makes once, as data that is read and kept, is not the first plan's memory
             with PeakMemory() as peak:
@@ -260,9 +245,8 @@ class Runs:
     def _fit(
         self, policy: PrecisionPolicy, seed: int, steps: int, data: Mapping[str, Any]
     ) -> tuple[Trainer, _Noting, _Watch]:
-        recipe = self.recipe
         seed_everything(seed, workers=True, verbose=False)
-        module = copy.deepcopy(recipe.module) if isinstance(recipe.module, LightningModule) else recipe.module()
+        module = copy.deepcopy(self._module) if isinstance(self._module, LightningModule) else self._module()
         self.module_name = type(module).__name__
         weights = _checksum(module.parameters())
         if self._weights.setdefault(seed, weights) != weights:
@@ -285,17 +269,17 @@ class Runs:
         Raises:
             PlanError: an unknown strategy or argument; a plan that the strategy refuses.
         """
-        strategy = self.recipe.strategy
+        strategy = self._strategy
         built = strategy if isinstance(strategy, str) else strategy(plan)
-        return trainer_kwargs(plan, strategy=built, **{"devices": 1, **self.recipe.trainer, **_ALONE})
+        return trainer_kwargs(plan, strategy=built, **{"devices": 1, **self._trainer, **_ALONE})
 
     def _callbacks(self, watch: _Watch) -> list[Callback]:
-        given = self.recipe.trainer.get("callbacks") or []
+        given = self._trainer.get("callbacks") or []
         return [*copy.deepcopy(given if isinstance(given, list) else [given]), watch]
 
     def _data(self, seed: int) -> dict[str, Any]:
         seed_everything(seed, workers=True, verbose=False)
-        return fit_arguments(self.recipe.data)
+        return fit_arguments(self._source)
 
 
 def fit_arguments(data: Any) -> dict[str, Any]:

@@ -136,29 +136,23 @@ def _from_path(path: Path) -> tuple[str, ...]:
 
 
 def _read(folder: Path, paths: Iterable[Path]) -> tuple[str, ...]:
-    """What is text among ``paths``, in sorted order, up to ``MAX_BYTES``."""
+    """What is text among ``paths``, in sorted order, up to ``MAX_BYTES``, cut between characters."""
     documents: list[str] = []
     left = MAX_BYTES
     for names, path in sorted((path.relative_to(folder).parts, path) for path in paths):
         hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
-        document = "" if hidden or not path.is_file() else _document(path, left)
-        if document and not document.isspace():
-            documents.append(document)
-            left -= len(document.encode())
-        if left < _LONGEST_CHARACTER:
-            break
+        if hidden or left < _LONGEST_CHARACTER or not path.is_file():
+            continue
+        try:
+            with path.open("rb") as file:
+                data = file.read(left + 1)
+            text = getincrementaldecoder("utf-8")().decode(data[:left], final=len(data) <= left)
+        except (OSError, UnicodeDecodeError):
+            continue
+        if "\0" not in text and text and not text.isspace():
+            documents.append(text)
+            left -= len(text.encode())
     return tuple(documents)
-
-
-def _document(path: Path, limit: int) -> str:
-    """At most ``limit`` bytes of a file as text, cut between characters; empty where it is none."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
-        text = getincrementaldecoder("utf-8")().decode(data[:limit], final=len(data) <= limit)
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return "" if "\0" in text else text
 
 
 def _refuse(given: str, allowed: str, fix: str) -> NoReturn:

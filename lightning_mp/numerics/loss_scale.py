@@ -108,7 +108,8 @@ def adjust_(config: LossScaling, state: LossScaleState, found_inf: Tensor) -> Lo
 
     The common rule is torch's fused kernel and a bound: the same sequence in fewer launches.
     """
-    if not _is_torch_with_floor(config):
+    plain = config.dynamic and config.hysteresis == 1 and not config.growth_delay
+    if not plain or config.max_scale is not None or config.at_min != "hold":
         return adjust(config, state, found_inf)
     scale, tracker = cast("Tensor", state.scale), cast("Tensor", state.growth_tracker)
     factors = config.growth_factor, config.backoff_factor, config.growth_interval
@@ -116,11 +117,6 @@ def adjust_(config: LossScaling, state: LossScaleState, found_inf: Tensor) -> Lo
     if config.min_scale > 0:
         scale.clamp_(min=config.min_scale)
     return state
-
-
-def _is_torch_with_floor(config: LossScaling) -> bool:
-    plain = config.hysteresis == 1 and not config.growth_delay and config.max_scale is None
-    return plain and config.dynamic and config.at_min == "hold"
 
 
 def resume(config: LossScaling, saved: Mapping[str, Any]) -> LossScaleState:
@@ -134,13 +130,6 @@ def resume(config: LossScaling, saved: Mapping[str, Any]) -> LossScaleState:
     left = min(max(int(saved.get("hysteresis_left", config.hysteresis)), 1), config.hysteresis)
     tracker = min(int(saved.get(compat.GROWTH_TRACKER, 0)), config.growth_interval - 1)
     return LossScaleState(scale, max(tracker, -config.growth_delay), left)
-
-
-def backoffs_to_floor(config: LossScaling, scale: float) -> int:
-    """How many times the scale can back off before it is at the floor; 0 where there is no floor above 0."""
-    floor = config.min_scale
-    away = math.log(scale / floor, 1 / config.backoff_factor) if floor > 0 and scale > floor else 0
-    return math.ceil(away - 1e-9)
 
 
 # ------------------------------------------------------------------ the scaler
@@ -244,7 +233,11 @@ class LossScaler(GradScaler):
 
     def backoffs_left(self) -> float:
         """Overflows until the floor is hit, where that raises, else ``inf``; a device sync."""
-        return backoffs_to_floor(self.config, self.get_scale()) if self.config.at_min == "raise" else math.inf
+        floor, scale = self.config.min_scale, self.get_scale()
+        if self.config.at_min != "raise":
+            return math.inf
+        away = math.log(scale / floor, 1 / self.config.backoff_factor) if floor > 0 and scale > floor else 0
+        return math.ceil(away - 1e-9)
 
     def get_scale(self) -> float:
         """The scale as a Python number; a device sync once training has begun."""

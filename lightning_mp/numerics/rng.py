@@ -1,11 +1,13 @@
-"""The random number generators of this process: read without waiting for a device, and put back."""
+"""What a run changes in its process, first of all the random number generators: read, and put back."""
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +49,34 @@ def _set_torch_state(state: RngState, device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextmanager
+def environment_kept() -> Generator[None, None, None]:
+    """On exit the environment is as it was."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def process_kept(device: torch.device) -> Generator[None, None, None]:
+    """On exit generators, environment, working folder and torch's switches of determinism are as they were."""
+    state, folder = rng_state(device), Path.cwd()
+    cudnn: Any = torch.backends.cudnn
+    benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
+    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        with environment_kept():
+            yield
+    finally:
+        set_rng_state(state, device)
+        os.chdir(folder)
+        cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
 
 
 class Stream:

@@ -23,7 +23,7 @@ from lightning_mp.planner.memory import PARTS, MemoryPrediction, degrees, held, 
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy
-from lightning_mp.tracing.run import Traced, traced
+from lightning_mp.tracing.run import traced
 
 #: strategies under which every rank holds all of the model, and runs as one device does
 _REPLICATED = ("auto", "ddp")
@@ -68,8 +68,7 @@ def predict_memory(
             return by_formula(module, batch, plan, built, ranks, "DeepSpeed copies and partitions weights itself")
         if name == "pipeline":
             return by_formula(module, batch, plan, built, ranks, "a pipeline's ranks run different stages")
-        found = traced(module, batch, plan, {**common, "strategy": built, "devices": ranks})
-        return MemoryPrediction(found.peak_bytes, found.parts, found.held, "traced", found.notes)
+        return traced(module, batch, plan, {**common, "strategy": built, "devices": ranks})
     except PlanError:
         raise
     except Exception as error:  # of torch, of Lightning, of the user's own code
@@ -98,17 +97,17 @@ def why(error: BaseException) -> str:
 # ---------------------------------------------------------------------- from a trace
 
 
-def _replicated(found: Traced, module: nn.Module, policy: PrecisionPolicy, ranks: int) -> MemoryPrediction:
+def _replicated(found: MemoryPrediction, module: nn.Module, policy: PrecisionPolicy, ranks: int) -> MemoryPrediction:
     """DDP keeps buckets of the gradients' size next to them, and until the next backward what it summed instead."""
-    other = 0
-    if ranks > 1:
-        kept, size = found.held["gradients"], to_torch(policy.reduce_dtype).itemsize
-        another = 6 - size  # of 2 and 4 bytes a number the other
-        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-        summed = (kept - size * trained) // (another - size)
-        other = kept + size * max(summed, 0)
+    if ranks == 1:
+        return found
+    kept, size = found.held["gradients"], to_torch(policy.reduce_dtype).itemsize
+    another = 6 - size  # of 2 and 4 bytes a number the other
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    summed = (kept - size * trained) // (another - size)
+    other = kept + size * max(summed, 0)
     parts = {**found.parts, "other": found.parts["other"] + other}
-    return MemoryPrediction(found.peak_bytes + other, parts, found.held, "traced", found.notes)
+    return replace(found, peak_bytes=found.peak_bytes + other, parts=parts)
 
 
 # ---------------------------------------------------------------------- without one
@@ -216,25 +215,14 @@ def _blocks(module: nn.Module) -> tuple[str, ...]:
 
 
 def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: MemoryPrediction) -> int:
-    """The most rows whose ``peak`` is not above ``memory``, guessed on a line and tried."""
-    sizes = {rows: known.peak_bytes}
-
-    def size(count: int) -> int:
-        if count not in sizes:
-            sizes[count] = peak(count)
-        return sizes[count]
-
+    """The most rows whose ``peak`` is not above ``memory``: guessed on a line from what is held without any, tried."""
     low, high = 0, MOST_ROWS + 1  # so many fit, so many do not
-    guess = rows
+    held, guess, size = sum(known.held.values()), rows, known.peak_bytes
     for _ in range(_TRIES):
-        if size(guess) <= memory:
-            low = max(low, guess)
-        else:
-            high = min(high, guess)
+        low, high = (guess, high) if size <= memory else (low, guess)
         if high - low <= 1:
             break
-        one, other = sorted(sizes)[-2:] if len(sizes) > 1 else (guess, guess)
-        slope = (sizes[other] - sizes[one]) / (other - one) if other > one else 0
-        line = int(guess + (memory - sizes[guess]) / slope) if slope > 0 else 2 * guess
+        line = int(guess * (memory - held) / max(size - held, 1))
         guess = min(max(line, low + 1), high - 1)
+        size = peak(guess)
     return low

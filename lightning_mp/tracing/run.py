@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -28,12 +26,21 @@ from lightning_mp.compat.transformers import fakes_unnoticed
 from lightning_mp.engines.optimizer_facts import calls_closure_again
 from lightning_mp.errors import PlanError
 from lightning_mp.monitor.side_run import BARE
-from lightning_mp.numerics.rng import rng_state, set_rng_state
+from lightning_mp.numerics.rng import process_kept
+from lightning_mp.planner.memory import MemoryPrediction
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import trainer_kwargs
-from lightning_mp.tracing.fakes import FakeCopies, fake_batch, fake_module, known
-from lightning_mp.tracing.storages import Storages, alive, peak, strided
+from lightning_mp.tracing.storages import (
+    FakeCopies,
+    Storages,
+    alive,
+    fake_batch,
+    fake_module,
+    known,
+    peak,
+    strided,
+)
 
 STEPS = 2
 ALONE: Mapping[str, Any] = {**BARE, "max_steps": STEPS}
@@ -41,16 +48,6 @@ ALONE: Mapping[str, Any] = {**BARE, "max_steps": STEPS}
 LEFT_OUT = frozenset(
     ("max_time", "num_nodes", "plugins", "callbacks", "logger", "profiler", "ckpt_path", "default_root_dir")
 )
-
-
-@dataclass(frozen=True)
-class Traced:
-    """The peak of the two steps by part, and what is held when they end."""
-
-    peak_bytes: int
-    parts: dict[str, int]
-    held: dict[str, int]
-    notes: tuple[str, ...] = ()
 
 
 class _Follow(Callback):
@@ -92,17 +89,6 @@ class _Follow(Callback):
                 name(strided(state.values()), "optimizer_state")
 
 
-class Again:
-    """The same batch for ever."""
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self._batch
-
-
 class _OneOfMany(LightningEnvironment):
     """The first of so many processes, none of which is started."""
 
@@ -123,25 +109,21 @@ class _OneOfMany(LightningEnvironment):
 
 @contextmanager
 def _kept() -> Generator[None, None, None]:
-    """On exit generators, environment, rank and working folder of the process are what they were; silent within."""
-    device, environment, folder = torch.device("cpu"), dict(os.environ), Path.cwd()
-    generators, rank = rng_state(device), getattr(rank_zero_only, "rank", None)
-    disabled = logging.root.manager.disable
+    """On exit the process and its rank are as they were; silent within."""
+    rank, disabled = getattr(rank_zero_only, "rank", None), logging.root.manager.disable
     try:
         logging.disable(logging.ERROR)
-        with warnings.catch_warnings():
+        with process_kept(torch.device("cpu")), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(disabled)
-        set_rng_state(generators, device)
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(folder)
         cast("Any", rank_zero_only).rank = rank
 
 
-def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args: Mapping[str, Any]) -> Traced:
+def traced(
+    module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args: Mapping[str, Any]
+) -> MemoryPrediction:
     """Run ``STEPS`` optimizer steps on copies without memory; ``trainer_args`` names strategy and devices.
 
     Raises:
@@ -171,12 +153,12 @@ def traced(module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args
         copied = fake_module(module, device)
         # what a user's hooks may write or fetch
         copied.configure_callbacks, copied.prepare_data = list, lambda: None
-        trainer.fit(copied, train_dataloaders=Again(fake_batch(batch, device)))
+        trainer.fit(copied, train_dataloaders=repeat(fake_batch(batch, device)))
     events, end = storages.events, follow.end or len(storages.events)
     # the second step's, as a rule: before an optimizer's first one its weights may be kept, as Adafactor's are
     again = [type(one).__name__ for one in trainer.optimizers if calls_closure_again(one)]
     notes = tuple(f"{name} goes on for as long as numbers say that are not known: it needs more" for name in again)
-    return Traced(*peak(events, follow.first or 0, end), alive(events, end), notes)
+    return MemoryPrediction(*peak(events, follow.first or 0, end), alive(events, end), "traced", notes)
 
 
 def step_error(module: nn.Module, batch: Any, policy: PrecisionPolicy | None, precision: str) -> Exception | None:
@@ -194,7 +176,7 @@ def step_error(module: nn.Module, batch: Any, policy: PrecisionPolicy | None, pr
         alone = {**BARE, "max_epochs": 1, "limit_train_batches": 1, "logger": DummyLogger()}
         trainer = Trainer(accelerator="cpu", devices=1, **alone, **regime)
         try:
-            trainer.fit(copied, train_dataloaders=Again(batch))
+            trainer.fit(copied, train_dataloaders=repeat(batch))
         except PlanError:
             return None
         except Exception as error:

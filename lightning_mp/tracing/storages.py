@@ -1,14 +1,20 @@
-"""Which storages are alive when: a dispatch mode that counts them, and what each of them is for."""
+"""Tensors without memory: what is known of their numbers, and which of their storages are alive when, for what.
+
+Small integer tensors, such as ids and masks, keep their numbers, so that shapes made of them are right.
+"""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from lightning_mp.compat.lightning import attached_to
 from lightning_mp.compat.torch import TorchDispatchMode
 from lightning_mp.compat.torch_fake import (
     CAST,
@@ -16,20 +22,136 @@ from lightning_mp.compat.torch_fake import (
     INDEX,
     READ,
     UPDATE_SCALE,
+    constant_of,
+    is_fake,
     leaves,
     mapped,
+    overwritten,
     storage_key,
     without_modes,
     wraps,
 )
 from lightning_mp.numerics.grads import local
 from lightning_mp.planner.memory import PARTS
-from lightning_mp.tracing import fakes
 
 #: CUDA's allocator gives out whole blocks of so many bytes
 _CUDA_BLOCK = 512
 #: flags, and flags stacked with a count
 _SMALL = 2
+
+
+#: entries of a tensor whose numbers are kept: a mask over 2048 x 2048 tokens
+_MOST = 2**22
+_VALUE = "_lightning_mp_value"
+_CPU = torch.device("cpu")
+#: numbers that were overwritten by unknown ones
+_UNKNOWN = "_lightning_mp_unknown"
+
+
+def keep(tensor: Tensor, value: Tensor) -> None:
+    """Remember ``value`` as the numbers of ``tensor``."""
+    setattr(tensor, _VALUE, value)
+
+
+def keeps(tensor: Tensor) -> bool:
+    """Whether the numbers of such a tensor are kept."""
+    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MOST
+
+
+def known(tensor: Tensor) -> Tensor | None:
+    """The numbers of ``tensor``, or ``None``."""
+    if not is_fake(tensor):
+        return None if tensor.is_meta else tensor
+    value = getattr(tensor, _VALUE, None)
+    if value is None or getattr(value.untyped_storage(), _UNKNOWN, False):
+        return constant_of(tensor)
+    return value
+
+
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` returns for the numbers of its arguments; ``None`` where they are not all known."""
+    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    values = {id(tensor): known(tensor) for tensor in tensors}
+    if any(value is None for value in values.values()) or not all(map(keeps, tensors)):
+        for tensor in leaves(overwritten(func, args, kwargs)):
+            value = getattr(tensor, _VALUE, None)
+            if value is not None:
+                setattr(value.untyped_storage(), _UNKNOWN, True)
+        return None
+    if not tensors and not _whole(func, args, kwargs):
+        return None
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return values[id(leaf)]
+        return _CPU if isinstance(leaf, torch.device) else leaf
+
+    with without_modes():
+        return func(*mapped(real, args), **mapped(real, kwargs))
+
+
+def _whole(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a tensor that is made from nothing is small and of whole numbers."""
+    dtype = kwargs.get("dtype")
+    if "random" in func.__name__ or "rand" in func.__name__ or func.__name__.startswith("empty"):
+        return False
+    sizes = args[0] if args and isinstance(args[0], (list, tuple)) else [a for a in args if isinstance(a, (int, float))]
+    small = all(isinstance(size, (int, float)) and abs(size) <= _MOST for size in sizes)
+    if dtype is None:
+        named = func.__name__.startswith(("arange", "full", "scalar_tensor"))
+        return small and named and all(isinstance(leaf, (int, bool)) for leaf in leaves(args))
+    return small and not dtype.is_floating_point and not dtype.is_complex
+
+
+# ---------------------------------------------------------------------- copies
+
+
+def fake(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor like ``tensor`` under the ``FakeTensorMode`` that is on; a parameter where it is one."""
+    like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(like, requires_grad=tensor.requires_grad)
+    value = known(tensor)
+    if value is not None and keeps(tensor):
+        with without_modes():
+            keep(like, value.to("cpu", copy=True))
+    return like.requires_grad_(tensor.requires_grad) if tensor.is_leaf else like
+
+
+class FakeCopies(TorchFunctionMode):
+    """``deepcopy`` of a tensor that is no parameter, wherever it is kept, is a fake of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = fake(tensor, self._device)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def fake_module(module: nn.Module, device: torch.device) -> Any:
+    """Within ``FakeCopies``, a copy of ``module`` with fakes on ``device``, attached to no Trainer; ties hold."""
+    memo: dict[int, Any] = {}
+    for inner in module.modules():
+        memo.update((id(one), None) for one in attached_to(inner))
+    for tensor in (*module.parameters(), *module.buffers()):
+        memo[id(tensor)] = fake(tensor, device)
+        if tensor.grad is not None:
+            memo[id(tensor.grad)] = None
+    return copy.deepcopy(module, memo)
+
+
+def fake_batch(batch: Any, device: torch.device) -> Any:
+    """``batch`` with fakes for its tensors."""
+    return mapped(lambda leaf: fake(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+# ---------------------------------------------------------------------- storages
 
 
 class Held:
@@ -67,14 +189,14 @@ class Storages(TorchDispatchMode):
             return self._read(args[0])
         if func is INDEX:
             args = args[0], [index for mask in args[1] for index in self._indices(mask)]
-        value = fakes.computed(func, args, kwargs)
+        value = computed(func, args, kwargs)
         if value is not None and torch.Tag.dynamic_output_shape in func.tags:
-            out = mapped(lambda leaf: fakes.fake(leaf, args[0].device), value)
+            out = mapped(lambda leaf: fake(leaf, args[0].device), value)
         else:
             out = func(*args, **kwargs)
         for tensor, number in zip(leaves(out), leaves(value), strict=False) if value is not None else ():
             if isinstance(tensor, Tensor):
-                fakes.keep(tensor, number)
+                keep(tensor, number)
         made = [tensor for tensor in leaves(out) if isinstance(tensor, Tensor)]
         if made:
             part = self._part(func, args)
@@ -143,16 +265,16 @@ class Storages(TorchDispatchMode):
     @staticmethod
     def _indices(mask: Any) -> list[Any]:
         """A mask as the indices that it stands for, where its numbers are known; their count is that of the result."""
-        value = None if mask is None or mask.dtype is not torch.bool else fakes.known(mask)
+        value = None if mask is None or mask.dtype is not torch.bool else known(mask)
         if value is None:
             return [mask]
         with without_modes():
             found = value.nonzero(as_tuple=True)
-        return [fakes.fake(index, cast("Tensor", mask).device) for index in found]
+        return [fake(index, cast("Tensor", mask).device) for index in found]
 
     def _read(self, tensor: Any) -> Any:
         """The value where it is known; else 0 of a flag or boolean, 1 of any other: finite gradients, a first count."""
-        value = fakes.known(tensor)
+        value = known(tensor)
         if value is not None:
             with without_modes():
                 return value.item()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_mp import PrecisionPolicy
-from lightning_mp.comparison.page import write
-from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses
+from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses, write
 from monitor.report.browser import Shown, chromium
 
 STEPS = 20

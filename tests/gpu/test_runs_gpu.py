@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.memory import Again, Cell
+from benchmarks.memory import Cell
 from lightning_mp import Checkpointing, MixedPrecisionPlan, trainer_kwargs
 from lightning_mp.callbacks import ActivationCheckpointing
 from lightning_mp.compat.lightning import Trainer
@@ -88,7 +89,7 @@ def test_the_peak_is_cudas(precision: str, checkpointing: str) -> None:
     gc.collect()
     with PeakMemory("cuda") as peak:
         arguments = trainer_kwargs(cell.plan(), devices=1, accelerator="cuda", logger=False, **ALONE)
-        Trainer(**arguments).fit(cell.module(), Again(cell.batch()))
+        Trainer(**arguments).fit(cell.module(), repeat(cell.batch()))
     assert found.peak_bytes == pytest.approx(peak.bytes, rel=0.05)
 
 

@@ -183,13 +183,6 @@ def test_settings_nest(outer: str, inner: str) -> None:
     assert readings() == PRISTINE
 
 
-def test_restoring_twice_does_no_harm() -> None:
-    restore = set_tf32("high")
-    restore()
-    restore()
-    assert readings() == PRISTINE
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta", "mps"])
 def test_only_cuda_has_tf32(device: str) -> None:
     assert has_tf32(torch.device(device)) is False

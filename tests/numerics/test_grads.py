@@ -39,9 +39,6 @@ def random_gradients(seed: int, *dtypes: torch.dtype, factor: float = 1.0) -> li
     return made
 
 
-# ---------------------------------------------------------------------- which gradients
-
-
 # ---------------------------------------------------------------------- unscale and check
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_mp.compat.lightning import Trainer
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import predict_memory
 from lightning_mp.planner.memory import PARTS
-from lightning_mp.tracing.run import ALONE, Again
+from lightning_mp.tracing.run import ALONE
 from support import hf
 from support.launching import environment
 from support.models import Regression
@@ -109,7 +110,7 @@ def test_the_weights_that_are_kept_before_an_optimizers_first_step_are_counted()
     found = predict_memory(make(), batch, MixedPrecisionPlan("32-true"), trainer_args=given)
     with quiet(), torch.backends.mkldnn.flags(enabled=False), PeakMemory() as peak:
         runner = Trainer(**trainer_kwargs(MixedPrecisionPlan("32-true"), devices=1, **given, **ALONE))
-        runner.fit(make(), Again(batch))
+        runner.fit(make(), repeat(batch))
         del runner
     assert found.peak_bytes == pytest.approx(peak.bytes, rel=WITHIN)
     assert not found.notes
