@@ -46,19 +46,6 @@ def test_an_error_arrives_as_it_left(error: Exception, travel: Callable[[Excepti
     assert vars(arrived) == vars(error)
 
 
-@pytest.mark.parametrize(
-    ("error", "base"),
-    [
-        ("PlanError", ValueError),
-        ("NonFiniteError", RuntimeError),
-        ("LossScaleError", NonFiniteError),
-        ("MissingExtraError", ImportError),
-    ],
-)
-def test_who_catches_what(error: str, base: type[Exception]) -> None:
-    assert isinstance(ERRORS[error], base)
-
-
 def test_a_missing_extra_names_the_command() -> None:
     assert str(ERRORS["MissingExtraError"]) == "LoRA needs peft. Install it: pip install 'lightning-mp[hf]'"
     assert ERRORS["MissingExtraError"].name == "peft"  # type: ignore[attr-defined]

@@ -9,12 +9,10 @@ import typer
 
 import lightning_mp
 from lightning_mp.cli.advise import advise
-from lightning_mp.cli.compare import compare
-from lightning_mp.cli.demo import demo
+from lightning_mp.cli.compare import compare, demo
 from lightning_mp.cli.env import env
 from lightning_mp.cli.examine import audit, doctor, pins
-from lightning_mp.cli.files import consolidate, report
-from lightning_mp.cli.init import init
+from lightning_mp.cli.files import consolidate, init, report
 from lightning_mp.cli.train import train
 
 app = typer.Typer(

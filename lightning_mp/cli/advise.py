@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _SHOWN = 5
+#: options of the command alone; the planner has the others, under the same names
+_OWN = {"arguments", "params", "config", "gbps", "price", "out", "as_json", "config_dir"}
 Whole = Optional[int]  # noqa: UP045  typer reads these at run time, on 3.10 too
 Number = Optional[float]  # noqa: UP045
 File = Optional[Path]  # noqa: UP045
@@ -68,21 +70,9 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     from lightning_mp.planner import advise as ask
 
     with refusals("advise", ValueError, OSError):
-        found = ask(
-            _given(params, config),
-            gpu=gpu,
-            gpus=gpus,
-            nvlink=nvlink,
-            interconnect_gbps=gbps,
-            gpus_per_node=gpus_per_node,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            tokens=tokens,
-            precision=precision,
-            offload=offload,
-        )
-        money = None if price is None or not found.choices else found.choices[0].estimate.cost(price, tokens)
+        asked = {name: value for name, value in context.params.items() if name not in _OWN}
+        found = ask(_given(params, config), interconnect_gbps=gbps, **asked)
+        money = None if price is None or not found.choices else found.choices[0].cost(price, tokens)
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=2))
         _ = found.best  # refuses where nothing fits
@@ -124,16 +114,12 @@ def _advised(
 ) -> tuple[str, dict[str, Any]]:
     """The strategy's name, and what is predicted of the run as it is written, without its callbacks."""
     from lightning_mp.cli import parts
-    from lightning_mp.cli.config import checked, composed
     from lightning_mp.tracing.predict import fits, predict_memory, rows_of
     from lightning_mp.tracing.run import LEFT_OUT
 
-    with composed(arguments, "advise", faults, config_dirs) as (job,):
-        config = {**checked(job, faults), "callbacks": None}
-        regime = faults.sound(parts.regime(config, job.places, faults))
-        with parts.running(Path(str(config["run_dir"])), faults):
-            model, loaders = parts.parts(config, faults)
-            batch = next(iter(parts.training_batches(loaders, model)))
+    with parts.one_run(arguments, faults, "advise", config_dirs, callbacks=None) as (config, regime):
+        model, loaders = parts.parts(config, faults)
+        batch = next(iter(parts.training_batches(loaders, model)))
         trainer = dict(regime.trainer)
         devices = _count(trainer.get("devices")) * _count(trainer.get("num_nodes", 1))
         written: Any = config.get("strategy") or "auto"
@@ -179,7 +165,7 @@ def _given(params: float | None, config: Path | None) -> Any:
 def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
     from rich.table import Table
 
-    shape, best = found.shape, found.best.estimate
+    shape, best = found.shape, found.best
     typer.echo(f"{in_short(shape.params)} parameters, {shape.seq_len} tokens a sequence, on {best.layout.gpus} x")
     typer.echo(f"{found.gpu.word} ({found.gpu.source}). Precision: {found.precision_reason}.\n")
     sizes = "data x tensor\nx pipeline", "checkpointing", "micro-batch\nx accumulated", "GiB"
@@ -189,7 +175,7 @@ def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
         degrees = f"{each.data} x {each.tensor} x {each.pipeline}"
         batch = f"{each.micro_batch} x {each.accumulate}"
         speed = f"{mid:,.0f} ({low:,.0f} to {high:,.0f})"
-        held, mfu = f"{each.memory_bytes / _GIB:.1f}", f"{each.estimate.mfu:.1%}"
+        held, mfu = f"{each.memory_bytes / _GIB:.1f}", f"{each.mfu:.1%}"
         table.add_row(str(rank), each.strategy, degrees, each.checkpointing, batch, held, speed, mfu)
     console().print(table)
     typer.echo(f"\n1: {best}")

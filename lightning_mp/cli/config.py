@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -117,11 +118,13 @@ def composed(
             faults.add(f"--config-dir {str(folder)!r}, which is no folder", "a folder of groups", "check the path")
     with _importable(path):
         with _hydras_own(faults, path):
-            root = _Root.read(path, [folder.resolve().as_uri() for folder in config_dirs])
+            folders = [folder.resolve().as_uri() for folder in config_dirs]
+            root = path or Path(str(files("lightning_mp.configs"))) / "train.yaml"
             # this package's own folder would hide what the user's folders call alike
-            first = config_dirs[0] if path is None and config_dirs else root.path.parent
-            with initialize_config_dir(str(first.resolve()), job_name=root.path.stem, version_base="1.3"):
-                jobs = [_compose(root, path, *job) for job in _jobs(overrides, multirun=multirun)]
+            first = config_dirs[0] if path is None and config_dirs else root.parent
+            node = partial(_node, _mapping(root), folders)
+            with initialize_config_dir(str(first.resolve()), job_name=root.stem, version_base="1.3"):
+                jobs = [_compose(node, path, *job) for job in _jobs(overrides, multirun=multirun)]
         home = run_dir(jobs[0], command, faults)
         for job in jobs:
             with open_dict(job.config):
@@ -180,56 +183,42 @@ def _importable(config: Path | None) -> Generator[None]:
 # ---------------------------------------------------------------------- the file, completed
 
 
-@dataclass(frozen=True, slots=True)
-class _Root:
-    """A root config: its own keys, its defaults list, and where its groups are looked for."""
+def _node(written: Mapping[str, Any], folders: Sequence[str], chosen: Collection[str]) -> dict[str, Any]:
+    """What a file says as Hydra composes it.
 
-    path: Path
-    body: Mapping[str, Any]
-    defaults: tuple[Any, ...]
-    searchpath: tuple[str, ...]
+    ``chosen`` are groups that the command line chooses from: they replace sections that the file writes out.
+    An entry of the defaults list that the command line changes has to be there, so one of ``null`` is.
+    """
+    body = dict(written)
+    defaults = cast("list[Any]", body.pop("defaults", None) or [])
+    plan, word = body.get("plan"), precision_word(body.get("plan"))
+    if word is not None:
+        body["plan"] = {"precision": word}
+    elif isinstance(plan, str) and plan in PRESETS:  # as plan=a100 is
+        del body["plan"]
+        defaults = [{"plan": plan}, *(entry for entry in defaults if _group(entry) != "plan")]
+    overrides = [entry for entry in defaults if _is_override(entry) and _group(entry) not in _OURS]
+    overrides += [{f"override {name}": option} for name, option in _OURS.items() if name not in chosen]
+    own = [entry for entry in defaults if not _is_override(entry)]
+    named = {_group(entry) for entry in own}
+    added = [{name: None if name in body else file} for name, file in SECTIONS.items() if name not in named]
+    own += [*([] if "_self_" in own else ["_self_"]), *([] if "experiment" in named else [{"experiment": None}])]
+    hydra: dict[str, Any] = dict(body.pop("hydra", None) or {})
+    hydra["searchpath"] = list(dict.fromkeys([*(hydra.get("searchpath") or []), *folders, _SEARCHPATH]))
+    body = {key: value for key, value in body.items() if key not in chosen or key not in SECTIONS}
+    return {"defaults": [*added, *own, *overrides], "hydra": hydra, **SETTINGS, **body}
 
-    @classmethod
-    def read(cls, path: Path | None, folders: Sequence[str]) -> _Root:
-        """Read ``path``, by default this package's own; refuses what is no YAML mapping."""
-        from omegaconf import OmegaConf
 
-        path = Path(str(files("lightning_mp.configs"))) / "train.yaml" if path is None else path
-        with Faults() as faults:
-            body: Any = None
-            if not path.is_file():
-                faults.add(f"config {str(path)!r}, which is no file", "a YAML file", "check the path")
-            elif not isinstance(body := OmegaConf.to_container(OmegaConf.load(path), resolve=False), dict):
-                faults.add(f"config {str(path)!r}, a {type(body).__name__}", "a YAML mapping", "write 'plan:' in it")
-        body = cast("dict[str, Any]", body)
-        defaults = tuple(cast("list[Any]", body.pop("defaults", None) or []))
-        plan, word = body.get("plan"), precision_word(body.get("plan"))
-        if word is not None:
-            body["plan"] = {"precision": word}
-        elif isinstance(plan, str) and plan in PRESETS:  # as plan=a100 is
-            del body["plan"]
-            defaults = ({"plan": plan}, *(entry for entry in defaults if _group(entry) != "plan"))
-        theirs: Any = (body.get("hydra") or {}).get("searchpath") or []
-        return cls(path.resolve(), body, defaults, tuple(dict.fromkeys([*theirs, *folders, _SEARCHPATH])))
+def _mapping(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
 
-    def node(self, chosen: Collection[str]) -> dict[str, Any]:
-        """What Hydra composes. ``chosen`` are groups that the command line chooses from: they replace what is written.
-
-        An entry of the defaults list that the command line changes has to be there, so one of ``null`` is.
-        """
-        overrides = [entry for entry in self.defaults if _is_override(entry) and _group(entry) not in _OURS]
-        own = [entry for entry in self.defaults if not _is_override(entry)]
-        overrides += [{f"override {name}": option} for name, option in _OURS.items() if name not in chosen]
-        named = {_group(entry) for entry in own}
-        added = [{name: None if name in self.body else file} for name, file in SECTIONS.items() if name not in named]
-        own = [
-            *own,
-            *([] if "_self_" in own else ["_self_"]),
-            *([] if "experiment" in named else [{"experiment": None}]),
-        ]
-        body = {key: value for key, value in self.body.items() if key not in chosen or key not in SECTIONS}
-        hydra = {**cast("dict[str, Any]", body.pop("hydra", None) or {}), "searchpath": list(self.searchpath)}
-        return {"defaults": [*added, *own, *overrides], "hydra": hydra, **SETTINGS, **body}
+    with Faults() as faults:
+        body: Any = None
+        if not path.is_file():
+            faults.add(f"config {str(path)!r}, which is no file", "a YAML file", "check the path")
+        elif not isinstance(body := OmegaConf.to_container(OmegaConf.load(path), resolve=False), dict):
+            faults.add(f"config {str(path)!r}, a {type(body).__name__}", "a YAML mapping", "write 'plan:' in it")
+    return cast("dict[str, Any]", body)
 
 
 def _is_override(entry: Any) -> bool:
@@ -245,16 +234,12 @@ def _group(entry: Any) -> str:
 # ---------------------------------------------------------------------- the arguments
 
 
-def _parser() -> Any:
+def _jobs(overrides: Sequence[str], *, multirun: bool) -> Iterator[tuple[list[Override], list[str]]]:
+    """The arguments of each run, and which of them the sweep chose."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    return OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-
-
-def _jobs(overrides: Sequence[str], *, multirun: bool) -> Iterator[tuple[list[Override], list[str]]]:
-    """The arguments of each run, and which of them the sweep chose."""
-    parser = _parser()
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed: list[Override] = parser.parse_overrides(list(overrides))
     sweeps = [override for override in parsed if override.is_sweep_override()]
     with Faults() as faults:
@@ -270,7 +255,9 @@ def _jobs(overrides: Sequence[str], *, multirun: bool) -> Iterator[tuple[list[Ov
         yield [*fixed, *parser.parse_overrides(list(chosen))], list(chosen)
 
 
-def _compose(root: _Root, path: Path | None, overrides: list[Override], swept: list[str]) -> Composed:
+def _compose(
+    node: Callable[[set[str]], dict[str, Any]], path: Path | None, overrides: list[Override], swept: list[str]
+) -> Composed:
     """One config; ``key=value`` for what the target of its section may take is Hydra's ``++key=value``."""
     from hydra import compose
     from hydra.core.config_store import ConfigStore
@@ -281,7 +268,7 @@ def _compose(root: _Root, path: Path | None, overrides: list[Override], swept: l
     chosen = {one.key_or_group for one in rest if not isinstance(one.value(), dict)}
     given = [text for one in rest for text in _choice(one)]
     store = ConfigStore.instance()
-    store.store(_STORED, root.node(chosen))  # by which name Hydra finds it
+    store.store(_STORED, node(chosen))  # by which name Hydra finds it
     try:
         base = compose(_STORED, given, return_hydra_config=True)
         given += [text for one in values for text in _change(base, one)]
@@ -290,7 +277,7 @@ def _compose(root: _Root, path: Path | None, overrides: list[Override], swept: l
         store.repo.pop(f"{_STORED}.yaml", None)
     places = Places()
     if path is not None:
-        places.add(root.path)
+        places.add(path)
     for override in overrides:
         places.add_key(override.key_or_group, "on the command line")
     config = whole.copy()
@@ -341,14 +328,10 @@ def run_dir(job: Composed, command: str, faults: Faults) -> Path:
 
     inherited, hydra = os.environ.get(RUN_DIR), job.whole.hydra
     name = job.name if command == "train" else command
-    folder = Path(inherited) if inherited else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    asked = (
-        [(job.config, "run_dir")]
-        if inherited
-        else [(hydra["sweep" if job.swept else "run"], "dir"), (job.config, "run_dir")]
-    )
+    folder = Path(inherited or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    asked = [] if inherited else [(hydra["sweep" if job.swept else "run"], "dir")]
     with _hydras_own(faults, job.file):
-        for section, key in asked:
+        for section, key in (*asked, (job.config, "run_dir")):
             with job.under_hydra(folder):
                 given = None if OmegaConf.is_missing(section, key) else section.get(key)
                 folder = folder if given is None else Path(str(given))
@@ -391,25 +374,26 @@ def checked(
             key, said = error.full_key or name, str(error).partition("\n")[0]
             faults.add(f"{key}: {said}", "a value that is there and resolves", f"give it one: {key}=...")
             continue
-        _check_targets(value, name, faults)
+        for given, path in _targets(value, name):
+            _check_target(given, path, faults)
         if len(faults.found) == before:
             found[name] = value
     _check_trainer(found.get("trainer"), faults, under_plan=bool(job.config.get("plan")))
     return found
 
 
-def _check_targets(value: Any, path: str, faults: Faults) -> None:
+def _targets(value: Any, path: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """What names a ``_target_`` in ``value``, with its key."""
     if isinstance(value, list):
         for index, item in enumerate(cast("list[Any]", value)):
-            _check_targets(item, f"{path}.{index}", faults)
-    if not isinstance(value, Mapping):
-        return
-    given = cast("Mapping[str, Any]", value)
-    if isinstance(given.get("_target_"), str):
-        _check_target(given, path, faults)
-    for key, item in given.items():
-        if (path, key) != ("strategy", "plan"):  # which is this very run's
-            _check_targets(item, f"{path}.{key}", faults)
+            yield from _targets(item, f"{path}.{index}")
+    elif isinstance(value, Mapping):
+        given = cast("Mapping[str, Any]", value)
+        if isinstance(given.get("_target_"), str):
+            yield given, path
+        for key, item in given.items():
+            if (path, key) != ("strategy", "plan"):  # which is this very run's
+                yield from _targets(item, f"{path}.{key}")
 
 
 def _check_target(given: Mapping[str, Any], path: str, faults: Faults) -> None:

@@ -18,10 +18,8 @@ from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults, counted, one_line
 
 if TYPE_CHECKING:
-    from lightning_mp.cli.parts import Regime
     from lightning_mp.monitor.audit import AuditReport
     from lightning_mp.monitor.findings import Finding
-    from lightning_mp.pin_advice import PinAdvice
     from lightning_mp.policy import PrecisionPolicy
     from lightning_mp.policy.hardware import Device
 
@@ -65,43 +63,32 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
     """
     from lightning_mp.cli import parts
     from lightning_mp.cli.config import checked, composed
-
-    faults = Faults("doctor")
-    with composed(arguments, "doctor", faults, config_dirs) as (job,):
-        sections = ["plan", "model", "strategy", "trainer", "run_dir"]
-        if not job.config.get("plan") and parts.is_ours(job.config.get("strategy")):
-            sections.remove("strategy")  # the package's choice, for a plan
-        config = checked(job, faults, needed=["model"], only=sections)
-        missing = Faults("doctor")
-        config |= checked(job, missing, needed=(), only=("data",))
-        regime = parts.regime(config, job.places, faults) if config.get("plan") else None
-        faults.raise_if_any()
-        return _examined(config, regime, faults, missing, device)
-
-
-def _examined(
-    config: dict[str, Any], regime: Regime | None, faults: Faults, missing: Faults, device: Device | None
-) -> list[Finding]:
-    from lightning_mp.cli import parts
     from lightning_mp.compat.lightning import LightningModule
     from lightning_mp.monitor.doctor import examine
     from lightning_mp.monitor.doctor.case import case_of
 
-    model = parts.instantiated(config["model"], "model", faults)
-    plan: Any = None
-    if regime is not None:
-        plan = regime.plan
-        _check_patterns(model, plan.policy, faults)
-        trainer, strategy = regime.trainer, regime.trainer["strategy"]
-    else:
-        trainer, strategy = parts.trainer_arguments(config, faults), config.get("strategy")
-        if not parts.is_ours(strategy):
-            strategy = parts.instantiated(strategy, "strategy", faults)
-    faults.raise_if_any()
-    case = case_of(model, plan, strategy, trainer, target=device)
-    if isinstance(model, LightningModule) and not missing.found:
-        case = replace(case, rows=_batch(config, model, missing))
-    return examine(case)
+    faults, missing = Faults("doctor"), Faults("doctor")
+    with composed(arguments, "doctor", faults, config_dirs) as (job,):
+        planned, strategy = bool(job.config.get("plan")), job.config.get("strategy")
+        sections = ["plan", "model", "trainer", "run_dir"]
+        if planned or not parts.is_ours(strategy):  # the package's own, which is the default, is for a plan
+            sections.append("strategy")
+        config = checked(job, faults, needed=["model"], only=sections)
+        config |= checked(job, missing, needed=(), only=("data",))
+        regime = parts.regime(config, job.places, faults) if planned else None
+        faults.raise_if_any()
+        model = parts.instantiated(config["model"], "model", faults)
+        if regime is not None:
+            _check_patterns(model, regime.plan.policy, faults)
+            plan, trainer, strategy = regime.plan, regime.trainer, regime.trainer["strategy"]
+        else:
+            plan, trainer, strategy = None, parts.trainer_arguments(config, faults), config.get("strategy")
+            strategy = strategy if parts.is_ours(strategy) else parts.instantiated(strategy, "strategy", faults)
+        faults.raise_if_any()
+        case = case_of(model, plan, strategy, trainer, target=device)
+        if isinstance(model, LightningModule) and not missing.found:
+            case = replace(case, rows=_batch(config, model, missing))
+        return examine(case)
 
 
 def _batch(config: dict[str, Any], model: Any, faults: Faults) -> Any:
@@ -167,23 +154,19 @@ def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) 
     """Of the callbacks only the audit runs; nothing is validated, logged or saved as a checkpoint."""
     from lightning_mp.callbacks.precision_audit import PrecisionAudit
     from lightning_mp.cli import parts
-    from lightning_mp.cli.config import checked, composed
     from lightning_mp.comparison.run import quiet
     from lightning_mp.monitor.side_run import BARE
 
     faults = Faults("audit")
     faults.whole("--steps", steps, 1, "leave it out to audit the first step")
-    with composed(arguments, "audit", faults, config_dirs) as (job,):
-        config = checked(job, faults)
-        regime = faults.sound(parts.regime(config, job.places, faults))
+    with parts.one_run(arguments, faults, "audit", config_dirs) as (config, regime), quiet():
+        warnings.filterwarnings("ignore", message="PrecisionAudit: ")  # the report says it
         folder = Path(config["run_dir"])
         callback = PrecisionAudit(steps, run_dir=folder)
         alone = {**BARE, "callbacks": [callback], "max_steps": steps, "logger": False}
-        with parts.running(folder, faults), quiet():
-            warnings.filterwarnings("ignore", message="PrecisionAudit: ")  # the report says it
-            trainer = parts.trainer({**regime.trainer, **alone}, faults)
-            model, data = parts.parts(config, faults)
-            trainer.fit(model, **data)
+        trainer = parts.trainer({**regime.trainer, **alone}, faults)
+        model, data = parts.parts(config, faults)
+        trainer.fit(model, **data)
     if callback.report is None:
         faults.add("a run without a step", "data for a batch at least", "look at the data section")
     return faults.sound(callback.report), folder
@@ -203,21 +186,12 @@ def pins(
     Example: lightning-mp pins experiment=llama_tiny plan=bf16
     """
     with refusals("pins"):
-        advice = _measured(arguments or [], steps, config_dir or [])
-    typer.echo(json.dumps(advice.to_dict(), indent=2) if as_json else str(advice))
+        from lightning_mp.cli import parts
+        from lightning_mp.comparison.run import quiet
+        from lightning_mp.pin_advice import suggest_pins
 
-
-def _measured(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) -> PinAdvice:
-    from lightning_mp.cli import parts
-    from lightning_mp.cli.config import checked, composed
-    from lightning_mp.comparison.run import quiet
-    from lightning_mp.pin_advice import suggest_pins
-
-    faults = Faults("pins")
-    with composed(arguments, "pins", faults, config_dirs) as (job,):
-        config = checked(job, faults)
-        faults.raise_if_any()
-        plan = faults.sound(parts.plan_of(config["plan"], job.places, faults))
-        with parts.running(Path(config["run_dir"]), faults), quiet():
+        faults = Faults("pins")
+        with parts.one_run(arguments or [], faults, "pins", config_dir or []) as (config, regime), quiet():
             model, loaders = parts.parts(config, faults)
-            return suggest_pins(model, parts.training_batches(loaders, model), plan, steps=steps)
+            advice = suggest_pins(model, parts.training_batches(loaders, model), regime.plan, steps=steps)
+    typer.echo(json.dumps(advice.to_dict(), indent=2) if as_json else str(advice))

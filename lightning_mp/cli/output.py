@@ -20,7 +20,7 @@ _INTERRUPTED = 130
 
 
 @contextmanager
-def refusals(command: str, *also: type[Exception], stopped: str = "") -> Generator[None]:
+def refusals(command: str, *also: type[Exception]) -> Generator[None]:
     """Leave with status 2 and a message for the package's own errors and ``also``; with 130 on Ctrl-C.
 
     Whatever else the user's own code raises keeps its traceback.
@@ -37,8 +37,6 @@ def refusals(command: str, *also: type[Exception], stopped: str = "") -> Generat
     except (MissingExtraError, NonFiniteError, *also) as error:
         refuse(command, str(error))
     except KeyboardInterrupt:
-        if stopped:
-            typer.echo(f"\nlightning-mp {command}: {stopped}", err=True)
         raise typer.Exit(_INTERRUPTED) from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from lightning_mp.cli.config import RUN_DIR, located, parameters
-from lightning_mp.comparison.run import environment_kept, fit_arguments
+from lightning_mp.cli.config import RUN_DIR, checked, composed, located, parameters
+from lightning_mp.comparison.run import fit_arguments
 from lightning_mp.compat.lightning import (
     Callback,
     Checkpoint,
@@ -24,6 +24,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
 from lightning_mp.monitor.side_run import loss_of
+from lightning_mp.numerics.rng import environment_kept
 from lightning_mp.policy.load import HYDRA_KEYS, Places, plan_fault
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
@@ -87,11 +88,7 @@ def trainer_arguments(config: Mapping[str, Any], faults: Faults) -> dict[str, An
 
 def model(config: Mapping[str, Any], faults: Faults) -> LightningModule | None:
     """The LightningModule of the model section."""
-    built = instantiated(config["model"], "model", faults)
-    if built is not None and not isinstance(built, LightningModule):
-        faults.add(f"model: a {type(built).__name__}", "a LightningModule", "give the _target_ of one")
-        return None
-    return built
+    return instantiated(config["model"], "model", faults, LightningModule)
 
 
 def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
@@ -122,6 +119,22 @@ def training_batches(loaders: Mapping[str, Any], model: LightningModule) -> Any:
     return (batch for batch, *_ in iter(several))
 
 
+@contextmanager
+def one_run(
+    arguments: Sequence[str], faults: Faults, command: str, config_dirs: Sequence[Path], **replaced: Any
+) -> Generator[tuple[dict[str, Any], Regime]]:
+    """Within, the run that the arguments of ``command`` describe: its checked config and its regime.
+
+    Raises:
+        PlanError: all that was noted in ``faults``, before and here.
+    """
+    with composed(arguments, command, faults, config_dirs) as (job,):
+        config = {**checked(job, faults), **replaced}
+        found = faults.sound(regime(config, job.places, faults))
+        with running(Path(config["run_dir"]), faults):
+            yield config, found
+
+
 def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, dict[str, Any]]:
     """Model and data after the config's seed; the faults of both at once."""
     if config.get("seed") is not None:
@@ -146,7 +159,7 @@ def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
 @contextmanager
 def running(folder: Path, faults: Faults) -> Generator[None]:
     """What Lightning cannot run is a fault; processes that it starts for the other ranks write to the same folder."""
-    with environment_kept(RUN_DIR):
+    with environment_kept():
         os.environ[RUN_DIR] = str(folder)
         try:
             yield
@@ -158,10 +171,7 @@ def running(folder: Path, faults: Faults) -> Generator[None]:
 def plan_of(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | None:
     """The plan of a plan section: a precision, the plan's fields, or a call, which is made where there is no fault."""
     if isinstance(given, Mapping) and _class_of(given) not in (None, "MixedPrecisionPlan", "PrecisionPolicy"):
-        built = None if faults.found else instantiated(given, "plan", faults)
-        if built is not None and not isinstance(built, MixedPrecisionPlan):
-            faults.add(f"plan: a {type(built).__name__}", "a MixedPrecisionPlan", "give the _target_ of one")
-        return built
+        return None if faults.found else instantiated(given, "plan", faults, MixedPrecisionPlan)
     try:
         return MixedPrecisionPlan.from_config({"precision": given} if isinstance(given, (str, int)) else given)
     except PlanError as error:
@@ -203,18 +213,14 @@ def _callbacks(given: Any, folder: str, faults: Faults) -> list[Callback]:
     """A mapping of name to callback (``null`` switches one off), or a list."""
     listed: Any = given if isinstance(given, (dict, list)) else [] if given is None else [given]
     entries = cast("dict[Any, Any]", listed if isinstance(listed, dict) else dict(enumerate(listed)))
-    found: list[Callback] = []
+    found: list[Callback | None] = []
     for name, entry in ((name, entry) for name, entry in entries.items() if entry is not None):
         part = f"callbacks.{name}"
         if not isinstance(entry, Mapping) or "_target_" not in entry:
             faults.add(f"{part}: {entry!r}", "a mapping with a _target_, or null", "write '_target_: package.Class'")
             continue
-        built = instantiated(_homed(cast("Any", entry), folder), part, faults)
-        if isinstance(built, Callback):
-            found.append(built)
-        elif built is not None:
-            faults.add(f"{part}: a {type(built).__name__}", "a Callback", "give the _target_ of one")
-    return found
+        found.append(instantiated(_homed(cast("Any", entry), folder), part, faults, Callback))
+    return [callback for callback in found if callback is not None]
 
 
 def _homed(entry: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -224,8 +230,8 @@ def _homed(entry: Mapping[str, Any], folder: str) -> dict[str, Any]:
     return {**entry, **{key: home for key, home in homes.items() if key in takes and entry.get(key) is None}}
 
 
-def instantiated(given: Any, part: str, faults: Faults) -> Any:
-    """What Hydra builds of ``given``; a value that is no mapping or list as it is, ``None`` with a fault.
+def instantiated(given: Any, part: str, faults: Faults, kind: type = object) -> Any:
+    """What Hydra builds of ``given``, a ``kind``; a value that is no mapping or list as it is, ``None`` with a fault.
 
     Raises:
         InstantiationException: the code that is built raised anything but a refusal of this package or of Lightning.
@@ -234,7 +240,10 @@ def instantiated(given: Any, part: str, faults: Faults) -> Any:
     from hydra.utils import instantiate
 
     try:
-        return instantiate(given, _convert_="all") if isinstance(given, (dict, list)) else given
+        built = instantiate(given, _convert_="all") if isinstance(given, (dict, list)) else given
+        if built is None or isinstance(built, kind):
+            return built
+        faults.add(f"{part}: a {type(built).__name__}", f"a {kind.__name__}", "give the _target_ of one")
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, PlanError):

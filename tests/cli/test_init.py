@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from lightning_mp.cli import app
-from lightning_mp.cli.init import shipped
+from lightning_mp.cli.files import shipped
 
 EXPERIMENTS = sorted(shipped()["experiment"])
 

@@ -14,17 +14,6 @@ CALLBACK = "callbacks: {x: %s}\nplan:"
 #: what is written in place of a line of PLAIN, and the one fault: (given, do) must be found in it
 BAD: dict[str, tuple[tuple[str, str], str, str]] = {
     "misspelt key of the plan": (("precision: bf", "precison: bf"), "unknown key precison (run.yaml:2)", "'precision'"),
-    "misspelt precision": (("bf16-mixed", "bf16-mxed"), "precision='bf16-mxed' (run.yaml:2)", "'bf16-mixed'"),
-    "bad value of a piece": (
-        ("precision: bf16-mixed", "precision: 16-mixed\n  loss_scaling:\n    growth_factor: 0.5"),
-        "growth_factor=0.5 (run.yaml:4)",
-        "2.0",
-    ),
-    "bad pin of a list": (
-        ("precision: bf16-mixed", "pins:\n  - {pattern: '*', dtype: fp32}\n  - {pattern: a, dtype: int8}"),
-        "pin 'a': dtype='int8' (run.yaml:4)",
-        "",
-    ),
     "misspelt argument of the model": (("width: 4", "width: 4\n  lrr: 1"), "unknown key model.lrr", "'lr'"),
     "misspelt class": (("training.Net", "training.Nett"), "Nett, which names no class", "package"),
     "target that is no class": (("training.Net", "training.PLAIN"), "PLAIN, which names no class", "package"),

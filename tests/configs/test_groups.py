@@ -96,9 +96,3 @@ def test_a_model_is_a_lightning_module(name: str, project: Path) -> None:
     model = instantiate(composed(project, [f"model={name}"]).model, _convert_="all")
     assert isinstance(model, LightningModule)
     assert 100_000 < sum(parameter.numel() for parameter in model.parameters()) < 300_000
-
-
-@pytest.mark.parametrize("name", names("experiment"))
-def test_an_experiment_composes_and_every_value_resolves(name: str, project: Path) -> None:
-    config = composed(project, [f"experiment={name}"])
-    OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
