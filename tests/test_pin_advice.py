@@ -106,31 +106,6 @@ class Positioned(nn.Module):
         return functional.mse_loss(self.net(x + self.table(x)).squeeze(-1), y)
 
 
-class Scan(nn.Module):
-    """A long recurrence whose state hardly decays, a step at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.decay = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.full((WIDTH,), 0.999))
-
-    def forward(self, x: Tensor) -> Tensor:
-        step, state = self.into(x), torch.zeros_like(self.decay, dtype=self.into.weight.dtype)
-        for _ in range(400):
-            state = (state * self.decay + step).to(step.dtype)
-        return state / 100.0
-
-
-class Scanned(nn.Module):
-    """A scan between two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.scan, self.head = nn.Linear(WIDTH, WIDTH), Scan(), nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return functional.mse_loss(self.head(self.scan(torch.tanh(self.first(x)))).squeeze(-1), y)
-
-
 def _batches() -> list[tuple[Tensor, Tensor]]:
     made = torch.Generator().manual_seed(3)
     return [(x, x.sum(1) / math.sqrt(WIDTH)) for x in torch.randn(3, 16, WIDTH, generator=made)]
@@ -164,7 +139,6 @@ SICK: dict[str, tuple[Callable[[], nn.Module], str, set[str]]] = {
     "two overflowing heads": (lambda: Heads(2), "16-mixed", {"Big"}),
     "a router": (Routed, "bf16-mixed", {"router", "gate", "router.gate", "Router"}),
     "a positional table": (Positioned, "bf16-true", {"table", "Angles"}),
-    "a scan": (Scanned, "bf16-mixed", {"scan", "Scan"}),
 }
 
 

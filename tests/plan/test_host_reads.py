@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_mp import NonFinite
 from support.counting import HostReads
 from support.models import Regression
 from support.oracles import plan_for
@@ -82,26 +81,6 @@ def test_at_most_one_with_a_plain_optimizer(mode: str, optimizer: str, clip: str
     stock = _counts(Unread(PLAIN[optimizer]), precision="32-true", **CLIPS[clip])
     ours = _counts(Unread(PLAIN[optimizer]), plugins=[plan_for(mode)], **CLIPS[clip])
     assert all(mine - theirs <= 1 for mine, theirs in zip(ours[1:], stock[1:], strict=True))
-
-
-def test_the_budget_is_looked_at_only_when_it_can_be_spent() -> None:
-    """``NonFinite(max_consecutive=3)``: every fourth step, since a streak of four takes four steps."""
-    module = Unread()
-    plan = plan_for("bf16-mixed", nonfinite=NonFinite(max_consecutive=3))
-    looks: list[int] = []
-    original = type(plan.loss_scaler)._counts
-
-    class Looked(type(plan.loss_scaler)):  # type: ignore[misc]
-        def _counts(self) -> Any:
-            looks.append(self.attempts)
-            return original(self)
-
-    class Watch(Callback):
-        def on_train_start(self, *_: Any) -> None:
-            plan.loss_scaler.__class__ = Looked
-
-    fit(module, plugins=[plan], callbacks=[Watch()], max_epochs=2)
-    assert sorted(set(looks) - {0}) == [1, 5, 9, 13, 16]  # the last at the run's end: was any step applied?
 
 
 @modes

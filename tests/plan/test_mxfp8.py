@@ -73,21 +73,13 @@ def test_a_run_differs_from_bf16_by_rounding_and_is_the_same_recomputed(recipe: 
     assert module.losses == pytest.approx(bf16.losses, rel=2e-2)
 
 
-class Spoilt(Language):
-    """One weight becomes non-finite for one step."""
-
-    value = float("nan")
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * self.value if batch_idx == 3 else loss
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @every_recipe
-def test_a_step_that_is_not_finite_is_skipped(recipe: str, value: float) -> None:
+def test_a_step_that_is_not_finite_is_skipped(recipe: str) -> None:
+    class Spoilt(Language):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 3 else 1.0)
+
     module, made = Spoilt(), plan(recipe)
-    module.value = value
     run(module, made)
     assert made.skipped_steps == 1
     assert all(bool(parameter.isfinite().all()) for parameter in module.parameters())
