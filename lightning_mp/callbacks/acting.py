@@ -175,4 +175,4 @@ class ActivationCheckpointing(ActingCallback):
         """Checkpoint the matching modules."""
         chosen = checkpointing.select(pl_module, self.config, faults)
         faults.raise_if_any()
-        return checkpointing.apply(pl_module, chosen, self.config).undo
+        return checkpointing.apply(pl_module, chosen, self.config).close
