@@ -114,9 +114,10 @@ class NonFiniteGuard(ActingCallback, WritesRun):
                     "",
                     "use AdamW or SGD",
                 )
-        bad_steps = BadSteps(trainer, self.run_dir, _NAME, rewinds=self.on_trip == "rewind")
+        budget = f"{_NAME}(on_trip=..., max_consecutive=...)"
+        bad_steps = BadSteps(trainer, self.run_dir, _NAME, rewinds=self.on_trip == "rewind", budget=budget)
         bad_steps.events = self.events
-        self._run = _Run(trainer, pl_module, bad_steps, self._check)
+        self._run = _Run(trainer, pl_module, bad_steps, self)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Undo, and note how the run ended."""
@@ -142,23 +143,6 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         self._run.steps.backward()
         self._run.losses.append(loss.detach().sum())
 
-    def _check(self, run: _Run, optimizer: Optimizer) -> None:
-        """Check loss and gradients once every other hook has seen them; drop the step if one is not finite."""
-        trainer = run.trainer
-        if not run.steps.begins(trainer):
-            return
-        bad_loss, bad_gradient = run.check_finite(optimizer)
-        self.step_skipped = bad_loss or bad_gradient
-        if self.step_skipped:
-            run.bad_loss |= bad_loss
-            run.scale = None if run.scaler is None else float(run.scaler.get_scale())
-            run.at_hand = run.at_hand or nonfinite.from_gradients(trainer.lightning_module)
-            run.drop(optimizer)
-        run.dropped += self.step_skipped
-        run.tried += not self.step_skipped
-        self.skipped_steps += self.step_skipped
-        self.applied_steps += not self.step_skipped
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -177,30 +161,25 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         run.finish_batch()
 
     def _explain(self, run: _Run, trainer: Trainer, pl_module: LightningModule) -> None:
-        found, step = run.bad_steps.locate(pl_module, None if run.bad_loss else run.at_hand), run.steps.step
-        if run.scale is not None and is_ordinary(run.scale, run.bad_loss, run.scale <= _FLOOR):
-            run.bad_steps.overflow(found, step=step, scale=run.scale)
-            return
-        self._in_a_row += 1
+        ordinary = is_ordinary(run.scale, run.bad_loss, (run.scale or 0.0) <= _FLOOR)
+        self._in_a_row += not ordinary
         allowed = 0 if self.on_trip == "raise" else self.max_consecutive
-        what = (
-            f"{self._in_a_row} in a row with a non-finite {'loss' if run.bad_loss else 'gradient'}, {allowed} allowed"
-        )
-        event = run.bad_steps.bad_step(
-            found,
-            step=step,
-            bad_loss=run.bad_loss,
+        kind = "loss" if run.bad_loss else "gradient"
+        verdict = Verdict(f"{self._in_a_row} in a row with a non-finite {kind}, {allowed} allowed")
+        run.bad_steps.explain(
+            pl_module,
+            step=run.steps.step,
             action=self.on_trip,
             in_a_row=self._in_a_row,
             allowed=allowed,
             scale=run.scale,
-            verdict=Verdict(what) if self._in_a_row > allowed else None,
-            budget="NonFiniteGuard(on_trip=..., max_consecutive=...)",
+            searching=ordinary,
+            verdict=verdict if self._in_a_row > allowed and not ordinary else None,
+            bad_loss=run.bad_loss,
+            at_hand=None if run.bad_loss else run.at_hand,
         )
-        if self.on_trip == "reduce_lr":
+        if self.on_trip == "reduce_lr" and not ordinary:
             self._reduce.start(trainer)
-        elif self.on_trip == "rewind":
-            run.bad_steps.rewind(event)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -224,20 +203,15 @@ class NonFiniteGuard(ActingCallback, WritesRun):
 class _Run:
     """The state of one guarded run, and of the current batch; every rank makes the same calls."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        bad_steps: BadSteps,
-        check: Callable[[_Run, Optimizer], None],
-    ) -> None:
-        self.trainer, self.bad_steps, self.steps, self.hooks = trainer, bad_steps, StepTracker(), SkipAwareHooks()
+    def __init__(self, trainer: Trainer, module: LightningModule, bad_steps: BadSteps, guard: NonFiniteGuard) -> None:
+        self.trainer, self.bad_steps, self.guard = trainer, bad_steps, guard
+        self.steps, self.hooks = StepTracker(), SkipAwareHooks()
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.scaler: Any = scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
         #: of the open accumulation window
         self.losses: list[Tensor] = []
         self._one = torch.ones((), dtype=torch.float32, device=trainer.strategy.root_device)
-        self._last_hook = _LastHook(module, lambda optimizer: check(self, optimizer))
+        self._last_hook = _LastHook(module, self.check)
         self.hooks.install(trainer, module, lambda: self.dropped > 0)
         self._start_batch()
 
@@ -257,29 +231,37 @@ class _Run:
         self.steps.batch_starts(trainer)
         self.bad_steps.remember(batch, batch_idx)
 
-    def check_finite(self, optimizer: Optimizer) -> tuple[bool, bool]:
-        """Whether a loss and whether a gradient is not finite on any rank: the one device sync of a step."""
+    def check(self, optimizer: Optimizer) -> None:
+        """Check loss and gradients on all ranks once every other hook has seen them; drop the step if one is bad."""
+        if not self.steps.begins(self.trainer):
+            return
         flags = torch.zeros(2, dtype=torch.float32, device=self._one.device)
         if self.losses:
             flags[0] = (~torch.isfinite(torch.stack(self.losses))).any()
         grads.unscale_and_check_(grads.gradients(grads.parameters_of(optimizer)), self._one, flags[1])
         if self.trainer.world_size > 1:
             max_over_ranks_(flags)
-        bad_loss, bad_gradient = flags.tolist()
-        return bool(bad_loss), bool(bad_gradient)
-
-    def drop(self, optimizer: Optimizer) -> None:
-        """Leave the optimizer without gradients, so that its step changes nothing."""
-        if self.scaler is not None and waits_for_unscale(self.scaler, optimizer):
-            self.scaler.unscale_(optimizer)  # a fused optimizer leaves that to its step, which would find no gradients
-        grads.drop(optimizer)
+        bad_loss, bad_gradient = map(bool, flags.tolist())  # the one device sync of a step
+        guard = self.guard
+        guard.step_skipped = bad_loss or bad_gradient
+        if guard.step_skipped:
+            self.bad_loss |= bad_loss
+            self.scale = None if self.scaler is None else float(self.scaler.get_scale())
+            self.at_hand = self.at_hand or nonfinite.from_gradients(self.trainer.lightning_module)
+            if self.scaler is not None and waits_for_unscale(self.scaler, optimizer):
+                self.scaler.unscale_(optimizer)  # a fused optimizer leaves that to its step, which would find none
+            grads.drop(optimizer)
+        self.dropped += guard.step_skipped
+        self.tried += not guard.step_skipped
+        guard.skipped_steps += guard.step_skipped
+        guard.applied_steps += not guard.step_skipped
 
     def finish_batch(self) -> None:
         """The batch is over, and its accumulation window if a step was made."""
         self.steps.batch_ends()
         if self.tried or self.dropped:
             self.losses.clear()
-            self.bad_steps.forget()
+            self.bad_steps.replayer.forget()
 
     def end(self, error: BaseException | None) -> None:
         """Undo everything."""

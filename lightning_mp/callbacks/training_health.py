@@ -39,7 +39,7 @@ from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, St
 from lightning_mp.monitor.health.throughput import Count, Throughput
 from lightning_mp.monitor.health.to_host import LAG, Tables, ToHost
 from lightning_mp.monitor.nonfinite.events import NonFiniteClassifier, bad_step, has_bad_loss, overflow
-from lightning_mp.monitor.nonfinite.plan_guard import PlanGuard
+from lightning_mp.monitor.nonfinite.plan_guard import PlanRun
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 from lightning_mp.monitor.run_log import RunDir, RunLog, WritesRun, is_fresh
 from lightning_mp.numerics.device import describe
@@ -573,9 +573,9 @@ def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None
         return None
 
 
-def _writes_bad_steps(callback: object) -> TypeGuard[NonFiniteGuard | PlanGuard]:
+def _writes_bad_steps(callback: object) -> TypeGuard[NonFiniteGuard | PlanRun]:
     """Whether it writes the events of bad steps itself."""
-    return isinstance(callback, NonFiniteGuard) or (isinstance(callback, PlanGuard) and callback.rule.save_batch)
+    return isinstance(callback, NonFiniteGuard) or (isinstance(callback, PlanRun) and callback.rule.save_batch)
 
 
 def _is_split(parameter: object) -> bool:

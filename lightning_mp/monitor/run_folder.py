@@ -68,18 +68,7 @@ class RunFolder:
                 would overwrite and this package did not write.
             OSError: the folder cannot be made or locked.
         """
-        folder = Path(path).resolve()
-        found = cls._take(folder, owner)
-        if found is None:
-            what = f"Another run is writing to {path}"
-            raise _refused(writer, what, "pass run_dir= to give this run a folder of its own")
-        if folder not in _open:
-            if (foreign := _foreign(folder)) is not None:
-                found._release()
-                what = f"{path} holds {foreign}, which this package did not write and would overwrite"
-                raise _refused(writer, what, "pass run_dir= to give the run a folder of its own")
-            found._begin(resumed_at)
-        return found._join(writer)
+        return cls._take(Path(path).resolve(), writer, owner, resumed_at)._join(writer)
 
     @classmethod
     def claim(cls, candidates: Iterable[Path], *, writer: str, owner: object) -> RunFolder:
@@ -89,55 +78,55 @@ class RunFolder:
             PlanError: a second ``writer`` of this run.
             OSError: it cannot be made or locked.
         """
-        for folder in (path.resolve() for path in candidates):
-            found = cls._take(folder, owner)
-            if found is None:
-                continue
-            if folder not in _open:
-                if _foreign(folder) is not None or is_ours(folder):
-                    found._release()
-                    continue
-                found._begin(None)
-            return found._join(writer)
-        raise AssertionError("there are always more candidates")
+        for folder in candidates:
+            with suppress(PlanError):
+                found = cls._take(folder.resolve(), writer, owner, None, new=True)
+                break
+        else:
+            raise AssertionError("there are always more candidates")
+        return found._join(writer)
 
     @classmethod
-    def _take(cls, folder: Path, owner: object) -> RunFolder | None:
-        """The folder that this run has open, or a locked one; ``None`` where another run has it."""
+    def _take(cls, folder: Path, writer: str, owner: object, resumed_at: int | None, *, new: bool = False) -> RunFolder:
+        """The folder that this run has open, or a locked one; with ``new`` one that no run has written to."""
+        fix = "pass run_dir= to give this run a folder of its own"
+        busy = PlanError([Fault(f"Another run is writing to {folder}", "", fix)], writer)
         if folder in _open:
-            return _open[folder] if _open[folder]._owner is owner else None
+            if _open[folder]._owner is owner:
+                return _open[folder]
+            raise busy
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / _LOCK)
+        found = cls(folder, owner, FileLock(folder / _LOCK))
         try:
-            lock.acquire(timeout=0)
+            found._lock.acquire(timeout=0)
         except Timeout:
-            return None
-        return cls(folder, owner, lock)
-
-    def _begin(self, resumed_at: int | None) -> None:
+            raise busy from None
         try:
-            if resumed_at is None:
-                self._clear()
-            else:
-                self._drop_from(resumed_at)
-            if not is_ours(self.path):
-                self._replace(RUN, to_json({**_WRITTEN_BY, "status": "running"}) + "\n")
-        except OSError:
-            self._release()
+            ours = is_ours(folder)
+            there = next((name for name in _FILES if (folder / name).exists()), None)
+            if there is not None and (new or not ours):
+                what = f"{folder} holds {there}, which this package did not write and would overwrite"
+                raise PlanError([Fault(what, "", fix)], writer)
+            found._begin(ours, resumed_at)
+        except (OSError, PlanError):
+            found._release()
             raise
-        _open[self.path] = self
+        _open[folder] = found
+        return found
 
-    def _clear(self) -> None:
-        if is_ours(self.path):
-            for path in (self.path / BATCHES).glob(BATCH_FILES):
-                path.unlink()
-            for name in _FILES:
-                (self.path / name).unlink(missing_ok=True)
+    def _begin(self, ours: bool, resumed_at: int | None) -> None:
+        if resumed_at is not None:
+            self._drop_from(resumed_at)
+        elif ours:
+            for path in (*(self.path / BATCHES).glob(BATCH_FILES), *(self.path / name for name in _FILES)):
+                path.unlink(missing_ok=True)
+        if not (self.path / RUN).exists():
+            self._replace(RUN, to_json({**_WRITTEN_BY, "status": "running"}) + "\n")
 
     def _join(self, writer: str) -> RunFolder:
         if writer in self._writers:
             what = f"Two {writer} callbacks write to {self.path}"
-            raise _refused(writer, what, "remove one, or give each a run_dir= of its own")
+            raise PlanError([Fault(what, "", "remove one, or give each a run_dir= of its own")], writer)
         self._writers.add(writer)
         return self
 
@@ -252,17 +241,6 @@ def is_ours(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(about, dict) and _WRITTEN_BY.items() <= about.items()  # pyright: ignore[reportUnknownMemberType]
-
-
-def _foreign(folder: Path) -> str | None:
-    """A file in the way that no run under this package wrote."""
-    if is_ours(folder):
-        return None
-    return next((name for name in _FILES if (folder / name).exists()), None)
-
-
-def _refused(writer: str, what: str, fix: str) -> PlanError:
-    return PlanError([Fault(what, "", fix)], writer)
 
 
 def to_json(values: Mapping[str, Any], indent: int | None = None) -> str:

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from lightning_mp import PlanError
-from lightning_mp.callbacks import DtypePinning
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 from support import audit_faults as faults
 from support.language import Language, gpt2, tokens
 from support.manual import Pair, in_turn
-from support.models import Regression, batches, same_weights, weights
-from support.oracles import MODES, plan_for, stock_for
-from support.running import fit, trainer
+from support.models import Regression, same_weights, weights
+from support.oracles import MODES, plan_for
+from support.running import fit
 
 NORM_PIN = {"*Norm": "fp32"}
 
@@ -226,39 +225,3 @@ def test_training_is_the_same_to_the_last_bit(mode: str, tmp_path: Path) -> None
 
 
 # ---------------------------------------------------------------------- however it is run
-
-
-class Validated(Regression):
-    """It can be validated."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.loss(batch)
-
-
-def test_validation_between_and_alone(tmp_path: Path) -> None:
-    module, callback = Validated(), PrecisionAudit(2, "raise", tmp_path)
-    runner = trainer(callbacks=[callback], **_bf16())
-    runner.validate(module, batches(), verbose=False)
-    assert callback.report is None
-    runner.fit(module, batches(), batches())
-    assert len(callback.rows) == 3
-
-
-@pytest.mark.parametrize("how", ["plan", "stock"])
-def test_manual_optimization(how: str, tmp_path: Path) -> None:
-    callback = PrecisionAudit(on_mismatch="raise", run_dir=tmp_path)
-    fit(Pair(in_turn), callbacks=[callback], **(_bf16() if how == "plan" else {"precision": "bf16-mixed"}))
-    for row in callback.rows:
-        assert (row.grad, row.optimizer_state) == ("fp32", "fp32")
-        assert row.compute in ("bf16", "bf16, fp32")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_beside_stock_plugins_and_pins(mode: str, tmp_path: Path) -> None:
-    module = Regression(lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4))
-    pinning = DtypePinning({"LayerNorm": "fp32"})
-    stock = {"precision": "16-true"} if mode == "16-true" else stock_for(mode)
-    callback = PrecisionAudit(1, "raise", tmp_path)
-    fit(module, callbacks=[pinning, callback], **stock)
-    norm = callback.rows[1]
-    assert (norm.declared, norm.param, norm.compute, norm.ok) == ("fp32", "fp32", "fp32", True)

@@ -28,7 +28,6 @@ from support.manual import Pair
 from support.models import Regression, batches
 from support.oracles import MODES, plan_for, stock_for
 from support.running import fit, trainer
-from support.saving import ResumableBatches, SaveAt
 
 #: how near half precision comes to fp32
 NEAR = {"32-true": 1e-4, "bf16-mixed": 5e-2, "16-mixed": 1e-2, "bf16-true": 0.2, "16-true": 5e-2}
@@ -227,28 +226,6 @@ def test_every_logger_gets_every_reading_once(beside: Any, tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------------- runs of every kind
-
-
-@hosts
-def test_resuming_goes_on_with_the_file(host: str, tmp_path: Path) -> None:
-    watched(
-        tmp_path, data=ResumableBatches(), max_steps=5, callbacks=[SaveAt(tmp_path, 5)], **host_of(host, "16-mixed")
-    )
-    watched(tmp_path, data=ResumableBatches(), ckpt_path=tmp_path / "5.ckpt", **host_of(host, "16-mixed"))
-    assert [row[metric_names.STEP] for row in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(8))
-
-
-@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
-@pytest.mark.parametrize("mode", ["32-true", "16-mixed"])
-@hosts
-def test_a_batch_without_a_loss_is_no_reading(host: str, mode: str, tmp_path: Path) -> None:
-    class Sometimes(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx in (0, 3) else super().training_step(batch, batch_idx)
-
-    rows = watched(tmp_path, Sometimes(PLAIN), **host_of(host, mode)).rows
-    assert len(rows) == 6
-    assert all(row[metric_names.LOSS] > 0 for row in rows)
 
 
 def test_validation_in_between_is_not_the_loops_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.optim import LBFGS
@@ -21,7 +20,7 @@ from lightning_mp.monitor import actions, metric_names
 from support.manual import Pair
 from support.models import Regression, batches, same_weights, weights
 from support.oracles import plan_for, stock_for
-from support.running import fit, trainer
+from support.running import fit
 
 #: many more than a window of alerts
 ROWS = 8 * 80
@@ -214,15 +213,6 @@ def test_every_step_of_a_streak_is_skipped_and_one_event_tells_it(manual: bool, 
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
 
 
-@hosts
-def test_a_schedule_stands_still_on_a_skipped_step_and_is_free_afterwards(host: str, tmp_path: Path) -> None:
-    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.99)
-    module = Faulty("batch", scheduler=schedule)
-    watched(tmp_path, module, {"actions": {"nonfinite_loss": "skip"}}, **HOSTS[host]())
-    assert module.lrs[5] == module.lrs[4] != module.lrs[6]
-    assert "lr_scheduler_step" not in module.__dict__
-
-
 def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
     for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
         optimizer.zero_grad()
@@ -261,19 +251,3 @@ def test_information_leads_to_no_action(tmp_path: Path) -> None:
     monitor = {"actions": {"nonfinite_grad": "stop"}}
     mine = watched(tmp_path, Regression(PLAIN, overflow_at=(1,)), monitor, **HOSTS["plan 16-mixed"]())
     assert (len(mine.events), len(mine.rows)) == (1, 8)
-
-
-def test_a_run_that_fails_in_a_lowered_step_gives_everything_back(tmp_path: Path) -> None:
-    class Fails(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == SPIKE_AT + 2:
-                raise KeyError("planned")
-
-    module = Faulty("spike", SPIKE_AT)
-    mine = TrainingHealth(tmp_path / "run", actions={"grad_norm_spike": "reduce_lr"}, report=False)
-    runner = trainer(callbacks=[mine, Fails()])
-    with pytest.raises(KeyError, match="planned"):
-        runner.fit(module, batches(ROWS))
-    optimizer = module.optimizers().optimizer
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-    assert not optimizer._optimizer_step_pre_hooks

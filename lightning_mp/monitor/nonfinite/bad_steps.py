@@ -23,8 +23,8 @@ from lightning_mp.engines.base import max_over_ranks_
 from lightning_mp.engines.diagnosis import Verdict, named
 from lightning_mp.errors import Faults, NonFiniteError
 from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.nonfinite import events
-from lightning_mp.monitor.nonfinite.replay import Diagnosis, KeptBatch, Replayer
+from lightning_mp.monitor.nonfinite.events import bad_step, is_ordinary, overflow
+from lightning_mp.monitor.nonfinite.replay import KeptBatch, Replayer
 from lightning_mp.monitor.run_folder import BATCH_FILES, BATCHES
 from lightning_mp.monitor.run_log import RunDir, end_run, open_folder
 from lightning_mp.monitor.side_run import loss_of, step_output
@@ -38,18 +38,20 @@ MAX_STEPS = 10
 
 
 class BadSteps:
-    """The events, saved batches and checkpoints of one run; every rank makes the same calls.
+    """The bad steps of one run: run again, saved, written down and rewound; every rank makes the same calls.
 
     ``writer`` is who writes, for people; ``saves`` whether bad batches are saved, in
     ``<run folder>/nonfinite/step_000017_rank1.pt``, of at most ``MAX_STEPS`` steps a run; ``rewinds`` whether a
-    checkpoint may have to be loaded.
+    checkpoint may have to be loaded; ``budget`` how the number of skips that are allowed is written without a plan.
 
     Raises:
         PlanError: another run, or a second ``writer`` of this one, is writing to the folder.
     """
 
-    def __init__(self, trainer: Trainer, run_dir: RunDir, writer: str, *, saves: bool = True, rewinds: bool) -> None:
-        self._trainer, self._writer, self._rewinds = trainer, writer, rewinds
+    def __init__(
+        self, trainer: Trainer, run_dir: RunDir, writer: str, *, rewinds: bool, saves: bool = True, budget: str = ""
+    ) -> None:
+        self._trainer, self._writer, self._rewinds, self._budget = trainer, writer, rewinds, budget
         self.events: list[Event] = []
         self._folder = folder = open_folder(trainer, run_dir, writer)
         before = [] if folder is None else list((folder.path / BATCHES).glob(BATCH_FILES))
@@ -57,83 +59,67 @@ class BadSteps:
         # The first rank knows the folder; all have to agree on what will be written.
         path, self._left = trainer.strategy.broadcast(("" if folder is None else str(folder.path), left))
         self._saved_in = Path(path, BATCHES)
-        self._replayer, self._checkpoints = Replayer(), Checkpoints()
+        self.replayer = Replayer()
+        #: every checkpoint that was written
+        self._checkpoints: set[str] = set()
 
     def remember(self, batch: Any, batch_idx: int) -> None:
         """A batch begins: keep a reference to it, and note what checkpoints there are."""
-        self._replayer.remember(self._trainer, batch, batch_idx)
+        self.replayer.remember(self._trainer, batch, batch_idx)
         if self._rewinds:
-            self._checkpoints.note(self._trainer)
+            self._note_checkpoints()
 
-    def forget(self) -> None:
-        """The step of the batches that are kept is over."""
-        self._replayer.forget()
-
-    def locate(self, module: LightningModule, at_hand: Origin | None = None) -> Diagnosis:
-        """Run the batches of the step again, to see what broke it; see :meth:`Replayer.locate`."""
-        return self._replayer.locate(self._trainer, module, at_hand)
-
-    def overflow(self, diagnosis: Diagnosis, *, step: int, scale: float) -> None:
-        """Write the event of an ordinary overflow, and print it."""
-        self._write(events.overflow(diagnosis, step=step, scale=scale))
-
-    def bad_step(
+    def explain(
         self,
-        found: Diagnosis,
+        module: LightningModule,
         *,
         step: int,
-        bad_loss: bool,
         action: str,
         in_a_row: int,
         allowed: int,
         scale: float | None,
+        searching: bool,
         verdict: Verdict | None,
-        budget: str | None = None,
-    ) -> Event:
-        """Save the batch, write the event and print it; ``budget`` is how the skips allowed are written without a plan.
+        bad_loss: bool | None = None,
+        at_hand: Origin | None = None,
+    ) -> None:
+        """Run the batches of a skipped step again; save the bad one, write the event, print it, and rewind or raise.
+
+        ``searching``: a finite loss then makes it an ordinary overflow, of which there is only an ``info`` event.
+        ``bad_loss`` is whether the loss was finite, where that is known; ``at_hand`` is what the gradients said.
 
         Raises:
-            NonFiniteError: ``verdict`` says why the run ends.
+            NonFiniteError: ``verdict`` says why the run ends, or there is no checkpoint to rewind to.
             LossScaleError: it ends by an overflow at the minimum loss scale.
         """
-        event = events.bad_step(
+        found = self.replayer.locate(self._trainer, module, at_hand)
+        bad_loss = found.bad_loss if bad_loss is None else bad_loss
+        if is_ordinary(scale, bad_loss, not searching):
+            assert scale is not None
+            self._write(overflow(found, step=step, scale=scale))
+            return
+        rank = "*" if found.rank is None else found.rank
+        event = bad_step(
             found,
             step=step,
             bad_loss=bad_loss,
             severity="warning" if verdict is None else "error",
             action=action if verdict is None else "raise",
             evidence={"skips_in_a_row": in_a_row, "allowed": allowed, "loss_scale": scale},
-            under_plan=budget is None,
-            saved=self._next_name(found, step),
+            under_plan=not self._budget,
+            saved=f"{BATCHES}/{_file_name(step, rank)}" if self._left > 0 else None,
         )
-        self._save(self._replayer.kept(found.batch_idx), event)
+        self._save(self.replayer.kept(found.batch_idx), event)
         self._write(event)
-        if verdict is None:
-            return event
-        known: dict[str, Any] = {"step": step, "scale": scale} | ({} if budget is None else {"budget": budget})
-        raise named(found.rank, found.origin, bad_loss, what=verdict.what, at_min=verdict.at_min, **known)
-
-    def rewind(self, event: Event) -> None:
-        """Load the newest checkpoint with finite weights.
-
-        Raises:
-            NonFiniteError: there is none.
-        """
-        path = self._checkpoints.rewind(self._trainer)
-        if path is None:
-            raise NonFiniteError(
-                f"Step {event.step} was to be rewound, and no checkpoint with finite weights was written before it"
-                f"{events.place(event)}: {event.cause}. Save earlier with ModelCheckpoint(every_n_train_steps=...)",
-                rank=event.rank,
-                step=event.step,
-                module=event.module,
-                parameter=event.parameter,
-            )
-        rank_zero_info(f"{self._writer}: loaded {path}, and continues after the batch of step {event.step}")
+        if verdict is not None:
+            known: dict[str, Any] = {"step": step, "scale": scale} | ({"budget": self._budget} if self._budget else {})
+            raise named(found.rank, found.origin, bad_loss, what=verdict.what, at_min=verdict.at_min, **known)
+        if action == "rewind":
+            self._rewind(event)
 
     def close(self, error: BaseException | None = None) -> None:
         """The run is over, or has failed."""
-        self._replayer.forget()
+        self.replayer.forget()
         folder, self._folder = self._folder, None
         if folder is not None:
             end_run(folder, self._trainer, self._writer, error)
@@ -143,11 +129,6 @@ class BadSteps:
         if self._folder is not None:
             self._folder.event(event)
         rank_zero_info(f"{self._writer}: {event}")
-
-    def _next_name(self, diagnosis: Diagnosis, step: int) -> str | None:
-        """What will be written, seen from the run folder, the same on every rank; ``None`` if nothing will."""
-        rank = "*" if diagnosis.rank is None else diagnosis.rank
-        return f"{BATCHES}/{_file_name(step, rank)}" if self._left > 0 else None
 
     def _save(self, kept: KeptBatch | None, event: Event) -> None:
         """Write a batch on the rank that had it, on every rank if that is not known: a dict.
@@ -179,6 +160,45 @@ class BadSteps:
             rank_zero_warn(f"the bad batch of step {event.step} could not be saved: {type(error).__name__}: {error}")
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+
+    def _note_checkpoints(self) -> None:
+        for callback in _writers(self._trainer):  # one without ``monitor`` knows its last checkpoint only
+            last = last_saved(callback)
+            self._checkpoints |= {last, callback.best_model_path, callback.last_model_path, *callback.best_k_models}
+
+    def _rewind(self, event: Event) -> None:
+        """Load the newest checkpoint with finite weights: weights, optimizers, schedulers and the precision's state.
+
+        ``trainer.global_step``, loops, data and callbacks continue from where they are.
+        """
+        self._note_checkpoints()
+        trainer = self._trainer
+        found = {path: Path(path).stat().st_mtime_ns for path in self._checkpoints if path and Path(path).exists()}
+        newest_first = sorted(found, key=lambda path: found[path], reverse=True)
+        for path in trainer.strategy.broadcast(newest_first):  # as the first rank sees it
+            with checkpoint_connector(trainer) as connector:
+                connector.resume_start(path, weights_only=False)  # this run has written it
+                connector.restore_model()
+                connector.restore_precision_plugin_state()
+                connector.restore_optimizers_and_schedulers()
+                connector.resume_end()
+            bad = nonfinite.from_parameters(trainer.lightning_module) is not None
+            flag = torch.full((), float(bad), dtype=torch.float32, device=trainer.strategy.root_device)
+            if trainer.world_size > 1:
+                max_over_ranks_(flag)
+            if not flag.item():
+                rank_zero_info(f"{self._writer}: loaded {path}, and continues after the batch of step {event.step}")
+                return
+        place = "" if event.module is None else f", first in module {event.module!r}"
+        place += "" if event.parameter is None else f", parameter {event.parameter!r}"
+        raise NonFiniteError(
+            f"Step {event.step} was to be rewound, and no checkpoint with finite weights was written before it{place}: "
+            f"{event.cause}. Save earlier with ModelCheckpoint(every_n_train_steps=...)",
+            rank=event.rank,
+            step=event.step,
+            module=event.module,
+            parameter=event.parameter,
+        )
 
 
 def _file_name(step: int, rank: int | str) -> str:
@@ -222,9 +242,6 @@ def replay_saved(
     return (losses[0] if losses else None), origin
 
 
-# ---------------------------------------------------------------------- rewinding
-
-
 def check_rewind(trainer: Trainer, given: str, instead: str, faults: Faults) -> None:
     """Add a fault if the Trainer writes no checkpoint to go back to, as ``given`` asks for."""
     if not _writers(trainer):
@@ -233,43 +250,6 @@ def check_rewind(trainer: Trainer, given: str, instead: str, faults: Faults) -> 
             "a checkpoint to go back to",
             f"add ModelCheckpoint(every_n_train_steps=...) to the callbacks, or use {instead}",
         )
-
-
-class Checkpoints:
-    """The checkpoints that the Trainer's ``ModelCheckpoint`` callbacks wrote, as far as they are still there."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def note(self, trainer: Trainer) -> None:
-        """Note what was written since the last call: a callback without ``monitor`` knows its last one only."""
-        for callback in _writers(trainer):
-            last = last_saved(callback)
-            self._seen |= {last, callback.best_model_path, callback.last_model_path, *callback.best_k_models}
-
-    def rewind(self, trainer: Trainer) -> str | None:
-        """Load the newest one with finite weights: weights, optimizers, schedulers and the precision's state.
-
-        ``trainer.global_step``, loops, data and callbacks continue from where they are. Every rank has to call it. The
-        path, or ``None`` where there is no such checkpoint; weights then are those of the oldest.
-        """
-        self.note(trainer)
-        found = {path: Path(path).stat().st_mtime_ns for path in self._seen if path and Path(path).exists()}
-        newest_first = sorted(found, key=lambda path: found[path], reverse=True)
-        for path in trainer.strategy.broadcast(newest_first):  # as the first rank sees it
-            with checkpoint_connector(trainer) as connector:
-                connector.resume_start(path, weights_only=False)  # this run has written it
-                connector.restore_model()
-                connector.restore_precision_plugin_state()
-                connector.restore_optimizers_and_schedulers()
-                connector.resume_end()
-            bad = nonfinite.from_parameters(trainer.lightning_module) is not None
-            flag = torch.full((), float(bad), dtype=torch.float32, device=trainer.strategy.root_device)
-            if trainer.world_size > 1:
-                max_over_ranks_(flag)
-            if not flag.item():
-                return path
-        return None
 
 
 def _writers(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -60,12 +60,6 @@ def overflow(diagnosis: Diagnosis, *, step: int, scale: float) -> Event:
     )
 
 
-def place(event: Event) -> str:
-    """Where the value first appeared, as the middle of a sentence."""
-    parameter = "" if event.parameter is None else f", parameter {event.parameter!r}"
-    return "" if event.module is None else f", first in module {event.module!r}{parameter}"
-
-
 def _cause(diagnosis: Diagnosis) -> str:
     origin = diagnosis.origin
     if origin is None:

@@ -16,7 +16,7 @@ from markupsafe import escape
 
 from lightning_mp.monitor import metric_names as names
 from lightning_mp.monitor.report.load import Run, Series
-from lightning_mp.monitor.report.summary import LOSS_DIFFERENCE, number, power_of_two
+from lightning_mp.monitor.report.summary import number, power_of_two
 
 #: lines of one run that a chart can hold and still be read
 MAX_LINES = 10
@@ -58,7 +58,6 @@ class Panel:
 
 KNOWN: tuple[Panel, ...] = (
     Panel("Loss", "loss", {names.LOSS: "training", names.VAL_LOSS: "validation"}),
-    Panel("Loss minus the first run's, smoothed", "loss", {LOSS_DIFFERENCE: "difference"}),
     Panel("Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log"),
     Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}),
     Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log"),

@@ -20,16 +20,7 @@ from markupsafe import Markup, escape
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError
 from lightning_mp.monitor.report.charts import dash, draw, lay_out
 from lightning_mp.monitor.report.load import Run, is_run, load
-from lightning_mp.monitor.report.summary import (
-    add_differences,
-    counted,
-    difference,
-    figures,
-    moment,
-    plain,
-    speed_up,
-    state,
-)
+from lightning_mp.monitor.report.summary import counted, figures, moment, plain, state
 from lightning_mp.monitor.run_folder import REPORT
 
 RunDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -105,9 +96,7 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
     # Different paths differ in some part, so this ends.
     while len({folder.parts[-parts:] for folder in folders}) < len(folders):
         parts += 1
-    runs = [load(folder, "/".join(folder.parts[-parts:])) for folder in folders]
-    add_differences(runs)
-    return runs
+    return [load(folder, "/".join(folder.parts[-parts:])) for folder in folders]
 
 
 def document(template: Path, *, title: str, payload: Mapping[str, Any], **context: Any) -> str:
@@ -152,8 +141,6 @@ def _template(path: Path) -> Any:
     found.globals |= {
         "figures": figures,
         "state": state,
-        "difference": difference,
-        "speed_up": speed_up,
         "style": (_HERE / "page.css").read_text(encoding="utf-8"),
         "script": (_HERE / "page.js").read_text(encoding="utf-8"),
     }

@@ -1,10 +1,9 @@
-"""The few figures that a run comes down to, how compared runs stand to the first, and how a report writes numbers."""
+"""The few figures that a run comes down to, and how a report writes numbers."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -13,11 +12,7 @@ from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.report.load import Run, Series
 
 NOTHING = "-"
-#: derived here: the loss minus the first run's at the same step, smoothed
-LOSS_DIFFERENCE = "compared/loss_difference"
-_SMOOTHING = 0.85
 _RATES = ((metric_names.TOKENS_PER_S, "tokens/s"), (metric_names.SAMPLES_PER_S, "samples/s"))
-_MINUS = "\N{MINUS SIGN}"
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -69,58 +64,6 @@ def _loss(title: str, run: Run, name: str, choose: Any) -> Figure:
         return Figure(title)
     value, step = choose(pairs)
     return Figure(title, number(value), f"step {step:,}")
-
-
-# ---------------------------------------------------------------------- compared runs
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """An exponential mean that starts unbiased."""
-    result: list[float] = []
-    total = weight = 0.0
-    for value in values:
-        total = _SMOOTHING * total + (1 - _SMOOTHING) * value
-        weight = _SMOOTHING * weight + (1 - _SMOOTHING)
-        result.append(total / weight)
-    return result
-
-
-def add_differences(runs: Sequence[Run]) -> None:
-    """Give every run but the first its ``LOSS_DIFFERENCE``, over the steps that both have a finite loss of."""
-    first = _losses(runs[0])
-    for run in runs[1:]:
-        pairs = [(step, loss - first[step]) for step, loss in _losses(run).items() if step in first]
-        if pairs:
-            # below a millionth it is rounding, for which an axis would have labels as long as the chart is wide
-            values = [round(value, 6) for value in smooth([gap for _, gap in pairs])]
-            run.series[LOSS_DIFFERENCE] = Series([step for step, _ in pairs], list[float | None](values))
-
-
-def difference(run: Run) -> tuple[str, str]:
-    """The mean of the loss difference over the second half of the steps, and the band that it kept to there."""
-    found = run.finite(LOSS_DIFFERENCE)
-    if not found:
-        return NOTHING, ""
-    late = found[len(found) // 2 :]
-    return _signed(statistics.fmean(late)), f"{_signed(min(late))} to {_signed(max(late))}"
-
-
-def speed_up(run: Run, first: Run) -> str:
-    """The ratio of the median throughputs."""
-    for name, _ in _RATES:
-        ours, base = run.finite(name), first.finite(name)
-        if run is not first and ours and base and statistics.median(base):
-            return f"{statistics.median(ours) / statistics.median(base):.2f}x"
-    return NOTHING
-
-
-def _losses(run: Run) -> dict[int, float]:
-    found = run.series.get(metric_names.LOSS, Series())
-    return {step: value for step, value in zip(found.steps, found.values, strict=True) if value is not None}
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.3g}".replace("-", _MINUS) if value else "0"
 
 
 # ---------------------------------------------------------------------- numbers

@@ -20,7 +20,7 @@ from lightning_mp.numerics.rng import rng_state
 from support.manual import Pair, in_turn
 from support.models import same_weights, weights
 from support.nonfinite import BAD, FAULTS, STOCK, Breaks, Remembers
-from support.oracles import MODES, plan_for, stock_for
+from support.oracles import plan_for, stock_for
 from support.running import fit
 
 every_fault = pytest.mark.parametrize("how", FAULTS)
@@ -66,16 +66,6 @@ def test_the_birthplace_is_named_before_the_step(how: str, mode: str) -> None:
     assert (diagnosis.rank, diagnosis.batch_idx, diagnosis.bad_loss) == (0, BAD, bad_loss)
     assert (diagnosis.origin.module, diagnosis.origin.phase) == (module, phase)
     assert diagnosis.origin.input_bad == (how == "batch")
-
-
-@every_fault
-@pytest.mark.parametrize("mode", MODES)
-def test_beside_a_plan_it_is_named_after_the_step(how: str, mode: str) -> None:
-    """The plan has skipped the step: weights are as they were, the scale has moved on."""
-    module, phase, bad_loss = FAULTS[how]
-    diagnosis = _asked(Breaks(how), when="end", plugins=[plan_for(mode)])
-    assert diagnosis.origin is not None
-    assert (diagnosis.origin.module, diagnosis.origin.phase, diagnosis.bad_loss) == (module, phase, bad_loss)
 
 
 class Decides(Breaks):

@@ -21,7 +21,6 @@ from lightning_mp.errors import MissingExtraError, PlanError
 from lightning_mp.monitor.report import write_report
 from lightning_mp.monitor.report.charts import draw, lay_out, thin
 from lightning_mp.monitor.report.load import Run, Series, load
-from lightning_mp.monitor.report.summary import LOSS_DIFFERENCE, add_differences, difference, speed_up
 from monitor.report.runs import COLLAPSE, OVERFLOWS, SPIKE, about, metrics, values, write_run
 
 HOSTILE = '</script><img src=x onerror="window.hurt=1"><b>&\''
@@ -202,29 +201,11 @@ def test_thinning_keeps_extremes_ends_gaps_and_the_order(values: list[float | No
 # ---------------------------------------------------------------------- several runs
 
 
-def test_the_difference_is_paired_by_step_and_told_over_the_second_half() -> None:
-    first, second = _run({"train/loss": [4.0, None, 2.0, 1.0]}), _run({"train/loss": [4.5, 3.5, 2.5, None]})
-    add_differences([first, second])
-    found = second.series[LOSS_DIFFERENCE]
-    assert (found.steps, found.values) == ([1, 3], pytest.approx([0.5, 0.5]))
-    assert LOSS_DIFFERENCE not in first.series
-    assert difference(second) == ("+0.5", "+0.5 to +0.5")
-    assert difference(first) == ("-", "")
-
-
-def test_the_speed_up_is_a_ratio_of_medians() -> None:
-    slow = _run({"health/tokens_per_s": [100.0, 1.0, 100.0]})
-    fast = _run({"health/tokens_per_s": [150.0, 150.0, 900.0], "health/samples_per_s": [1.0]})
-    assert speed_up(fast, slow) == "1.50x"
-    assert speed_up(fast, _run({"health/samples_per_s": [2.0]})) == "0.50x"
-    assert speed_up(fast, _run({})) == "-"
-
-
 def test_a_comparison_has_a_row_a_run(tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", steps=20, shift=0.5, status="failed")
     text = _text(one, two)
-    assert "one finished 30 - - 1.278 2.7 1,003 tokens/s 2.5 GiB 3 2" in text
-    assert "two failed 20 +0.5 +0.5 to +0.5 1.00x 2.065 3.3 1,003 tokens/s 2.5 GiB 3 2" in text
+    assert "one finished 30 1.278 2.7 1,003 tokens/s 2.5 GiB 3 2" in text
+    assert "two failed 20 2.065 3.3 1,003 tokens/s 2.5 GiB 3 2" in text
     assert "two: The run failed" in text
 
 
