@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, check_copy, logged_step, rank_zero_info
+from lightning_mp.engines.skip_aware import Override
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.callback_utils import StepTracker, log
-from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, StockSource, scale_source
+from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, scale_source
 from lightning_mp.monitor.health.to_host import Read, ToHost
 from lightning_mp.monitor.run_log import IN_MEMORY, is_fresh
 
@@ -68,7 +68,7 @@ class LossScaleMonitor(Callback):
         source = scale_source(trainer)
         if source is not None and source.scale() is not None:
             self._source = source
-            self._skips = SkipCount(source.skipped, source if isinstance(source, StockSource) else None)
+            self._skips = SkipCount(source)
             self._to_host = ToHost(trainer.strategy.root_device, trainer.world_size)
             bar: Any = trainer.progress_bar_callback
             self._bar = _OnBar(bar) if getattr(bar, "is_enabled", bar is not None) else None
@@ -140,13 +140,12 @@ class LossScaleMonitor(Callback):
         return {**self.__dict__, "_source": None, "_skips": None, "_bar": None, "_to_host": ToHost(torch.device("cpu"))}
 
 
-class _OnBar:
+class _OnBar(Override):
     """Scale and skips on the progress bar, short: ``scale=2^16, skipped=3``; the loggers keep the long names."""
 
     def __init__(self, bar: Any) -> None:
-        self._bar, self._texts = bar, dict[str, str]()
-        self._metrics: Callable[..., Mapping[str, Any]] = bar.get_metrics
-        bar.get_metrics = self._with_texts
+        super().__init__(bar, "get_metrics")
+        self._texts = dict[str, str]()
 
     def show(self, *, scale: float, skipped: float) -> None:
         """What the bar says from its next refresh on."""
@@ -154,9 +153,5 @@ class _OnBar:
         text = f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
         self._texts = {"scale": text, "skipped": f"{skipped:.0f}"}
 
-    def _with_texts(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        return {**self._metrics(trainer, pl_module), **self._texts}
-
-    def remove(self) -> None:
-        """Give the bar its own method back."""
-        self._bar.__dict__.pop("get_metrics", None)
+    def __call__(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        return {**self.original(trainer, pl_module), **self._texts}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,14 +16,14 @@ from lightning_mp.compat.torch import waits_for_unscale
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import max_over_ranks_
 from lightning_mp.engines.diagnosis import Verdict
-from lightning_mp.engines.skip_aware import SkipAwareHooks
+from lightning_mp.engines.skip_aware import Override, SkipAwareHooks
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.actions import ReduceLR
 from lightning_mp.monitor.callback_utils import StepTracker
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite.bad_steps import BadSteps, check_rewind
 from lightning_mp.monitor.nonfinite.events import is_ordinary
-from lightning_mp.monitor.run_log import RunDir, WritesRun
+from lightning_mp.monitor.run_log import RunDir, WritesRun, is_fresh
 from lightning_mp.numerics import grads, nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 
@@ -77,7 +75,6 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         #: how many optimizer steps were skipped, a scaler's own skips included, and how many were not
         self.skipped_steps = self.applied_steps = 0
         self._in_a_row = 0
-        self._before: weakref.ref[Trainer] | None = None
         self._run: _Run | None = None
 
     # ------------------------------------------------------------------ the run
@@ -95,9 +92,6 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         if self.on_trip == "rewind":
             check_rewind(trainer, "on_trip='rewind'", "on_trip='skip'", faults)
         faults.raise_if_any()
-        if self._before is None or self._before() is not trainer:  # a new run, not the next stage of this one
-            self._before, self.events, self.step_skipped = weakref.ref(trainer), [], False
-            self.skipped_steps = self.applied_steps = self._in_a_row = 0
         return self._end
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,6 +108,9 @@ class NonFiniteGuard(ActingCallback, WritesRun):
                     "",
                     "use AdamW or SGD",
                 )
+        if is_fresh(trainer):
+            self.events, self.step_skipped = [], False
+            self.skipped_steps = self.applied_steps = self._in_a_row = 0
         budget = f"{_NAME}(on_trip=..., max_consecutive=...)"
         bad_steps = BadSteps(trainer, self.run_dir, _NAME, rewinds=self.on_trip == "rewind", budget=budget)
         bad_steps.events = self.events
@@ -197,7 +194,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         self._in_a_row = state_dict["in_a_row"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_run": None, "_before": None}
+        return {**super().__getstate__(), "_run": None}
 
 
 class _Run:
@@ -271,30 +268,14 @@ class _Run:
         self.bad_steps.close(error)
 
 
-class _LastHook:
+class _LastHook(Override):
     """Calls ``check`` after ``on_before_optimizer_step`` of callbacks and module, which may change gradients."""
 
     def __init__(self, module: LightningModule, check: Callable[[Optimizer], None]) -> None:
-        self._module, self._check = module, check
-        self._own: Any = module.on_before_optimizer_step
-        self._before = vars(module).get("on_before_optimizer_step")
-        vars(module)["on_before_optimizer_step"] = self
+        super().__init__(module, "on_before_optimizer_step")
+        self._check = check
 
     def __call__(self, optimizer: Optimizer) -> None:
-        self._own(optimizer)
-        self._check(optimizer)
-
-    def remove(self) -> None:
-        """Restore the module's own hook."""
-        if self._before is None:
-            vars(self._module).pop("on_before_optimizer_step", None)
-        else:
-            vars(self._module)["on_before_optimizer_step"] = self._before
-
-    # a copy of the module (a weight average) has its own hook
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._module))
-        return self if copied is None else MethodType(type(copied).on_before_optimizer_step, copied)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._module, "on_before_optimizer_step")
+        self.original(optimizer)
+        if self.active:
+            self._check(optimizer)

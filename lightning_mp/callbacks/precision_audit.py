@@ -8,8 +8,15 @@ from typing import Any, Literal
 from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, rank_zero_info, rank_zero_warn
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import AuditReport, AuditRow, declared
-from lightning_mp.monitor.audit.inspect_run import Record, from_all_ranks, modules_of, states_of
-from lightning_mp.monitor.audit.observer import Watch, note_gradients, note_parameters
+from lightning_mp.monitor.audit.judge import Record
+from lightning_mp.monitor.audit.observer import (
+    Watch,
+    from_all_ranks,
+    modules_of,
+    note_gradients,
+    note_parameters,
+    states_of,
+)
 from lightning_mp.monitor.audit.report import build
 from lightning_mp.monitor.run_folder import AUDIT, AUDIT_TABLE, RunFolder
 from lightning_mp.monitor.run_log import RunDir, WritesRun, end_run, open_folder

@@ -22,9 +22,7 @@ from lightning_mp.compat.lightning import (
     check_copy,
     logged_step,
 )
-from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.monitor import actions as acts
 from lightning_mp.monitor import metric_names
@@ -34,9 +32,9 @@ from lightning_mp.monitor.callback_utils import StepTracker, callbacks_of, log
 from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.health.measurement import Measured, StepMeasurement, Values, unscales_in_step
-from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, StockSource, scale_source
-from lightning_mp.monitor.health.throughput import Count, Throughput
+from lightning_mp.monitor.health.measurement import Measured, StepMeasurement, Values
+from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, scale_source
+from lightning_mp.monitor.health.throughput import FLOPS, SECONDS, Count, Throughput
 from lightning_mp.monitor.health.to_host import LAG, Tables, ToHost
 from lightning_mp.monitor.nonfinite.events import NonFiniteClassifier, bad_step, has_bad_loss, overflow
 from lightning_mp.monitor.nonfinite.plan_guard import PlanRun
@@ -50,8 +48,10 @@ _VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss
 #: what LossScaleMonitor logs too
 _SCALES = (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW)
 _SKIPPED = "skipped"
-#: what a written reading holds behind the loss and the gradient norm
-_WRITTEN_AFTER = (
+#: what a written reading holds, in this order
+_ROW = (
+    metric_names.LOSS,
+    metric_names.GRAD_NORM,
     metric_names.PARAM_NORM,
     metric_names.UPDATE_RATIO,
     metric_names.LOST_UPDATES,
@@ -77,36 +77,26 @@ class TrainingHealth(WritesRun):
     ``global_step`` as the training step saw it. A value that is not known (MFU on a CPU) is ``None``.
 
     - ``train/loss``: the mean over the batches of the step and over all ranks, unscaled. Under manual optimization the
-      sum of the losses passed to ``manual_backward``.
-    - ``health/grad_norm``: 2-norm of the unscaled gradients, before clipping.
-    - ``health/param_norm``: 2-norm of the trained parameters. ``health/update_ratio``: the norm of their change in the
-      step over their norm before it; of a large parameter 16 evenly spaced pieces of 1,024 elements are compared.
-    - ``health/lost_updates``: the share of updates that weights stored in half precision rounded away, of the same
-      pieces; ``None`` where weights are fp32, or the optimizer loses none.
-    - ``health/fp8_flushed``: the largest share of values that FP8 flushed to zero, over layers and roles; each layer's
-      numbers are in ``fp8_rows`` and ``fp8.jsonl``.
+      sum of the losses passed to ``manual_backward``. ``val/loss``: what validation logged as that or ``val_loss``.
+    - Norms are 2-norms over all ranks, of gradients unscaled and before clipping. ``health/update_ratio`` and
+      ``health/lost_updates`` look at 16 evenly spaced pieces of 1,024 elements of a large parameter.
     - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
-    - ``health/tokens_per_s``, ``health/samples_per_s``: over all ranks, since the last reading, validation excluded.
-    - ``health/mfu``: FLOPs per token or sample, counted in the first batch, times the throughput, over the device's
-      peak. Recomputation by activation checkpointing is not counted: on a decoder MosaicML's convention,
-      6N + 12Lhs a token, less the table of input embeddings where it is only looked up.
-    - ``val/loss``: what validation logged as ``val/loss`` or ``val_loss``, in a row of its own.
+    - Throughput is over all ranks, since the last reading, validation excluded. ``health/mfu``: FLOPs per token or
+      sample, counted in the first batch, times the throughput, over the device's peak; recomputation is not counted.
     - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory.
 
     Nothing waits for the device: numbers are copied together, once per reading, and looked at when they have arrived,
     on CUDA at most 3 steps later. So late a ``"stop"`` or ``"reduce_lr"`` acts there, and a non-finite step that
     nothing keeps from being applied (a stock plugin without a scaler) has been applied by then. Until then a step's
-    batches are held: at most those of four steps, under accumulation of two. Only ``"skip"`` waits: before each step
-    that is measured.
+    batches are held: at most those of four steps, under accumulation of two.
 
     Args:
         run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
         every_n_steps: optimizer steps from one reading to the next.
         alerts: thresholds, as :class:`~lightning_mp.monitor.alerts.AlertSettings` or a mapping of its fields; False for
             none.
-        actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step, nor any
-            other of the same streak of spikes or non-finite values, which has one event), ``"reduce_lr"`` (100 steps
-            at a tenth of the learning rate), ``"stop"``.
+        actions: what to do about a kind of event: ``"log"`` (the default), ``"reduce_lr"`` (100 steps at a tenth of the
+            learning rate), ``"stop"``.
         tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the 2-D
             integer tensor that the batch is, or begins with before one as large (labels); else ``None``.
         samples: callable(batch) that counts its samples; by default the length on which all its tensors agree, if the
@@ -115,7 +105,7 @@ class TrainingHealth(WritesRun):
         report: write ``report.html`` into the folder when the run ends or fails.
 
     Raises:
-        PlanError: an unknown kind, action or threshold, or ``"skip"`` where a step cannot be skipped.
+        PlanError: an unknown kind, action or threshold.
     """
 
     def __init__(
@@ -135,7 +125,6 @@ class TrainingHealth(WritesRun):
             self.actions: dict[Kind, Action] = acts.parse(actions, faults)
         self.run_dir, self.every_n_steps, self.report = run_dir, every_n_steps, report
         self.tokens, self.samples, self.peak_flops = tokens, samples, peak_flops
-        self._skips: list[Kind] = [kind for kind, action in self.actions.items() if action == "skip"]
         self._reduce = ReduceLR()
         self._alert_settings = AlertSettings.of(alerts)
         self._alerts = Alerts(self._alert_settings)
@@ -163,14 +152,16 @@ class TrainingHealth(WritesRun):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run the doctor, while the model is as the user made it."""
         check_copy(trainer, _NAME)
-        begins = stage == "fit" and trainer.is_global_zero and not any(map(_is_split, pl_module.parameters()))
+        # what is sharded since an earlier run, the doctor, on one rank, cannot read
+        split = any(hasattr(p, "to_local") or is_partitioned(p) for p in pl_module.parameters())
+        begins = stage == "fit" and trainer.is_global_zero and not split
         self._findings = _examined(trainer, pl_module) if begins else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the parameters to measure, and open the folder.
 
         Raises:
-            PlanError: ``"skip"`` where a step cannot be left out, or a folder that another run or monitor writes to.
+            PlanError: a folder that another run or monitor writes to.
         """
         self._close()
         if is_fresh(trainer):
@@ -221,7 +212,7 @@ class TrainingHealth(WritesRun):
             run.measured.add_loss(loss, run.source)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Measure the gradients; where the step may have to be skipped, run the alerts now."""
+        """Measure the gradients."""
         run = self._here
         if not run.steps.begins(trainer):
             return
@@ -230,30 +221,9 @@ class TrainingHealth(WritesRun):
         if run.step.measures:
             run.measured.before_step(optimizer, run.source, self._reduce.still_to_come)
             if run.looks_before and run.step.early is None:
-                self._look_before(run, run.step, trainer, optimizer)
-
-    def _look_before(self, run: _Run, step: _Step, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Read what is known before the step, and leave the step out where the user wants that."""
-        step.early = run.to_host.read({**run.measured.take(), **run.scale_values()})
-        reading = step.reading(run.measured.derived(step.early), run.floor)
-        found = self._alerts.judge(reading, only=self._skips)
-        if run.automatic:
-            step.early_events = self._nonfinite(trainer, step, reading, changed=False)
-        bad = [event for event in step.early_events if event.is_alert and event.kind in self._skips]
-        spikes = "grad_norm_spike" in self._skips and self._alerts.holds("grad_norm_spike")
-        if found or bad or spikes or (run.applies_bad_steps and self._skips_for(reading)):
-            step.suppressed = True
-            applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
-            step.early_events = [applied_nothing(event) if event.is_alert else event for event in step.early_events]
-            acts.suppress(optimizer, scaled=unscales_in_step(optimizer, run.source))
-            if not run.hooks.active:
-                run.hooks.install(trainer, trainer.lightning_module, lambda: run.step.suppressed)
-        step.early_events += found
-
-    def _skips_for(self, reading: Reading) -> bool:
-        """Whether a non-finite step is to be left out: every one of a streak, of which the first has an event."""
-        bad = {"nonfinite_loss": reading.loss, "nonfinite_grad": reading.grad_norm}
-        return any(kind in self._skips and not math.isfinite(value or 0.0) for kind, value in bad.items())
+                run.step.early = run.to_host.read({**run.measured.take(), **run.scale_values()})
+                reading = run.step.reading(run.measured.derived(run.step.early), run.floor)
+                run.step.early_events = self._nonfinite(trainer, run.step, reading, changed=False)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -285,23 +255,25 @@ class TrainingHealth(WritesRun):
             found = run.measured.fp8.watch.operands(tables[0])
             operands = {place: Operand(*numbers) for place, numbers in found.items()}
             values[metric_names.FP8_FLUSHED] = max((one.flushed for one in operands.values()), default=None)
-        step.count_suppressed(values)
+        for name in (metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW):
+            values[name] = values[name] or 0.0
+        flops, peak = values[FLOPS], run.throughput.peak
+        values[metric_names.MFU] = flops / peak.flops_per_s if flops and peak is not None else None
         reading = replace(step.reading(values, floor), fp8=operands)
-        row = _row(values, run.throughput)
+        row = {name: values.get(name) for name in _ROW}
         self._log.row(step.number, row)
         left_out = _SCALES if run.scale_logged and row[metric_names.LOSS_SCALE] is not None else ()
         log(trainer, {name: v for name, v in row.items() if v is not None and name not in left_out}, step.logged_step)
         if operands:
             self._log.fp8(step.number, operands)
         events = step.early_events
-        if not (run.looks_before and run.automatic):
+        if not run.looks_before:
             # skipped for what was finite when it was measured: a hook that came later changed it
             finite = all(value is not None and math.isfinite(value) for value in (reading.loss, reading.grad_norm))
-            changed = reading.skipped and not step.suppressed and finite
-            events = [*self._nonfinite(trainer, step, reading, changed=changed), *events]
+            events = self._nonfinite(trainer, step, reading, changed=reading.skipped and finite)
         step.replayer.forget()
         for event in (*events, *self._alerts.judge(reading)):
-            self._log.event(trainer, self._act(event, trainer, step))
+            self._log.event(trainer, self._act(event, trainer))
 
     def _nonfinite(self, trainer: Trainer, step: _Step, reading: Reading, *, changed: bool) -> list[Event]:
         """The event of a non-finite step; a NonFiniteGuard writes its own."""
@@ -337,13 +309,11 @@ class TrainingHealth(WritesRun):
 
     # ------------------------------------------------------------------ acting
 
-    def _act(self, event: Event, trainer: Trainer, step: _Step) -> Event:
+    def _act(self, event: Event, trainer: Trainer) -> Event:
         """Carry out the action for ``event``; the event with the action taken."""
         action = self.actions.get(event.kind, "log")
         if not event.is_alert or action == "log" or self._here.failed:
             return event
-        if action == "skip":
-            return replace(event, action="skip" if step.suppressed else "log")
         if action == "stop":
             trainer.should_stop = True
         else:
@@ -356,7 +326,7 @@ class TrainingHealth(WritesRun):
         """Look at the last steps, and undo what the actions changed, before the precision plugin undoes its changes."""
         if self._run is not None:
             self._run.to_host.deliver(wait=True)
-        self._undo_actions()
+        self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write how the run ended, and its report."""
@@ -375,14 +345,11 @@ class TrainingHealth(WritesRun):
         self._close()
         self._log.close(trainer, report=self.report, error=exception)
 
-    def _undo_actions(self) -> None:
-        self._reduce.release()
-        if self._run is not None:
-            self._run.close()
-
     def _close(self) -> None:
-        self._undo_actions()
-        self._run = None
+        self._reduce.release()
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write what was measured before the checkpoint, and note the folder."""
@@ -405,10 +372,6 @@ class _Step:
     #: of the last batch
     batch_idx: int = 0
     logged_step: int = 0
-    #: whether it was left out for an alert; how many of the run were by then, in all and in a row
-    suppressed: bool = False
-    suppressed_in_all: int = 0
-    suppressed_in_a_row: int = 0
     #: steps since the last reading
     count: int = 1
     #: what was read before the optimizer stepped, and the events found in it
@@ -416,15 +379,9 @@ class _Step:
     early_events: list[Event] = field(default_factory=list[Event])
     replayer: Replayer = field(default_factory=Replayer)
 
-    def count_suppressed(self, values: Values) -> None:
-        """Add the steps that were left out for an alert to those that a scaler or plan skipped."""
-        values[metric_names.SKIPPED_STEPS] = (values[metric_names.SKIPPED_STEPS] or 0.0) + self.suppressed_in_all
-        row = values[metric_names.SKIPPED_IN_A_ROW] or 0.0
-        values[metric_names.SKIPPED_IN_A_ROW] = max(row, float(self.suppressed_in_a_row))
-
     def reading(self, values: Values, floor: float) -> Reading:
         """The numbers as the alerts want them; ``floor`` is the lowest loss scale."""
-        scale, seconds = values[metric_names.LOSS_SCALE], values["seconds"]
+        scale, seconds = values[metric_names.LOSS_SCALE], values[SECONDS]
         return Reading(
             step=self.number,
             loss=values.get(metric_names.LOSS),
@@ -432,7 +389,7 @@ class _Step:
             update_ratio=values.get(metric_names.UPDATE_RATIO),
             lost_updates=values.get(metric_names.LOST_UPDATES),
             loss_scale=scale,
-            skipped=bool(values[_SKIPPED]) or self.suppressed,
+            skipped=bool(values[_SKIPPED]),
             skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),
             scale_at_floor=scale is not None and scale <= floor,
             lr=values.get(metric_names.LR),
@@ -447,10 +404,6 @@ class _Run:
     """The state of one run, and of the step at hand."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, health: TrainingHealth) -> None:
-        skips = "skip" in health.actions.values()
-        if skips:
-            with Faults(_NAME) as faults:
-                _check_skips(trainer, module, faults)
         self.measured = StepMeasurement(trainer, module)
         device, beside = trainer.strategy.root_device, callbacks_of(trainer)
         self.throughput = Throughput(health.tokens, health.samples, health.peak_flops)
@@ -461,18 +414,13 @@ class _Run:
         window = trainer.accumulate_grad_batches if module.automatic_optimization else 1
         self.to_host = ToHost(device, trainer.world_size, lag=max(1, LAG // window))
         source = self.source = scale_source(trainer)
-        self.count: SkipCount | None = None
-        if (guard := self.guard) is not None:
-            self.count = SkipCount(lambda: guard.skipped_steps)
-        elif source is not None:
-            self.count = SkipCount(source.skipped, source if isinstance(source, StockSource) else None)
-        self.automatic = module.automatic_optimization
-        #: whether nothing else keeps a non-finite step from being applied
-        self.applies_bad_steps = not (self.guard or _skips_bad_steps(trainer, source))
-        #: whether numbers are read before the optimizer's step: to leave it out, or for free to find out what went
-        #: wrong while weights are as they were
-        self.looks_before = skips or (self.automatic and self.applies_bad_steps and device.type != "cuda")
-        self.steps, self.hooks, self.classifier = StepTracker(), SkipAwareHooks(), NonFiniteClassifier()
+        counted = source if (guard := self.guard) is None else lambda: guard.skipped_steps
+        self.count = None if counted is None else SkipCount(counted)
+        applies_bad_steps = not (self.guard or _skips_bad_steps(trainer, source))
+        #: whether a bad step is looked at before it is applied, to find out what went wrong while weights are as they
+        #: were: not on CUDA, where the look would wait for the device
+        self.looks_before = module.automatic_optimization and applies_bad_steps and device.type != "cuda"
+        self.steps, self.classifier = StepTracker(), NonFiniteClassifier()
         self.step = self.last = _Step(measures=True, ended=True)
         self.until_reading = 0
         self.failed = False
@@ -499,25 +447,14 @@ class _Run:
         if self.count is not None:
             self.count.after_batch()
         step.ended = True
-        step.suppressed_in_all = before.suppressed_in_all + step.suppressed
-        step.suppressed_in_a_row = (before.suppressed_in_a_row + 1) * step.suppressed
         step.count = 1 if before.measures else before.count + 1
         self.last = step
         self.until_reading = (self.until_reading or every_n_steps) - 1
 
     def close(self) -> None:
-        """Let schedulers and weight averages move again, and drop the batches."""
+        """Count no more FLOPs, and drop the batches."""
         self.throughput.stop_counting()
-        self.hooks.remove()
         self.step.replayer.forget()
-
-
-def _row(values: Values, throughput: Throughput) -> Values:
-    """A reading as it is written: every name, always in the same order."""
-    flops = values["flops_per_s"]
-    mfu = flops / throughput.peak.flops_per_s if flops and throughput.peak is not None else None
-    names = (metric_names.LOSS, metric_names.GRAD_NORM, *_WRITTEN_AFTER)
-    return {name: mfu if name == metric_names.MFU else values.get(name) for name in names}
 
 
 def _raised(error: NonFiniteError, run: _Run) -> Event:
@@ -543,19 +480,6 @@ def _skips_bad_steps(trainer: Trainer, source: ScaleSource | None) -> bool:
     return source is not None
 
 
-def _check_skips(trainer: Trainer, module: LightningModule, faults: Faults) -> None:
-    """Note why a step cannot be left out."""
-    given = "an action 'skip'"
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
-        what = f"{given} under DeepSpeed, whose gradients are in its own partitions"
-        faults.add(what, "'log', 'stop' or 'reduce_lr'", "use reduce_lr, or strategy='mp_fsdp2'")
-    if not module.automatic_optimization and len(trainer.optimizers) > 1:
-        faults.add(f"{given} with {len(trainer.optimizers)} optimizers", "one optimizer", "use reduce_lr")
-    for optimizer in filter(optimizer_facts.calls_closure_again, trainer.optimizers):
-        what = f"{given} with {type(optimizer).__name__}, which moves weights between two evaluations of its closure"
-        faults.add(what, "an optimizer that evaluates once a step", "use AdamW or SGD")
-
-
 def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None:
     """What the doctor finds without creating an optimizer; ``None`` for a precision plugin it does not know."""
     stock_zero = isinstance(trainer.strategy, DeepSpeedStrategy) and not isinstance(trainer.precision_plugin, PlanBase)
@@ -576,8 +500,3 @@ def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None
 def _writes_bad_steps(callback: object) -> TypeGuard[NonFiniteGuard | PlanRun]:
     """Whether it writes the events of bad steps itself."""
     return isinstance(callback, NonFiniteGuard) or (isinstance(callback, PlanRun) and callback.rule.save_batch)
-
-
-def _is_split(parameter: object) -> bool:
-    """Whether it is sharded since an earlier run: the doctor, on one rank, cannot read it."""
-    return hasattr(parameter, "to_local") or is_partitioned(parameter)

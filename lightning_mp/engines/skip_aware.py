@@ -33,17 +33,17 @@ def _is_overridden(name: str, instance: Any, parent: type) -> bool:
     return is_overridden(name, instance, parent)
 
 
-class _Override:
-    """Overrides a method on one instance. Overrides may be stacked, and removed in any order."""
+class Override:
+    """A method of one instance, until it is removed; others may be stacked on it. A copy of the instance has its own.
 
-    def __init__(self, owner: Any, name: str, skipped: Skipped) -> None:
-        self.owner, self.name = owner, name
+    What is called when it is no longer ``active`` is the original.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name, self.active = owner, name, True
         #: what the instance had under that name; ``None``: its class's own
         self.before = owner.__dict__.get(name)
-        self._skipped: Skipped | None = skipped
-
-    def skipped(self) -> bool:
-        return self._skipped is not None and self._skipped()
+        owner.__dict__[name] = self
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """What would run without it."""
@@ -51,44 +51,48 @@ class _Override:
         return method(*args, **kwargs)
 
     def remove(self) -> None:
-        """Skip nothing any more, and restore the attribute unless another override was put over this one."""
-        self._skipped = None
+        """Restore the attribute, unless another override was put over this one."""
+        self.active = False
         top = self.owner.__dict__.get(self.name)
-        while isinstance(top, _Override) and top._skipped is None:
+        while isinstance(top, Override) and not top.active:
             top = top.before
         if top is None:
             self.owner.__dict__.pop(self.name, None)
         else:
             self.owner.__dict__[self.name] = top
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.owner))
+        return self if copied is None else MethodType(getattr(type(copied), self.name), copied)
 
-class _SchedulerStep(_Override):
-    """``lr_scheduler_step`` of one LightningModule instance, left out on a skip; copies of the module get their own."""
+    def __reduce__(self) -> Any:
+        return getattr, (self.owner, self.name)  # of the copy: by then it has its class's own
+
+
+class _SchedulerStep(Override):
+    """``lr_scheduler_step`` of one LightningModule instance, left out on a skip."""
 
     def __init__(self, module: LightningModule, skipped: Skipped) -> None:
-        super().__init__(module, "lr_scheduler_step", skipped)
+        super().__init__(module, "lr_scheduler_step")
+        self._skipped = skipped
 
     def __call__(self, scheduler: Any, metric: Any) -> None:
         configs = self.owner.trainer.lr_scheduler_configs
         interval = next((c.interval for c in configs if c.scheduler is scheduler), None)
-        if interval == "step" and self.skipped():
-            return
-        self.original(scheduler, metric)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self.owner))
-        return self if copied is None else MethodType(type(copied).lr_scheduler_step, copied)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.owner, "lr_scheduler_step")  # of the copy: by then it has its class's own
+        if not (interval == "step" and self.active and self._skipped()):
+            self.original(scheduler, metric)
 
 
-class _ShouldUpdate(_Override):
+class _ShouldUpdate(Override):
     """``should_update`` of a callback that averages weights, false on a skipped step."""
+
+    def __init__(self, callback: Any, skipped: Skipped) -> None:
+        super().__init__(callback, "should_update")
+        self._skipped = skipped
 
     def __call__(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         wanted = self.original(step_idx=step_idx, epoch_idx=epoch_idx)
-        return wanted and not (step_idx is not None and self.skipped())
+        return wanted and not (step_idx is not None and self.active and self._skipped())
 
 
 class SkipAwareHooks:
@@ -100,23 +104,17 @@ class SkipAwareHooks:
     """
 
     def __init__(self) -> None:
-        self._overrides: list[_Override] = []
-        #: whether ``install`` was called since the last ``remove``
-        self.active = False
+        self._overrides: list[Override] = []
 
     def install(self, trainer: Trainer, module: LightningModule, skipped: Skipped) -> None:
         """Leave step-interval schedulers and weight averages of the trainer as they are while ``skipped()`` is true."""
-        self.active = True
         if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
             self._overrides.append(_SchedulerStep(module, skipped))
         for callback in cast("list[Any]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, WeightAveraging):
-                self._overrides.append(_ShouldUpdate(callback, "should_update", skipped))
-        for override in self._overrides:
-            override.owner.__dict__[override.name] = override
+                self._overrides.append(_ShouldUpdate(callback, skipped))
 
     def remove(self) -> None:
         """Restore what was overridden."""
-        self.active = False
         while self._overrides:
             self._overrides.pop().remove()

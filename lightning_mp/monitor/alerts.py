@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import islice, pairwise
 from statistics import median
@@ -291,14 +291,14 @@ class Rule:
     """One condition. An event is made when it begins, and not again before ``calm`` readings without it."""
 
     kind: ClassVar[Kind]
+    #: the reading's number that is judged
+    reads: str
     severity: ClassVar[Severity] = "warning"
     #: readings without the condition before the next event
     calm: ClassVar[int] = 10
 
     def __init__(self, settings: AlertSettings) -> None:
         self.settings = settings
-        #: the step judged last, so that no step is judged twice
-        self.judged: int | None = None
         #: readings before the next event, by what the condition is about: an FP8 operand, or the step
         self.cooldown: dict[str, int] = {}
         self._windows: dict[str, Window] = {}
@@ -309,9 +309,6 @@ class Rule:
 
     def begins(self, reading: Reading, pinned: str) -> Event | None:
         """The event of a condition that begins in this reading; of several operands, one a reading."""
-        if reading.step == self.judged:
-            return None
-        self.judged = reading.step
         begun: Event | None = None
         for layer, role, found in self.conditions(reading):
             key = f"{layer}:{role}" if layer else ""
@@ -339,10 +336,11 @@ class Rule:
 
     def conditions(self, reading: Reading) -> Iterable[tuple[str | None, str, Found | None]]:
         """Take a reading in; of everything that is judged its layer and role, and the condition if it holds."""
-        return [(None, "", self.judge(reading))]
+        value = known(getattr(reading, self.reads))
+        return [(None, "", None if value is None else self.judge(value, reading))]
 
-    def judge(self, reading: Reading) -> Found | None:
-        """Take a reading in; the condition if it holds in it, whether or not it held before."""
+    def judge(self, value: float, reading: Reading) -> Found | None:
+        """Take a known number in; the condition if it holds, whether or not it held before."""
         raise NotImplementedError
 
 
@@ -357,17 +355,14 @@ class GradNormSpike(Rule):
     every norm is multiplied by the same number.
     """
 
-    kind = "grad_norm_spike"
+    kind, reads = "grad_norm_spike", "grad_norm"
     #: the first full window's median
     level: float | None = None
 
-    def judge(self, reading: Reading) -> Found | None:
-        norm = known(reading.grad_norm)
-        if norm is None:
-            return None
+    def judge(self, value: float, reading: Reading) -> Found | None:
         norms = self.window("norms", self.settings.spike_window)
-        found = self._found(norm, norms) if full(norms) else None
-        norms.append(norm)
+        found = self._found(value, norms) if full(norms) else None
+        norms.append(value)
         if self.level is None and full(norms):
             self.level = median(norms)
         return found
@@ -393,7 +388,7 @@ class LossDivergence(Rule):
     every reading in the window before that was as high, one more in a row is needed.
     """
 
-    kind = "loss_divergence"
+    kind, reads = "loss_divergence", "loss"
     severity = "error"
     calm = 50
 
@@ -406,17 +401,14 @@ class LossDivergence(Rule):
         #: the high losses in a row, the latest of them
         self.high = Window(maxlen=settings.divergence_window)
 
-    def judge(self, reading: Reading) -> Found | None:
-        loss = known(reading.loss)
-        if loss is None:
-            return None
+    def judge(self, value: float, reading: Reading) -> Found | None:
         found = None
-        if self.lowest is not None and self._is_high(loss, self.lowest):
-            numbers = {"loss": loss, "lowest": self.lowest, "first": median(self.first), "readings": len(self.high)}
-            found = Found(loss, numbers)
+        if self.lowest is not None and self._is_high(value, self.lowest):
+            numbers = {"loss": value, "lowest": self.lowest, "first": median(self.first), "readings": len(self.high)}
+            found = Found(value, numbers)
         if not full(self.first):
-            self.first.append(loss)
-        self.losses.append(loss)
+            self.first.append(value)
+        self.losses.append(value)
         if full(self.losses):
             level = median(self.losses)
             if self.lowest is None or level < self.lowest:
@@ -455,7 +447,7 @@ class LossPlateau(Rule):
     Else a notice, where the loss has not fallen since the run began: noisy data that are nearly known look the same.
     """
 
-    kind = "loss_plateau"
+    kind, reads = "loss_plateau", "loss"
     calm = 100
 
     def __init__(self, settings: AlertSettings) -> None:
@@ -465,16 +457,13 @@ class LossPlateau(Rule):
         #: the largest median update ratio of half a window
         self.peak = 0.0
 
-    def judge(self, reading: Reading) -> Found | None:
-        loss = known(reading.loss)
-        if loss is None:
-            return None
+    def judge(self, value: float, reading: Reading) -> Found | None:
         if not full(self.first):
-            self.first.append(loss)
-        self.losses.append(loss)
+            self.first.append(value)
+        self.losses.append(value)
         given = reading.grad_norm, reading.update_ratio, reading.lr
-        for window, value in zip((self.norms, self.ratios, self.rates), given, strict=True):
-            if (number := known(value)) is not None:
+        for window, other in zip((self.norms, self.ratios, self.rates), given, strict=True):
+            if (number := known(other)) is not None:
                 window.append(number)
         if not full(self.losses):
             return None
@@ -486,7 +475,7 @@ class LossPlateau(Rule):
         numbers = {"loss": median(self.losses), "first": median(self.first)}
         for name, window in (("grad_norm", self.norms), ("update_ratio", self.ratios), ("lr", self.rates)):
             numbers |= {name: median(window)} if window else {}
-        return Found(loss, {**numbers, "window": len(self.losses)}, why)
+        return Found(value, {**numbers, "window": len(self.losses)}, why)
 
     def _flat(self) -> bool:
         earlier, later = parts(self.losses, 2)
@@ -504,14 +493,12 @@ class LossPlateau(Rule):
         level, start = median(self.losses), median(self.first)
         if level != 0 and full(self.norms) and self.norms[-1] == 0 and median(self.norms) == 0:
             return "cut off"
-        if self._still() and not (full(self.rates) and max(self.rates) > _STEADY * min(self.rates)):
+        least = max(_FP32_ROUNDING, self.settings.plateau_still * self.peak)
+        still = full(self.ratios) and median(self.ratios) <= least
+        if still and not (full(self.rates) and max(self.rates) > _STEADY * min(self.rates)):
             return "no rate" if self.rates and self.rates[-1] == 0 else "still"
         rising = full(self.rates) and self.rates[-1] > _STEADY * self.rates[0]
         return None if rising or start - level >= self.settings.plateau_progress * abs(start) else "not fallen"
-
-    def _still(self) -> bool:
-        least = max(_FP32_ROUNDING, self.settings.plateau_still * self.peak)
-        return full(self.ratios) and median(self.ratios) <= least
 
 
 #: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
@@ -524,14 +511,11 @@ _SEARCHING = 2.0**16
 class LostUpdates(Rule):
     """Over a window, the larger part of the updates was rounded away."""
 
-    kind = "lost_updates"
+    kind, reads = "lost_updates", "lost_updates"
 
-    def judge(self, reading: Reading) -> Found | None:
-        share = known(reading.lost_updates)
-        if share is None:
-            return None
+    def judge(self, value: float, reading: Reading) -> Found | None:
         shares = self.window("shares", self.settings.lost_window)
-        shares.append(share)
+        shares.append(value)
         usual = median(shares)
         if not full(shares) or usual < self.settings.lost_share:
             return None
@@ -542,31 +526,28 @@ class LostUpdates(Rule):
 class ScaleCollapse(Rule):
     """Several of the last readings were skips at the scale's floor, or at a scale below one."""
 
-    kind = "scale_collapse"
+    kind, reads = "scale_collapse", "loss_scale"
     severity = "error"
 
-    def judge(self, reading: Reading) -> Found | None:
-        scale = reading.loss_scale
-        if scale is None:
-            return None
-        low = reading.scale_at_floor or scale < _USELESS
+    def judge(self, value: float, reading: Reading) -> Found | None:
+        low = reading.scale_at_floor or value < _USELESS
         skips = self.window("skips", _RECENT)
         skips.append(float(low and reading.skipped))
         count = int(sum(skips))
         if not low or count < self.settings.collapse_skips:
             return None
-        return Found(scale, {"loss_scale": scale, "skipped_at_floor": count, "of_readings": len(skips)})
+        return Found(value, {"loss_scale": value, "skipped_at_floor": count, "of_readings": len(skips)})
 
 
 class SkipStreak(Rule):
     """More skips in a row than it takes to find a scale from 65,536 on; skips at higher scales are not counted."""
 
-    kind = "skip_streak"
+    kind, reads = "skip_streak", "skips_in_a_row"
     calm = 1
     #: how many of the skips in a row were made while the scale was still above
     searching = 0
 
-    def judge(self, reading: Reading) -> Found | None:
+    def judge(self, value: float, reading: Reading) -> Found | None:
         scale, skips = reading.loss_scale, reading.skips_in_a_row
         if scale is not None and scale >= _SEARCHING:
             self.searching = skips
@@ -574,8 +555,8 @@ class SkipStreak(Rule):
         if skips - self.searching < self.settings.streak_skips:
             return None
         if scale is None:
-            return Found(float(skips), {"skips_in_a_row": skips}, "skips without a scale")
-        return Found(float(skips), {"skips_in_a_row": skips, "loss_scale": scale})
+            return Found(float(value), {"skips_in_a_row": skips}, "skips without a scale")
+        return Found(float(value), {"skips_in_a_row": skips, "loss_scale": scale})
 
 
 #: pieces of the window whose medians all have to rise
@@ -590,20 +571,17 @@ _AS_SLOW = 2.0
 class MemoryGrowth(Rule):
     """The median of every piece of the window lies above the one before, and the growth is large enough to matter."""
 
-    kind = "memory_growth"
+    kind, reads = "memory_growth", "memory_gib"
     seen = 0
 
-    def judge(self, reading: Reading) -> Found | None:
-        memory = known(reading.memory_gib)
-        if memory is None:
-            return None
+    def judge(self, value: float, reading: Reading) -> Found | None:
         self.seen += 1
         if self.seen <= self.settings.memory_warmup:
             return None
         kept, steps = (self.window(name, self.settings.memory_window) for name in ("memory", "steps"))
-        kept.append(memory)
+        kept.append(value)
         steps.append(reading.step)
-        if not full(kept) or memory <= kept[0]:  # in most runs it does not grow, and the check is free
+        if not full(kept) or value <= kept[0]:  # in most runs it does not grow, and the check is free
             return None
         pieces = parts(kept, _PIECES)
         levels = [median(piece) for piece in pieces]
@@ -613,7 +591,7 @@ class MemoryGrowth(Rule):
         if grown < worth or not all(before < after for before, after in pairwise(levels)):
             return None
         rate = 1000 * grown / (reading.step - int(steps[0]))
-        return Found(memory, {"memory_gib": memory, "before": levels[0], "gib_per_1000_steps": rate})
+        return Found(value, {"memory_gib": value, "before": levels[0], "gib_per_1000_steps": rate})
 
 
 class ThroughputDrop(Rule):
@@ -631,22 +609,22 @@ class ThroughputDrop(Rule):
     #: the slow readings in a row: how many, the fastest of them, and the seconds they have cost
     slow, fastest, lost = 0, 0.0, 0.0
 
-    def judge(self, reading: Reading) -> Found | None:
-        unit = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
-        rate = known(getattr(reading, unit))
-        if rate is None:
-            return None
+    def conditions(self, reading: Reading) -> Iterable[tuple[str | None, str, Found | None]]:
+        self.reads = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
+        return super().conditions(reading)
+
+    def judge(self, value: float, reading: Reading) -> Found | None:
         self.seen += 1
         if self.seen <= self.settings.throughput_warmup:
             return None
         rates = self.window("rates", self.settings.throughput_window)
-        found = self._found(reading, rate, unit, list(rates))
-        rates.append(rate)
+        found = self._found(reading, value, list(rates))
+        rates.append(value)
         if full(rates):
             self.best = max(self.best, median(rates))
         return found
 
-    def _found(self, reading: Reading, rate: float, unit: str, rates: list[float]) -> Found | None:
+    def _found(self, reading: Reading, rate: float, rates: list[float]) -> Found | None:
         if rate >= self.settings.throughput_ratio * self.best:
             self.slow, self.fastest, self.lost = 0, 0.0, 0.0
             return None
@@ -658,7 +636,7 @@ class ThroughputDrop(Rule):
         enough = self.settings.throughput_patience + sum(other <= _AS_SLOW * self.fastest for other in before)
         if self.slow < enough or self.lost < self.settings.throughput_seconds:
             return None
-        return Found(rate, {unit: rate, "before": self.best, "ratio": rate / self.best, "readings": self.slow})
+        return Found(rate, {self.reads: rate, "before": self.best, "ratio": rate / self.best, "readings": self.slow})
 
 
 class OperandRule(Rule):
@@ -736,16 +714,7 @@ class Alerts:
         self.under_plan = False
         self.rules = [rule(self.settings) for rule in _RULES if rule.kind in self.settings.kinds]
 
-    def judge(self, reading: Reading, *, only: Collection[Kind] | None = None) -> list[Event]:
-        """The events that begin in ``reading``; rank, module and action are for the caller to fill in.
-
-        ``only`` restricts it to rules of those kinds. A rule judges a step once, so that some rules can be asked before
-        the optimizer's step and the rest after it.
-        """
+    def judge(self, reading: Reading) -> list[Event]:
+        """The events that begin in ``reading``; rank, module and action are for the caller to fill in."""
         pinned = pinning(["…"], under_plan=self.under_plan).partition(", before")[0]
-        asked = [rule for rule in self.rules if only is None or rule.kind in only]
-        return [event for rule in asked if (event := rule.begins(reading, pinned)) is not None]
-
-    def holds(self, kind: Kind) -> bool:
-        """Whether the condition of a step's rule held in the last reading, though its event may have come before."""
-        return any(rule.kind == kind and rule.cooldown.get("") == rule.calm for rule in self.rules)
+        return [event for rule in self.rules if (event := rule.begins(reading, pinned)) is not None]

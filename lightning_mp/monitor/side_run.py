@@ -6,17 +6,17 @@ Also a context around the passes of the training loop itself.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import LightningModule, Strategy, Trainer
 from lightning_mp.compat.torch import buffers_of
+from lightning_mp.engines.skip_aware import Override
 from lightning_mp.numerics.dtypes import HALF, cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 
@@ -52,45 +52,32 @@ def around_passes(trainer: Trainer, context: Callable[[], AbstractContextManager
     torch pops dispatch modes from the top of its stack whoever pushed them, and a batch that begins may never end: a
     mode is entered and left in one frame, or it stays behind.
     """
-    strategy = trainer.strategy
-    passes = _passes.get(strategy) or _Passes()
-    if strategy not in _passes:
-        _passes[strategy] = passes
-        for name in _Passes.names:
-            vars(strategy)[name] = partial(passes.run, getattr(strategy, name))
-    passes.contexts.append(context)
+    inside: list[None] = []
+    passes = [_Pass(trainer.strategy, name, context, inside) for name in ("training_step", "backward")]
 
     def undo() -> None:
-        passes.contexts.remove(context)
-        if not passes.contexts:
-            del _passes[strategy]
-            for name in _Passes.names:
-                del vars(strategy)[name]
+        for one in passes:
+            one.remove()
 
     return undo
 
 
-class _Passes:
-    names = ("training_step", "backward")
+class _Pass(Override):
+    def __init__(
+        self, strategy: Strategy, name: str, context: Callable[[], AbstractContextManager[Any]], inside: list[None]
+    ) -> None:
+        super().__init__(strategy, name)
+        self._context, self._inside = context, inside
 
-    def __init__(self) -> None:
-        self.contexts: list[Callable[[], AbstractContextManager[Any]]] = []
-        self._inside = False
-
-    def run(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._inside:  # under manual optimization backward is called in training_step
-            return own(*args, **kwargs)
-        self._inside = True
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inside or not self.active:  # under manual optimization backward is called in training_step
+            return self.original(*args, **kwargs)
+        self._inside.append(None)
         try:
-            with ExitStack() as stack:
-                for context in self.contexts:
-                    stack.enter_context(context())
-                return own(*args, **kwargs)
+            with self._context():
+                return self.original(*args, **kwargs)
         finally:
-            self._inside = False
-
-
-_passes: MutableMapping[Strategy, _Passes] = WeakKeyDictionary()
+            self._inside.clear()
 
 
 def loss_of(output: Any) -> Any:

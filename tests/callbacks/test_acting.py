@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from lightning_mp import PlanError
 from lightning_mp.callbacks import ActivationCheckpointing, DtypePinning, EnableTF32
-from support.language import Language, gpt2, llama, tokens
+from support.language import Language, gpt2, tokens
 from support.models import Regression, same_weights, weights
 from support.oracles import plan_for, stock_for
 from support.running import fit
@@ -128,22 +128,6 @@ def test_numbers_are_those_without_it_and_less_is_kept(mode: str) -> None:
     assert plain.losses == checkpointed.losses
     assert same_weights(weights(plain), weights(checkpointed))
     assert checkpointed.bytes < 0.5 * plain.bytes
-
-
-@pytest.mark.parametrize("fail_at", [None, 2])
-def test_use_cache_is_off_meanwhile_and_back_after_success_and_failure(fail_at: int | None) -> None:
-    class Watches(Language):
-        def on_train_start(self) -> None:
-            self.met = self.model.config.use_cache
-
-    module = Watches(llama(), fail_at=fail_at)
-    arguments: dict[str, Any] = {"data": tokens(), "callbacks": [ActivationCheckpointing("LlamaDecoderLayer")]}
-    if fail_at is None:
-        fit(module, **arguments)
-    else:
-        with pytest.raises(KeyError, match="planned"):
-            fit(module, **arguments)
-    assert (module.met, module.model.config.use_cache) == (False, True)
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names() -> None:

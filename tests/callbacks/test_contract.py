@@ -105,19 +105,6 @@ def test_it_is_copied_and_pickled(name: str) -> None:
 
 
 @every_callback
-def test_starting_and_ending_twice_is_once(name: str) -> None:
-    callback, module = _build(name), Regression()
-    before, process = _shape(module), _process()
-    runner = trainer(precision="32-true", callbacks=[callback])
-    callback.setup(runner, module, "fit")
-    callback.setup(runner, module, "fit")
-    callback.teardown(runner, module, "fit")
-    callback.teardown(runner, module, "fit")
-    assert _shape(module) == before
-    assert _process() == process
-
-
-@every_callback
 def test_everything_is_back_after_a_fit_that_failed_and_one_that_did_not(name: str) -> None:
     callback, failing, module, oracle = _build(name), Fails(), Regression(), Regression()
     for each, ends in ((failing, pytest.raises(KeyError, match="planned")), (module, nullcontext())):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from support.manual import Pair
 from support.models import Regression
 from support.oracles import UNSCALED, plan_for, stock_for
 from support.running import fit
-from support.saving import ResumableBatches, SaveAt
 
 OVERFLOWS = (2, 3, 5)
 #: skips in total, in a row, and their rate, after each of 8 steps
@@ -130,16 +128,3 @@ def test_several_optimizers_by_hand_are_read_once_a_batch(keeper: str) -> None:
     assert [row[metric_names.STEP] for row in monitor.rows] == list(range(0, 16, 2))
     assert [row[metric_names.SKIPPED_STEPS] for row in monitor.rows] == [0, 0, 2, 2, 3, 3, 3, 3]
     assert [row[metric_names.SKIPPED_IN_A_ROW] for row in monitor.rows] == [0, 0, 2, 0, 0, 0, 0, 0]
-
-
-def test_resuming_goes_on_with_the_plans_counts(tmp_path: Path) -> None:
-    module, monitor = Regression(OPTIMIZERS["fused"], overflow_at=OVERFLOWS), LossScaleMonitor()
-    fit(module, data=ResumableBatches(), callbacks=[SaveAt(tmp_path, 4)], **KEEPERS["plan"]())
-    again = Regression(OPTIMIZERS["fused"], overflow_at=OVERFLOWS)
-    fit(again, data=ResumableBatches(), callbacks=[monitor], ckpt_path=tmp_path / "4.ckpt", **KEEPERS["plan"]())
-    assert [(row[metric_names.STEP], row[metric_names.SKIPPED_STEPS]) for row in monitor.rows] == [
-        (4, 2),
-        (5, 3),
-        (6, 3),
-        (7, 3),
-    ]

@@ -87,17 +87,6 @@ def test_a_skipped_step_is_one_that_never_was(guard: Any, how: str, name: str, m
 
 
 @every_mode
-def test_a_healthy_run_is_stock_bit_for_bit(guard: Any, mode: str) -> None:
-    watched, one, other = guard(), Breaks("gradient", ()), Breaks("gradient", ())
-    options: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
-    fit(one, callbacks=[watched], **options, **stock_for(mode))
-    fit(other, **options, **stock_for(mode))
-    assert one.losses == other.losses
-    assert same_weights(weights(one), weights(other))
-    assert (watched.events, watched.skipped_steps, watched.applied_steps) == ([], 0, 8)
-
-
-@every_mode
 def test_a_normal_step_reads_once(guard: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what the same run reads without the guard."""
 
@@ -158,20 +147,6 @@ def test_schedulers_and_averages_stand_still(guard: Any) -> None:
     assert [lr for batch, lr in enumerate(broken.lrs) if batch not in (2, 3)] == clean.lrs
     assert same_weights(weights(broken), weights(clean))  # the averages, swapped in at the end
     assert "lr_scheduler_step" not in vars(broken)
-
-
-@pytest.mark.filterwarnings("ignore:.*returned `None`")
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_without_a_loss_is_neither_skipped_nor_applied(guard: Any, accumulate: int) -> None:
-    class Sometimes(Breaks):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx in (2, 3, 6) else super().training_step(batch, batch_idx)
-
-    for mode in ("32-true", "16-mixed"):
-        watched = guard()
-        fit(Sometimes("loss", (1,)), callbacks=[watched], accumulate_grad_batches=accumulate, **stock_for(mode))
-        assert watched.skipped_steps == 1
-        assert watched.applied_steps == (4 if accumulate == 1 else 2)
 
 
 # ---------------------------------------------------------------------- the budget

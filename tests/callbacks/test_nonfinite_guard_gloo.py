@@ -30,43 +30,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("guard")
 
 
-def _ordinary(mode: str, how: str) -> bool:
-    return mode == "16-mixed" and how == "gradient"
-
-
 @pytest.mark.parametrize(("host", "mode", "how"), CASES)
-def test_both_ranks_skip_and_name_the_guilty_one(ranks: Ranks, folder: Path, host: str, mode: str, how: str) -> None:
-    one, other = ranks.run(Guarded(host, mode, how, folder))
-    assert one["events"] == other["events"]
-    (event,) = one["events"]
-    module, _, bad_loss = FAULTS[how]
-    assert (event["rank"], event["module"]) == (GUILTY, module)
-    assert event["step"] == BAD
-    assert event["kind"] == ("nonfinite_loss" if bad_loss else "nonfinite_grad")
-    assert event["severity"] == ("info" if _ordinary(mode, how) else "warning")
-    assert one["counts"] == other["counts"] == (1, 7)
-
-
-@pytest.mark.parametrize(("host", "mode", "how"), CASES)
-def test_weights_are_those_of_a_run_without_the_batch(
+def test_both_ranks_skip_name_the_guilty_one_and_save_its_batch(
     ranks: Ranks, folder: Path, host: str, mode: str, how: str
 ) -> None:
-    one, other = ranks.run(Guarded(host, mode, how, folder))
+    """Weights are those of a run without the batch."""
+    guarded, ordinary = Guarded(host, mode, how, folder), mode == "16-mixed" and how == "gradient"
+    one, other = ranks.run(guarded)
+    assert one["events"] == other["events"]
+    (event,), (module, _, bad_loss) = one["events"], FAULTS[how]
+    assert (event["rank"], event["module"], event["step"]) == (GUILTY, module, BAD)
+    assert event["kind"] == ("nonfinite_loss" if bad_loss else "nonfinite_grad")
+    assert event["severity"] == ("info" if ordinary else "warning")
+    assert one["counts"] == other["counts"] == (1, 7)
     for result in (one, other):
         # another scale rounds fp16 otherwise
         assert same(result["weights"], result["clean"], of_training(mode, 1e-3) if mode == "16-mixed" else 0.0)
-
-
-@pytest.mark.parametrize(("host", "mode", "how"), CASES)
-def test_the_guilty_rank_saves_its_batch(ranks: Ranks, folder: Path, host: str, mode: str, how: str) -> None:
-    guarded = Guarded(host, mode, how, folder)
-    files = ranks.run(guarded)[1]["files"]
-    if _ordinary(mode, how):
-        assert files == []
-        return
-    assert files == [f"step_000003_rank{GUILTY}.pt"]
-    saved = torch.load(guarded.run_dir / "nonfinite" / files[-1], weights_only=True)
-    assert (saved["rank"], saved["batch_idx"]) == (GUILTY, BAD)
+    files = other["files"]
+    assert files == ([] if ordinary else [f"step_000003_rank{GUILTY}.pt"])
+    if files:
+        saved = torch.load(guarded.run_dir / "nonfinite" / files[-1], weights_only=True)
+        assert (saved["rank"], saved["batch_idx"]) == (GUILTY, BAD)
 
 
 @pytest.mark.parametrize("host", ["ddp", "fsdp2"])

@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from lightning_mp import PlanError
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 from support import audit_faults as faults
-from support.language import Language, gpt2, tokens
-from support.manual import Pair, in_turn
-from support.models import Regression, same_weights, weights
-from support.oracles import MODES, plan_for
+from support.models import Regression
+from support.oracles import plan_for
 from support.running import fit
 
 NORM_PIN = {"*Norm": "fp32"}
@@ -55,17 +51,9 @@ FAULTS: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str, str,
     ),
     "a pin lost by loading": (faults.LostPin, _bf16(pins=NORM_PIN), "net.1", "param", "after the pin"),
     "an op outside autocast": (faults.OutsideAutocast, _bf16(), "net.3", "compute", "autocast is off"),
-    "the same under a stock plugin": (
-        faults.OutsideAutocast,
-        {"precision": "bf16-mixed"},
-        "net.3",
-        "compute",
-        "autocast is off",
-    ),
     "autocast off inside a module": (faults.Inside, _bf16(), "net.2", "compute", "autocast is off"),
     "a product in the step itself": (faults.RootProduct, _bf16(), "", "compute", "autocast is off"),
     "a module that casts itself": (faults.Custom, _bf16(), "net.0", "compute", "casts its inputs"),
-    "the same in fp32": (faults.Custom, {"precision": "32-true"}, "net.0", "compute", "casts its inputs"),
     "the same although pinned": (faults.Custom, _bf16(pins={"net.0": "fp32"}), "net.0", "compute", "not in force"),
     "a norm in half": (faults.NormInHalf, _bf16(), "net.1", "compute", "cast to half precision"),
     "a norm written out": (faults.OwnNormInHalf, _bf16(), "net.1", "compute", "cast to half precision"),
@@ -106,43 +94,6 @@ def test_a_difference_can_stop_the_run(tmp_path: Path) -> None:
     )
     assert len(module.losses) == 1
     assert json.loads((tmp_path / "audit.json").read_text())["ok"] is False  # it was written all the same
-
-
-class _Stack(Callback):
-    """What is on torch's stack of dispatch modes around every batch, and in the step when it is made."""
-
-    def __init__(self) -> None:
-        self.outside: list[int] = []
-        self.within: list[int] = []
-
-    def on_train_batch_start(self, *_: Any) -> Any:
-        self.outside.append(_len_torch_dispatch_stack())
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.within.append(_len_torch_dispatch_stack())
-
-    on_train_epoch_end = on_train_batch_start
-
-
-@pytest.mark.parametrize("how", ["an epoch left out", "a failure", "manual optimization", "more steps than there are"])
-def test_no_hook_or_dispatch_mode_is_left(how: str, tmp_path: Path) -> None:
-    class Odd(Regression):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if how == "an epoch left out" and (self.current_epoch, batch_idx) in ((0, 2), (1, 0)) else None
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            if how == "a failure" and batch_idx == 2:
-                raise OSError("planned")
-            return loss
-
-    stack, module = _Stack(), Pair(in_turn) if how == "manual optimization" else Odd()
-    with pytest.raises(OSError, match="planned") if how == "a failure" else nullcontext():
-        fit(module, callbacks=[PrecisionAudit(99, run_dir=tmp_path), stack], max_epochs=3)
-    assert {_len_torch_dispatch_stack(), *stack.outside} == {0}
-    assert set(stack.within) == {1}
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-    fit(Regression(), callbacks=[PrecisionAudit(run_dir=tmp_path)])  # and the folder is free again
 
 
 def test_a_step_that_fails_tells_what_was_seen_until_then(tmp_path: Path) -> None:
@@ -212,16 +163,6 @@ def test_hooks_stand_in_the_steps_looked_at_alone(
     assert [step for step, hooked in enumerate(module.hooked) if hooked] == steps
     assert callback.report is not None
     assert callback.rows[0].optimizer_state == "fp32"
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_training_is_the_same_to_the_last_bit(mode: str, tmp_path: Path) -> None:
-    module, oracle = Language(gpt2(resid_pdrop=0.1, attn_pdrop=0.1)), Language(gpt2(resid_pdrop=0.1, attn_pdrop=0.1))
-    for one, callbacks in ((oracle, []), (module, [PrecisionAudit(2, "raise", tmp_path)])):
-        torch.manual_seed(0)
-        fit(one, data=tokens(), callbacks=callbacks, plugins=[plan_for(mode, checkpointing="GPT2Block")])
-    assert module.losses == oracle.losses
-    assert same_weights(weights(module), weights(oracle))
 
 
 # ---------------------------------------------------------------------- however it is run

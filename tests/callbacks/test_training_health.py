@@ -21,13 +21,29 @@ from lightning_mp.monitor import metric_names, run_log
 from lightning_mp.monitor.health import throughput, to_host
 from lightning_mp.monitor.health.throughput import default_tokens, samples_in
 from support import health
-from support.clock import SteadyClock
 from support.counting import Counts
 from support.language import LENGTH, Language, gpt2, tokens
 from support.manual import Pair
 from support.models import Regression, batches
 from support.oracles import MODES, plan_for, stock_for
 from support.running import fit, trainer
+
+
+class SteadyClock:
+    """In place of the module ``time``: every look at it takes ``tick`` seconds, and a sleep as long as it says."""
+
+    def __init__(self, tick: float = 0.005) -> None:
+        self.tick, self._now = tick, 0.0
+
+    def perf_counter(self) -> float:
+        """Seconds since it was made."""
+        self._now += self.tick
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        """Takes no time of the test's."""
+        self._now += seconds
+
 
 #: how near half precision comes to fp32
 NEAR = {"32-true": 1e-4, "bf16-mixed": 5e-2, "16-mixed": 1e-2, "bf16-true": 0.2, "16-true": 5e-2}

@@ -20,9 +20,9 @@ SCALED = [(host, "16-mixed") for host in ("ddp", "fsdp2", "deepspeed_zero2")]
 
 #: (strategy, mode, what is done about it)
 BAD = [
-    ("stock ddp", "32-true", "skip"),
+    ("stock ddp", "32-true", "log"),
     ("ddp", "16-mixed", "log"),
-    ("fsdp2", "32-true", "skip"),
+    ("fsdp2", "32-true", "log"),
     ("deepspeed_zero2", "32-true", "log"),
     ("deepspeed_zero3", "32-true", "stop"),
 ]
@@ -33,31 +33,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def _watched(host: str, mode: str, folder: Path) -> health.Watched:
-    return health.Watched(host, mode, folder / f"{host}-{mode}")
-
-
 @pytest.mark.parametrize(("host", "mode"), EXACT + SCALED)
-def test_the_numbers_are_those_of_one_process(ranks: Ranks, folder: Path, host: str, mode: str) -> None:
-    mine, _ = ranks.run(_watched(host, mode, folder))[0]
+def test_every_rank_reads_the_numbers_of_one_process(ranks: Ranks, folder: Path, host: str, mode: str) -> None:
+    (mine, scale), other = ranks.run(health.Watched(host, mode, folder / f"{host}-{mode}"))
+    assert (mine, scale) == tuple(other)
     # losses and norms of all steps, of products of FEATURES numbers that were rounded to fp16 once each way
     tolerance = of_sums(64) * STEPS if mode == "32-true" else of_sums(2, mode) * STEPS
     for row, expected in zip(mine, health.oracle(), strict=True):
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=tolerance)
-
-
-@pytest.mark.parametrize(("host", "mode"), EXACT + SCALED)
-def test_every_rank_reads_the_same(ranks: Ranks, folder: Path, host: str, mode: str) -> None:
-    first, second = (rows for rows, _ in ranks.run(_watched(host, mode, folder)))
-    assert first == second
-
-
-@pytest.mark.parametrize(("host", "mode"), SCALED)
-def test_the_scale_is_read_wherever_it_is_kept(ranks: Ranks, folder: Path, host: str, mode: str) -> None:
-    mine, scale = ranks.run(_watched(host, mode, folder))[0]
-    assert [row[metric_names.LOSS_SCALE] for row in mine] == [64.0] * STEPS
-    assert [row[metric_names.LOSS_SCALE] for row in scale] == [64.0] * STEPS
-    assert [row[metric_names.SKIPPED_STEPS] for row in scale] == [0.0] * STEPS
+    if mode == "16-mixed":  # wherever the scale is kept
+        for rows in (mine, scale):
+            assert [row[metric_names.LOSS_SCALE] for row in rows] == [64.0] * STEPS
+            assert [row[metric_names.SKIPPED_STEPS] for row in rows] == [0.0] * STEPS
 
 
 @pytest.mark.parametrize("run", BAD, ids=" ".join)
@@ -70,8 +57,7 @@ def test_the_rank_whose_own_batch_was_bad_is_named_and_all_do_the_same(
     assert (event["step"], event["kind"], event["rank"]) == (2, "nonfinite_loss", 1)
     assert (event["module"], event["action"]) == ("net.0", run[2])
     assert first["rows"] == (3 if run[2] == "stop" else STEPS)
-    kept_back = run[2] == "skip" or not run[0].startswith("stock")
-    assert first["finite"] is kept_back
+    assert first["finite"] is not run[0].startswith("stock")
 
 
 def test_work_is_added_over_ranks_and_the_slowest_sets_the_time(ranks: Ranks) -> None:
@@ -79,8 +65,3 @@ def test_work_is_added_over_ranks_and_the_slowest_sets_the_time(ranks: Ranks) ->
         assert (found[metric_names.SAMPLES_PER_S], found[metric_names.TOKENS_PER_S]) == ((8 + 9) / 2.0, 300 / 2.0)
         assert found["flops_per_s"] == 6e9 / 2.0  # a device
         assert found[metric_names.LOSS] is None
-
-
-def test_a_step_under_zero_cannot_be_left_out(ranks: Ranks, tmp_path: Path) -> None:
-    for said in ranks.run(health.Refused(tmp_path)):
-        assert "'skip' under DeepSpeed" in said

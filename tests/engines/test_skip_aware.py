@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,15 +19,13 @@ rising = partial(LambdaLR, lr_lambda=lambda step: step + 1)
 
 
 class Install(Callback):
-    """Installs the hooks on the first batch; a step is skipped where ``skipped`` says so."""
+    """Installs the hooks when training starts; a step is skipped where ``skipped`` says so."""
 
     def __init__(self, skipped: Callable[[], bool]) -> None:
         self.hooks, self.skipped = SkipAwareHooks(), skipped
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if not self.hooks.active:
-            self.hooks.install(trainer, pl_module, self.skipped)
-        assert self.hooks.active
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.hooks.install(trainer, pl_module, self.skipped)
 
 
 def _lrs(module: Regression) -> list[int]:
@@ -43,7 +40,6 @@ def test_removing_restores_exactly_what_was_there() -> None:
     assert "lr_scheduler_step" in module.__dict__
     hooked.hooks.remove()
     hooked.hooks.remove()
-    assert not hooked.hooks.active
     assert "lr_scheduler_step" not in module.__dict__
     assert before.keys() <= module.__dict__.keys()
     module.lrs = []

@@ -1,19 +1,15 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_mp.errors import PlanError
 from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.run_folder import RunFolder, to_json
+from lightning_mp.monitor.run_folder import RunFolder
 
 EVENT = Event(step=3, kind="loss_plateau", severity="warning", value=float("nan"))
 HOLDS = """
@@ -136,26 +132,3 @@ def test_a_full_disk_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCapture
         " training goes on, with gaps in the files"
     ]
     assert len(_lines(tmp_path / "events.jsonl")) == 1
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-)
-
-
-def _refuse(constant: str) -> Any:
-    raise AssertionError(f"{constant} is not JSON")
-
-
-def _nulled(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _nulled(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_nulled(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@given(st.dictionaries(st.text(), VALUES))
-def test_every_strict_reader_takes_it_and_what_is_not_finite_is_null(values: dict[str, Any]) -> None:
-    assert json.loads(to_json(values), parse_constant=_refuse) == _nulled(values)

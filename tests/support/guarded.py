@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -20,7 +19,7 @@ from lightning_mp import NonFinite, NonFiniteError, make_strategy
 from lightning_mp.callbacks import NonFiniteGuard
 from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
 from support import sharded_hosts
-from support.nonfinite import BAD, Breaks, Remembers, without
+from support.nonfinite import BAD, Breaks, without
 from support.oracles import plan_for, stock_for
 from support.running import fit
 from support.sharded import ddp, on, refused, whole
@@ -48,16 +47,6 @@ class Sharded(Ranked):
         for layer in [*self.net, self.net]:
             if not isinstance(layer, FSDPModule) and any(True for _ in layer.parameters()):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-
-
-class Statistics(Remembers):
-    """Statistics, dropout and logs, with each rank on data of its own."""
-
-    def __init__(self, how: str, bad: tuple[int, ...] = (BAD,)) -> None:
-        super().__init__(how, bad, guilty=GUILTY)
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss((batch[0] * (1 + self.global_rank), batch[1]))
 
 
 HOSTS = ("ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
@@ -148,21 +137,6 @@ class Asks(Callback):
         self.diagnoses.append(self.replayer.locate(trainer, pl_module))
 
 
-class ByHand(Ranked):
-    """The same under manual optimization."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(how)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss: Any = super().training_step(batch, batch_idx)
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-
-
 @dataclass(frozen=True)
 class Replayed:
     """A run under a plan of which every batch is replayed, beside the same run without."""
@@ -170,8 +144,6 @@ class Replayed:
     strategy: str
     mode: str
     how: str
-    kind: Callable[[str], Any] = Ranked
-    clip: float | None = 1.0
 
     def run(self) -> dict[str, Any]:
         asks = Asks()
@@ -182,10 +154,10 @@ class Replayed:
 
     def _weights(self, *callbacks: Callback) -> dict[str, Tensor]:
         torch.manual_seed(1)
-        plan, module = plan_for(self.mode), self.kind(self.how)
+        plan, module = plan_for(self.mode), Ranked(self.how)
         strategy = make_strategy(self.strategy, plan, timeout=timedelta(seconds=30))
         torch.manual_seed(1)
-        fit(module, callbacks=list(callbacks), plugins=[plan], gradient_clip_val=self.clip, **on(strategy))
+        fit(module, callbacks=list(callbacks), plugins=[plan], gradient_clip_val=1.0, **on(strategy))
         return whole(module)
 
 

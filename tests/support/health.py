@@ -19,13 +19,11 @@ from lightning_mp import LossScaling, make_strategy
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.health.measurement import StepMeasurement
-from lightning_mp.monitor.health.throughput import Processed
 from lightning_mp.monitor.health.to_host import ToHost
 from support import sharded_hosts
 from support.models import Regression, batches
 from support.oracles import plan_for
 from support.running import fit
-from support.sharded import refused
 
 STEPS, LR = 4, 1e-2
 #: a scale that is no power of two would round; one far from 1 shows where it was forgotten
@@ -181,20 +179,10 @@ class Totals:
         class Reads(Callback):
             def on_train_start(self, trainer: Any, pl_module: Any) -> None:
                 rank = trainer.global_rank
-                done = Processed(samples=8 + rank, tokens=100 * (1 + rank), flops=6e9, seconds=2.0 - rank)
+                done = {metric_names.SAMPLES_PER_S: 8 + rank, metric_names.TOKENS_PER_S: 100 * (1 + rank)}
+                done |= {"flops_per_s": 6e9, "seconds": 2.0 - rank}
                 measured, to_host = StepMeasurement(trainer, pl_module), ToHost(torch.device("cpu"))
                 found.update(measured.derived(to_host.read(measured.take(done))))
 
         fit(Ranked(), callbacks=[Reads()], max_steps=1, **two(_stock_ddp("32-true")))
         return found
-
-
-@dataclass(frozen=True)
-class Refused:
-    """What is said of leaving a step out under ZeRO."""
-
-    folder: Path
-
-    def run(self) -> str:
-        mine = TrainingHealth(self.folder, actions={"grad_norm_spike": "skip"}, report=False)
-        return refused(lambda: fit(Ranked(), callbacks=[mine], **two(HOSTS["deepspeed_zero2"]("32-true"))))

@@ -11,8 +11,15 @@ from torch import nn
 from lightning_mp.compat.lightning import LightningModule, Precision, Trainer, check_copy, trainer_of
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.audit import declared
-from lightning_mp.monitor.audit.inspect_run import Record, modules_of, states_of
-from lightning_mp.monitor.audit.observer import Observed, note_gradients, note_parameters, unseen
+from lightning_mp.monitor.audit.judge import Record
+from lightning_mp.monitor.audit.observer import (
+    Observed,
+    modules_of,
+    note_gradients,
+    note_parameters,
+    states_of,
+    unseen,
+)
 from lightning_mp.monitor.audit.report import AuditReport, AuditRow, build
 from lightning_mp.policy import PrecisionPolicy
 
@@ -72,18 +79,14 @@ def _of_run(trainer: Trainer, plan: object) -> AuditReport:
     declaration, seen = declared.by_trainer(trainer, modules), unseen(modules)
     note_parameters(seen, modules, states_of(trainer.optimizers))
     note_gradients(seen, modules)
-    record = next(filter(None, map(_record, cast("Any", trainer).callbacks)), None)
+    records = (getattr(callback, "record", None) for callback in cast("Any", trainer).callbacks)
+    record = next((found for found in records if isinstance(found, Record)), None)
     if record is not None:
         for name in seen.keys() & record.seen.keys():
             now, then = ((one.declared(name), one.stored(name)) for one in (declaration, record.declaration))
             _add_record(seen[name], record.seen[name], same=now == then)
     where = f"{trainer.strategy.root_device.type}, after {trainer.global_step} steps"
     return build(declaration, [seen], where=where, notes=() if record else (_NOTHING_RAN,))
-
-
-def _record(callback: object) -> Record | None:
-    found = getattr(callback, "record", None)
-    return found if isinstance(found, Record) else None
 
 
 def _add_record(seen: Observed, before: Observed, same: bool) -> None:

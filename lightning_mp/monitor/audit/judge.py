@@ -50,6 +50,14 @@ class Declaration:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """What a callback saw while steps ran, under what was declared then."""
+
+    declaration: Declaration
+    seen: dict[str, Observed]
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """One thing about a module that is not as declared; ``what`` is the column of the report."""
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mp.compat import lightning
+from lightning_mp.compat.deepspeed import partitions
 from lightning_mp.compat.lightning import Trainer
 from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward_formula, is_compiled
 from lightning_mp.compat.torchao import held_dtype, product_node
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.fp8 import is_converted
+from lightning_mp.modules.patterns import plain_name
 from lightning_mp.monitor.side_run import around_passes
 from lightning_mp.numerics.device import has_tf32
 from lightning_mp.numerics.dtypes import dtype_name, left_alone
@@ -194,8 +197,9 @@ class Watch(TorchDispatchMode):
                 self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
             for parameter in module.parameters(recurse=False) if self._gradient_hooks else ():
                 if parameter.requires_grad:
-                    note = partial(self._note_gradient, name)
-                    self._undo.callback(parameter.register_hook(note).remove)
+                    grad = self.seen[name].grad
+                    hook = parameter.register_hook(lambda gradient, grad=grad: grad.add(dtype_name(gradient.dtype)))
+                    self._undo.callback(hook.remove)
         if trainer is not None:
             self._undo.callback(around_passes(trainer, lambda: self))
 
@@ -233,9 +237,10 @@ class Watch(TorchDispatchMode):
             return
         self.seen[name].attends |= func.overloadpacket.__name__ == _IN_PLAIN_ATTENTION
         owns = bool(name) and _owns(self._modules[name])
+        differentiable = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         # Elsewhere only products that training depends on count, not a table of positions made in fp32. A compiled
         # region leaves its products at whatever is around it.
-        if not owns and (self._compiled or not is_product(func.overloadpacket.__name__) or not _differentiable(args)):
+        if not owns and (self._compiled or not is_product(func.overloadpacket.__name__) or not differentiable):
             return
         ran = read(func, args, result)
         if ran is not None:
@@ -260,9 +265,6 @@ class Watch(TorchDispatchMode):
 
     def _computes(self, name: str | None, *_: Any) -> None:
         self._backward_of = name
-
-    def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        self.seen[name].grad.add(dtype_name(gradient.dtype))
 
     def attribute_reductions(self) -> None:
         """Tell what was reduced of each module's gradients: they travel in buckets, without names.
@@ -312,10 +314,6 @@ def _owns(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
-def _differentiable(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(item, Tensor) and item.requires_grad for item in args)
-
-
 def _hidden(root: nn.Module) -> set[int]:
     """``id`` of the modules in compiled and scripted regions: a hook there would be compiled along, and stay."""
     found: set[int] = set()
@@ -332,3 +330,48 @@ def _is_compiled(module: nn.Module) -> bool:
         or is_compiled(module)
         or lightning.is_compiled(module)
     )
+
+
+# ---------------------------------------------------------------------- where a run keeps what is looked at
+
+
+def modules_of(root: nn.Module) -> dict[str, nn.Module]:
+    """Every module under its plain name; of a wrapper and what it wraps the latter."""
+    return {plain_name(name): module for name, module in root.named_modules()} | {"": root}
+
+
+def states_of(optimizers: Iterable[Any]) -> dict[int, set[str]]:
+    """Dtypes of optimizer state by ``id`` of the parameter; counts are left out."""
+    found: dict[int, set[str]] = {}
+    for optimizer in optimizers:
+        for parameter, state in _states(optimizer):
+            found.setdefault(id(parameter), set()).update(_kept(parameter, state))
+    return found
+
+
+def _states(optimizer: Any) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
+    parts = partitions(optimizer)
+    while hasattr(optimizer, "optimizer"):  # of DeepSpeed's, Apex's and their like the optimizer inside
+        optimizer = optimizer.optimizer
+    state: Mapping[Any, Any] = optimizer.state
+    if not parts:
+        yield from ((parameter, values) for parameter, values in state.items() if isinstance(parameter, Tensor))
+    for parameters, flat in parts:
+        yield from ((parameter, state.get(flat, {})) for parameter in parameters)
+
+
+def _kept(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
+            continue
+        if value.dim() or not parameter.dim():  # else a count or a coefficient
+            yield dtype_name(value.dtype)
+
+
+def from_all_ranks(seen: dict[str, Observed]) -> list[dict[str, Observed]]:
+    """What each rank saw, on every rank; all have to call it."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return [seen]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, seen)
+    return cast("list[dict[str, Observed]]", gathered)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, counted
 from lightning_mp.monitor.audit.judge import Declaration, Difference, computed, differences, joined
 from lightning_mp.monitor.audit.observer import Observed
 
@@ -84,7 +84,7 @@ class AuditReport:
     def summary(self) -> str:
         """One line: how many modules are as declared, by whom, and where that was seen."""
         wrong = sum(not row.ok for row in self.rows)
-        count = f"{len(self.rows)} module{'' if len(self.rows) == 1 else 's'}"
+        count = counted(len(self.rows), "module")
         verdict = f"{count}, all as declared" if not wrong else f"{wrong} of {count} not as declared"
         return f"{verdict} by {self.declared_by}" + (f" ({self.where})" if self.where else "")
 
@@ -247,37 +247,25 @@ def _lines(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
         yield shown(name), by_name[first]
 
 
-def grouped(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def grouped(keys: dict[str, Any]) -> list[tuple[str, str]]:
     """Names of equal keys that differ in one number, put together where the numbers follow each other; and the first.
 
     Each number in a name is tried, outermost first, so that layers go together before what is within them. One at the
     end is left alone: what a ``Sequential`` holds need not be alike.
     """
-    lines = [(name, name, key) for name, key in keys.items()]
-    depth = max((name.count(".") for name in keys), default=0)
-    for place in range(depth):
-        lines = _merged(lines, place)
-    yield from ((name, first) for name, first, _ in lines)
-
-
-def _merged(lines: Sequence[tuple[str, str, Any]], place: int) -> list[tuple[str, str, Any]]:
-    """Put lines together that differ in the number at ``place`` of their dotted names alone, and follow each other."""
-    runs: dict[Any, list[list[int]]] = {}
-    found: dict[Any, tuple[str, str, Any]] = {}
-    for name, first, key in lines:
-        parts = name.split(".")
-        if place >= len(parts) - 1 or not parts[place].isdigit():
-            found[name, None, 0] = name, first, key
-            continue
-        number = int(parts[place])
-        same = (tuple(parts[:place]), tuple(parts[place + 1 :]), key)
-        before = runs.setdefault(same, [])
-        if before and before[-1][1] == number - 1:
-            before[-1][1] = number
-        else:
-            before.append([number, number])
-        low, high = before[-1]
-        parts[place] = str(low) if low == high else f"[{low}-{high}]"
-        kept = found.get((same, low, 1), ("", first, key))
-        found[same, low, 1] = ".".join(parts), kept[1], key
-    return list(found.values())
+    lines = [(name.split("."), name, key) for name, key in keys.items()]
+    for place in range(max((len(parts) for parts, *_ in lines), default=0) - 1):
+        kept: list[tuple[list[str], str, Any]] = []
+        runs: dict[Any, list[int]] = {}
+        for parts, first, key in lines:
+            number = int(parts[place]) if place < len(parts) - 1 and parts[place].isdigit() else None
+            same = (tuple(parts[:place]), tuple(parts[place + 1 :]), key)
+            if number is not None and same in runs and runs[same][1] == number - 1:
+                low, _, at = runs[same]
+                runs[same][1], kept[at][0][place] = number, f"[{low}-{number}]"
+                continue
+            if number is not None:
+                runs[same] = [number, number, len(kept)]
+            kept.append((parts, first, key))
+        lines = kept
+    return [(".".join(parts), first) for parts, first, _ in lines]

@@ -82,20 +82,16 @@ class ModelUnderTest:
         return None if self.policy is None else self.policy.fp8
 
     @cached_property
-    def _resolved(self) -> tuple[pins.PinMap, Faults]:
+    def resolved_pins(self) -> tuple[pins.PinMap, Faults]:
+        """What the pins cover on this model, and what is wrong with them."""
         faults = Faults()
         return pins.resolve(self.model, self.pins, faults), faults
-
-    @property
-    def pin_faults(self) -> Faults:
-        """What is wrong with the pins on this model."""
-        return self._resolved[1]
 
     @cached_property
     def pinned(self) -> dict[int, str]:
         """``id`` of every pinned module, and of every pinned parameter → the pin's dtype."""
-        members = self._resolved[0].members
-        return {id(member.module): member.pin.dtype for member in members} | self._resolved[0].dtypes()
+        found, _ = self.resolved_pins
+        return {id(member.module): member.pin.dtype for member in found.members} | found.dtypes()
 
     @cached_property
     def _kept(self) -> dict[int, torch.dtype]:
@@ -208,11 +204,6 @@ def listed(names: Iterable[str], most: int = 4) -> str:
     every = [name or "the model itself" for name in names]
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more
-
-
-def many(count: int, what: str) -> str:
-    """``1 norm``, ``2 norms``."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def below(name: str, above: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from inspect import getsource
 from typing import Any, NamedTuple, cast
 
@@ -12,8 +12,9 @@ from torch import nn
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule
 from lightning_mp.compat.torch import cpu_has, has_forward_hooks, reentrant
 from lightning_mp.compat.transformers import checkpointing_function, conv1d
+from lightning_mp.errors import counted
 from lightning_mp.modules.class_swap import original_class
-from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest, below, listed, many
+from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest, below, listed
 from lightning_mp.monitor.doctor.table import fact
 from lightning_mp.monitor.events import Severity, pinning
 from lightning_mp.monitor.findings import Finding
@@ -56,31 +57,31 @@ def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
         names = [name for name, _, parameter in case.trained if case.stored(parameter) in HALF]
         if names:
             mixed = case.precision.replace("true", "mixed") if case.precision.endswith("true") else "bf16-mixed"
-            what = f"{case.precision} trains {many(len(names), 'weight')}, stored in {case.storage} alone"
+            what = f"{case.precision} trains {counted(len(names), 'weight')}, stored in {case.storage} alone"
             yield fact("no_fp32_masters:mode", what, mixed=mixed, dtype=case.storage, bits=_BITS[case.storage])
         return
     names = [name for name, _, parameter in case.trained if case.pinned.get(id(parameter)) in HALF]
     if names:
-        what = f"pins store {many(len(names), 'trained weight')} in half precision: {listed(names)}"
+        what = f"pins store {counted(len(names), 'trained weight')} in half precision: {listed(names)}"
         yield fact("no_fp32_masters:pin", what, names[0])
     by = "stock" if case.policy is None else "plan"
     loaded = {name: dtype_name(p.dtype) for name, _, p in case.trained if id(p) not in case.pinned}
     found = {name: dtype for name, dtype in loaded.items() if dtype in HALF}
     if found and (case.policy is not None or case.storage is None):
         dtype = next(iter(found.values()))
-        what = f"{many(len(found), 'trained weight')} in {dtype} under {case.precision}: {listed(found)}"
+        what = f"{counted(len(found), 'trained weight')} in {dtype} under {case.precision}: {listed(found)}"
         words: dict[str, Any] = {"precision": case.precision, "dtype": dtype, "bits": _BITS[dtype]}
         yield fact(f"no_fp32_masters:{by}", what, next(iter(found)), **words)
     refused = [name for name, dtype in found.items() if dtype == "fp16"]
     sharded = isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)
     if refused and case.precision == "16-mixed" and (case.policy is not None or not sharded):
-        what = f"{many(len(refused), 'trained weight')} in fp16 under a loss scale: {listed(refused)}"
+        what = f"{counted(len(refused), 'trained weight')} in fp16 under a loss scale: {listed(refused)}"
         yield fact(f"fp16_params_under_scaler:{by}", what, refused[0])
 
 
 def tied_pins(case: ModelUnderTest) -> Iterator[Finding]:
     """A tied weight whose two names are pinned to different dtypes."""
-    for fault in case.pin_faults.found:
+    for fault in case.resolved_pins[1].found:
         said, _, names = fault.given.partition(": ")
         if said == "contradicting pins on tied weights":
             what = f"tied weights are pinned to different dtypes: {names}"
@@ -136,7 +137,7 @@ def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
     found = [name for name, module in multiply if (case.pinned.get(id(module)) or case.compute) == "fp32"]
     if found:
         high = "set MixedPrecisionPlan(tf32='high')" if case.policy is not None else "add EnableTF32()"
-        what = f"products in IEEE fp32 in {many(len(found), 'module')} on {case.device.name}: {listed(found)}"
+        what = f"products in IEEE fp32 in {counted(len(found), 'module')} on {case.device.name}: {listed(found)}"
         yield fact("tf32_off", what, found[0], high=high)
 
 
@@ -187,31 +188,26 @@ def half_norms(case: ModelUnderTest) -> Iterator[Finding]:
     """Norms that would run in half precision, and epsilons of theirs that are 0 there."""
     found = list(_norms(case))
     kinds = list(dict.fromkeys(original_class(module).__name__ for _, module, _ in found))
+    pins = pinning(kinds, under_plan=case.policy is not None)
     if found:
         why = f"{case.precision} stores and computes everything in half precision: sums lose bits"
         if any(case.pinned.get(id(module)) in HALF for _, module, _ in found):
             why = "a pin says so; sums over many numbers lose bits, and in fp16 squares above 65504 are infinite"
         name, _, dtype = found[0]
-        what = f"{many(len(found), 'norm')} ({', '.join(kinds)}) in {dtype}: {listed([name for name, *_ in found])}"
-        yield fact("norm_in_half", what, name, why=why, pins=_pinning(case, kinds))
-    small = [(name, eps) for name, module, dtype in found if (eps := _eps(module)) > 0 and _is_0(eps, dtype)]
+        what = f"{counted(len(found), 'norm')} ({', '.join(kinds)}) in {dtype}: {listed([name for name, *_ in found])}"
+        yield fact("norm_in_half", what, name, why=why, pins=pins)
+    small = [(name, eps) for name, module, dtype in found if (eps := _vanishing_eps(module, dtype)) is not None]
     if small:
         names, given = [name for name, _ in small], min(eps for _, eps in small)
-        what = f"eps={given!r} is 0 in fp16, in {many(len(small), 'norm')}: {listed(names)}"
-        yield fact("eps_underflows:norm", what, names[0], pins=_pinning(case, kinds))
+        what = f"eps={given!r} is 0 in fp16, in {counted(len(small), 'norm')}: {listed(names)}"
+        yield fact("eps_underflows:norm", what, names[0], pins=pins)
 
 
-def _eps(norm: nn.Module) -> float:
+def _vanishing_eps(norm: nn.Module, dtype: str) -> float | None:
+    """Its epsilon, if that is 0 in ``dtype``."""
     given = (getattr(norm, key, None) for key in ("eps", "variance_epsilon", "epsilon"))
-    return next((value for value in given if isinstance(value, float)), 0.0)
-
-
-def _is_0(eps: float, dtype: str) -> bool:
-    return torch.tensor(eps, dtype=to_torch(dtype)).item() == 0
-
-
-def _pinning(case: ModelUnderTest, kinds: Iterable[str]) -> str:
-    return pinning(kinds, under_plan=case.policy is not None)
+    eps = next((value for value in given if isinstance(value, float)), 0.0)
+    return eps if eps > 0 and torch.tensor(eps, dtype=to_torch(dtype)).item() == 0 else None
 
 
 def _norms(case: ModelUnderTest) -> Iterator[tuple[str, nn.Module, str]]:
@@ -270,12 +266,12 @@ def no_input_gradients(case: ModelUnderTest) -> Iterator[Finding]:
     if not count or hooked or any(id(module) not in behind for _, module in others):
         return
     kind = original_class(blocks[0].module).__name__
-    what = f"reentrant checkpointing of {many(len(blocks), 'block')} whose inputs require no gradient"
+    what = f"reentrant checkpointing of {counted(len(blocks), 'block')} whose inputs require no gradient"
     yield fact(
         "lora_checkpoint_no_input_grads",
         f"{what}: {listed([block.name for block in blocks])}",
         blocks[0].name,
-        weights=many(count, "trained weight"),
+        weights=counted(count, "trained weight"),
         rest=f"only {others[0][0]} and what is behind do" if others else "nothing is left to train and backward raises",
         instead=f"checkpointing={kind!r}" if case.policy is not None else f"ActivationCheckpointing({kind!r})",
     )

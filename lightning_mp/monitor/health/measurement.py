@@ -26,7 +26,7 @@ from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource
-from lightning_mp.monitor.health.throughput import Processed
+from lightning_mp.monitor.health.throughput import FLOPS, SECONDS, Processed
 from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares
 
@@ -37,8 +37,8 @@ GIB = 2**30
 PIECES, PIECE = 16, 1024
 _CHANGE, _BEFORE, _SIZE, _LOST, _MOVED = "change", "before", "size", "lost", "moved"
 #: of every rank: what is added up, and of what the largest counts
-_ADDED = (metric_names.LOSS, metric_names.SAMPLES_PER_S, metric_names.TOKENS_PER_S, "flops_per_s")
-_LARGEST = ("seconds", metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_RESERVED, metric_names.MEMORY_PEAK)
+_ADDED = (metric_names.LOSS, metric_names.SAMPLES_PER_S, metric_names.TOKENS_PER_S, FLOPS)
+_LARGEST = (SECONDS, metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_RESERVED, metric_names.MEMORY_PEAK)
 
 
 class StepMeasurement:
@@ -130,14 +130,14 @@ class StepMeasurement:
         loss = torch.stack(self._losses).sum() if self._losses else None
         if loss is not None and self._accumulates:
             loss = loss * (self._accumulates / len(self._losses))
-        added, largest = [loss, None, None, None], [None] * len(_LARGEST)
+        values: Measured = dict.fromkeys((*_ADDED, *_LARGEST)) | {metric_names.LOSS: loss}
         if done is not None:
-            added = [loss, done.samples, done.tokens, done.flops]
-            largest = [done.seconds, *memory(self._device)]
+            values |= done | dict(zip(_LARGEST[1:], memory(self._device), strict=True))
         if self._world > 1:
-            added, largest = self._reduced(added, dist.ReduceOp.SUM), self._reduced(largest, dist.ReduceOp.MAX)
-            added[0] = None if loss is None else added[0]
-        return {**norms, **dict(zip(_ADDED, added, strict=True)), **dict(zip(_LARGEST, largest, strict=True))}
+            for names, op in ((_ADDED, dist.ReduceOp.SUM), (_LARGEST, dist.ReduceOp.MAX)):
+                values.update(zip(names, self._reduced([values[name] for name in names], op), strict=True))
+            values[metric_names.LOSS] = None if loss is None else values[metric_names.LOSS]
+        return norms | values
 
     def _reduced(self, mine: Sequence[Number | None], op: Any) -> list[Number | None]:
         """Over all ranks; NaN where one does not know."""
@@ -158,9 +158,9 @@ class StepMeasurement:
         values = {**read, **{name: found.get(name) for name in (*_ADDED[1:], *_LARGEST)}}
         if read.get(metric_names.LOSS) is not None:
             values[metric_names.LOSS] = cast("float", read[metric_names.LOSS]) / self._world
-        seconds = values["seconds"] = values["seconds"] or None
+        seconds = values[SECONDS] = values[SECONDS] or None
         for name in _ADDED[1:]:
-            amount, share = values[name], 1 / self._world if name == "flops_per_s" else self._share
+            amount, share = values[name], 1 / self._world if name == FLOPS else self._share
             values[name] = None if amount is None or seconds is None else amount * share / seconds
         change, before = values.pop(_CHANGE, None), values.pop(_BEFORE, None)
         if change is not None and before:

@@ -115,13 +115,14 @@ def scale_source(trainer: Trainer) -> ScaleSource | None:
 class SkipCount:
     """Skipped steps in total, in a row, and of how many; over a run, and over what it resumed from.
 
-    ``skipped`` says how many were skipped by now; ``stock`` is whose scale has to be compared for that. A training
-    batch in which several optimizers stepped is skipped where none of them was applied.
+    ``source`` says how many were skipped by now. A training batch in which several optimizers stepped is skipped where
+    none of them was applied.
     """
 
-    def __init__(self, skipped: Callable[[], Number], stock: StockSource | None = None) -> None:
-        self._skipped, self._stock = skipped, stock
-        self._first = self._last = _kept(skipped())
+    def __init__(self, source: ScaleSource | Callable[[], Number]) -> None:
+        self._stock = source if isinstance(source, StockSource) else None
+        self._skipped = source if callable(source) else source.skipped
+        self._first = self._last = _kept(self._skipped())
         self._attempts = 0  # in the batch at hand
         self.attempts = 0
         self.in_a_row: Number = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from lightning_mp.compat.lightning import Trainer, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.health.flops import CountFlops
 from lightning_mp.monitor.side_run import around_passes
 from lightning_mp.numerics.device import describe, has_tf32
@@ -23,14 +23,11 @@ from lightning_mp.policy.words import DTYPES_OF
 Count = Callable[[Any], "int | Tensor | None"]
 
 
-@dataclass(slots=True)
-class Processed:
-    """What one rank has processed since the last reading; ``None`` where that is not known of a batch in it."""
-
-    samples: Tensor | int | None = 0
-    tokens: Tensor | int | None = 0
-    flops: float | None = 0.0
-    seconds: float = 0.0
+FLOPS, SECONDS = "flops_per_s", "seconds"
+#: what one rank has processed since the last reading, named as what is made of it; ``None`` where that is not known of
+#: a batch in it
+Processed = dict[str, Any]
+_NOTHING: Processed = {metric_names.SAMPLES_PER_S: 0, metric_names.TOKENS_PER_S: 0, FLOPS: 0.0, SECONDS: 0.0}
 
 
 class Throughput:
@@ -48,7 +45,7 @@ class Throughput:
         #: the FLOPs of the first batch, its tokens and its samples
         self._counted: tuple[float, Any, Any] | None = None
         self._last: float | None = None
-        self._done = Processed()
+        self._done = dict(_NOTHING)
         self._batch: tuple[Any, Any] = (None, None)
         #: the peak FLOP/s of this rank's device, and its source
         self.peak: hardware.Peak | None = None
@@ -120,15 +117,16 @@ class Throughput:
         """Add the batch to what was processed."""
         self._conclude()
         now = time.perf_counter()
-        done, (tokens, samples) = self._done, self._batch
-        done.seconds += 0.0 if self._last is None else now - self._last
-        done.samples, done.tokens = _sum(done.samples, samples), _sum(done.tokens, tokens)
-        done.flops = _sum(done.flops, self._flops(tokens, samples))
+        tokens, samples = self._batch
+        seconds = 0.0 if self._last is None else now - self._last
+        for name, value in zip(_NOTHING, (samples, tokens, self._flops(tokens, samples), seconds), strict=True):
+            before = self._done[name]
+            self._done[name] = None if before is None or value is None else before + value
         self._last = now
 
     def take(self) -> Processed:
         """What was processed since the last call."""
-        done, self._done = self._done, Processed()
+        done, self._done = self._done, dict(_NOTHING)
         return done
 
     def _flops(self, tokens: Any, samples: Any) -> float | None:
@@ -139,10 +137,6 @@ class Throughput:
             if isinstance(now, int) and isinstance(first, int) and first:
                 return flops * now / first
         return None
-
-
-def _sum(total: Any, value: Any) -> Any:
-    return None if total is None or value is None else total + value
 
 
 def _mixed(rest: hardware.Peak, fp8: hardware.Peak, share: float) -> hardware.Peak:

@@ -86,7 +86,7 @@ class BadSteps:
         """Run the batches of a skipped step again; save the bad one, write the event, print it, and rewind or raise.
 
         ``searching``: a finite loss then makes it an ordinary overflow, of which there is only an ``info`` event.
-        ``bad_loss`` is whether the loss was finite, where that is known; ``at_hand`` is what the gradients said.
+        ``bad_loss`` is whether the loss was non-finite, where that is known; ``at_hand`` is what the gradients said.
 
         Raises:
             NonFiniteError: ``verdict`` says why the run ends, or there is no checkpoint to rewind to.
@@ -143,7 +143,8 @@ class BadSteps:
         if self._left < 0 or kept is None or event.rank not in (None, rank):
             return
         values = {
-            "batch": map_tensors(kept.batch, _on_cpu),
+            # cloned: a view would bring all it is a view of
+            "batch": map_tensors(kept.batch, lambda tensor: tensor.detach().cpu().clone()),
             "batch_idx": kept.batch_idx,
             "step": event.step,
             "rank": rank,
@@ -205,10 +206,6 @@ def _file_name(step: int, rank: int | str) -> str:
     return f"step_{step:06d}_rank{rank}.pt"
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()  # a view would bring all it is a view of
-
-
 def replay_saved(
     path: str | os.PathLike[str],
     module: LightningModule,
@@ -234,8 +231,7 @@ def replay_saved(
             loss: Tensor | None = loss_of(step_output(module, batch, saved["batch_idx"]))
         if loss is not None:
             losses.append(loss.detach())
-            parts = saved.get("accumulate", 1)  # which older files lack
-            (loss.float() / parts * (saved["loss_scale"] or 1.0)).backward()
+            (loss.float() / saved["accumulate"] * (saved["loss_scale"] or 1.0)).backward()
         return loss
 
     origin = nonfinite.locate(module, run)

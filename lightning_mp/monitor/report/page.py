@@ -17,10 +17,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, counted
 from lightning_mp.monitor.report.charts import dash, draw, lay_out
 from lightning_mp.monitor.report.load import Run, is_run, load
-from lightning_mp.monitor.report.summary import counted, figures, moment, plain, state
+from lightning_mp.monitor.report.summary import figures, moment, plain, state
 from lightning_mp.monitor.run_folder import REPORT
 
 RunDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -136,7 +136,9 @@ def _template(path: Path) -> Any:
         undefined=StrictUndefined,
     )
     found.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    found.filters |= {"plain": plain, "moment": moment, "counted": counted, "dash": dash, "dotted": _dotted}
+    found.filters |= {"plain": plain, "moment": moment, "counted": counted, "dash": dash}
+    # a line may break after a dot
+    found.filters["dotted"] = lambda name: Markup(escape(plain(name)).replace(".", Markup(".<wbr>")))
     found.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
     found.globals |= {
         "figures": figures,
@@ -145,11 +147,6 @@ def _template(path: Path) -> Any:
         "script": (_HERE / "page.js").read_text(encoding="utf-8"),
     }
     return found.get_template(path.name)
-
-
-def _dotted(name: Any) -> Markup:
-    """A module's name or another with dots, which a line may break after a dot."""
-    return Markup(escape(plain(name)).replace(".", Markup(".<wbr>")))
 
 
 def _content(runs: Sequence[Run], title: Sequence[str], not_run: Mapping[str, str]) -> dict[str, Any]:

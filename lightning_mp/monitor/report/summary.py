@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from lightning_mp.errors import counted
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.report.load import Run, Series
 
@@ -80,11 +81,6 @@ def power_of_two(value: float) -> str:
     """``2¹⁶`` for a power of two, which a loss scale nearly always is."""
     mantissa, exponent = math.frexp(value)
     return f"2{str(exponent - 1).translate(_RAISED)}" if mantissa == 0.5 else number(value)
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def plain(value: Any) -> str:

@@ -82,76 +82,53 @@ def test_on_the_command_line_it_is_the_first_batch_of_the_data_unless_a_step_tak
     assert "LMP023" not in result.output
 
 
-NAME = "scale_overflows_at_once"
+# ---------------------------------------------------------------------- the loss scale, accumulation, epsilon
 
 
 def _plan(mode: str = "16-mixed", **scaling: Any) -> MixedPrecisionPlan:
     return MixedPrecisionPlan(mode, loss_scaling=LossScaling(**scaling))
 
 
-# ------------------------------------------------------------------ by its size
-@pytest.mark.parametrize(
-    ("scaling", "severity", "said"),
-    [
+STATIC = {"dynamic": False, "min_scale": 0.0}
+#: the finding, the plan, the micro-batches, the severity, what stands in the text
+SAID: list[tuple[str, Any, int, str, str]] = [
+    *(("scale_overflows_at_once", _plan(mode, **scaling), 1, severity, said)
+      for mode in ("16-mixed", "16-true")
+      for scaling, severity, said in (
         ({"init_scale": 2.0**32}, "warning", "about 16 steps are skipped"),
         ({"init_scale": 2.0**32, "hysteresis": 2}, "warning", "about 17 steps are skipped"),
         ({"init_scale": 2.0**25}, "warning", "about 9 steps are skipped"),
-        ({"init_scale": 2.0**32, "dynamic": False, "min_scale": 0.0}, "warning", "skipped forever"),
-        ({"init_scale": 2.0**41, "dynamic": False, "min_scale": 0.0}, "error", "skipped forever"),
-        ({"init_scale": 2.0**42, "min_scale": 2.0**41}, "error", "skipped forever"),
-    ],
-)
-@pytest.mark.parametrize("mode", ["16-mixed", "16-true"])
-def test_a_scale_no_gradient_fits_under(mode: str, scaling: Any, severity: str, said: str) -> None:
-    finding = found(net(), _plan(mode, **scaling))[NAME]
-    assert finding.severity == severity
-    assert said in finding.why
-    assert finding.where == "loss_scaling.init_scale"
-
-
-@pytest.mark.parametrize("scaling", [{}, {"init_scale": 2.0**24}, {"init_scale": 2.0**15, "dynamic": False}])
-def test_usual_scales_are_healthy(scaling: Any) -> None:
-    assert found(net(), _plan(**scaling)) == {}
-    assert found(net(), "16-mixed") == {}
-
-
-# ------------------------------------------------------------------ by a real batch
-
-
-# ------------------------------------------------------------------ accumulation
-def _accumulated(mode: str, parts: int, model: nn.Module | None = None, **scaling: Any) -> Any:
-    findings = found(
-        model or Wrapped(net(), torch.optim.SGD), _plan(mode, **scaling), None, {"accumulate_grad_batches": parts}
-    )
-    return findings.get("accumulation_overflows")
-
-
-@pytest.mark.parametrize(
-    ("mode", "parts", "scaling", "entry"),
-    [
-        ("16-true", 8, {}, "1 or more"),
-        ("16-true", 4, {"init_scale": 2.0**20}, "0.0625 or more"),
-        ("16-mixed", 2, {"init_scale": FP32_MAX}, "1 or more"),
-    ],
-)
-def test_a_sum_leaves_the_format_it_is_stored_in(mode: str, parts: int, scaling: Any, entry: str) -> None:
-    finding = _accumulated(mode, parts, **scaling)
-    assert finding.severity == "warning"
-    assert entry in finding.why
-    assert finding.where == "accumulate_grad_batches"
+        ({"init_scale": 2.0**32, **STATIC}, "warning", "skipped forever"),
+        ({"init_scale": 2.0**41, **STATIC}, "error", "skipped forever"),
+        ({"init_scale": 2.0**42, "min_scale": 2.0**41}, "error", "skipped forever"))),
+    ("accumulation_overflows", _plan("16-true"), 8, "warning", "1 or more"),
+    ("accumulation_overflows", _plan("16-true", init_scale=2.0**20), 4, "warning", "0.0625 or more"),
+    ("accumulation_overflows", _plan(init_scale=FP32_MAX), 2, "warning", "1 or more"),
+    ("eps_underflows", "16-true", 1, "error", "AdamW(eps=1e-08)"),
+    ("eps_underflows", MixedPrecisionPlan("16-true"), 1, "error", "AdamW(eps=1e-08)"),
+]  # fmt: skip
+WHERE = {
+    "scale_overflows_at_once": "loss_scaling.init_scale",
+    "accumulation_overflows": "accumulate_grad_batches",
+    "eps_underflows": "configure_optimizers",
+}
 
 
 def _adam(**options: Any) -> Any:
     return partial(AdamW, lr=1e-3, **options)
 
 
-# ------------------------------------------------------------------ eps
-@pytest.mark.parametrize("plan", ["16-true", MixedPrecisionPlan("16-true")])
-def test_adams_eps_is_0_in_fp16(plan: Any) -> None:
-    finding = found(Wrapped(net(), _adam()), plan)["eps_underflows"]
-    assert finding.severity == "error"
-    assert finding.what.startswith("AdamW(eps=1e-08)")
-    assert finding.where == "configure_optimizers"
+@pytest.mark.parametrize(("name", "plan", "parts", "severity", "said"), SAID)
+def test_what_is_said(name: str, plan: Any, parts: int, severity: str, said: str) -> None:
+    finding = found(Wrapped(net(), _adam()), plan, None, {"accumulate_grad_batches": parts})[name]
+    assert (finding.severity, finding.where) == (severity, WHERE[name])
+    assert said in str(finding)
+
+
+@pytest.mark.parametrize("scaling", [{}, {"init_scale": 2.0**24}, {"init_scale": 2.0**15, "dynamic": False}])
+def test_usual_scales_are_healthy(scaling: Any) -> None:
+    assert found(net(), _plan(**scaling)) == {}
+    assert found(net(), "16-mixed") == {}
 
 
 @pytest.mark.parametrize(
@@ -330,18 +307,3 @@ def test_another_precision_in_the_json_of_lightnings_own_strategy(plan: Any, key
     findings = _found(plan if key is None else None, DeepSpeedStrategy(config=HALF), key and {key: plan})
     assert [(finding.severity, finding.where) for finding in findings] == [("error", "fp16.enabled")]
     assert f"precision={getattr(plan, 'precision', plan)!r}" in findings[0].what
-
-
-@pytest.mark.parametrize(
-    ("plan", "config"),
-    [
-        (MixedPrecisionPlan("16-mixed"), HALF),
-        (MixedPrecisionPlan("bf16-mixed"), {"bf16": {"enabled": True}, "fp16": {"enabled": False}}),
-        ("16-mixed", HALF),
-        ("bf16-mixed", {"bf16": {"enabled": "auto"}}),
-        (MixedPrecisionPlan("bf16-mixed"), {}),
-    ],
-    ids=str,
-)
-def test_and_the_same_precision_is_no_contradiction(plan: Any, config: Any) -> None:
-    assert _found(plan, DeepSpeedStrategy(config=config or None)) == []

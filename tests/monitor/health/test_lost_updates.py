@@ -85,16 +85,6 @@ def test_where_nothing_is_lost_nothing_is_logged(name: str, tmp_path: Path) -> N
     assert shares(Counts(case.make), tmp_path, plugins=[MixedPrecisionPlan(case.mode)]) == [None] * STEPS
 
 
-def test_the_alert_names_the_share_and_the_rate(tmp_path: Path) -> None:
-    mine = TrainingHealth(tmp_path / "run", alerts={"lost_window": 8}, report=False)
-    module = Counts(partial(AdamW, lr=1e-7))
-    fit(module, callbacks=[mine], max_steps=8, plugins=[MixedPrecisionPlan("bf16-true")])
-    (event,) = (event for event in mine.events if event.kind == "lost_updates")
-    assert event.severity == "warning"
-    assert event.evidence["lr"] == 1e-7
-    assert event.value == pytest.approx(sorted(module.shares[:8])[3:5][0], abs=0.05)  # type: ignore[type-var]
-
-
 @dataclass(frozen=True)
 class Across:
     """Two processes; what was measured, and counted on whole weights."""

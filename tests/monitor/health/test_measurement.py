@@ -34,7 +34,6 @@ from lightning_mp.monitor.health.scale_sources import (
     StockSource,
 )
 from lightning_mp.monitor.health.to_host import LAG, Sent, ToHost
-from lightning_mp.numerics.grads import squares
 from lightning_mp.numerics.loss_scale import LossScaler
 from support.counting import Asked
 from support.language import LENGTH, VOCABULARY, WIDTH, gpt2
@@ -53,12 +52,6 @@ def norm(*tensors: Tensor) -> float:
 
 def sums() -> SquareSums:
     return SquareSums(CPU, [()])
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([torch.float16, torch.bfloat16, torch.float64]))))
-def test_squares_of_every_dtype_and_size_in_order(kinds: list[tuple[int, torch.dtype]]) -> None:
-    tensors = [torch.full((size,), 3.0, dtype=dtype) for size, dtype in kinds]
-    assert squares(tensors, CPU).tolist() == pytest.approx([9.0 * size for size, _ in kinds], rel=1e-6)
 
 
 def test_of_a_large_parameter_pieces_from_all_of_it_are_kept() -> None:
@@ -113,14 +106,10 @@ def expected(trace: list[bool]) -> list[tuple[int, int]]:
     return found
 
 
-def counted(source: ScaleSource) -> SkipCount:
-    return SkipCount(source.skipped, source if isinstance(source, StockSource) else None)
-
-
 def followed(source: ScaleSource, scaler: GradScaler, optimizer: str, trace: list[bool], after: Any = None) -> Any:
     """Total and row after each step of a plain loop."""
     model = net()
-    stepped, skips, found = OPTIMIZERS[optimizer](model.parameters()), counted(source), []
+    stepped, skips, found = OPTIMIZERS[optimizer](model.parameters()), SkipCount(source), []
     to_host = ToHost(CPU)
     for step, overflow in enumerate(trace):
         stepped.zero_grad()
@@ -187,7 +176,7 @@ def test_deepspeeds_own_scaler(trace: list[bool]) -> None:
     window = 3
     scaler = host.DynamicLossScaler(2.0**10, window, 2.0, 2, False, raise_error_at_min_scale=False)
     engine, clean = Engine(scaler), 0
-    skips = counted(DeepSpeedSource(engine))
+    skips = SkipCount(DeepSpeedSource(engine))
     for overflow, counts in zip(trace, expected(trace), strict=True):
         skips.before_step()
         with pytest.MonkeyPatch.context() as patched:

@@ -19,11 +19,9 @@ from lightning_mp.monitor.nonfinite.replay import Diagnosis, KeptBatch, Replayer
 from lightning_mp.numerics.rng import rng_state
 from support.manual import Pair, in_turn
 from support.models import same_weights, weights
-from support.nonfinite import BAD, FAULTS, STOCK, Breaks, Remembers
+from support.nonfinite import BAD, STOCK, Breaks, Remembers
 from support.oracles import plan_for, stock_for
 from support.running import fit
-
-every_fault = pytest.mark.parametrize("how", FAULTS)
 
 
 class Asks(Callback):
@@ -55,17 +53,6 @@ def _asked(module: LightningModule, *at: int, when: str = "step", **options: Any
 
 
 # ---------------------------------------------------------------------- what is named
-
-
-@every_fault
-@pytest.mark.parametrize("mode", STOCK)
-def test_the_birthplace_is_named_before_the_step(how: str, mode: str) -> None:
-    module, phase, bad_loss = FAULTS[how]
-    diagnosis = _asked(Breaks(how), **stock_for(mode))
-    assert diagnosis.origin is not None
-    assert (diagnosis.rank, diagnosis.batch_idx, diagnosis.bad_loss) == (0, BAD, bad_loss)
-    assert (diagnosis.origin.module, diagnosis.origin.phase) == (module, phase)
-    assert diagnosis.origin.input_bad == (how == "batch")
 
 
 class Decides(Breaks):
@@ -102,12 +89,6 @@ def test_what_a_step_rests_on_is_as_it_was(decide: Callable[[Any, int], bool], w
     assert len(module.broke) == 8
     assert {True, False} == set(module.broke)
     assert [diagnosis.note is None and diagnosis.origin is not None for diagnosis in asks.diagnoses] == module.broke
-
-
-@pytest.mark.parametrize("batch", range(4))
-def test_of_an_accumulation_window_the_bad_batch_is_named(batch: int) -> None:
-    diagnosis = _asked(Breaks("gradient", (4 + batch,)), 7, accumulate_grad_batches=4)
-    assert (diagnosis.batch_idx, diagnosis.origin and diagnosis.origin.module) == (4 + batch, "net.2")
 
 
 def test_a_window_waits_in_host_memory_and_is_gone_after_its_step() -> None:

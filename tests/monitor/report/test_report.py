@@ -289,11 +289,6 @@ def test_the_fp8_operands_that_lost_most_are_drawn(tmp_path: Path) -> None:
         assert list(_curves(charts[title])) == ["net.0 input", "net.1 gradient"]
 
 
-def test_a_run_that_failed_says_so_at_the_top(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, status="failed", error="NonFiniteError: x < y")
-    assert "The run failed: NonFiniteError: x < y" in _text(folder)
-
-
 def test_markup_from_files_is_text(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "plain", module=HOSTILE, error=HOSTILE, status="failed", strategy=HOSTILE)
     (folder / "run.json").write_text(json.dumps(about(machine={HOSTILE: HOSTILE}, plan={HOSTILE: HOSTILE}, at=HOSTILE)))
