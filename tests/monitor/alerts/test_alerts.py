@@ -71,47 +71,41 @@ def with_spikes(at: dict[int, float], count: int = 300, **kind: float) -> list[f
     return [norm * at.get(step, 1.0) for step, norm in enumerate(noise(count, **kind))]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("times", "heard"),
-    [(3, False), (7, False), (30, True), (100, True), (1e6, True)],
-)
-def test_it_is_heard_from_ten_times_the_median_on(times: float, heard: bool) -> None:
-    norms = with_spikes({170: times}, spread=0.1)
-    assert steps("grad_norm_spike", rows(grad_norm=norms)) == ([170] if heard else [])
+def calm(*last: float) -> list[float]:
+    """A model that knows its data: norms a thousandth of what they were."""
+    return [*(norm * (1.0 if step < 100 else 1e-3) for step, norm in enumerate(noise(400, spread=0.1))), *last]
 
 
-def test_the_ratio_alone_is_not_enough() -> None:
-    """Norms that swing over two orders of magnitude all the time: 15 times the median is nothing new."""
-    norms = with_spikes({170: 1.0}, spread=0.9)
+def swinging() -> list[float]:
+    """Norms over two orders of magnitude all the time: 15 times the median is nothing new."""
+    norms = noise(300, spread=0.9)
     norms[170] = 15.0
-    assert steps("grad_norm_spike", rows(grad_norm=norms)) == []
-    assert steps("grad_norm_spike", rows(grad_norm=norms), spike_sigmas=5) != []
+    return norms
 
 
-def test_standard_deviations_alone_are_not_enough() -> None:
-    """Norms that hardly move: twice the median is a hundred standard deviations, and harmless."""
-    norms = with_spikes({170: 2.0}, spread=0.005)
-    assert steps("grad_norm_spike", rows(grad_norm=norms)) == []
-    assert steps("grad_norm_spike", rows(grad_norm=norms), spike_ratio=1.5) == [170]
+#: norms, settings, the steps at which it is heard; a spike that lasts some steps is told once
+SPIKES: dict[str, tuple[list[float], dict[str, float], list[int]]] = {
+    "3 times the median": (with_spikes({170: 3}, spread=0.1), {}, []),
+    "7 times": (with_spikes({170: 7}, spread=0.1), {}, []),
+    "30 times": (with_spikes({170: 30}, spread=0.1), {}, [170]),
+    "a million times": (with_spikes({170: 1e6}, spread=0.1), {}, [170]),
+    "a ratio without deviations": (swinging(), {}, []),
+    "deviations without a ratio": (with_spikes({170: 2.0}, spread=0.005), {}, []),
+    "a lower ratio": (with_spikes({170: 2.0}, spread=0.005), {"spike_ratio": 1.5}, [170]),
+    "a small norm": (calm(0.039), {}, []),
+    "a small norm, farther off": (calm(0.2), {}, [400]),
+    "a small norm that counts": (calm(0.039), {"spike_level": 0.01}, [400]),
+    "before a window was seen": (with_spikes({ARMED - 1: 1e3}, spread=0.1), {}, []),
+    "as soon as one was": (with_spikes({ARMED: 1e3}, spread=0.1), {}, [ARMED]),
+    "twice": (with_spikes({170: 100.0, 171: 200.0, 173: 80.0, 220: 100.0}, spread=0.1), {}, [170, 220]),
+}
 
 
-def test_a_small_norm_has_to_be_farther_off() -> None:
-    """A model that knows its data: norms a thousandth of what they were go up 39-fold and nothing happens."""
-    calm = [norm * (1.0 if step < 100 else 1e-3) for step, norm in enumerate(noise(400, spread=0.1))]
-    assert steps("grad_norm_spike", rows(grad_norm=[*calm, 0.039])) == []
-    assert steps("grad_norm_spike", rows(grad_norm=[*calm, 0.2])) == [400]
-    assert steps("grad_norm_spike", rows(grad_norm=[*calm, 0.039]), spike_level=0.01) == [400]
-
-
-def test_it_is_silent_before_it_has_seen_a_window() -> None:
-    assert steps("grad_norm_spike", rows(grad_norm=with_spikes({ARMED - 1: 1e3}, spread=0.1))) == []
-    assert steps("grad_norm_spike", rows(grad_norm=with_spikes({ARMED: 1e3}, spread=0.1))) == [ARMED]
-
-
-def test_one_spike_is_one_event_and_the_next_one_another() -> None:
-    """A spike that lasts some steps is told once; the same again later is news."""
-    times = {170: 100.0, 171: 200.0, 173: 80.0, 220: 100.0}
-    assert steps("grad_norm_spike", rows(grad_norm=with_spikes(times, spread=0.1))) == [170, 220]
+@pytest.mark.parametrize(("norms", "settings", "heard"), SPIKES.values(), ids=SPIKES)
+def test_a_spike_is_far_off_as_a_ratio_and_in_deviations(
+    norms: list[float], settings: dict[str, float], heard: list[int]
+) -> None:
+    assert steps("grad_norm_spike", rows(grad_norm=norms), **settings) == heard
 
 
 @settings(max_examples=50)
