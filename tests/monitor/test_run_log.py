@@ -196,23 +196,6 @@ class _Validated(Regression):
         self.log("val/loss", self.training_step(batch, batch_idx))
 
 
-@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")  # a process group of an earlier test
-def test_validation_before_the_checkpoint_stays_and_is_not_written_twice(tmp_path: Path) -> None:
-    def train(epochs: int, ckpt_path: str | None = None) -> None:
-        saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-        runner = Trainer(callbacks=[TrainingHealth(tmp_path), saves], max_epochs=epochs, **QUIET)
-        runner.fit(_Validated(), batches(), batches(), ckpt_path=ckpt_path)
-
-    def validated() -> list[int]:
-        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        return [row["step"] for row in rows if "val/loss" in row]
-
-    train(2)
-    steps, losses = validated(), _losses(tmp_path)
-    train(2, str(tmp_path / "epoch=0.ckpt"))
-    assert (validated(), _losses(tmp_path)) == (steps, losses)
-
-
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")  # a process group of an earlier test
 def test_a_second_validation_in_an_accumulation_window_is_left_out(tmp_path: Path) -> None:
