@@ -50,7 +50,7 @@ def test_gradients_wait_under_the_scale(mode: str, scale: float) -> None:
     assert len(trace.seen) == 2
 
 
-@pytest.mark.parametrize("batch", range(8))
+@pytest.mark.parametrize("batch", [0, 4, 7])
 @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "16-true"])
 def test_an_overflow_spoils_its_window_alone(mode: str, batch: int) -> None:
     """Windows of 3, 3 and 2 micro-batches: whichever of them holds the bad one is skipped whole."""

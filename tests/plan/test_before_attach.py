@@ -73,7 +73,7 @@ WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda plan: pickle.loads(pickle.du
 
 
 @pytest.mark.parametrize("way", WAYS)
-@every_mode
+@pytest.mark.parametrize("mode", ["16-mixed", "bf16-true", "auto"])
 def test_a_plan_is_copied_and_pickled_before_and_after_a_fit(mode: str, way: str) -> None:
     plan, oracle = _full(mode), Regression()
     fit(oracle, plugins=[_full(mode)])

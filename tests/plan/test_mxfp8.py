@@ -116,7 +116,7 @@ def test_on_a_gpu_that_has_none_the_line_says_which_one_has(
     assert "MXFP8 needs compute capability 10.0 (not 12.0)" in caplog.text
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", ["mxfp8"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_model_computes_the_same(recipe: str) -> None:
     torch._dynamo.reset()  # what other tests compiled counts against the limit of one function's graphs

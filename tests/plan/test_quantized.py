@@ -156,8 +156,7 @@ def _under(layer: str, strategy: str) -> list[float]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("strategy", ["mp_ddp", "mp_fsdp2"])
-@pytest.mark.parametrize("layer", ["Linear4bit", "FP8Linear"])
+@pytest.mark.parametrize(("layer", "strategy"), [("Linear4bit", "mp_ddp"), ("FP8Linear", "mp_fsdp2")])
 def test_under_other_strategies(layer: str, strategy: str) -> None:
     assert in_a_process(_under, layer, strategy) == same(layer, "bf16-mixed", True)
 
