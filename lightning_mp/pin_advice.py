@@ -110,7 +110,7 @@ class PinAdvice:
 def suggest_pins(
     module: nn.Module,
     batches: Iterable[Any],
-    plan: MixedPrecisionPlan,
+    plan: MixedPrecisionPlan | str,
     *,
     steps: int = 8,
     tolerance: float = 0.1,
@@ -124,19 +124,23 @@ def suggest_pins(
     Args:
         module: a LightningModule, whose ``training_step`` returns the loss, or a module that returns one.
         batches: as the loop draws them; at most ``steps`` are.
-        plan: its pins stay. FP8 products are measured as the bf16 ones that they replace.
+        plan: a plan, or its precision; its pins stay. FP8 products are measured as the bf16 ones that they replace.
         steps: how many batches at most.
         tolerance: a pin is left out where that gives up no more than this part of what the pins gain.
         max_pins: how many pins at most.
 
     Raises:
-        PlanError: no batch, no scalar loss, or a plan that the module cannot run under.
+        PlanError: no batch, no scalar loss, gradients that are not finite in fp32 either, a plan that the module cannot
+            run under, a ``training_step`` that needs its Trainer.
     """
+    plan = plan if isinstance(plan, MixedPrecisionPlan) else MixedPrecisionPlan.from_config(plan)
     faults = Faults("suggest_pins")
     for name, value in (("steps", steps), ("max_pins", max_pins)):
         faults.whole(name, value, 1, "leave it out")
-    faults.raise_if_any()
     first = next(module.parameters(), None)
+    if first is None:
+        faults.add(f"{type(module).__name__} without parameters", "have configure_model() or setup() make them first")
+    faults.raise_if_any()
     device = torch.device("cpu") if first is None else first.device
     generators = rng_state(device)
     try:
@@ -164,6 +168,10 @@ class _Search:
         self._module, self._batches, self._device, self._rng = module, batches, device, rng
         self._errors: dict[tuple[str, ...], float | None] = {}
         self._exact = list(self._gradients(self._reference))
+        for index, found in enumerate(self._exact):
+            if not all(bool(gradient.isfinite().all()) for gradient in found.values()):
+                what = f"batch {index}, whose gradients are not finite in fp32 either"
+                raise PlanError([Fault(what, "", "look for the cause in it, or leave it out")], "suggest_pins")
 
     @property
     def _ordinary(self) -> float:
@@ -187,7 +195,14 @@ class _Search:
         set_rng_state(self._rng, self._device)
         batch = move_data_to_device(deepcopy(batch), self._device)
         autocast = policy.compute_dtype if policy.mixed else None
-        loss: Any = loss_of(output_in(copied, batch, self._device, autocast=autocast, storage=policy.storage_dtype))
+        try:
+            output = output_in(copied, batch, self._device, autocast=autocast, storage=policy.storage_dtype)
+        except RuntimeError as error:
+            if "not attached to a `Trainer`" not in str(error):
+                raise
+            what = f"{type(self._module).__name__}.training_step, which needs its Trainer"
+            raise PlanError([Fault(what, "", "give an nn.Module that returns the loss")], "suggest_pins") from error
+        loss: Any = loss_of(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"{type(self._module).__name__} gave no scalar loss with a gradient"
             raise PlanError([Fault(what, "", "return the loss from training_step or forward")], "suggest_pins")

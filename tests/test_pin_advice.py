@@ -229,9 +229,41 @@ class NoLoss(LightningModule):
         return self.net(batch[0])
 
 
-def test_a_module_without_a_loss_is_refused() -> None:
-    with pytest.raises(PlanError, match="no scalar loss"):
-        suggest_pins(NoLoss(), _batches(), MixedPrecisionPlan("bf16-mixed"))
+class Manual(NoLoss):
+    """Steps its optimizers by hand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for optimizer in self.trainer.optimizers:
+            optimizer.step()
+
+
+class Later(NoLoss):
+    """Made when the run begins."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        self.net = nn.Linear(WIDTH, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (NoLoss, "no scalar loss"),
+        (Manual, "Manual.training_step, which needs its Trainer"),
+        (Later, "Later without parameters"),
+    ],
+)
+def test_a_module_whose_loss_cannot_be_had_is_refused(kind: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        suggest_pins(kind(), _batches(), MixedPrecisionPlan("bf16-mixed"))
+
+
+def test_a_batch_that_is_not_finite_in_fp32_is_refused_by_its_number() -> None:
+    good, bad = list(_batches())[:2]
+    with pytest.raises(PlanError, match="Batch 1, whose gradients are not finite"):
+        suggest_pins(Mlp(), [good, (bad[0] * float("nan"), bad[1])], "bf16-mixed")
 
 
 def test_the_plans_own_pins_stay() -> None:

@@ -21,11 +21,18 @@ from lightning_mp.numerics import grads
 _SAM = frozenset(("ASAM", "ESAM", "GSAM", "LookSAM", "SAM", "Sam", "WSAM"))
 
 
+#: modules of optimizers that step without a closure
+_PLAIN = ("torch.optim.", "lightning.pytorch.", "pytorch_lightning.")
+
+
 @cache
 def takes_closure(kind: type[Optimizer]) -> bool:
-    """Whether optimizers of this class may evaluate a closure in their step; of torch's only LBFGS is given one."""
+    """Whether optimizers of this class may evaluate a closure in their step; of torch's only LBFGS is given one.
+
+    Lightning's own stands where ``configure_optimizers`` returns None.
+    """
     closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and (closure.default is closure.empty or not kind.__module__.startswith("torch.optim."))
+    return closure is not None and (closure.default is closure.empty or not kind.__module__.startswith(_PLAIN))
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from lightning_mp.errors import Fault, Faults, PlanError, one_line
 from lightning_mp.policy.loss_scaling import LossScaling
-from lightning_mp.policy.words import precision_word
+from lightning_mp.policy.words import precision_fix, precision_word
 
 #: what a ``_target_`` may name besides a class whose fields are written out, and what builds it
 _CONSTRUCTORS: Mapping[str, Callable[..., LossScaling]] = {
@@ -55,7 +55,8 @@ def _plain(config: Any, name: str, faults: Faults) -> Any:
     from yaml import YAMLError
 
     if name and not Path(config).is_file():
-        faults.add(f"{name}, which is no file", "a YAML file", "check the path")
+        near = "" if Path(config).suffix else precision_fix(config)
+        faults.add(f"{name}, which is no file", "a YAML file", near if "mean" in near else "check the path")
         return None
     try:
         loaded = OmegaConf.load(config) if name else config

@@ -67,7 +67,7 @@ def precision_fix(value: object, presets: Iterable[str] = (), others: Iterable[s
         return f"MixedPrecisionPlan.preset({text.replace('-', '_')!r}) is the plan of that name"
     if "64" in text or "double" in text:
         return "double precision is not offered: write '32-true', or use Trainer(precision='64-true') without a plan"
-    near, otherwise = [*PRECISIONS, *others], "write one of these"
+    near, otherwise = list(dict.fromkeys([*PRECISIONS, *others])), "write one of these"
     if "bf" in text or text.startswith("b"):
         near, otherwise = [word for word in near if "bf16" in word], "did you mean 'bf16-mixed', 'bf16-true'?"
     elif "16" in text or nearest(text, ["half"]):

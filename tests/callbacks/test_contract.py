@@ -172,3 +172,24 @@ def test_all_of_them_work_together(order: Any) -> None:
     fit(module, precision="bf16-mixed", callbacks=[_build(name) for name in order([*CALLBACKS])])
     assert _shape(module) == before
     assert len(module.losses) == 8
+
+
+class Unoptimized(Regression):
+    """One that only looks at its batches."""
+
+    seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
+@pytest.mark.parametrize("mode", ["32-true", "16-mixed"])
+def test_a_module_without_an_optimizer_takes_each_batch_once(mode: str) -> None:
+    module = Unoptimized()
+    fit(module, plugins=[plan_for(mode)], callbacks=[_build(name) for name in MONITORS])
+    assert module.seen == 8

@@ -110,6 +110,11 @@ def test_what_is_no_config_is_refused(config: Any, given: str) -> None:
     assert error.value.faults[0].given == given
 
 
+def test_a_misspelt_word_is_answered_with_the_near_ones() -> None:
+    with pytest.raises(PlanError, match="Did you mean '16-mixed', '16-true'"):
+        MixedPrecisionPlan.from_config("fp-16")
+
+
 @pytest.mark.parametrize("content", ["- a\n- b\n", "just text\n", "3\n"], ids=["list", "text", "number"])
 def test_a_file_that_holds_no_plan_is_refused_by_name(content: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"

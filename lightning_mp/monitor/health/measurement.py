@@ -91,7 +91,8 @@ class StepMeasurement:
         """
         parameters = self._trained
         if not self._seen:
-            lr = optimizer.param_groups[0]["lr"]
+            # Lightning's stand-in for no optimizer has no groups
+            lr = next((group["lr"] for group in optimizer.param_groups), None)
             self.lr = None if lr is None else lr * lr_factor  # Adafactor may have its own
             self._before = copied(self._parameters())
             self._sums.add(list(self._before.values()), _BEFORE)
