@@ -30,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     of_model.half_weights,
     of_model.tied_pins,
     of_model.device_cannot,
+    of_model.strategy_cannot,
     of_model.no_fp16_lstm,
     of_model.tf32_off,
     of_model.not_aligned,

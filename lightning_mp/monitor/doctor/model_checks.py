@@ -108,6 +108,22 @@ def device_cannot(case: ModelUnderTest) -> Iterator[Finding]:
         yield fact("precision_refused", given, "precision", needed=needed, change=fix)
 
 
+def strategy_cannot(case: ModelUnderTest) -> Iterator[Finding]:
+    """A plan that ZeRO-3, ZeRO's offload or FSDP1 does not carry out: there the run is refused."""
+    word = case.strategy.lower() if isinstance(case.strategy, str) else type(case.strategy).__name__.lower()
+    stage3 = isinstance(case.strategy, DeepSpeedStrategy) and case.strategy.zero_stage_3
+    masters = stage3 or "zero3" in word or ("zero" in word and "offload" in word)
+    if case.policy is None:
+        return
+    if masters and case.policy.storage_dtype != "fp32":
+        needed = "a mixed mode, since this strategy keeps fp32 master weights"
+        change = f"use {case.precision.replace('true', 'mixed')!r}, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'"
+        yield fact("precision_refused", f"{case.precision} with ZeRO-3 or its offload", needed=needed, change=change)
+    if case.pins and "fsdp1" in word:
+        change = "use strategy='mp_fsdp2'"
+        yield fact("precision_refused", "pins with FSDP1", needed="a plan without pins", change=change)
+
+
 def no_fp16_lstm(case: ModelUnderTest) -> Iterator[Finding]:
     """An LSTM in fp16 on this CPU, whose oneDNN has none: there the run is refused."""
     in_fp16 = case.policy is not None and case.mixed and case.compute == "fp16" and case.device.type == "cpu"

@@ -321,3 +321,14 @@ def test_beside_torchs_reentrant_wrapper_a_cache_makes_gradients_wrong() -> None
         hf.loss_of(each, hf.tokens()).backward()
     pairs = zip(plain.parameters(), model.parameters(), strict=True)
     assert not all(torch.allclose(one.grad, other.grad, atol=1e-6) for one, other in pairs)
+
+
+def test_a_plan_that_the_strategy_refuses_is_an_error() -> None:
+    pinned = Plan("bf16-mixed", pins={"norms": "fp32"})
+    true = Plan("bf16-true")
+    for plan, strategy in ((true, "mp_deepspeed_zero3"), (true, "mp_deepspeed_zero1_offload"), (pinned, "mp_fsdp1")):
+        finding = found(with_norm(nn.LayerNorm(16)), plan, strategy)["precision_refused"]
+        assert finding.severity == "error"
+        assert "mp_fsdp2" in finding.fix
+    for plan, strategy in ((true, "mp_fsdp2"), (Plan("bf16-mixed"), "mp_deepspeed_zero3"), (pinned, "mp_fsdp2")):
+        assert "precision_refused" not in found(with_norm(nn.LayerNorm(16)), plan, strategy)
