@@ -56,6 +56,11 @@ class PlanError(ValueError):
         lines += [f"  {number}. {fault}" for number, fault in enumerate(self.faults, start=1)]
         super().__init__("\n".join(lines))
 
+    @classmethod
+    def of(cls, given: str, fix: str, subject: str = "MixedPrecisionPlan") -> PlanError:
+        """That of one thing that happened, and what to do."""
+        return cls([Fault(given, "", fix)], subject)
+
     def listed(self) -> str:
         """The faults as a command prints them: one alone in its line, or their count and one a line."""
         faults = [str(fault) for fault in self.faults]

@@ -13,22 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mp.compat.torch import GROWTH_TRACKER
-
-
-@contextmanager
-def casts_left_out() -> Generator[None, None, None]:
-    """Within, no engine casts the parameters of its module, which it does where ``fp16.enabled`` is true."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    engine_class = cast("Any", DeepSpeedEngine)
-    cast_all = engine_class._cast_module_mixed_precision
-    engine_class._cast_module_mixed_precision = lambda *_args, **_kwargs: None
-    try:
-        yield
-    finally:
-        engine_class._cast_module_mixed_precision = cast_all
-
+from lightning_mp.compat.torch import new_hooks_first
 
 #: where the function comes from that stage 3 puts in place of torch's
 _ZERO_LINEAR = "deepspeed.runtime.zero.linear"
@@ -58,18 +43,29 @@ class FunctionalLinear:
 _former: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
-def remove_old_hooks(module: nn.Module) -> None:
-    """Take the hooks of the ZeRO optimizer of an earlier run off ``module``; they would reduce its gradients too."""
-    before = _former.pop(module, None)
-    optimizer = None if before is None else before()
-    if optimizer is not None:
-        optimizer.destroy()
+def initialize(module: nn.Module, **given: Any) -> tuple[Any, Any]:
+    """``deepspeed.initialize``'s engine and optimizer, which casts no parameter and finds no hooks of an earlier run.
 
+    An engine casts its module's parameters where ``fp16.enabled`` is true. The hooks of the ZeRO optimizer of a run
+    before would reduce gradients too.
+    """
+    import deepspeed
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-def note_hooks(module: nn.Module, optimizer: Any) -> None:
-    """Note which ZeRO optimizer put its hooks into ``module``."""
-    if hasattr(optimizer, "destroy"):
-        _former[module] = weakref.ref(optimizer)
+    before = _former.pop(module, lambda: None)()
+    if before is not None:
+        before.destroy()
+    engine_class = cast("Any", DeepSpeedEngine)
+    cast_all = engine_class._cast_module_mixed_precision
+    engine_class._cast_module_mixed_precision = lambda *_args, **_kwargs: None
+    try:
+        with new_hooks_first(module):  # weight_norm's hook reads what DeepSpeed's gathers
+            engine, optimizer, _, _ = cast("Any", deepspeed).initialize(model=module, dist_init_required=False, **given)
+    finally:
+        engine_class._cast_module_mixed_precision = cast_all
+    if hasattr(engine.optimizer, "destroy"):
+        _former[module] = weakref.ref(engine.optimizer)
+    return engine, optimizer
 
 
 def trained_names(zero: Any, module: nn.Module) -> list[list[str]]:
@@ -183,29 +179,12 @@ class PlanScale:
     """Gives a ZeRO optimizer the scale that the backward pass used, and leaves moving it to the plan.
 
     DeepSpeed's own scaler is updated before gradients are divided, so that a step on which the scale grows is made
-    with half of its gradients. A checkpoint holds it as the scaler DeepSpeed would have, from which DeepSpeed alone can
-    resume.
+    with half of its gradients. A checkpoint holds a scaler of DeepSpeed's that begins with the scale.
     """
 
     def __init__(self, scaler: Any) -> None:
-        from deepspeed.runtime.fp16 import loss_scaler
-
-        self._scaler, rule = scaler, scaler.config
+        self._scaler, self.dynamic = scaler, scaler.config.dynamic
         self._read: float | None = None
-        #: the scaler that DeepSpeed would have
-        self._plain: Any = loss_scaler.LossScaler(rule.init_scale)
-        if rule.dynamic:
-            self._plain = loss_scaler.DynamicLossScaler(
-                init_scale=rule.init_scale,
-                scale_window=rule.growth_interval,
-                min_scale=rule.min_scale,
-                delayed_shift=rule.hysteresis,
-                consecutive_hysteresis=rule.consecutive_hysteresis,
-                raise_error_at_min_scale=rule.at_min == "raise",
-            )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_plain"], name)
 
     @contextmanager
     def read_once(self) -> Generator[None, None, None]:
@@ -232,19 +211,16 @@ class PlanScale:
         return loss
 
     def update_scale(self, overflow: bool) -> None:
-        """Count; the plan adjusts once the step is over."""
-        if self._plain.dynamic:
-            self._plain.cur_iter += 1
+        """Nothing: the plan adjusts once the step is over."""
 
     def __reduce__(self) -> Any:
-        plain = self._plain
-        plain.cur_scale = self.cur_scale
-        if plain.dynamic:
-            state = self._scaler.state_dict()
-            # At its next step it counts (cur_iter - last_overflow_iter) - 1 clean ones, which is one more than now.
-            plain.last_overflow_iter = plain.cur_iter - state[GROWTH_TRACKER] - 2
-            plain.cur_hysteresis = state["hysteresis_left"]
-        return type(plain).__new__, (type(plain),), vars(plain)
+        from deepspeed.runtime.fp16 import loss_scaler
+
+        rule = self._scaler.config
+        if not rule.dynamic:
+            return loss_scaler.LossScaler, (self.cur_scale,)
+        rest = rule.growth_interval, rule.min_scale, rule.hysteresis, rule.consecutive_hysteresis
+        return loss_scaler.DynamicLossScaler, (self.cur_scale, *rest, rule.at_min == "raise")
 
 
 def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:

@@ -198,15 +198,6 @@ def is_compiled(module: Any) -> bool:
     return vars(module).get("_compiler_ctx") is not None
 
 
-def load_files_by_device() -> None:
-    """Have Lightning load a file to ``"cpu"``, not by a function that says the same.
-
-    torch rebuilds tensors of a subclass, such as the optimizer state of torchao, for a device that has a name only.
-    """
-    load: Any = __getattr__("TorchCheckpointIO").load_checkpoint
-    load.__defaults__ = tuple("cpu" if callable(default) else default for default in load.__defaults__)
-
-
 def accumulates(trainer: Trainer) -> bool:
     """Whether the batch at hand is not the last one before an optimizer step."""
     return cast("Any", trainer.fit_loop)._should_accumulate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_mp.compat.torch import in_backward
+from lightning_mp.errors import Fault, PlanError
 
 # ------------------------------------------------------------------ DDP
 
@@ -29,47 +30,31 @@ def register_comm_hooks(model: Any) -> bool:
 # ------------------------------------------------------------------ FSDP2
 
 
-def fsdp2_policy(unit: Any) -> Any:
-    """The ``MixedPrecisionPolicy`` that the unit was given."""
-    return _fsdp2_state(unit)._mp_policy
-
-
-def fsdp2_groups(unit: Any) -> list[Any]:
-    """The unit's groups of parameters, each of which is gathered and reduced as one."""
-    state = _fsdp2_state(unit)
-    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one, under the other name
-    return [group for group in several or [state._fsdp_param_group] if group is not None]
-
-
-def groups_below(model: nn.Module) -> list[Any]:
-    """Those of every unit of ``model``."""
-    return [group for unit in _units(model) for group in fsdp2_groups(unit)]
-
-
-def fsdp2_parameters(unit: Any) -> Iterator[Any]:
-    """The unit's parameters as torch records them."""
-    for group in fsdp2_groups(unit):
-        yield from group.fsdp_params
-
-
-def members_of(group: Any) -> list[Any]:
-    """The same of one group."""
-    return group.fsdp_params
-
-
-def shard_of(parameter: Any) -> Any:
-    """This rank's parameter, which optimizers step, of one that torch records."""
-    return parameter.sharded_param
+def policies(model: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
+    """Each unit's name and ``MixedPrecisionPolicy``, and the dtype its trainable parameters are stored in."""
+    for name, unit in model.named_modules():
+        if isinstance(unit, FSDPModule):
+            held = (one.sharded_param for group in _groups_of(unit) for one in group.fsdp_params)
+            stored = next((parameter.dtype for parameter in held if parameter.requires_grad), None)
+            if stored is not None:
+                yield name, _state(unit)._mp_policy, stored
 
 
 class GatherWays:
-    """More than one way in which FSDP2 gathers ``parameter``; each keeps what torch made for it, gradients included."""
+    """More than one way in which FSDP2 gathers a parameter; each keeps what torch made for it, gradients included."""
 
     _KEPT = ("_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs")
 
     def __init__(self, parameter: Any) -> None:
         self._parameter, self._name = parameter, "stored"
         self._made: dict[str, dict[str, Any]] = {}
+        #: this rank's parameter, which optimizers step
+        self.shard: Tensor = parameter.sharded_param
+
+    @classmethod
+    def of(cls, model: nn.Module) -> list[GatherWays]:
+        """Those of every parameter in a unit of ``model``."""
+        return [cls(one) for group in _groups_below(model) for one in group.fsdp_params]
 
     def local(self) -> Tensor:
         """This rank's shard; the very tensor that torch asks for extensions, of which ``to_local`` gives another."""
@@ -97,18 +82,32 @@ class GatherWays:
         self._name = name
 
 
-def places_of(parameter: Any) -> list[tuple[nn.Module, str]]:
-    """The modules that hold the parameter, and under which names."""
-    info = parameter._module_info
-    places = [(info.module, info.param_name)]
-    return places + list(zip(info.shared_modules, info.shared_param_names, strict=True))
+def gather_halves(
+    model: nn.Module, names: Mapping[tuple[int, str], str], dtype: torch.dtype, wrap: Callable[[Tensor, str], Tensor]
+) -> None:
+    """Gather the fp32 parameters in ``names`` in ``dtype``, all others as they are stored; shards stay as they are.
 
+    ``fully_shard`` itself knows one dtype for all that a unit has.
 
-def gather_as(parameter: Any, dtype: torch.dtype, wrap: Callable[[Tensor], Tensor]) -> None:
-    """Gather the parameter in ``dtype``; the whole one is ``wrap`` of what was gathered. Shards stay as stored.
-
-    The unit has to be sharded. ``fully_shard`` itself knows one dtype for all that a unit has.
+    Args:
+        model: with units in it, which are sharded again.
+        names: the ``id`` of a module and the key of a parameter in it → the parameter's name.
+        dtype: what is sent.
+        wrap: what was gathered, and the name → the whole parameter.
     """
+    for group in _groups_below(model):
+        group._to_sharded()
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            name = names.get((id(info.module), info.param_name))
+            for key in ("init_dtype_attrs", "init_unsharded_param", "_unsharded_param"):  # of an earlier gather
+                vars(parameter).pop(key, None)
+            parameter.param_dtype, parameter.all_gather_outputs = None, []
+            if name is not None and parameter.sharded_param.dtype == torch.float32:
+                _gather_as(parameter, dtype, lambda whole, name=name: wrap(whole, name))
+
+
+def _gather_as(parameter: Any, dtype: torch.dtype, wrap: Callable[[Tensor], Tensor]) -> None:
     cls = type(parameter)
 
     def init_dtype_attrs(policy: Any) -> None:  # called again by every unshard() of the user's
@@ -127,44 +126,9 @@ def gather_as(parameter: Any, dtype: torch.dtype, wrap: Callable[[Tensor], Tenso
                 wrapped = wrap(whole)
             parameter._unsharded_param = nn.Parameter(wrapped, requires_grad=parameter.sharded_param.requires_grad)
 
-    gather_as_stored(parameter)
     vars(parameter).update(
         param_dtype=dtype, init_dtype_attrs=init_dtype_attrs, init_unsharded_param=init_unsharded_param
     )
-
-
-def gather_as_stored(parameter: Any) -> None:
-    """Undo ``gather_as``; what was made for an earlier gather is dropped."""
-    for name in ("init_dtype_attrs", "init_unsharded_param", "_unsharded_param"):
-        vars(parameter).pop(name, None)
-    parameter.param_dtype, parameter.all_gather_outputs = None, []
-
-
-def shard_again(group: Any) -> None:
-    """Let go of what is gathered, whatever the group is at."""
-    group._to_sharded()
-
-
-def has_unsharded_gradient(parameter: Any) -> bool:
-    """Whether backward passes left a gradient of the parameter that is not reduced yet."""
-    unsharded = getattr(parameter, "_unsharded_param", None)  # none before it was gathered for the first time
-    there = unsharded is not None and unsharded.grad is not None
-    return there or parameter.unsharded_accumulated_grad is not None
-
-
-def zero_unsharded_gradient(parameter: Any) -> None:
-    """Have zeros reduced for a parameter that has no gradient on this rank."""
-    parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
-
-
-def in_backward_pass(group: Any) -> bool:
-    """Whether the backward pass under way came to the output of the group's unit."""
-    return group._training_state.name == "PRE_BACKWARD"
-
-
-def holds_sums_of_shards(group: Any) -> bool:
-    """Whether gradients of earlier micro-batches wait to be summed over replicas (HSDP)."""
-    return group._partial_reduce_output is not None
 
 
 def sum_over_replicas(model: nn.Module, *, now: bool) -> None:
@@ -175,55 +139,138 @@ def sum_over_replicas(model: nn.Module, *, now: bool) -> None:
 
 def drop_sums_of_shards(model: nn.Module) -> None:
     """Forget what waits to be summed over replicas."""
-    for group in groups_below(model):
+    for group in _groups_below(model):
         group._partial_reduce_output = None
 
 
-class Uses:
-    """Counts the forwards of a group's unit, each of which a backward pass may end in a reduction, until ``release``.
+class UnusedParameters:
+    """Leaves parameters that a step did not use on some rank (experts) the gradients that DDP would, under FSDP2.
 
-    ``call`` comes before each reduction, told whether the unit's forwards have all been passed by then.
+    FSDP2 reduces, of each unit, the parameters that have a gradient on this rank: ranks that used different ones add
+    up different ones. Here a unit reduces all it has, with zeros for what the rank did not use; and what no rank used
+    has no gradient afterwards, as under DDP's ``find_unused_parameters``, so that no optimizer moves it.
+    A backward pass costs one all-reduce of a flag a parameter. Reading it is a device sync, made only where a gradient
+    was missing on this rank, as DDP does.
     """
 
-    def __init__(self, group: Any, call: Callable[[bool], None]) -> None:
-        self._group, self._left = group, 0
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device, self._groups = device, _groups_below(model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        #: each parameter as torch records it, and its name
+        self._names = {one: names.get(id(one.sharded_param), "") for group in self._groups for one in group.fsdp_params}
+        #: of each group, the forwards that no backward pass has come to yet: each may end in a reduction
+        self._left = dict.fromkeys(self._groups, 0)
+        #: what had a gradient on this rank, what had none since the step before either, what is in a unit that did not
+        #: run, and what had one in earlier passes that are not summed over replicas yet, if there are any
+        self._used, self._missed, self._skipped = set[Any](), set[Any](), set[Any]()
+        self._before: set[Any] | None = None
+        self._reduced = False
+        for group in self._groups:
+            self._watch(group)
+
+    def _watch(self, group: Any) -> None:
         forward, reduce = group.pre_forward, group.post_backward
 
         def pre_forward(*given: Any) -> Any:
-            self._left += torch.is_grad_enabled() and not in_backward()
+            self._left[group] += torch.is_grad_enabled() and not in_backward()
             return forward(*given)
 
         def post_backward(*hook: Any) -> None:
-            self._left -= 1
+            self._left[group] -= 1
             if group.reduce_grads:
-                call(self._left <= 0)
+                self._complete(group, last=self._left[group] <= 0)
             reduce(*hook)
 
         group.pre_forward, group.post_backward = pre_forward, post_backward
 
-    def ends_window(self) -> bool:
-        """Whether this pass summed gradients over all ranks, replicas of shards included."""
-        return self._group.all_reduce_grads
-
-    def reset(self) -> None:
-        """A backward pass is over."""
-        self._left = 0
-
     def release(self) -> None:
-        """Let go of the group."""
-        for name in ("pre_forward", "post_backward"):
-            vars(self._group).pop(name, None)
+        """Let go of the units."""
+        for group in self._groups:
+            _take_off(group, "pre_forward", "post_backward")
+        self._groups, self._names, self._left = [], {}, {}
+
+    def _complete(self, group: Any, *, last: bool) -> None:
+        """Before a unit's gradients are reduced: zeros where this rank has none."""
+        self._reduced = True
+        members = {one for one in group.fsdp_params if one.sharded_param.requires_grad}
+        missing = {one for one in members if not _has_gradient(one)}
+        self._used |= members - missing
+        if missing == members:
+            if not last:  # of a unit that ran twice, all gradients come with the first forward
+                return
+            if group._training_state.name != "PRE_BACKWARD":  # the pass did not come to the unit's output
+                self._skipped |= members
+                if group._partial_reduce_output is None:  # nor do sums over shards wait for those over replicas
+                    return
+        for one in missing:
+            if one.sharded_param.grad is None:
+                self._missed.add(one)
+            one.unsharded_param.grad = torch.zeros_like(one.unsharded_param)
+
+    def finish_backward(self) -> None:
+        """After a backward pass: take the gradient away from parameters that no rank used in the window.
+
+        Raises:
+            PlanError: this rank did not run a unit that another one ran, whose weights were then mistaken for others.
+        """
+        self._left = dict.fromkeys(self._groups, 0)
+        if not self._reduced:
+            return
+        rows = [self._used] if self._before is None else [self._used, self._used | self._before]
+        flags = torch.tensor([[one in used for one in self._names] for used in rows], dtype=torch.uint8)
+        # From pinned memory, so that nothing waits for the device.
+        there = (flags.pin_memory() if self._device.type == "cuda" else flags).to(self._device, non_blocking=True)
+        dist.all_reduce(there, op=dist.ReduceOp.MAX)
+        absent = self._skipped - self._used
+        if self._missed or absent:
+            by_row = there.tolist()
+            for (one, name), used, in_window in zip(self._names.items(), by_row[0], by_row[-1], strict=True):
+                if used and one in absent:
+                    raise PlanError([ranks_apart(f"the unit of {name!r}, which ran on some ranks only")])
+                if not in_window and one in self._missed:
+                    one.sharded_param.grad = None
+        self._before = None if all(group.all_reduce_grads for group in self._groups) else rows[-1]
+        self._used, self._missed, self._skipped, self._reduced = set(), set(), set(), False
 
 
-def keep_alike(group: Any) -> Callable[[], None]:
+def _has_gradient(parameter: Any) -> bool:
+    """Whether backward passes left a gradient of the parameter that is not reduced yet."""
+    unsharded = getattr(parameter, "_unsharded_param", None)  # none before it was gathered for the first time
+    there = unsharded is not None and unsharded.grad is not None
+    return there or parameter.unsharded_accumulated_grad is not None
+
+
+def ranks_apart(given: str) -> Fault:
+    """What to say where ranks run different modules."""
+    return Fault(
+        f"{given}, with sharded weights, which all ranks gather and sum together",
+        "",
+        "run every one on every rank, and add 0 times what one does not need to its loss, or use strategy='mp_ddp' "
+        "with find_unused_parameters=True",
+    )
+
+
+def keep_alike(model: nn.Module) -> Callable[[], None]:
     """Give gathered parameters the hooks and ``requires_grad`` of their shards; what is returned ends that.
 
     The hooks then see what they see under DDP, the whole gradient of this rank before it is summed. torch itself copies
     ``requires_grad`` where it gathers, and not again while a parameter stays gathered: of two that differ by then the
     one that was changed since counts, be it the shard (``toggle_optimizer``) or what is gathered (by hand).
     """
+    groups = _groups_below(model)
+    for group in groups:
+        _keep_alike(group)
+
+    def undo() -> None:
+        for group in groups:
+            _take_off(group, "wait_for_unshard", "_to_sharded")
+
+    return undo
+
+
+def _keep_alike(group: Any) -> None:
     wait, to_sharded = group.wait_for_unshard, group._to_sharded
-    trained: dict[int, bool] = {}
+    trained: dict[Any, bool] = {}
 
     def sync() -> None:
         for parameter in group.fsdp_params if group.is_unsharded else ():
@@ -233,10 +280,10 @@ def keep_alike(group: Any) -> Callable[[], None]:
                 hooks.update(unsharded._backward_hooks or {})
                 unsharded._backward_hooks = hooks
             if sharded.requires_grad != unsharded.requires_grad:
-                changed = not trained.get(id(parameter), unsharded.requires_grad)
+                changed = not trained.get(parameter, unsharded.requires_grad)
                 sharded.requires_grad_(changed)
                 unsharded.requires_grad_(changed)
-            trained[id(parameter)] = sharded.requires_grad
+            trained[parameter] = sharded.requires_grad
 
     def wait_for_unshard() -> None:
         wait()
@@ -247,12 +294,6 @@ def keep_alike(group: Any) -> Callable[[], None]:
         to_sharded()
 
     group.wait_for_unshard, group._to_sharded = wait_for_unshard, _to_sharded
-
-    def undo() -> None:
-        for name in ("wait_for_unshard", "_to_sharded"):
-            vars(group).pop(name, None)
-
-    return undo
 
 
 @contextmanager
@@ -285,32 +326,47 @@ def reset_units(model: nn.Module) -> None:
     """
     for unit in _units(model):
         unit.set_requires_gradient_sync(True, recurse=False)  # over shards and over replicas
-        for parameter in fsdp2_parameters(unit):
+        for parameter in (one for group in _groups_of(unit) for one in group.fsdp_params):
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
         reset = getattr(unit, "reset_iter_state", None)  # torch 2.11 has none
-        if reset is not None and _fsdp2_state(unit)._is_root:
+        if reset is not None and _state(unit)._is_root:
             reset()
     drop_sums_of_shards(model)
+
+
+def make_root(unit: Any) -> None:
+    """Make it the root now: a unit that is called before the first step must not become one."""
+    _state(unit)._lazy_init()
+
+
+def before_backward_from(loss: Tensor, unit: Any) -> None:
+    """Have the unit gathered when a backward pass comes to ``loss``."""
+    loss.register_hook(_state(unit)._pre_backward)
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def make_root(unit: Any) -> None:
-    """Make it the root now: a unit that is called before the first step must not become one."""
-    _fsdp2_state(unit)._lazy_init()
+def _groups_below(model: nn.Module) -> list[Any]:
+    return [group for unit in _units(model) for group in _groups_of(unit)]
 
 
-def before_backward_from(loss: Tensor, unit: Any) -> None:
-    """Have the unit gathered when a backward pass comes to ``loss``."""
-    loss.register_hook(_fsdp2_state(unit)._pre_backward)
+def _groups_of(unit: Any) -> list[Any]:
+    """The unit's groups of parameters, each of which is gathered and reduced as one."""
+    several = getattr(_state(unit), "_fsdp_param_groups", None)  # torch 2.11 has one, under the other name
+    return [group for group in several or [_state(unit)._fsdp_param_group] if group is not None]
 
 
-def _fsdp2_state(unit: Any) -> Any:
+def _state(unit: Any) -> Any:
     return unit._get_fsdp_state()
+
+
+def _take_off(group: Any, *names: str) -> None:
+    for name in names:
+        vars(group).pop(name, None)
 
 
 # ------------------------------------------------------------------ FSDP1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.checks import check_versions
@@ -139,14 +138,13 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
             f"FP8(all_gather=True) with {type(strategy).__name__}, which gathers weights as they are stored",
             "leave out all_gather=True, or use strategy='mp_fsdp2'",
         )
-    own = getattr(strategy, "check_plan", None)
+    own, instead = getattr(strategy, "check_plan", None), None
     if own is not None:
         return own(engine, module, faults)
-    # before DDP: DeepSpeedStrategy is a DDPStrategy by inheritance only
-    if isinstance(strategy, DeepSpeedStrategy):
-        _refuse_stock(strategy, _zero_name(strategy), "its engine casts, scales and skips by rules of its own", faults)
+    if isinstance(strategy, DeepSpeedStrategy):  # a DDPStrategy by inheritance only
+        instead = _zero_name(strategy)
     elif isinstance(strategy, FSDPStrategy):
-        _refuse_stock(strategy, "mp_fsdp1", "it gathers and reduces in dtypes of its own", faults)
+        instead = "mp_fsdp1"
     elif isinstance(strategy, ModelParallelStrategy):
         mesh = mesh_of(strategy)
         replicas = 1 if mesh is None else mesh["data_parallel"].size()
@@ -154,7 +152,9 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     elif isinstance(strategy, DDPStrategy):
         _check_hook(strategy, policy, faults)
     elif not isinstance(strategy, SingleDeviceStrategy):
-        _refuse_stock(strategy, "mp_ddp", "what it makes of a plan is not tested", faults)
+        instead = "mp_ddp"
+    if instead is not None:
+        faults.add(f"strategy {type(strategy).__name__}", f"use Trainer(strategy={instead!r})")
     return None
 
 
@@ -177,10 +177,6 @@ def synced(strategy: Strategy, module: nn.Module, faults: Faults) -> list[nn.Mod
     return sync_batchnorm.select(module, faults)
 
 
-def _refuse_stock(strategy: Strategy, instead: str, why: str, faults: Faults) -> None:
-    faults.add(f"strategy {type(strategy).__name__}", f"use Trainer(strategy={instead!r})")
-
-
 def _zero_name(strategy: DeepSpeedStrategy) -> str:
     config = cast("Any", strategy.config)
     zero = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
@@ -190,17 +186,13 @@ def _zero_name(strategy: DeepSpeedStrategy) -> str:
 
 def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) -> None:
     """A communication hook of the user's own decides what is summed; so does ``reduce_dtype``."""
-    hook, wrapper = ddp_hooks(strategy)
-    if hook is None:
-        return
-    given = f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)})"
-    if any("compress" in getattr(item, "__name__", "") for item in (hook, wrapper)):
+    hooks = [getattr(one, "__name__", str(one)) for one in ddp_hooks(strategy) if one is not None]
+    stored = {policy.storage_dtype, *(pin.dtype for pin in policy.pins)}
+    if hooks and (stored != {policy.reduce_dtype} or any("compress" in name for name in hooks)):
         faults.add(
-            f"{given} beside reduce_dtype={policy.reduce_dtype!r}",
-            "remove the hook and set MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16'",
+            f"DDPStrategy(ddp_comm_hook={hooks[0]}) beside reduce_dtype={policy.reduce_dtype!r}",
+            "remove the hook; MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16', sums in that dtype",
         )
-    elif {policy.storage_dtype, *(pin.dtype for pin in policy.pins)} != {policy.reduce_dtype}:
-        faults.add(f"{given} where gradients are summed in another dtype than their own", "remove the hook")
 
 
 # ------------------------------------------------------------------ a model that its user sharded
@@ -213,58 +205,28 @@ def check_users_sharding(
 
     ``replicas`` is how many ranks have data of their own: between them every gradient has to be summed.
     """
-    _check_storage(module, policy, pin_map, faults)
-    whole = [name for name, parameter in module.named_parameters() if _left_whole(parameter)]
-    if whole and replicas > 1:
+    pinned, wrong, whole = pin_map.dtypes(), list[str](), list[str]()
+    for name, parameter in module.named_parameters():
+        wanted = pinned.get(id(parameter), policy.storage_dtype)
+        if not hasattr(parameter.data, "to_local"):
+            whole += [name] if parameter.requires_grad and replicas > 1 else []
+        elif parameter.dtype != to_torch(wanted) and (
+            parameter.dtype in TORCH_DTYPES.values() or (parameter.dtype == torch.float64 and wanted != "fp32")
+        ):  # what is sharded can no longer be cast
+            wrong.append(f"{name!r} in {parameter.dtype}, which the plan stores in {wanted}")
+    if wrong:
+        faults.add(f"{len(wrong)} parameters sharded already, such as {wrong[0]}", f"{_INSTEAD}, with a new module")
+    if whole:
         faults.add(
             f"{len(whole)} trained parameters that configure_model leaves whole, such as {whole[0]!r}, on {replicas} "
             "data-parallel ranks",
             f"shard the module they are in too, or {_INSTEAD}",
         )
     reduce_dtype = to_torch(policy.reduce_dtype)
-    for name, mixed, own in _policies(module):
-        if mixed.param_dtype is not None:
-            faults.add(
-                f"fully_shard on {name!r} with MixedPrecisionPolicy(param_dtype={mixed.param_dtype})",
-                f"remove param_dtype, or {_INSTEAD}",
-            )
+    for name, mixed, own in sharding_compat.policies(module):
         # Without one, torch sums in the dtype that is gathered.
-        if (mixed.reduce_dtype or mixed.param_dtype or own) != reduce_dtype:
+        if mixed.param_dtype is not None or (mixed.reduce_dtype or own) != reduce_dtype:
             faults.add(
-                f"fully_shard on {name!r} with MixedPrecisionPolicy(reduce_dtype={mixed.reduce_dtype}) beside the "
-                f"plan's reduce_dtype={policy.reduce_dtype!r}",
+                f"fully_shard on {name!r} with {mixed}, where the plan computes by autocast and sums in {reduce_dtype}",
                 f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}",
             )
-
-
-def _left_whole(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and not hasattr(parameter.data, "to_local")
-
-
-def _check_storage(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults) -> None:
-    """A sharded parameter can no longer be cast: it has to be stored as declared already."""
-    pinned = pin_map.dtypes()
-    wrong: list[tuple[str, torch.dtype, str]] = []
-    for name, parameter in module.named_parameters():
-        wanted = pinned.get(id(parameter), policy.storage_dtype)
-        sharded = hasattr(parameter.data, "to_local")
-        cast = parameter.dtype in TORCH_DTYPES.values() or (parameter.dtype == torch.float64 and wanted != "fp32")
-        if sharded and cast and parameter.dtype != to_torch(wanted):
-            wrong.append((name, parameter.dtype, wanted))
-    if wrong:
-        name, dtype, wanted = wrong[0]
-        faults.add(
-            f"{len(wrong)} parameters sharded already, such as {name!r} in {dtype}, where the plan stores {wanted}",
-            f"{_INSTEAD}; after a run under another plan, make a new module",
-        )
-
-
-def _policies(module: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
-    """Each unit's name and policy, and the dtype its trainable parameters are stored in."""
-    for name, submodule in module.named_modules():
-        if not isinstance(submodule, FSDPModule):
-            continue
-        held = map(sharding_compat.shard_of, sharding_compat.fsdp2_parameters(submodule))
-        stored = next((parameter.dtype for parameter in held if parameter.requires_grad), None)
-        if stored is not None:
-            yield name, sharding_compat.fsdp2_policy(submodule), stored

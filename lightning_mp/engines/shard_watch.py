@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat.lightning import called_by_grad_norm
 from lightning_mp.compat.torch import in_backward
-from lightning_mp.compat.torch_sharding import take_total_norms_by
+from lightning_mp.compat.torch_sharding import ranks_apart, take_total_norms_by
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.numerics import grads
@@ -212,13 +212,3 @@ class FirstForward:
         if first != last:
             one, other = (f"at {self._names[index]!r}" for index in (first, last))
             raise PlanError([ranks_apart(f"a rank {one} when another is {other}")])
-
-
-def ranks_apart(given: str) -> Fault:
-    """What to say where ranks run different modules."""
-    return Fault(
-        f"{given}, with sharded weights, which all ranks gather and sum together",
-        "",
-        "run every one on every rank, and add 0 times what one does not need to its loss, or use strategy='mp_ddp' "
-        "with find_unused_parameters=True",
-    )

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
@@ -20,9 +19,9 @@ from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import FSDP1_WRAPPER, is_compiled
 from lightning_mp.engines import optimizer_facts
-from lightning_mp.engines.base import Replay, StepEngine, max_over_ranks_
+from lightning_mp.engines.base import Replay, StepEngine
 from lightning_mp.engines.diagnosis import Verdict
-from lightning_mp.engines.shard_watch import FirstForward, ShardReads, WholeNorms, ranks_apart, sum_total_norms
+from lightning_mp.engines.shard_watch import FirstForward, ShardReads, WholeNorms, sum_total_norms
 from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
 from lightning_mp.numerics import grads
 
@@ -38,7 +37,7 @@ class ShardedEngine(StepEngine):
         self._undo: list[Callable[[], None]] = []
         #: the groups that plain gradients are split over
         self._flat_groups: grads.Groups = ()
-        self._unused: UnusedParameters | None = None
+        self._unused: sharding_compat.UnusedParameters | None = None
         self._first: FirstForward | None = None
         self._reads: ShardReads | None = None
         self._seen: set[str] = set()
@@ -58,7 +57,7 @@ class ShardedEngine(StepEngine):
         super().connect(model, optimizers)
         self._release_units()
         if optimizers:
-            self._undo = [sharding_compat.keep_alike(group) for group in sharding_compat.groups_below(model)]
+            self._undo = [sharding_compat.keep_alike(model)]
             if self._flat_groups:
                 self._undo.append(sum_total_norms(self, lambda: self._flat_groups))
         if self.distributed:
@@ -72,7 +71,7 @@ class ShardedEngine(StepEngine):
             compiled = any(map(is_compiled, model.modules()))
             self._reads, self._seen = None if compiled else self._reads_of(model), set()
             self._first = FirstForward(model, units, self.device, compiled=compiled)
-            self._unused = UnusedParameters(model, self.device) if optimizers else None
+            self._unused = sharding_compat.UnusedParameters(model, self.device) if optimizers else None
 
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the local shards; the flag is reduced over every rank of every mesh dimension."""
@@ -171,85 +170,6 @@ def flat_groups(model: nn.Module | None) -> grads.Groups:
     group = model.process_group
     sharded = model.sharding_strategy is not ShardingStrategy.NO_SHARD
     return (group,) if group is not None and sharded and group.size() > 1 else ()
-
-
-class UnusedParameters:
-    """Leaves parameters that a step did not use on some rank (experts) the gradients that DDP would, under FSDP2.
-
-    FSDP2 reduces, of each unit, the parameters that have a gradient on this rank: ranks that used different ones add
-    up different ones. Here a unit reduces all it has, with zeros for what the rank did not use; and what no rank used
-    has no gradient afterwards, as under DDP's ``find_unused_parameters``, so that no optimizer moves it.
-    A backward pass costs one all-reduce of a flag a parameter. Reading it is a device sync, made only where a gradient
-    was missing on this rank, as DDP does.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
-        groups = sharding_compat.groups_below(model)
-        self._uses = [sharding_compat.Uses(group, partial(self._complete, group)) for group in groups]
-        self._members = [member for group in groups for member in sharding_compat.members_of(group)]
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._names = [names.get(id(sharding_compat.shard_of(member)), "") for member in self._members]
-        #: by ``id``, what had a gradient on this rank, what had none since the step before either, and what is in a
-        #: unit that did not run
-        self._used, self._missed, self._skipped = set[int](), set[int](), set[int]()
-        #: what had one in earlier passes that are not summed over replicas yet, if there are any
-        self._before: set[int] | None = None
-        self._reduced = False
-
-    def release(self) -> None:
-        """Let go of the units."""
-        for uses in self._uses:
-            uses.release()
-        self._uses, self._members = [], []
-
-    def _complete(self, group: Any, last: bool) -> None:
-        """Before a unit's gradients are reduced: zeros where this rank has none."""
-        self._reduced = True
-        members = [member for member in sharding_compat.members_of(group) if self._trained(member)]
-        missing = [member for member in members if not sharding_compat.has_unsharded_gradient(member)]
-        self._used |= {id(member) for member in members} - {id(member) for member in missing}
-        if len(missing) == len(members):
-            if not last:  # of a unit that ran twice, all gradients come with the first forward
-                return
-            if not sharding_compat.in_backward_pass(group):
-                self._skipped |= set(map(id, members))
-                if not sharding_compat.holds_sums_of_shards(group):
-                    return
-        for member in missing:
-            if sharding_compat.shard_of(member).grad is None:
-                self._missed.add(id(member))
-            sharding_compat.zero_unsharded_gradient(member)
-
-    @staticmethod
-    def _trained(member: Any) -> bool:
-        return sharding_compat.shard_of(member).requires_grad
-
-    def finish_backward(self) -> None:
-        """After a backward pass: take the gradient away from parameters that no rank used in the window.
-
-        Raises:
-            PlanError: this rank did not run a unit that another one ran, whose weights were then mistaken for others.
-        """
-        for uses in self._uses:
-            uses.reset()
-        if not self._reduced:
-            return
-        rows = [self._used] if self._before is None else [self._used, self._used | self._before]
-        flags = torch.tensor([[id(one) in used for one in self._members] for used in rows], dtype=torch.uint8)
-        # From pinned memory, so that nothing waits for the device.
-        there = (flags.pin_memory() if self._device.type == "cuda" else flags).to(self._device, non_blocking=True)
-        max_over_ranks_(there)
-        absent = self._skipped - self._used
-        if self._missed or absent:
-            by_row = there.tolist()
-            for member, name, used, in_window in zip(self._members, self._names, by_row[0], by_row[-1], strict=True):
-                if used and id(member) in absent:
-                    raise PlanError([ranks_apart(f"the unit of {name!r}, which ran on some ranks only")])
-                if not in_window and id(member) in self._missed:
-                    sharding_compat.shard_of(member).grad = None
-        self._before = None if all(uses.ends_window() for uses in self._uses) else rows[-1]
-        self._used, self._missed, self._skipped, self._reduced = set(), set(), set(), False
 
 
 class PipelineEngine(StepEngine):

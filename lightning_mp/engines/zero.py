@@ -212,9 +212,7 @@ class ZeroEngine(StepEngine):
                 "reduces in that batch's backward pass",
                 "return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'",
             )
-        weights.refuse_unfrozen()
-        weights.refuse_left_out(zero.keeps_moments())
-        weights.refuse_lost()
+        weights.refuse(moves=zero.keeps_moments())
         # A user's hook may have changed weights. Under offload the copy would cross the bus: there only writes to the
         # parameters themselves are seen.
         if weights.take_change() or not (weights.partitioned or zero.offloads):
@@ -308,14 +306,37 @@ def refuse(given: str, fix: str) -> NoReturn:
     raise RuntimeError(str(Fault(given, "", fix)))
 
 
-def _some(names: Sequence[str]) -> str:
-    return f"{names[0]!r} and {len(names) - 1} others"
-
-
 def _reader() -> str:
     """The module whose code reads or sets a gradient."""
     frame: Any = inspect.currentframe()  # this, the mode, and who reads
     return str(frame.f_back.f_back.f_globals.get("__name__", ""))
+
+
+#: what may have become of parameters between two steps, and what to do
+_FAULTS = {
+    "unfrozen": (
+        "unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
+        "unfreeze before trainer.fit(), and begin a second run there, or use strategy='mp_fsdp2'",
+    ),
+    "left out": (
+        "without a gradient in this step, with ZeRO, which would decay them, or move them by earlier gradients",
+        "freeze what is not used, requires_grad_(False), or use strategy='mp_ddp'",
+    ),
+    "written": (
+        "written to between steps with ZeRO-3, which holds them in partitions: nothing was changed",
+        "write within deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
+    ),
+    "apart": (
+        "with a gradient on some ranks only, or in another order, with ZeRO, which sums what every rank has",
+        "add 0 times what a rank does not use to its loss, or use strategy='mp_ddp' with find_unused_parameters=True",
+    ),
+}
+
+
+def _refuse(names: Sequence[str], fault: str) -> None:
+    if names:
+        given, fix = _FAULTS[fault]
+        refuse(f"{names[0]!r} and {len(names) - 1} others {given}", fix)
 
 
 class Weights:
@@ -329,14 +350,12 @@ class Weights:
         self._decayed = decayed
         self._seen: dict[int, None] = {}
         self._ever: set[int] = set()
-        self._compared = False
+        self._compared = self._changed = False
         split = [parameter for parameter in self._named.values() if is_partitioned(parameter)]
         #: whether ZeRO-3 has split the weights themselves
         self.partitioned = bool(split)
-        #: how often users wrote to each in place; to a partition it changes nothing, except where it was gathered
-        self._versions = {name: p._version for name, p in self._named.items()}
+        self.loaded()
         self._undo = [after_gathered_change(parameter, self._heard) for parameter in split]
-        self._changed = False
         self._undo += [p.register_post_accumulate_grad_hook(self._note).remove for p in self._named.values()]
 
     def _note(self, parameter: Tensor) -> None:
@@ -348,6 +367,7 @@ class Weights:
 
     def loaded(self) -> None:
         """What was written to up to now is where it belongs: a checkpoint was loaded."""
+        #: how often users wrote to each in place; to a partition it changes nothing, except where it was gathered
         self._versions = {name: parameter._version for name, parameter in self._named.items()}
 
     def _written(self) -> list[str]:
@@ -364,14 +384,7 @@ class Weights:
         Raises:
             RuntimeError: a weight was written to while it was partitioned, which changes nothing (ZeRO-3).
         """
-        lost = self._written()
-        if self.partitioned and lost:
-            refuse(
-                f"{_some(lost)} written to between steps with ZeRO-3, which holds them in "
-                "partitions: nothing was changed",
-                "write within deepspeed.zero.GatheredParameters(parameters, modifier_rank=0), or use "
-                "strategy='mp_deepspeed_zero2'",
-            )
+        _refuse(self._written() if self.partitioned else (), "written")
 
     def refuse_apart(self) -> None:
         """After the first backward pass, ask whether all ranks have gradients of the same parameters, in one order.
@@ -385,49 +398,24 @@ class Weights:
         places = {one: place for place, one in enumerate(self._seen, 1)}
         device = next(iter(self._named.values())).device
         mask = torch.tensor([places.get(id(p), 0) for p in self._named.values()], device=device)
-        somewhere, everywhere = mask.clone(), mask.clone()
-        dist.all_reduce(somewhere, op=dist.ReduceOp.MAX)
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
-        apart = [name for name, differ in zip(self._named, (somewhere != everywhere).tolist(), strict=True) if differ]
-        if apart:
-            refuse(
-                f"a gradient of {_some(apart)} on some ranks only, or in another order, with "
-                "ZeRO, which sums what every rank has as it comes in",
-                "add 0 times the parameters that a rank does not use to its loss, or use strategy='mp_ddp' with "
-                "find_unused_parameters=True",
-            )
+        extremes = torch.stack([mask, -mask])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        differ = (extremes[0] != -extremes[1]).tolist()
+        _refuse([name for name, apart in zip(self._named, differ, strict=True) if apart], "apart")
 
-    def refuse_unfrozen(self) -> None:
-        """Look whether any was unfrozen after ZeRO had taken what was trained.
+    def refuse(self, *, moves: bool) -> None:
+        """Look whether a step would do to each what it does on one device; ``moves``: the optimizer keeps moments.
 
         Raises:
-            RuntimeError: one was, and would stay as it is.
+            RuntimeError: one was unfrozen after ZeRO had taken what was trained; one had no gradient, and would be
+                decayed or moved by what is left of earlier gradients; one was written to while it was partitioned.
         """
-        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if unfrozen:
-            refuse(
-                f"{_some(unfrozen)} unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
-                "unfreeze before trainer.fit(), and begin a second run there, or use strategy='mp_fsdp2'",
-            )
-
-    def refuse_left_out(self, moves: bool) -> None:
-        """Look whether each that a step would change had a gradient; ``moves``: the optimizer keeps moments.
-
-        Raises:
-            RuntimeError: one had none, and would be decayed or moved by what is left of earlier gradients.
-        """
-        left_out = [
-            name
-            for name, parameter in self._named.items()
-            if id(parameter) not in self._seen
-            and (self._decayed.get(id(parameter)) or (moves and id(parameter) in self._ever))
-        ]
-        if left_out:
-            refuse(
-                f"no gradient for {_some(left_out)} in this step, with ZeRO, which would "
-                "decay them, or move them by earlier gradients",
-                "freeze what is not used, requires_grad_(False), or use strategy='mp_ddp'",
-            )
+        _refuse([name for name, parameter in self._frozen.items() if parameter.requires_grad], "unfrozen")
+        without = {name: id(one) for name, one in self._named.items() if id(one) not in self._seen}
+        _refuse(
+            [n for n, one in without.items() if self._decayed.get(one) or (moves and one in self._ever)], "left out"
+        )
+        self.refuse_lost()
 
     def stepped(self) -> None:
         """A step was made."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -83,10 +83,15 @@ class PortableCheckpoints(_Base):
         """
         path = without_file_protocol(self.broadcast(checkpoint_path))
         with self._optimizers_while_fitting():
-            if self.reads(path):
+            own = self.reads(path)
+            if own and "file" not in self.own_formats:
                 return super().load_checkpoint(path, weights_only=weights_only)
-            if self._needs_io(path):
-                checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            if own or self._needs_io(path):
+                # torch rebuilds tensors of a subclass (torchao's optimizer state) for a device that has a name only
+                device = {} if self._users_io else {"map_location": "cpu"}
+                checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only, **cast("Any", device))
+                if own:
+                    return checkpoint
                 checkpoint["state_dict"] = plain_names(checkpoint["state_dict"])
             else:
                 checkpoint = read_full(path, weights_only=weights_only)
@@ -179,8 +184,8 @@ def _remote(path: Any) -> Fault:
     return Fault(
         f"{str(path)!r} for checkpoints that are folders, a file or more a rank",
         "",
-        "give ModelCheckpoint(dirpath=...) a local folder, or write one file: save_distributed_checkpoint=False with "
-        "'fsdp2', state_dict_type='full' with 'fsdp1', strategy='mp_fsdp2' instead of ZeRO",
+        "give ModelCheckpoint(dirpath=...) a local folder, or write one file: strategy='mp_fsdp2' with "
+        "save_distributed_checkpoint=False",
     )
 
 

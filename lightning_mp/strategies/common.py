@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.compat.lightning import (
-    ParallelStrategy,
     Precision,
     Strategy,
     SubprocessScriptLauncher,
@@ -22,7 +21,7 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.precision import MixedPrecisionPlan
 
-_Base, _ParallelBase = (Strategy, ParallelStrategy) if TYPE_CHECKING else (object, object)
+_Base = Strategy if TYPE_CHECKING else object
 
 #: seconds that ranks have to end by themselves, and to say why, once the one that started them has failed
 PATIENCE = 10.0
@@ -76,6 +75,29 @@ class RunsPlan(_Base):
         vars(self)["_accelerator"] = value
 
     _accelerator: Any = cast("Any", property(_read_accelerator, _set_accelerator))
+
+    #: what ``sync_batchnorm=True`` means is left to the plan: Lightning would replace batch norms, pinned ones too. It
+    #: is shown no more than the layer synchronization of a user's own class
+    given_layer_sync: Any = None
+
+    def _shown_layer_sync(self) -> Any:
+        return None if type(self.given_layer_sync) is TorchSyncBatchNorm else self.given_layer_sync
+
+    def _take_layer_sync(self, value: Any) -> None:
+        self.given_layer_sync = value
+
+    _layer_sync: Any = cast("Any", property(_shown_layer_sync, _take_layer_sync))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As the host does; the children are waited for at exit, when this rank's own message has been printed.
+
+        Lightning watches in one direction only: rank 0 is ended when one of its children fails. The other way round
+        they would stay: on NCCL in a collective, until its timeout of half an hour.
+        """
+        launcher: Any = cast("Any", self).launcher
+        if isinstance(launcher, SubprocessScriptLauncher) and launcher.procs:
+            atexit.register(_end, launcher.procs)
+        super().on_exception(exception)
 
     @property
     def precision_plugin(self) -> Any:
@@ -132,38 +154,6 @@ def _another(plan: MixedPrecisionPlan, plugin: Precision) -> Fault:
 
 def _written(plugin: Precision) -> str:
     return f"{type(plugin).__name__}({plugin.precision!r})"
-
-
-class PlanSyncsBatchNorm(_ParallelBase):
-    """Leaves ``sync_batchnorm=True`` to the plan: Lightning would replace the batch norms, pinned ones too.
-
-    Lightning is shown no more than the layer synchronization of a user's own class; the plan sees all.
-    """
-
-    given_layer_sync: Any = None
-
-    def _shown(self) -> Any:
-        return None if type(self.given_layer_sync) is TorchSyncBatchNorm else self.given_layer_sync
-
-    def _take(self, value: Any) -> None:
-        self.given_layer_sync = value
-
-    _layer_sync: Any = cast("Any", property(_shown, _take))
-
-
-class FailTogether(_Base):
-    """Ends the processes that Lightning's own launcher started when the one that started them fails.
-
-    Lightning watches in one direction only: rank 0 is ended when one of its children fails. The other way round they
-    would stay: on NCCL in a collective, until its timeout of half an hour.
-    """
-
-    def on_exception(self, exception: BaseException) -> None:
-        """As the host does; the children are waited for at exit, when this rank's own message has been printed."""
-        launcher: Any = self.launcher
-        if isinstance(launcher, SubprocessScriptLauncher) and launcher.procs:
-            atexit.register(_end, launcher.procs)
-        super().on_exception(exception)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -8,10 +8,10 @@ from torch import nn
 from lightning_mp.compat.lightning import DDPStrategy, Trainer, keep_sampler
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints
-from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan
+from lightning_mp.strategies.common import RunsPlan
 
 
-class PlanDDPStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableCheckpoints, DDPStrategy):
+class PlanDDPStrategy(RunsPlan, PortableCheckpoints, DDPStrategy):
     """Lightning's ``DDPStrategy``, which also resumes from sharded and DeepSpeed checkpoints.
 
     One process runs as Lightning's single device: no launcher, no process group, no wrapper, the user's own sampler.

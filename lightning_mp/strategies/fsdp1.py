@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -41,7 +37,7 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.strategies import unfit
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
-from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
+from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.shard_units import Wrap, units
 from lightning_mp.strategies.sharding import broadcast_from_first
 
@@ -53,15 +49,14 @@ _BEYOND = ("ignored_states", "ignored_modules", "ignored_parameters", "param_ini
 _ROOT = "_lmp_fsdp1_root"
 
 
-class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableCheckpoints, FSDPStrategy):
+class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
     """``FullyShardedDataParallel`` under a plan without pins, on CUDA and on the CPU (gloo).
 
     Args:
         wrap: module classes, names of classes or patterns that become FSDP units; by default transformers'
             ``_no_split_modules``, else modules of 100M parameters.
         auto_wrap_policy: the same decided by a set of classes or a policy of ``torch.distributed.fsdp.wrap``.
-        state_dict_type: ``"full"`` is one file that any strategy resumes from, ``"sharded"`` a folder.
-        **host: ``FSDPStrategy``'s other keywords, and ``FullyShardedDataParallel``'s.
+        **host: ``FSDPStrategy``'s other keywords, and ``FullyShardedDataParallel``'s. A checkpoint is one file.
 
     Raises:
         PlanError: at construction: keywords that the plan decides, replicas of shards; at start: pins, manual
@@ -69,14 +64,13 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
     """
 
     plan_engine = ShardedEngine
-    own_formats: frozenset[Kind] = frozenset({"sharded"})
+    own_formats: frozenset[Kind] = frozenset()
 
     def __init__(
         self,
         *,
         wrap: Wrap = None,
         auto_wrap_policy: Any = None,
-        state_dict_type: Literal["full", "sharded"] = "full",
         **host: Any,
     ) -> None:
         with Faults("strategy") as faults:
@@ -89,7 +83,9 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
                 faults.add(f"wrap={wrap!r} and auto_wrap_policy={auto_wrap_policy!r}", "one of the two", "remove one")
             if host.get("device_mesh") is not None or "HYBRID" in str(host.get("sharding_strategy")):
                 faults.add("replicas of FSDP1's shards", "one group of shards under FSDP1", "use strategy='mp_hsdp'")
-        super().__init__(auto_wrap_policy=auto_wrap_policy, state_dict_type=state_dict_type, **host)
+            if host.pop("state_dict_type", "full") != "full":
+                faults.add("state_dict_type='sharded' with FSDP1", _INSTEAD)
+        super().__init__(auto_wrap_policy=auto_wrap_policy, **host)
         self._policy, self._wrap = self.kwargs.pop("auto_wrap_policy", None), wrap
 
     # ------------------------------------------------------------------ the model
@@ -116,7 +112,6 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
         if not module.automatic_optimization and module.trainer.state.fn == TrainerFn.FITTING:
             # a backward pass inside training_step is one inside the root's forward, which FSDP1 does not survive
             faults.add("automatic_optimization=False under FSDP1", "use strategy='mp_fsdp2' or 'mp_ddp'")
-        self.check_remote_folders(faults)
         before = vars(module).get(_ROOT)
         if before is not None:
             if before[1] != self._stored_as(engine):
@@ -184,58 +179,37 @@ class PlanFSDP1Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableChec
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def saves_folders(self) -> bool:
-        return self._state_dict_type == "sharded"
-
     def stored_dtypes(self) -> dict[str, str]:
         return plain_names(super().stored_dtypes())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self._state(self._state_dict_type):
+        with self._whole_states():
             return self._wrapped.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Collect the state; in a single file numbered by the optimizer's own groups, as any optimizer loads it."""
+        """Collect the state, numbered by the optimizer's own groups, as any optimizer loads it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        with self._state(self._state_dict_type):
+        with self._whole_states():
             state = FullyShardedDataParallel.optim_state_dict(self._wrapped, optimizer)
-        if self._state_dict_type == "sharded" or self.global_rank != 0:
-            return state
-        return rekeyed(state)
+        return rekeyed(state) if self.global_rank == 0 else state
 
     @property
     def _wrapped(self) -> FullyShardedDataParallel:
         assert isinstance(self.model, FullyShardedDataParallel)
         return self.model
 
-    def _state(self, kind: str, *, loading: bool = False) -> AbstractContextManager[Any]:
-        """How state dicts come out; the memory of a CPU cannot be offloaded to the CPU: torch crashes on it."""
-        how: dict[str, Any] = {"offload_to_cpu": self.root_device.type != "cpu"}
-        configs = ShardedStateDictConfig(**how), ShardedOptimStateDictConfig(**how)
-        kinds: Any = StateDictType.SHARDED_STATE_DICT
-        if kind == "full":
-            how["rank0_only"] = not loading
-            configs, kinds = (
-                (FullStateDictConfig(**how), FullOptimStateDictConfig(**how)),
-                StateDictType.FULL_STATE_DICT,
-            )
-        return FullyShardedDataParallel.state_dict_type(self._wrapped, kinds, *configs)
-
-    def reads(self, path: Any) -> bool:
-        """Whether it is a folder of FSDP1's shards (FSDP2 calls the weights otherwise) with a state an optimizer."""
-        if not super().reads(path):
-            return False
-        names = list(FileSystemReader(Path(path)).read_metadata().state_dict_metadata)
-        wanted = ("model.", *(f"optimizer_{index}.state." for index in range(len(self.optimizers))))
-        return all(any(name.startswith(prefix) for name in names) for prefix in wanted)
+    def _whole_states(self, *, loading: bool = False) -> AbstractContextManager[Any]:
+        """Whole state dicts; the memory of a CPU cannot be offloaded to the CPU: torch crashes on it."""
+        how = {"offload_to_cpu": self.root_device.type != "cpu", "rank0_only": not loading}
+        configs = FullStateDictConfig(**how), FullOptimStateDictConfig(**how)
+        return FullyShardedDataParallel.state_dict_type(self._wrapped, StateDictType.FULL_STATE_DICT, *configs)
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Shard whole weights, and while fitting whole optimizer states, into what this rank holds."""
         module = self.lightning_module
         assert module is not None
-        with self._state("full", loading=True):
+        with self._whole_states(loading=True):
             self._wrapped.load_state_dict(checkpoint.pop("state_dict"), strict=module.strict_loading)
             if module.trainer.state.fn != TrainerFn.FITTING:
                 return

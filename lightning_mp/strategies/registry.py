@@ -154,7 +154,6 @@ def _keywords(callables: Iterable[Callable[..., Any]]) -> list[str]:
 
 def register() -> None:
     """Make every name known to Lightning, as ``mp_<name>``; what is saved on any of them loads on any."""
-    lightning.load_files_by_device()
     _register("", lambda name: build(name, None, {}))
 
 

@@ -26,7 +26,7 @@ Wrap = str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
 class Units:
     """A model cut into shard units, inner ones first; the root takes what no other unit has."""
 
-    #: repeated blocks, in forward order: what is compiled, and prefetched
+    #: repeated blocks, in forward order: what is compiled
     blocks: tuple[nn.Module, ...]
     #: blocks and pinned modules, inner ones first, without the root
     inner: tuple[nn.Module, ...]

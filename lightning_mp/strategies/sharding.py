@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ class Sharding:
     """How a model is sharded; ``fully_shard``'s own keywords are in ``options``."""
 
     compile: bool = False
-    prefetch: int | None = None
     cpu_offload: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -93,8 +92,6 @@ def shard(model: nn.Module, units: Units, mesh: DeviceMesh, policy: PrecisionPol
     options.pop("reshard_after_forward", None)
     fully_shard(model, **options)
     make_root(model)  # a block that is called before a step must not become one
-    if how.prefetch:
-        _prefetch(units.blocks, how.prefetch)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -102,14 +99,6 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _prefetch(blocks: Sequence[nn.Module], depth: int) -> None:
-    """Gather the next ``depth`` blocks while one computes, forward and backward."""
-    members = cast("Sequence[FSDPModule]", blocks)
-    for index, block in enumerate(members):
-        block.set_modules_to_forward_prefetch(list(members[index + 1 : index + 1 + depth]))
-        block.set_modules_to_backward_prefetch(list(reversed(members[max(0, index - depth) : index])))
 
 
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:

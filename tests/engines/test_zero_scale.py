@@ -41,21 +41,13 @@ def test_it_tells_the_plans_scale_and_nobody_else_moves_it() -> None:
     assert scale.scale_loss(loss) is loss
 
 
-@pytest.mark.parametrize(
-    "before", [[], [False], [True], [False, False, True, False], [True, True, False, False, False]]
-)
-def test_deepspeed_alone_goes_on_from_a_checkpoint_as_the_plan_does(before: list[bool], monkeypatch: Any) -> None:
-    monkeypatch.setattr(host.dist, "get_rank", lambda: 0)
-    after = [False, True, False, False, False, True, True, False, False, False, False, False]
-    scale = PlanScale(_after(RULE, before))
-    for overflow in before:
-        scale.update_scale(overflow)
-    alone = pickle.loads(pickle.dumps(scale))
-    assert type(alone) is host.DynamicLossScaler
-    assert alone.cur_scale == scale.cur_scale
-    for step, overflow in enumerate(after):
-        alone.update_scale(overflow)
-        assert alone.cur_scale == _after(RULE, before + after[: step + 1]).get_scale()
+@pytest.mark.parametrize(("rule", "kind"), [(RULE, "DynamicLossScaler"), (LossScaling.static(8.0), "LossScaler")])
+def test_a_checkpoint_holds_a_scaler_of_deepspeeds_with_the_scale(rule: LossScaling, kind: str) -> None:
+    scaler = _after(rule, [True, True])
+    alone = pickle.loads(pickle.dumps(PlanScale(scaler)))
+    assert type(alone) is getattr(host, kind)
+    assert alone.cur_scale == scaler.get_scale()
+    assert getattr(alone, "scale_window", rule.growth_interval) == rule.growth_interval
 
 
 class _Zero:

@@ -60,19 +60,18 @@ def test_a_parameter_without_a_gradient_is_refused_where_a_step_would_change_it(
     module, weights = _watched(decay)
     if earlier:
         module(torch.ones(1, 2)).sum().backward()
-        weights.refuse_left_out(moves)
         weights.stepped()
     module[0](torch.ones(1, 2)).sum().backward()
     if not refused:
-        weights.refuse_left_out(moves)
+        weights.refuse(moves=moves)
         return
-    with pytest.raises(RuntimeError, match=r"(?i)no gradient for '1\.weight' and 0 others"):
-        weights.refuse_left_out(moves)
+    with pytest.raises(RuntimeError, match=r"'1\.weight' and 0 others without a gradient"):
+        weights.refuse(moves=moves)
 
 
 def test_a_parameter_that_is_unfrozen_in_a_run_is_refused() -> None:
     module, weights = _watched()
-    weights.refuse_unfrozen()
+    weights.refuse(moves=False)
     module[2].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"'2\.weight' and 0 others unfrozen"):
-        weights.refuse_unfrozen()
+        weights.refuse(moves=False)

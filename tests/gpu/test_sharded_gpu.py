@@ -24,7 +24,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "compiled blocks": {"compile": True},
     "offloaded": {"cpu_offload": True},
-    "prefetched": {"prefetch": 1},
 }
 
 

@@ -30,7 +30,7 @@ ONE_FILE = {
     "fsdp2": {"save_distributed_checkpoint": False},
     "pipeline": {"microbatches": 2},
 }
-FOLDERS = {"fsdp1": {"wrap": "Linear", "state_dict_type": "sharded"}, "fsdp2": {}, "deepspeed_zero1": {}}
+FOLDERS = {"fsdp2": {}, "deepspeed_zero1": {}}
 
 
 class Shelf(LocalFileSystem):

@@ -26,14 +26,13 @@ TWO = [
     *(("16-mixed", "ddp", reader) for reader in READERS[1:]),
     *(("16-mixed", host, host) for host in READERS[1:]),
     ("16-mixed", "zero1", "zero2"),
-    ("16-mixed", "fsdp1 folder", "fsdp2"),
     ("bf16-true", "fsdp2", "ddp"),
     ("llama", "zero3", "fsdp2"),
     *(("half pin", writer, reader) for writer, reader in (("ddp", "zero2"), ("zero2", "fsdp2"), ("fsdp2", "ddp"))),
 ]
 #: read on one device by the strategy that can
 ONE = [
-    *(("16-mixed", writer, "auto") for writer in ("stock", "fsdp2", "fsdp1 folder", "zero2", "zero3")),
+    *(("16-mixed", writer, "auto") for writer in ("stock", "fsdp2", "zero2", "zero3")),
     *(("16-mixed", writer, "stock") for writer in ("auto", "fsdp2 file", "fsdp1")),
 ]
 WRITTEN = sorted({(case, writer) for case, writer, _ in (*TWO, *ONE)})

@@ -19,7 +19,7 @@ WITHIN = 1e-4
 IN_HOOKS = "before the step, with ZeRO, which has moved the gradients"
 #: a warning, which ends the run here
 READS = "reads parameter.grad, which is None here"
-NO_GRADIENT = "no gradient for"
+NO_GRADIENT = "without a gradient in this step"
 SHARDED = "with sharded weights"
 ONE_PROCESS = {
     "batch_size_scaler": "currently not supported with distributed strategies",

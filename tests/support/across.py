@@ -32,7 +32,6 @@ WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("fsdp2", WAIT),
     "fsdp2 file": ("fsdp2", {**WAIT, "save_distributed_checkpoint": False}),
     "fsdp1": ("fsdp1", WAIT),
-    "fsdp1 folder": ("fsdp1", {**WAIT, "state_dict_type": "sharded"}),
     "zero1": ("deepspeed_zero1", WAIT),
     "zero2": ("deepspeed_zero2", WAIT),
     "zero3": ("deepspeed_zero3", WAIT),

@@ -20,11 +20,9 @@ from lightning_mp.checkpoints.zero import loads_alike, resumable
 from lightning_mp.compat.checks import require_versions
 from lightning_mp.compat.deepspeed import (
     FunctionalLinear,
-    casts_left_out,
     forget_gradients,
     halve_masters,
-    note_hooks,
-    remove_old_hooks,
+    initialize,
     trained_names,
 )
 from lightning_mp.compat.lightning import (
@@ -39,7 +37,6 @@ from lightning_mp.compat.lightning import (
     remove_module_hooks,
     reset_seed,
 )
-from lightning_mp.compat.torch import new_hooks_first
 from lightning_mp.deepspeed_config import merge
 from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
@@ -50,14 +47,14 @@ from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import unfit
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
-from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
+from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.deepspeed.forward import InsideEngine, gather_halves, load_full_state
 from lightning_mp.strategies.deepspeed.param_groups import by_dtype, regroup, split_by_dtype
 
 Json = Mapping[str, Any] | str | PathLike[str]
 
 
-class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableCheckpoints, DeepSpeedStrategy):
+class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
     """ZeRO stage 1, 2 or 3 under a plan, on CUDA, and on the CPU with gloo.
 
     Args:
@@ -243,21 +240,15 @@ class PlanDeepSpeedStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, Portable
         self.model, _ = self._engine_of(model, config, [], None, None)
 
     def _engine_of(self, model: nn.Module, config: Any, groups: Any, optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
-        import deepspeed
-
         self._linear.remember()
-        remove_old_hooks(model)
-        with casts_left_out(), new_hooks_first(model):  # weight_norm's hook reads what DeepSpeed's gathers
-            engine, zero, _, _ = deepspeed.initialize(
-                args=Namespace(device_rank=self.local_rank),  # as Lightning, but a CPU has no index
-                config=config,
-                model=model,
-                model_parameters=groups,
-                optimizer=optimizer,
-                lr_scheduler=scheduler,
-                dist_init_required=False,
-            )
-        note_hooks(model, engine.optimizer)
+        engine, zero = initialize(
+            model,
+            args=Namespace(device_rank=self.local_rank),  # as Lightning, but a CPU has no index
+            config=config,
+            model_parameters=groups,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+        )
         if self._stage == 3:
             gather_halves(model, plan_of(self), zero)
         return engine, zero

@@ -1,11 +1,10 @@
-"""When and in which format FSDP2 gathers: the unit around a whole step, weights that autocast casts, FP8 layers."""
+"""When and in which format FSDP2 gathers: the unit around a whole step, FP8 layers."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from lightning_mp.compat import torchao
 from lightning_mp.compat.torch import norms
 from lightning_mp.errors import Faults
 from lightning_mp.modules.fp8 import is_converted
-from lightning_mp.modules.half_weights import Weight
-from lightning_mp.numerics.autocast_weight import AutocastWeight
 from lightning_mp.strategies.sharding import Sharding
 
 
@@ -76,42 +73,6 @@ class RootUnit:
         self._root.unshard()  # does nothing where it is gathered
 
 
-class HalfGathers:
-    """Gathers those ``weights`` of ``root`` that have no reason against it in autocast's dtype, until ``release``.
-
-    Shards, gradients and sums stay fp32. FSDP2's own ``param_dtype`` casts all a unit has, norms and embeddings too,
-    and adds the gradients of a weight that is used twice in half precision. Set for single parameters, with an
-    ``AutocastWeight`` around what was gathered, every number is the one that autocast makes of fp32 weights; and
-    autocast keeps no copy of them until the backward pass.
-    """
-
-    def __init__(self, root: nn.Module, weights: Sequence[Weight], dtype: torch.dtype) -> None:
-        self._groups = sharding_compat.groups_below(root)
-        names = {
-            (id(module), key): weight.name
-            for weight in weights
-            if weight.reason is None
-            for module, key in weight.places
-        }
-        for group in self._groups:
-            sharding_compat.shard_again(group)
-            for parameter in sharding_compat.members_of(group):
-                module, key = sharding_compat.places_of(parameter)[0]
-                name = names.get((id(module), key))
-                if name is None or sharding_compat.shard_of(parameter).dtype != torch.float32:
-                    sharding_compat.gather_as_stored(parameter)
-                else:
-                    sharding_compat.gather_as(parameter, dtype, partial(AutocastWeight, label=name))
-
-    def release(self) -> None:
-        """Gather what is stored again."""
-        for group in self._groups:
-            sharding_compat.shard_again(group)
-            for parameter in sharding_compat.members_of(group):
-                sharding_compat.gather_as_stored(parameter)
-        self._groups = []
-
-
 @dataclass(eq=False)
 class _InFP8:
     """What FSDP2 asks a shard for: what to send, and what to make of what came. Not copied with the shard."""
@@ -157,12 +118,10 @@ class FP8Gather:
     """
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module], group: Any, *, emulate: bool) -> None:
-        weights = {id(module.weight): module for module in modules}
-        members = [one for group in sharding_compat.groups_below(root) for one in sharding_compat.members_of(group)]
-        found = [(one, sharding_compat.shard_of(one)) for one in members]
-        found = [(one, shard) for one, shard in found if id(shard) in weights]
-        self._ways = [(sharding_compat.GatherWays(one), _InFP8(emulate, shard.shape[0])) for one, shard in found]
-        self._owners = [weights[id(shard)] for _, shard in found]
+        owners = {id(module.weight): module for module in modules}
+        ways = [one for one in sharding_compat.GatherWays.of(root) if id(one.shard) in owners]
+        self._ways = [(one, _InFP8(emulate, one.shard.shape[0])) for one in ways]
+        self._owners = [owners[id(one.shard)] for one in ways]
         self._group = group
 
     def before_step(self, *, in_fp8: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,14 +32,15 @@ from lightning_mp.engines.for_strategy import check_users_sharding
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import half_weights
+from lightning_mp.numerics.autocast_weight import AutocastWeight
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies import meta_device, unfit
 from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
-from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
+from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.fsdp2 import tensor_parallel
-from lightning_mp.strategies.fsdp2.gathers import FP8Gather, HalfGathers, RootUnit, check_fp8_gather
+from lightning_mp.strategies.fsdp2.gathers import FP8Gather, RootUnit, check_fp8_gather
 from lightning_mp.strategies.shard_units import Units, Wrap, units
 from lightning_mp.strategies.sharding import (
     Sharding,
@@ -68,7 +69,7 @@ def _step(name: str, context: str) -> Any:
     return step
 
 
-class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTensorCheckpoints, ModelParallelStrategy):
+class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrategy):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 
     Args:
@@ -80,7 +81,6 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
         tensor_parallel_size: the same, by Lightning's name.
         tp_plan: module pattern to style (``"colwise"``, ``"rowwise"``, …); by default the transformers model's own.
         compile: ``torch.compile`` each block before it is sharded.
-        prefetch: how many blocks to gather ahead.
         cpu_offload: keep shards, gradients and optimizer state on the CPU.
         reshard_after_forward: as in ``fully_shard``.
         shard_placement_fn: as in ``fully_shard``.
@@ -108,7 +108,6 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
         tensor_parallel_size: int | str = "auto",
         tp_plan: tensor_parallel.Plan | None = None,
         compile: bool = False,
-        prefetch: int | None = None,
         cpu_offload: bool = False,
         reshard_after_forward: bool | int | None = None,
         shard_placement_fn: Any = None,
@@ -131,7 +130,7 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
         }
         options = {key: value for key, value in given.items() if value is not None}
         offloads = cpu_offload or isinstance(offload_policy, CPUOffloadPolicy)
-        self.sharding = Sharding(compile=compile, prefetch=prefetch, cpu_offload=offloads, options=options)
+        self.sharding = Sharding(compile=compile, cpu_offload=offloads, options=options)
         self._wrap = wrap
         self._replicas_and_shards: tuple[int, int] | None = device_mesh
         self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
@@ -140,7 +139,6 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
         self._root: RootUnit | None = None
         self._fp8_gather: FP8Gather | None = None
         self._evaluates_in_fp8 = False
-        self._halves: HalfGathers | None = None
 
     # ------------------------------------------------------------------ processes
 
@@ -222,8 +220,7 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
             with sharding_compat.hooks_kept(self.model):
                 self._shard(self.model, layout, plan.policy)
         assert plan.engine is not None
-        weights = half_weights.survey(self.model, plan.engine.pin_map, plan.policy)
-        self._halves = HalfGathers(self.model, weights, to_torch(plan.policy.compute_dtype))
+        self._gather_halves(half_weights.survey(self.model, plan.engine.pin_map, plan.policy), plan.policy)
         self._fp8_gather = self._gathers_fp8(plan)
         self._root = RootUnit(self.model)
         self.model_to_device()
@@ -245,6 +242,18 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
         shard(model, layout.units, self._shard_mesh, policy, self.sharding)
         self._sharded = True
 
+    def _gather_halves(self, weights: Iterable[half_weights.Weight], policy: PrecisionPolicy) -> None:
+        """Gather those ``weights`` that have no reason against it in autocast's dtype, all others as they are stored.
+
+        FSDP2's own ``param_dtype`` casts all a unit has, norms and embeddings too, and adds the gradients of a weight
+        that is used twice in half precision. Here every number is the one that autocast makes of fp32 weights; and
+        autocast keeps no copy of them until the backward pass.
+        """
+        assert self.model is not None
+        free = [weight for weight in weights if weight.reason is None]
+        names = {(id(module), key): weight.name for weight in free for module, key in weight.places}
+        sharding_compat.gather_halves(self.model, names, to_torch(policy.compute_dtype), AutocastWeight)
+
     def _gathers_fp8(self, plan: MixedPrecisionPlan) -> FP8Gather | None:
         rule, conversion = plan.policy.fp8, plan.engine and plan.engine.fp8
         if rule is None or not rule.all_gather or not conversion or not self._sharded:
@@ -256,8 +265,8 @@ class PlanFSDP2Strategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PortableDTen
     def teardown(self) -> None:
         """As the host does; the units are left as ``fully_shard`` made them."""
         super().teardown()
-        if self._halves is not None:
-            self._halves.release()
+        if self._root is not None and self.model is not None:
+            self._gather_halves((), plan_of(self).policy)
 
     def model_to_device(self) -> None:
         assert self.model is not None

@@ -34,7 +34,7 @@ from lightning_mp.modules.remote import free_remote, is_remote
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.rng import Stream
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies.common import FailTogether, PlanSyncsBatchNorm, RunsPlan, plan_of
+from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.meta_device import materialize
 from lightning_mp.strategies.pipeline import checks
 from lightning_mp.strategies.pipeline.batches import Batches
@@ -58,7 +58,7 @@ class _Run:
     stream: Stream
 
 
-class PlanPipelineStrategy(RunsPlan, FailTogether, PlanSyncsBatchNorm, PipelineCheckpoints, ModelParallelStrategy):
+class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy):
     """``torch.distributed.pipelining`` under a plan: every rank holds a stage, a batch goes through in micro-batches.
 
     The module has ``pipeline_batch(batch) -> (inputs, target)``, a pure ``pipeline_loss(output, target) -> Tensor`` and

@@ -74,7 +74,7 @@ NORMS = {"pins": {"*norm*": "fp32"}}
 MODELS: dict[str, Transformers] = {
     "llama": Transformers("llama", "16-mixed", NORMS),
     "tied llama": Transformers("tied llama", "32-true", NORMS | CLIP),
-    "gpt2": Transformers("gpt2", "bf16-mixed", {"pins": {"ln_*": "fp32"}}, {"prefetch": 2}),
+    "gpt2": Transformers("gpt2", "bf16-mixed", {"pins": {"ln_*": "fp32"}}),
 }
 SHARED_UNITS = ["model.transformer.h.0", "model.transformer.h.1"]
 F32, BF16 = torch.float32, torch.bfloat16
@@ -140,7 +140,7 @@ def test_steps_norms_skips_scales_and_schedules_are_ddps(ranks: Ranks, case: str
 
 
 @pytest.mark.parametrize("case", BLOCKS)
-def test_checkpointing_prefetch_and_offload_change_no_number(ranks: Ranks, case: str) -> None:
+def test_checkpointing_and_offload_change_no_number(ranks: Ranks, case: str) -> None:
     _equal(ranks, BLOCKS[case], _within(BLOCKS[case]))
 
 
