@@ -296,24 +296,20 @@ class StepEngine(ABC):
     def _require_tracked(self, reduces: str) -> None:
         """Refuse steps of a run that never called ``manual_backward``, in which alone ``reduces`` reduces gradients."""
         if self._loss is None:
-            fault = Fault(
+            raise PlanError.of(
                 f"loss.backward() with {reduces}, which reduces gradients in self.manual_backward(loss) alone",
-                "",
                 "write self.manual_backward(loss)",
             )
-            raise PlanError([fault])
 
     def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before any step under loss scaling: one that the plan does not make would apply scaled gradients."""
         if self.scaler.stepping or makes_optimizer_state():
             return
-        fault = Fault(
+        raise PlanError.of(
             f"{type(optimizer).__name__}.step() called on the optimizer inside of Lightning's, with "
             f"precision={self.policy.precision!r}, whose gradients have to be unscaled and checked first",
-            "",
             "call super().optimizer_step(...), or optimizer.step() on that one",
         )
-        raise PlanError([fault])
 
     def finish_step(self, replay: Replay) -> None:
         """Adjust the scale once every optimizer of the group stepped, and look at the budget."""

@@ -44,12 +44,10 @@ class WholeNorms(TorchFunctionMode):
         if func is not _NORM or not called_by_grad_norm():
             return result
         if self._pieces is not None:
-            fault = Fault(
+            raise PlanError.of(
                 f"grad_norm(...) {self._pieces}",
-                "",
                 "log that, watch with TrainingHealth(), or use strategy='mp_fsdp2'",
             )
-            raise PlanError([fault])
         return result.full_tensor() if isinstance(result, DTensor) else result
 
 

@@ -107,13 +107,12 @@ class ShardedEngine(StepEngine):
         if self._reads is not None:
             self._reads.explain(error)
         if "setStorage" in str(error):
-            fault = Fault(
+            raise PlanError.of(
                 "a backward pass through another one (create_graph=True, as for a gradient penalty) met weights that "
                 "the first one had let go: they are gathered for one pass",
-                "",
                 "use strategy='mp_ddp', or leave out wrap=, which keeps a small model in one unit",
-            )
-            raise PlanError([fault], "strategy") from error
+                "strategy",
+            ) from error
 
     def after_backward(self) -> None:
         """Reduce partial gradients, and unscale them, before users look at them."""

@@ -36,12 +36,11 @@ def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
     plugin = strategy.precision_plugin
     if isinstance(plugin, MixedPrecisionPlan):
         return plugin
-    fault = Fault(
+    raise PlanError.of(
         f"{type(strategy).__name__} with {_written(plugin)}",
-        "",
         "write Trainer(precision=..., strategy=...), or Trainer(plugins=[MixedPrecisionPlan(...)], strategy=...)",
+        "strategy",
     )
-    raise PlanError([fault], "strategy")
 
 
 class RunsPlan(_Base):

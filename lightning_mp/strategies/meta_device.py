@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +17,15 @@ from lightning_mp.modules.patterns import named_submodules
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 
 _FLOATING = (*TORCH_DTYPES.values(), torch.float64)
-_INTEGER = (torch.int64, torch.int32)
 
 
-def cannot_initialise(model: nn.Module, faults: Faults, also: str = "") -> None:
-    """Note modules on the meta device that nothing says how to initialise; ``also``: what else helps."""
+def cannot_initialise(model: nn.Module, faults: Faults) -> None:
+    """Note modules on the meta device that nothing says how to initialise."""
     for name, module in (("", model), *named_submodules(model)):
-        if _on_meta(module) and own_reset(module) is None and _initialiser_around(module, model) is None:
+        if any(map(_is_meta, _own(module).values())) and not _initialisers(module, model):
             faults.add(
                 f"module {name or type(model).__name__!r} on the meta device, which has no reset_parameters()",
-                f"give the module reset_parameters(), {also}or build it outside init_module(empty_init=True)",
+                "give the module reset_parameters(), or build it outside init_module(empty_init=True)",
             )
 
 
@@ -41,86 +40,30 @@ def materialize(
     Raises:
         PlanError: a module's initialisation left a tensor untouched.
     """
-    waiting = [module for module in (unit.modules() if recurse else (unit,)) if _on_meta(module)]
+    every = list(unit.modules() if recurse else (unit,))
+    waiting = [module for module in every if any(map(_is_meta, _own(module).values()))]
     if not waiting:
         return
-    made = _make(waiting, root, place)
-    for module in reversed(waiting):  # children before parents, as ``apply`` does
-        initialise(module, root)
-    _refuse_untouched(made, root)
-    for tensor in made:
+    kept = {id(one): one for module in waiting for one in _own(module).values() if _is_meta(one)}
+    made = {key: _marked(one, place) for key, one in kept.items()}
+    for module in root.modules():  # wherever it is tied
+        for key, tensor in _own(module).items():
+            if id(tensor) in made:
+                setattr(module, key, made[id(tensor)])
+    with torch.no_grad():
+        for module in reversed(waiting):  # children before parents, as ``apply`` does
+            for initialiser in _initialisers(module, root):
+                initialiser()
+    _refuse_untouched(made.values(), root)
+    for tensor in made.values():
         there = tensor.detach().to(device)
         dist.broadcast(there, src=0)
         if there.device != tensor.device:
             tensor.detach().copy_(there)
 
 
-def _on_meta(module: nn.Module) -> bool:
-    tensors: Iterable[Tensor] = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(tensor.is_meta for tensor in tensors)
-
-
-def _make(waiting: Iterable[nn.Module], root: nn.Module, place: torch.device) -> list[Tensor]:
-    """Replace meta tensors by ones that hold a mark of not being initialised; wherever ``root`` has them."""
-    made: dict[int, Tensor] = {}
-    for module in waiting:
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if tensor.is_meta and id(tensor) not in made:
-                made[id(tensor)] = _marked(tensor, place)
-    kept: list[Tensor] = []  # an id is a tensor's own for as long as that is alive
-    for module in root.modules():
-        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-        for key, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
-            if id(tensor) in made:
-                kept.append(tensor)
-                setattr(module, key, made[id(tensor)])
-    return list(made.values())
-
-
-def _marked(tensor: Tensor, place: torch.device) -> Tensor:
-    new: Tensor = torch.empty_like(tensor.detach(), device=place)
-    if new.dtype in _FLOATING:
-        new.fill_(float("nan"))
-    elif new.dtype in _INTEGER:
-        new.fill_(torch.iinfo(new.dtype).min)
-    if isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-    for key, value in vars(tensor).items():
-        if key != IS_INITIALIZED:
-            setattr(new, key, value)
-    return new
-
-
-def initialise(module: nn.Module, root: nn.Module) -> None:
-    """By the module's own ``reset_parameters``, then as the model around it initialises its modules."""
-    reset, around = own_reset(module), _initialiser_around(module, root)
-    with torch.no_grad():
-        if reset is not None:
-            reset()
-        if around is not None:
-            around(module)
-
-
-def _initialiser_around(module: nn.Module, root: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """``_init_weights`` of the innermost model that has it: transformers' convention, and of many others."""
-    found = None
-    for candidate in root.modules():
-        method = initialiser(candidate)
-        if method is not None and _takes_one(method) and any(inner is module for inner in candidate.modules()):
-            found = method
-    return found
-
-
-def _takes_one(method: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(method).bind(None)
-    except TypeError:
-        return False
-    return True
-
-
 def _refuse_untouched(made: Iterable[Tensor], root: nn.Module) -> None:
-    untouched = {id(tensor) for tensor in made if _still_marked(tensor)}
+    untouched = {id(one) for one in made if one.dtype in _FLOATING and bool(one.detach().isnan().any())}
     with Faults("strategy") as faults:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()) if untouched else ():
             if id(tensor) in untouched:
@@ -130,8 +73,34 @@ def _refuse_untouched(made: Iterable[Tensor], root: nn.Module) -> None:
                 )
 
 
-def _still_marked(tensor: Tensor) -> bool:
-    tensor = tensor.detach()
-    if tensor.dtype in _FLOATING:
-        return bool(tensor.isnan().any())
-    return tensor.dtype in _INTEGER and bool((tensor == torch.iinfo(tensor.dtype).min).any())
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return dict([*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)])
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    return tensor.is_meta
+
+
+def _marked(tensor: Tensor, place: torch.device) -> Tensor:
+    """A tensor like it at ``place``, of NaN where it is floating: a mark of not being initialised."""
+    new: Tensor = torch.empty_like(tensor.detach(), device=place)
+    if new.dtype in _FLOATING:
+        new.fill_(float("nan"))
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    for key, value in vars(tensor).items():
+        if key != IS_INITIALIZED:
+            setattr(new, key, value)
+    return new
+
+
+def _initialisers(module: nn.Module, root: nn.Module) -> list[Callable[[], Any]]:
+    """The module's own ``reset_parameters``, then ``_init_weights`` of the innermost model around it that has it.
+
+    That is transformers' convention, and of many others.
+    """
+    own = own_reset(module)
+    inside = [one for one in root.modules() if initialiser(one) and any(part is module for part in one.modules())]
+    around = initialiser(inside[-1]) if inside else None
+    return [*([own] if own else []), *([partial(around, module)] if around else [])]

@@ -263,12 +263,11 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
 
         policy = plan_of(self).policy
         if policy.precision == "auto":
-            fault = Fault(
+            raise PlanError.of(
                 "precision='auto' with configure_model() under ZeRO-3, which partitions weights as they are made",
-                "",
                 "write precision='bf16-mixed', or make the model in __init__",
+                "strategy",
             )
-            raise PlanError([fault], "strategy")
         batch = ("train_batch_size", "gradient_accumulation_steps")  # the Trainer's; zero.Init only looks for any
         config = {key: value for key, value in self._composed(policy).items() if key not in batch}
         # What ZeRO-3 stores is fp32. zero.Init takes that from a config without half engines alone: of a dtype it is

@@ -30,7 +30,7 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.for_strategy import check_users_sharding
 from lightning_mp.engines.sharded import ShardedEngine
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import half_weights
 from lightning_mp.numerics.autocast_weight import AutocastWeight
 from lightning_mp.numerics.dtypes import to_torch
@@ -173,12 +173,11 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
             given = (
                 f"device_mesh=({replicas}, {shards})" if self._replicas_and_shards else f"{shards} data-parallel ranks"
             )
-            fault = Fault(
+            raise PlanError.of(
                 f"{given} and tensor_parallel={size} with {world} processes",
-                "",
                 f"use sizes whose product is {world}, or start {max(replicas * shards * size, 1)} processes",
+                "strategy",
             )
-            raise PlanError([fault], "strategy")
         shape, names = ((replicas, shards), ("replicate", "shard"))
         if self._replicas_and_shards is None:
             shape, names = (shards,), ("data_parallel",)

@@ -14,17 +14,12 @@ from lightning_mp.compat.lightning import (
     validates,
 )
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.errors import Fault, Faults
+from lightning_mp.errors import Faults
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.strategies import unfit
 from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout
 from lightning_mp.strategies.pipeline.stages import Cut, cut, units_of
 
-PREDICTS = Fault(
-    "trainer.predict under pipeline parallelism",
-    "",
-    "load the checkpoint into the plain module and predict with strategy='mp_ddp' or 'mp_fsdp2'",
-)
 _HOOKS = "move it to on_before_backward or on_after_backward: the schedule runs backward for each micro-batch"
 _BATCH = "define pipeline_batch(self, batch), which returns (inputs, target)"
 _LOSS = "define pipeline_loss(self, output, target), which returns a scalar"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.errors import PlanError
 
 
 class StashedGradients:
@@ -85,12 +85,11 @@ def refuse_remote_gradients(remote: Mapping[str, Tensor]) -> None:
     """
     name = next((name for name, parameter in remote.items() if parameter.grad is not None), None)
     if name is not None:
-        fault = Fault(
+        raise PlanError.of(
             f"a pipeline_loss or a stage that computes with {name!r}, which another stage holds",
-            "",
             "put what a loss adds for weights into the optimizer (weight_decay), or use strategy='mp_ddp'",
+            "strategy",
         )
-        raise PlanError([fault], "strategy")
 
 
 class Replicas:
@@ -119,7 +118,8 @@ class Replicas:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
             self._used = [bool(flag) for flag in flags.tolist()]
         if any(here and not used for here, used in zip(present, self._used, strict=True)):
-            raise PlanError([_USED_LATER], "strategy")
+            given = "a parameter that has its first gradient after the first step, on replicas of a pipeline"
+            raise PlanError.of(given, "freeze what is not used, or use data_parallel_size=1", "strategy")
         chosen = [p for p, used in zip(self._parameters, self._used, strict=True) if used]
         if not chosen:
             return
@@ -131,10 +131,3 @@ class Replicas:
         dist.all_reduce(flat.div_(self._group.size()), group=self._group)
         for gradient, piece in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
             gradient.copy_(piece.view_as(gradient))
-
-
-_USED_LATER = Fault(
-    "a parameter that has its first gradient after the first step, on replicas of a pipeline",
-    "",
-    "freeze what is not used, or use data_parallel_size=1",
-)

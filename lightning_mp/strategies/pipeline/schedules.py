@@ -1,18 +1,20 @@
-"""torch's schedules: one for the training batches of a run, and one for each shape of batch that is evaluated."""
+"""What the module gives for a batch, and torch's schedules: one for training, one for each shape that is evaluated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
 
+from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.compat.torch_pipelining import WatchedStage
-from lightning_mp.strategies.pipeline.batches import any_loss, split
+from lightning_mp.errors import PlanError
+from lightning_mp.numerics.nested import tensors_in
 from lightning_mp.strategies.pipeline.stages import Part
 
 
@@ -46,10 +48,93 @@ class Layout:
         """Stages in all, virtual ones included."""
         return self.stages * self.per_rank
 
-    @property
-    def in_flight(self) -> int:
-        """Micro-batches whose activations the first rank holds at once, under ``gpipe`` and ``1f1b``."""
-        return self.microbatches if self.schedule == "gpipe" else min(self.stages, self.microbatches)
+
+class Batches:
+    """Asks the module for what goes in and what comes out.
+
+    Args:
+        module: the user's.
+        microbatches: pieces of a training batch.
+        group: the stages of this replica, which must get the same batch.
+        context: around the loss, as around the stages: the plan's.
+    """
+
+    def __init__(
+        self, module: LightningModule, microbatches: int, group: dist.ProcessGroup, context: Callable[[], Any]
+    ) -> None:
+        self._module, self._microbatches, self._group, self._context = module, microbatches, group, context
+        self._shapes: list[torch.Size] | None = None
+        #: the epoch that batches are counted in, and how many came
+        self._epoch: int | None = None
+        self._drawn = 0
+
+    def of(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
+        """Inputs and target of a batch.
+
+        Raises:
+            PlanError: they are no tensors with rows, the rows do not divide, or the stages got different batches.
+        """
+        given: Any = self._module
+        pair = given.pipeline_batch(batch)
+        if not isinstance(pair, tuple) or len(cast("tuple[Any, ...]", pair)) != 2:
+            raise refused(f"pipeline_batch, which returned {type(pair).__name__}", "return (inputs, target)")
+        inputs, target = cast("tuple[Any, Any]", pair)
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        tensors: list[Tensor] = [*tensors_in(inputs), *tensors_in(target)]
+        rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
+        if len(rows) != 1 or not all(isinstance(one, Tensor) for one in inputs):
+            given = f"pipeline_batch with tensors of {' and '.join(map(str, sorted(rows)))} rows"
+            raise refused(given, "give every tensor the rows of the batch, or keep what has none in the module")
+        if training:
+            self._check_shapes(rows.pop(), [tensor.shape for tensor in cast("tuple[Tensor, ...]", inputs)])
+        self._check_alike(tensors, self._module.trainer.current_epoch if training else -1)
+        return inputs, target
+
+    def _check_shapes(self, rows: int, shapes: list[torch.Size]) -> None:
+        if rows % self._microbatches:
+            raise refused(
+                f"a batch of {rows} rows with microbatches={self._microbatches}",
+                f"use a batch size that is a multiple of {self._microbatches}, with drop_last=True",
+            )
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            given = f"a batch of shape {[*map(tuple, shapes)]} after batches of {[*map(tuple, self._shapes)]}"
+            raise refused(given, "pad to one length, and use DataLoader(drop_last=True)")
+
+    def _check_alike(self, tensors: list[Tensor], epoch: int) -> None:
+        """Compare batch 0, 1, 2, 4, 8, … of an epoch, with a device sync; all ranks of a replica refuse together."""
+        if self._epoch != epoch:
+            self._epoch, self._drawn = epoch, 0
+        number, self._drawn = self._drawn, self._drawn + 1
+        if number & (number - 1):
+            return
+        sums = torch.stack([_fingerprint(tensor) for tensor in tensors]).flatten()
+        extremes = torch.cat([sums, -sums])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        if not torch.equal(extremes[: len(sums)], -extremes[len(sums) :]):
+            raise refused(
+                "other batches on one stage than on another",
+                "call seed_everything() before data is made, and give a sampler of your own num_replicas and rank of "
+                "trainer.strategy.distributed_sampler_kwargs",
+            )
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """The module's ``pipeline_loss`` of a micro-batch.
+
+        Raises:
+            PlanError: it is no scalar with a gradient.
+        """
+        given: Any = self._module
+        with self._context():
+            loss = given.pipeline_loss(output, target)
+        trains = any(one.requires_grad for one in tensors_in(output))
+        if not isinstance(loss, Tensor) or loss.ndim or (trains and not loss.requires_grad):
+            what = tuple(loss.shape) if isinstance(loss, Tensor) and loss.ndim else type(loss).__name__
+            raise refused(
+                f"pipeline_loss, which returned {what}",
+                "return the mean over the rows of the micro-batch, computed from the output without detach() or item()",
+            )
+        return loss
 
 
 class Pipeline:
@@ -103,7 +188,7 @@ class Pipeline:
         key = (how, number, torch.is_inference_mode_enabled(), tuple(tensor.shape for tensor in inputs))
         if key not in self._made:
             self._made[key] = self._schedule(number, how)
-        self._targets, self._losses = split(target, number), []
+        self._targets, self._losses = _split(target, number), []
         places = {"target": torch.arange(number)} if self.last else {}
         getattr(self._made[key], how)(*(inputs if self.first else ()), **places, return_outputs=False)
         self._targets = ()
@@ -131,7 +216,7 @@ class Pipeline:
 
     def _loss_of(self, output: Any, place: Tensor) -> Tensor:
         if self._shapes_only:
-            return any_loss(output)
+            return _any_loss(output)
         loss = self._loss(output, self._targets[int(place)])
         self._losses.append(loss.detach())
         return self._scaled(loss)
@@ -139,3 +224,35 @@ class Pipeline:
 
 def _as_it_is(loss: Tensor) -> Tensor:
     return loss
+
+
+def _any_loss(output: Any) -> Tensor:
+    """A loss of every number of a stage's output, for its shapes alone."""
+    floating = [one for one in tensors_in(output) if one.is_floating_point()]
+    return torch.stack([one.float().square().sum() for one in floating]).sum()
+
+
+def _split(value: Any, number: int) -> list[Any]:
+    """``value`` cut into ``number`` equal pieces along the first dimension of every tensor in it."""
+    if isinstance(value, Tensor):
+        return list(value.split(len(value) // number))
+    if isinstance(value, dict):
+        members = cast("dict[Any, Any]", value)
+        pieces = {key: _split(member, number) for key, member in members.items()}
+        return [{key: pieces[key][place] for key in members} for place in range(number)]
+    if isinstance(value, (list, tuple)):
+        pieces = [_split(member, number) for member in cast("list[Any]", value)]
+        return [type(value)(piece[place] for piece in pieces) for place in range(number)]  # pyright: ignore
+    return [value] * number
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Two sums of a tensor that differ where two batches do."""
+    numbers = tensor.detach().flatten().to(torch.float64 if tensor.device.type != "mps" else torch.float32)
+    weights = torch.arange(1, len(numbers) + 1, device=numbers.device, dtype=numbers.dtype)
+    return torch.nan_to_num(torch.stack([numbers.sum(), (numbers * weights).sum()]))
+
+
+def refused(given: str, fix: str) -> PlanError:
+    """The error of a batch, or of what the module made of it."""
+    return PlanError.of(given, fix, "strategy")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -18,7 +20,6 @@ from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Faults
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.meta_device import cannot_initialise
-from lightning_mp.strategies.pipeline import transformers_stages
 from lightning_mp.strategies.shard_units import Units, units
 from lightning_mp.strategies.sharding import Sharding, shard
 
@@ -41,23 +42,23 @@ def maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
     own: Any = getattr(module, "pipeline_stage", None)
     if own is not None:
         return cast("MakeStage", own)
-    found = transformers_stages.decoders(module)
+    found = [(part, shape) for part in module.modules() if (shape := _shape(part)) is not None]
     if len(found) != 1:
-        known = ", ".join(transformers_stages.KNOWN)
         faults.add(
             f"{type(module).__name__} without pipeline_stage(index, count), and with {len(found)} models that are cut "
             "without it",
-            f"define pipeline_stage(self, index, count), made of the module's own submodules, or use one of {known}",
+            f"define pipeline_stage(self, index, count), or use one of {', '.join(_SHAPES)}",
         )
         return None
-    model, layers = found[0], transformers_stages.layers_of(found[0])
+    model, shape = found[0]
+    layers = len(getattr(getattr(model, shape.body), shape.layers))
     if count > layers:
         faults.add(
             f"{count} stages of {type(model).__name__}, which has {layers} layers",
             f"use at most {layers} stages, those that one process holds counted in",
         )
         return None
-    return lambda index, total: transformers_stages.stage(model, index, total)
+    return partial(_stage, model, shape)
 
 
 def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
@@ -119,8 +120,6 @@ class Part(nn.Module):
     def __init__(self, stage: nn.Module, context: Callable[[], Any]) -> None:
         super().__init__()
         self.stage, self._context = stage, context
-        #: what the stage has besides the module's own parts, and whether it was trained before an evaluation
-        self._modes: list[tuple[nn.Module, bool]] = []
 
     def forward(self, *inputs: Any) -> Any:
         """What the stage makes of the inputs."""
@@ -128,14 +127,10 @@ class Part(nn.Module):
             return self.stage(*inputs)
 
     def follow_mode(self, module: nn.Module) -> None:
-        """Evaluate what only the stage has while ``module``, which does not know of it, is evaluated."""
-        if self.training == module.training:
-            return
-        if not module.training:
-            own = {id(one) for one in module.modules()}
-            self._modes = [(one, one.training) for one in self.modules() if id(one) not in own]
-        for one, trained in self._modes:
-            one.training = trained and module.training
+        """Train or evaluate what only the stage has as ``module`` is, which does not know of it."""
+        own = {id(one) for one in module.modules()}
+        for one in self.modules() if self.training != module.training else ():
+            one.training = one.training if id(one) in own else module.training
 
 
 def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> Units:
@@ -151,3 +146,89 @@ def shard_part(part: Part, engine: StepEngine, mesh: DeviceMesh, policy: Precisi
     with Faults("strategy") as faults:
         cut = units_of(part, engine, faults)
     shard(part, cut, mesh, policy, Sharding())
+
+
+# ------------------------------------------------------------------ transformers' decoders
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Where a decoder keeps its parts."""
+
+    body: str
+    layers: str
+    #: only in the first stage, and what takes their place elsewhere
+    first: tuple[str, ...]
+    last: str
+
+
+_LLAMA = _Shape("model", "layers", ("embed_tokens",), "norm")
+#: the classes whose forward was compared, stage by stage, with the whole: others share layers, …
+_SHAPES = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "GPT2LMHeadModel": _Shape("transformer", "h", ("wte", "wpe", "drop"), "ln_f"),
+}
+
+
+class _Nothing(nn.Module):
+    """In place of position embeddings after the first stage: they were added there."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)
+
+
+class DecoderStage(nn.Module):
+    """Takes token ids in the first stage and hidden states after it; gives hidden states, in the last stage logits.
+
+    An attention mask may come with the ids: it is handed on from stage to stage.
+    """
+
+    def __init__(self, model: nn.Module, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._first, self._last = first, last
+
+    def forward(self, tokens_or_hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
+        """Ids (rows, length) or hidden states (rows, length, width), and the mask (rows, length) if there is one."""
+        given = {"input_ids" if self._first else "inputs_embeds": tokens_or_hidden, "attention_mask": attention_mask}
+        output = self.model(**given, use_cache=False).logits
+        return output if self._last or attention_mask is None else (output, attention_mask)
+
+
+def _shape(module: nn.Module) -> _Shape | None:
+    kind = next((kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")), None)
+    return None if kind is None else _SHAPES.get(kind.__name__)
+
+
+def _stage(model: nn.Module, shape: _Shape, index: int, count: int) -> nn.Module:
+    """Stage ``index`` of ``count``, made of ``model``'s own submodules; earlier stages get the layers left over."""
+    body = cast("nn.Module", getattr(model, shape.body))
+    named = list(cast("nn.ModuleList", getattr(body, shape.layers)).named_children())
+    size, over = divmod(len(named), count)
+    begin = index * size + min(index, over)
+    chosen = slice(begin, begin + size + (index < over))
+    first, last = index == 0, index == count - 1
+    layers = nn.ModuleList()
+    for name, layer in named[chosen]:
+        layers.add_module(name, layer)
+    kept: dict[str, nn.Module] = {shape.layers: layers}
+    if not first:
+        kept |= {name: _Nothing() if name == "wpe" else nn.Identity() for name in shape.first}
+    if not last:
+        kept |= {shape.last: nn.Identity()}
+    kinds: Any = getattr(body.config, "layer_types", None)
+    # a layer's kind of attention is found by its place in the list
+    own = copy(body.config)
+    vars(own).update({"layer_types": kinds[chosen]} if kinds else {})
+    pruned = {shape.body: _with(body, kept, own), **({} if last else {"lm_head": nn.Identity()})}
+    return DecoderStage(_with(model, pruned, model.config), first=first, last=last)
+
+
+def _with(module: nn.Module, parts: dict[str, nn.Module], config: Any) -> nn.Module:
+    """The same module, of the same class, with other submodules and config; everything else is shared."""
+    changed = copy(module)
+    vars(changed).update(_modules={**vars(module)["_modules"], **parts}, config=config)
+    return changed

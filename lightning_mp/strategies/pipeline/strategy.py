@@ -29,7 +29,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import PipelineEngine
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules.remote import free_remote, is_remote
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.rng import Stream
@@ -37,10 +37,9 @@ from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.common import RunsPlan, plan_of
 from lightning_mp.strategies.meta_device import materialize
 from lightning_mp.strategies.pipeline import checks
-from lightning_mp.strategies.pipeline.batches import Batches
 from lightning_mp.strategies.pipeline.checkpoints import PipelineCheckpoints
 from lightning_mp.strategies.pipeline.gradients import Replicas, StashedGradients, refuse_remote_gradients
-from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout, Pipeline
+from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Batches, Layout, Pipeline
 from lightning_mp.strategies.pipeline.stages import Cut, Part, shard_part
 from lightning_mp.strategies.sharding import broadcast_from_first, share_buffers
 
@@ -149,8 +148,16 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
         Raises:
             PlanError: the stages do not divide the processes.
         """
-        stages, replicas = self._sizes(self.num_nodes * self.num_processes)
-        self._layout = self._in_stages(stages)
+        world = self.num_nodes * self.num_processes
+        stages, replicas = self._sizes(world)
+        if stages * replicas != world or stages < 2:
+            raise PlanError.of(
+                f"stages={stages} and data_parallel_size={replicas} with {world} processes",
+                f"start {max(stages, 2) * replicas} processes, or choose sizes whose product is {world}",
+                "strategy",
+            )
+        per_rank = self._virtual if SCHEDULES[self._schedule].several else 1
+        self._layout = Layout(self._schedule, stages, self._microbatches or 4 * stages, per_rank)
         self._setup_distributed()
         names = ("pipeline", "data_parallel")
         self._device_mesh = init_device_mesh(self.root_device.type, (stages, replicas), mesh_dim_names=names)
@@ -159,36 +166,13 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
 
     def degrees(self, world: int) -> tuple[int, int, int]:
         """Of ``world`` processes the replicas, the shards of each, and the stages."""
-        stages, replicas = self._sizes(world, check=False)
+        stages, replicas = self._sizes(world)
         return (1, replicas, stages) if self.shard else (replicas, 1, stages)
 
-    def layout_on(self, world: int) -> Layout:
-        """What there would be on ``world`` processes.
-
-        Raises:
-            PlanError: the stages do not divide them.
-        """
-        return self._in_stages(self._sizes(world)[0])
-
-    def _in_stages(self, stages: int) -> Layout:
-        per_rank = self._virtual if SCHEDULES[self._schedule].several else 1
-        return Layout(self._schedule, stages, self._microbatches or 4 * stages, per_rank)
-
-    def _sizes(self, world: int, *, check: bool = True) -> tuple[int, int]:
+    def _sizes(self, world: int) -> tuple[int, int]:
         replicas = 1 if self._replicas == "auto" else int(self._replicas)
         stages = self._stages or world // replicas
-        if self._replicas == "auto" or not check:
-            replicas = max(world // max(stages, 1), 1)
-        if not check:
-            return stages, replicas
-        if stages * replicas != world or stages < 2:
-            fault = Fault(
-                f"stages={stages} and data_parallel_size={replicas} with {world} processes",
-                "",
-                f"start {max(stages, 2) * replicas} processes, or choose sizes whose product is {world}",
-            )
-            raise PlanError([fault], "strategy")
-        return stages, replicas
+        return stages, max(world // max(stages, 1), 1) if self._replicas == "auto" else replicas
 
     # ------------------------------------------------------------------ the model
 
@@ -331,7 +315,8 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: only the last stage has the output."""
-        raise PlanError([checks.PREDICTS], "strategy")
+        fix = "load the checkpoint into the plain module and predict with strategy='mp_ddp' or 'mp_fsdp2'"
+        raise PlanError.of("trainer.predict under pipeline parallelism", fix, "strategy")
 
     def _evaluate(self, batch: Any, name: str) -> Tensor:
         module, run = self._running

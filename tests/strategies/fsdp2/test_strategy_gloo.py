@@ -84,7 +84,7 @@ USERS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "true": (partial(UsersOwn, "bf16-true", (BF16, F32), {"reduce_dtype": F32}), ()),
     "reduces in half": (
         partial(UsersOwn, "bf16-true", (BF16, F32), {}),
-        ("'net' with MixedPrecisionPolicy(reduce_dtype=None)",),
+        ("'net' with MixedPrecisionPolicy(", "sums in torch.float32"),
     ),
     "left whole": (
         partial(UsersOwn, "32-true", (F32, F32), {"norm_alone": True}),
