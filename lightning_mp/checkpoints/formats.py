@@ -1,17 +1,22 @@
-"""The three formats that strategies write, how to tell them apart, and reading a file with errors that help."""
+"""The three formats that strategies write: which one lies at a path, reading a file, and how its entries are called."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from fsspec.core import split_protocol
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_mp.errors import Fault
+from lightning_mp.modules.patterns import plain_name
+from lightning_mp.numerics.grads import parameters_of
 
 Kind = Literal["file", "sharded", "deepspeed"]
 
@@ -119,3 +124,43 @@ def damaged(path: Path, error: BaseException | str) -> CheckpointFormatError:
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     what = f"{str(path)!r}, which cannot be read: {reason}"
     return CheckpointFormatError(what, "a whole checkpoint", "copy it again, or take an earlier one")
+
+
+# ------------------------------------------------------------------ names, and ONE numbering of optimizer state
+# An optimizer's state belongs to its parameters in the order of its groups. Each format keys it in its own way; from
+# one to another it goes by that order alone.
+
+
+def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` under names without wrappers (``_orig_mod.`` and the like), in its order."""
+    return {plain_name(name): value for name, value in state.items()}
+
+
+def rekeyed(state: Mapping[str, Any], keys: Iterable[Any] | None = None) -> dict[str, Any]:
+    """An optimizer's ``state_dict`` with its parameters called ``keys``, in the order of its groups; else by place."""
+    old = [_plain(key) for group in state["param_groups"] for key in group["params"]]
+    new = dict(zip(old, range(len(old)) if keys is None else keys, strict=True))
+    return {
+        # absent where the optimizer keeps none
+        "state": {new[_plain(key)]: values for key, values in state.get("state", {}).items()},
+        "param_groups": [
+            {**group, "params": [new[_plain(key)] for key in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def by_parameter(
+    state: Mapping[str, Any], optimizer: Optimizer, value: Callable[[Tensor | None, Any], Any]
+) -> dict[str, Any]:
+    """``state`` with each entry replaced by ``value(parameter, entry)``; without those of which that is None.
+
+    Groups of other sizes are refused by the optimizer itself: what has no parameter here is given None.
+    """
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    own = dict(zip(keys, parameters_of(optimizer), strict=False))
+    found = {key: value(own.get(key), entry) for key, entry in state["state"].items()}
+    return {**state, "state": {key: entry for key, entry in found.items() if entry is not None}}
+
+
+def _plain(key: Any) -> Any:
+    return plain_name(key) if isinstance(key, str) else key

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mp.checkpoints import formats, sharded, zero
-from lightning_mp.checkpoints.formats import ALLOWED, CheckpointFormatError, kind_of
-from lightning_mp.checkpoints.keys import plain_names
+from lightning_mp.checkpoints.formats import ALLOWED, CheckpointFormatError, kind_of, plain_names
 
 
 def read_full(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_mp.checkpoints import formats
-from lightning_mp.checkpoints.formats import SHARDED_EXTRA
-from lightning_mp.checkpoints.keys import plain_names, rekeyed
+from lightning_mp.checkpoints.formats import SHARDED_EXTRA, plain_names, rekeyed
 
 # where ModelParallelStrategy and FSDPStrategy put the weights
 _WEIGHTS = ("state_dict", "model")

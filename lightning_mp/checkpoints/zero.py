@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.checkpoints import formats
-from lightning_mp.checkpoints.formats import deepspeed_folder
-from lightning_mp.checkpoints.keys import plain_names
+from lightning_mp.checkpoints.formats import deepspeed_folder, plain_names
 from lightning_mp.errors import MissingExtraError
 from lightning_mp.modules.patterns import plain_name
 

@@ -269,15 +269,3 @@ def mesh_of(strategy: ModelParallelStrategy) -> Any:
 def set_mesh(module: LightningModule, mesh: Any) -> None:
     """Make ``mesh`` the module's ``device_mesh``."""
     cast("Any", module)._device_mesh = mesh
-
-
-def called_by_grad_norm() -> bool:
-    """Whether the function that asks was called by Lightning's ``grad_norm``."""
-    frame: Any = inspect.currentframe()
-    for _ in range(6):  # the mode that asks, and what torch has in between
-        if frame is None or frame.f_globals.get("__name__", "").endswith("pytorch.utilities.grads"):
-            break
-        frame = frame.f_back
-    else:
-        return False
-    return frame is not None

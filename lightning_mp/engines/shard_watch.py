@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.compat.lightning import called_by_grad_norm
 from lightning_mp.compat.torch import in_backward
 from lightning_mp.compat.torch_sharding import ranks_apart, take_total_norms_by
 from lightning_mp.engines.base import StepEngine
@@ -33,22 +32,11 @@ _END = "the end of the step"
 
 
 class WholeNorms(TorchFunctionMode):
-    """Within it, the norms that ``grad_norm`` takes are those of whole gradients; of mere ``pieces`` none are taken."""
-
-    def __init__(self, *, pieces: str | None) -> None:
-        super().__init__()
-        self._pieces = pieces
+    """Within it, the norm of a gradient of which this rank has a shard is that of the whole, also Lightning's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not _NORM or not called_by_grad_norm():
-            return result
-        if self._pieces is not None:
-            raise PlanError.of(
-                f"grad_norm(...) {self._pieces}",
-                "log that, watch with TrainingHealth(), or use strategy='mp_fsdp2'",
-            )
-        return result.full_tensor() if isinstance(result, DTensor) else result
+        return result.full_tensor() if func is _NORM and isinstance(result, DTensor) else result
 
 
 def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> Callable[[], None]:

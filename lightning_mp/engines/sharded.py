@@ -61,8 +61,7 @@ class ShardedEngine(StepEngine):
             if self._flat_groups:
                 self._undo.append(sum_total_norms(self, lambda: self._flat_groups))
         if self.distributed:
-            pieces = "under FSDP1, whose ranks hold flat pieces of the gradients" if self._flat_groups else None
-            self.hook_watch = WholeNorms(pieces=pieces)
+            self.hook_watch = WholeNorms()
             units: dict[str, Any] = {
                 f".{name}".replace(FSDP1_WRAPPER, "")[1:]: unit
                 for name, unit in model.named_modules()
@@ -175,8 +174,6 @@ class PipelineEngine(StepEngine):
     """Carries a policy out where gradients are those of one stage; the flag is the maximum over all of them."""
 
     holds = "every process holds a stage of the layers"
-    #: Lightning's ``grad_norm``, which would be of one stage alone, is refused
-    hook_watch = WholeNorms(pieces="under pipeline parallelism, whose ranks hold the gradients of one stage")
     _undo_norm: Callable[[], None] | None = None
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_mp.checkpoints.formats import CheckpointFormatError, Kind, is_remote_path, kind_of, without_file_protocol
-from lightning_mp.checkpoints.keys import by_parameter, plain_names
+from lightning_mp.checkpoints.formats import (
+    CheckpointFormatError,
+    Kind,
+    by_parameter,
+    is_remote_path,
+    kind_of,
+    plain_names,
+    without_file_protocol,
+)
 from lightning_mp.checkpoints.load import read_full
 from lightning_mp.checkpoints.sharded import entries
 from lightning_mp.compat.lightning import Strategy, TorchCheckpointIO, TrainerFn, rank_zero_info, trainer_of

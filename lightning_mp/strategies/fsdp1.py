@@ -18,8 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import Kind
-from lightning_mp.checkpoints.keys import plain_names, rekeyed
+from lightning_mp.checkpoints.formats import Kind, plain_names, rekeyed
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
     FSDPStrategy,
@@ -106,7 +105,7 @@ class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
 
     def check_plan(self, engine: StepEngine, module: Any, faults: Faults) -> Any:
         """Decide what is wrapped: a policy for FSDP; ``None`` where a run before did. Changes nothing."""
-        unfit.refuse(module, faults, (*unfit.AVERAGES, *unfit.PRUNING, *unfit.FINETUNING), "FSDP1's flat parameters")
+        unfit.refuse(module, "flat", faults)
         if engine.policy.pins:
             faults.add("pins with FSDP1, whose units have one dtype", "plans without pins under FSDP1", _INSTEAD)
         if not module.automatic_optimization and module.trainer.state.fn == TrainerFn.FITTING:
@@ -126,7 +125,7 @@ class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
                 "remove it from configure_model, or call torch.distributed.fsdp.wrap.wrap() there, which waits",
             )
             return None
-        unfit.refuse_weights(module, (), faults)
+        unfit.refuse_weights(module, faults)
         _check_flat(module, engine, faults)
         cut = units(module, self._wrap, engine.pin_map, engine.stored_dtypes(), faults)
         chosen = set(map(id, cut.inner))

@@ -27,7 +27,6 @@ ONE_PROCESS = {
 }
 FINETUNING = "Finetuning callback does not support running with the DeepSpeed strategy"
 EMA = ["ema", "ema_resumed"]
-SWA = {"swa": "SWA does not currently support sharded models"}
 WRITTEN = "written to between steps with ZeRO-3"
 ELSEWHERE = "used in the step outside of the unit that holds it"
 OTHER_UNITS = "with sharded weights, which all ranks gather"
@@ -37,6 +36,8 @@ APART = ["a_unit_is_used_on_one_rank", "ranks_run_units_in_opposite_orders"]
 ZERO = {
     **ONE_PROCESS,
     "pruning": "ModelPruning with ZeRO",
+    "swa": "SWA does not currently support sharded models",
+    **dict.fromkeys(EMA, "with ZeRO, whose checkpoints hold no average"),
     "lr_finder": "with ZeRO, whose optimizer takes no other schedule",
     "two_optimizers": "only supports single optimizer",
     "accumulates_on_a_schedule": "does not support `accumulate_grad_batches` changing",
@@ -65,13 +66,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "deepspeed_zero2": {
         **ZERO,
         **dict.fromkeys([*APART, "a_layer_is_used_on_one_rank"], OTHER_GRADIENTS),
-        **SWA,
-        "ema_resumed": "a checkpoint of averaged weights with ZeRO",
     },
     "deepspeed_zero3": {
         **ZERO,
-        **SWA,
-        **dict.fromkeys(EMA, SHARDED),
         **dict.fromkeys([*APART, "a_layer_is_used_on_one_rank"], OTHER_UNITS),
         "all_weights_in_the_loss": ELSEWHERE,
         "clamps_weights_after_the_step": WRITTEN,

@@ -163,7 +163,8 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
                 "move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
             )
         _check_storage(engine.policy, engine.pin_map, module, self._stage, any(self._offloads), faults)
-        unfit.refuse_with_zero(module, self._stage, faults)
+        unfit.refuse(module, "ZeRO", faults)
+        unfit.refuse_weights(module, faults, why="ZeRO", whole=self._stage < 3)
         try:
             composed = self._composed(engine.policy)
         except PlanError as error:
@@ -307,18 +308,7 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
         return True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save through DeepSpeed; schedulers as if no param group had been split.
-
-        Raises:
-            RuntimeError: a callback averages weights: DeepSpeed would leave the average out.
-        """
-        if "averaging_state" in checkpoint:
-            fault = Fault(
-                "a checkpoint of averaged weights with ZeRO, which saves those that are trained alone",
-                "",
-                "remove the callback, or use strategy='mp_ddp'",
-            )
-            raise RuntimeError(str(fault))
+        """Save through DeepSpeed; schedulers as if no param group had been split."""
         if len(self._came_from) != self._groups_before:
             first = [self._came_from.index(group) for group in range(self._groups_before)]
             for state in checkpoint.get("lr_schedulers", ()):

@@ -192,8 +192,8 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
         """Decide how to shard; ``None`` where the model is sharded already. Notes what cannot be, changes nothing."""
-        unfit.refuse_with_shards(module, faults)
-        unfit.refuse_weights(module, self.sharding.options.get("ignored_params", ()), faults)
+        unfit.refuse(module, "shards", faults)
+        unfit.refuse_weights(module, faults, self.sharding.options.get("ignored_params", ()))
         self.check_remote_folders(faults)
         if is_sharded(module):  # by the user's configure_model, or by a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import Kind
-from lightning_mp.checkpoints.keys import by_parameter
+from lightning_mp.checkpoints.formats import Kind, by_parameter
 from lightning_mp.compat.lightning import LightningOptimizer
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, load_states, sharded_like

@@ -53,7 +53,7 @@ def module(
     syncs_batch_norm: bool,
 ) -> Cut | None:
     """Note why ``model`` cannot be run in stages; else how it is cut, which is ``known`` where a run before did."""
-    unfit.refuse_with_stages(model, faults)
+    unfit.refuse(model, "stages", faults)
     name, policy = type(model).__name__, engine.policy
     if policy.precision not in _MODES:
         faults.add(f"precision={policy.precision!r} under pipeline parallelism", ", ".join(_MODES), "use 'bf16-mixed'")
