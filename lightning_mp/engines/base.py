@@ -38,8 +38,6 @@ class StepEngine(ABC):
     runs_backward: ClassVar[bool] = False
     #: whether the optimizer may be given a closure (LBFGS, SAM and its kind)
     gives_closure: ClassVar[bool] = True
-    #: whether an optimizer, which is known only after ``prepare``, may yet be refused and the module given back
-    may_be_reverted: bool = False
     #: around hooks in which users may look at gradients
     hook_watch: AbstractContextManager[Any] | None = None
 
@@ -77,7 +75,6 @@ class StepEngine(ABC):
         self.recomputed: list[nn.Module] = []
         self._applied = ExitStack()
         self._loss: Tensor | None = None
-        self._before: list[tuple[Tensor, Tensor]] = []
         self._said_again = False
         self._step_hooks: list[RemovableHandle] = []
         #: the number of steps after which the budget can first be spent
@@ -127,8 +124,6 @@ class StepEngine(ABC):
         policy = self.policy
         covered = {id(member.module) for member in self.pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
-        if self.may_be_reverted:
-            self._before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
         pins.cast_unpinned((submodule for submodule in module.modules() if id(submodule) not in covered), policy)
         if self.synced:
             sync_batchnorm.apply(self.synced)
@@ -143,19 +138,6 @@ class StepEngine(ABC):
         if policy.checkpointing is not None:
             self._applied = checkpointing.apply(module, self.recomputed, policy.checkpointing)
 
-    def revert(self) -> None:
-        """Bring the module back to what ``prepare`` found."""
-        if self._module is not None:
-            pins.remove(self._module.modules())
-            if self.fp8 is not None:
-                self.fp8.undo()
-        sync_batchnorm.remove(self.synced)
-        self.synced = []
-        for tensor, data in self._before:
-            if tensor.dtype != data.dtype:
-                tensor.data = data
-        self._before = []
-
     @abstractmethod
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Note which optimizers cannot step under the policy."""
@@ -164,14 +146,11 @@ class StepEngine(ABC):
         """Take the optimizers, and the model as the strategy wrapped it.
 
         Raises:
-            PlanError: an optimizer cannot step under the policy; the module is as it was where that is possible.
+            PlanError: an optimizer cannot step under the policy.
         """
-        faults = Faults()
-        self.check_optimizers(optimizers, faults)
-        if faults.found:
-            self.revert()
-        faults.raise_if_any()
-        self.optimizers, self._before = list(optimizers), []
+        with Faults() as faults:
+            self.check_optimizers(optimizers, faults)
+        self.optimizers = list(optimizers)
         self._close_hooks()
         self.scaler.forget()
         if self.scaler.enabled:
@@ -196,7 +175,7 @@ class StepEngine(ABC):
         if self.scaler.enabled:
             self.scaler.within_run = False
         self._close_hooks()
-        self._module, self._loss, self._before = None, None, []
+        self._module, self._loss = None, None
         self.pin_map, self.recomputed = pins.PinMap((), ()), []
         self.optimizers, self.pending = [], False
         self._parameters, self._trained = [], []

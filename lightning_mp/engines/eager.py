@@ -25,10 +25,6 @@ class EagerEngine(StepEngine):
     holds = "every process holds all parameters"
     _ddp: DistributedDataParallel | None = None
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.may_be_reverted = self.scaler.enabled  # there LBFGS and its kind are refused
-
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse optimizers that evaluate the closure themselves under loss scaling."""
         if self.scaler.enabled:

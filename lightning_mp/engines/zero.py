@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_mp.compat.deepspeed import (
     Zero,
     after_gathered_change,
-    cast_partition,
     gathers,
     is_partitioned,
 )
@@ -49,9 +48,6 @@ class ZeroEngine(StepEngine):
     holds = "DeepSpeed partitions optimizer state, gradients and parameters by its stage"
     runs_backward = True
     gives_closure = False  # a ZeRO optimizer takes none
-    #: until ``hand_over``: the optimizer is checked before DeepSpeed flattens and partitions
-    may_be_reverted = True
-
     _zero: Zero | None = None
     #: the norm to clip by where the Trainer says nothing
     _default_clip = 0.0
@@ -91,12 +87,6 @@ class ZeroEngine(StepEngine):
                 )
             else:
                 optimizer_facts.check_shards(optimizer, "flat pieces", "ZeRO's pieces of flat tensors", faults)
-
-    def hand_over(self) -> None:
-        """DeepSpeed takes the module now: it cannot be brought back any more."""
-        self._before = []
-        for parameter in () if self._module is None else self._module.parameters():
-            cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the DeepSpeedEngine and its optimizer, and put the plan's scale in place of DeepSpeed's."""

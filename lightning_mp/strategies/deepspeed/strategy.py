@@ -20,6 +20,7 @@ from lightning_mp.checkpoints.zero import loads_alike, resumable
 from lightning_mp.compat.checks import require_versions
 from lightning_mp.compat.deepspeed import (
     FunctionalLinear,
+    cast_partition,
     forget_gradients,
     halve_masters,
     initialize,
@@ -212,7 +213,8 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
             self._check_optimizer(step, optimizer, lr_scheduler)
             self._groups_before = len(optimizer.param_groups)
             self._came_from = split_by_dtype(optimizer, lr_scheduler)
-        step.hand_over()
+        for parameter in model.parameters():
+            cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
         trained = by_dtype(parameter for parameter in model.parameters() if parameter.requires_grad)
         groups = [{"params": members} for members in trained]
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
@@ -228,8 +230,6 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
                 given = cast("Any", self.config)["scheduler"]
                 both = f"scheduler={given!r} in the JSON and {type(scheduler).__name__} in configure_optimizers"
                 faults.add(both, "one of the two", "remove one")
-            if faults.found:
-                step.revert()
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         """An engine without an optimizer; stage 3 gathers, the others have whole parameters."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from lightning_mp.errors import Faults, did_you_mean
+from lightning_mp.errors import Faults
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
 
@@ -66,15 +66,37 @@ def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> d
     named = list(named_submodules(model))
     found: dict[str, ParallelStyle] = {}
     for pattern, style in patterns.items():
-        made = _style(pattern, style, faults)
+        if not isinstance(style, ParallelStyle) and style not in _STYLES:
+            faults.unknown(f"tensor-parallel style for {pattern!r}:", style, _STYLES)
+            continue
         matched = [(name, module) for name, module in named if matches(pattern, name, module)]
         if not matched and given is not None:
             no_match(pattern, model, "tp_plan pattern", faults)
         for name, module in matched:
-            if made is not None and _is_for(module, style, name, faults):
+            made = _made(style, name, module, faults)
+            if made is not None:
                 found[name] = made
-    _check_ties(named, found, faults)
+    modules = dict(named)
+    for owners in _ties(named):
+        ways = {f"{name}.{key}": _way(modules[name], found.get(name)) for name, key in owners}
+        if len(set(ways.values())) > 1:
+            faults.add(
+                f"a tied weight that tensor parallelism splits in two ways: {' and '.join(ways)}",
+                "give tp_plan= with matching styles, or untie them (transformers: tie_word_embeddings=False)",
+            )
     return found
+
+
+def _made(style: str | ParallelStyle, name: str, module: nn.Module, faults: Faults) -> ParallelStyle | None:
+    """The style for a module; torch's own by name are for linear layers and embeddings."""
+    if isinstance(style, ParallelStyle):
+        return style
+    if _STYLES[style] is None or not _owns(module):
+        return None
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        kind = original_class(module).__name__
+        faults.add(f"tensor-parallel style {style!r} for {name!r}, a {kind}", "leave it out: it stays whole")
+    return _STYLES[style]()
 
 
 def parallelize(
@@ -116,19 +138,6 @@ def _owns(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _is_for(module: nn.Module, style: str | ParallelStyle, name: str, faults: Faults) -> bool:
-    """Whether ``style`` has something to do in ``module``; torch's own styles by name split linear layers only."""
-    if isinstance(style, ParallelStyle):
-        return True
-    if _owns(module) and not isinstance(module, (nn.Linear, nn.Embedding)):
-        faults.add(
-            f"tensor-parallel style {style!r} for {name!r}, a {original_class(module).__name__}",
-            "pass a torch.distributed.tensor.parallel.ParallelStyle for it, or leave it out, so that it is not split",
-        )
-        return False
-    return _owns(module)
-
-
 Place = tuple[str, str]
 
 
@@ -141,29 +150,11 @@ def _ties(named: Iterable[tuple[str, nn.Module]]) -> list[list[Place]]:
     return [list(owners.values()) for owners in places.values() if len(owners) > 1]
 
 
-def _check_ties(named: Iterable[tuple[str, nn.Module]], found: Mapping[str, ParallelStyle], faults: Faults) -> None:
-    modules = dict(named)
-    for owners in _ties(modules.items()):
-        ways = {f"{name}.{key}": _along(modules[name], found.get(name)) for name, key in owners}
-        if len(set(ways.values())) > 1:
-            given = " and ".join(f"{place} {way}" for place, way in ways.items())
-            faults.add(
-                f"a tied weight that tensor parallelism splits in two ways: {given}",
-                "give tp_plan= with matching styles, or untie them (transformers: tie_word_embeddings=False)",
-            )
-
-
-def _along(module: nn.Module, style: ParallelStyle | None) -> str:
-    if style is None:
-        return "whole"
+def _way(module: nn.Module, style: ParallelStyle | None) -> Any:
+    """Along which dimension a weight is split: torch's Linear keeps (out, in), its Embedding (entries, width)."""
     if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
-        return type(style).__name__
-    return f"split along dimension {_dimension(module, style)}"
-
-
-def _dimension(module: nn.Module, style: ParallelStyle) -> int:
-    """The dimension of its weight: torch's Linear keeps (out, in), its Embedding (entries, width)."""
-    return int(isinstance(style, ColwiseParallel) == isinstance(module, nn.Embedding))
+        return type(style)
+    return isinstance(style, ColwiseParallel) == isinstance(module, nn.Embedding)
 
 
 def _patterns(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -177,17 +168,3 @@ def _patterns(model: nn.Module) -> Iterator[tuple[str, str]]:
         for pattern, style in plan.items():
             if not pattern.endswith((".weight", ".bias")):
                 yield f"{name}.{pattern}", style
-
-
-def _style(pattern: str, style: Any, faults: Faults) -> ParallelStyle | None:
-    if isinstance(style, ParallelStyle):
-        return style
-    if style in _STYLES:
-        make = _STYLES[style]
-        return None if make is None else make()
-    faults.add(
-        f"tensor-parallel style {style!r} for {pattern!r}",
-        ", ".join(_STYLES) + ", or a torch.distributed.tensor.parallel.ParallelStyle",
-        did_you_mean(str(style), _STYLES, "pass tp_plan= with styles of this list"),
-    )
-    return None

