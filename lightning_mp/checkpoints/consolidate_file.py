@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_mp.checkpoints.formats import STORAGE, CheckpointFormatError
 from lightning_mp.checkpoints.load import read_weights
-from lightning_mp.errors import Faults, MissingExtraError, did_you_mean
+from lightning_mp.errors import Faults, MissingExtraError
 from lightning_mp.policy import storage_dtype
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
@@ -62,25 +62,25 @@ def consolidate(
         PlanError: ``dtype`` is none to store weights in.
         MissingExtraError: safetensors or DeepSpeed is needed and not installed.
     """
-    written = write_consolidated(checkpoint, output, dtype, prefix=prefix, weights_only=weights_only)
+    written = write_consolidated(checkpoint, output, dtype, prefix, weights_only)
     if written.left_out:
         warnings.warn(f"{written.path}: no tensors, so left out: {', '.join(written.left_out)}", stacklevel=2)
     return written.path
 
 
 def write_consolidated(
-    checkpoint: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    dtype: object = None,
-    *,
-    prefix: str = "",
-    weights_only: bool | None = None,
+    checkpoint: str | os.PathLike[str], output: str | os.PathLike[str], dtype: object, prefix: str, weights_only: Any
 ) -> Consolidated:
     """As :func:`consolidate`, and say what was written."""
-    source, target = Path(checkpoint), Path(output)
-    wanted = _torch_dtype(dtype)
+    source, target, wanted = Path(checkpoint), Path(output), None
+    if dtype is not None:
+        with Faults("dtype") as faults:
+            name = storage_dtype(dtype, "dtype", faults)
+        wanted = STORAGE[name]
     save = _writer(target)
-    _check_target(source, target)
+    if target.is_dir() or (target.exists() and source.exists() and target.samefile(source)):
+        given, allowed = f"the output {str(target)!r}, a folder or the checkpoint itself", "another file"
+        raise CheckpointFormatError(given, allowed, "choose another name")
     weights = _under(read_weights(source, weights_only=weights_only), prefix, source)
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     if not tensors:
@@ -94,14 +94,6 @@ def write_consolidated(
         dtypes=tuple(sorted({_SHORT.get(t.dtype, str(t.dtype).removeprefix("torch.")) for t in plain.values()})),
         left_out=tuple(name for name in weights if name not in tensors),
     )
-
-
-def _torch_dtype(dtype: object) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    with Faults("dtype") as faults:
-        name = storage_dtype(dtype, "dtype", faults)
-    return STORAGE[name]
 
 
 def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], Any]:
@@ -120,17 +112,6 @@ def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], Any]:
     return partial(save_file, metadata={"format": "pt"})
 
 
-def _check_target(source: Path, target: Path) -> None:
-    if target.is_dir():
-        raise CheckpointFormatError(f"the output {str(target)!r}, a folder", "a file", "add a file name to it")
-    if target.exists() and source.exists() and target.samefile(source):
-        raise CheckpointFormatError(
-            f"{str(target)!r} as checkpoint and as output",
-            "another output: this would leave the weights of the checkpoint only",
-            "choose another name",
-        )
-
-
 def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, Any]:
     """What is below ``prefix``, whole parts of names only, without it."""
     if not prefix:
@@ -138,9 +119,9 @@ def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, A
     start = prefix.rstrip(".") + "."
     found = {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
     if not found:
-        known = list(dict.fromkeys(name.partition(".")[0] + "." for name in weights if "." in name))
-        fix = did_you_mean(start, known, "write one of these, or none", 1)
-        raise CheckpointFormatError(f"the prefix {prefix!r} of {str(source)!r}", ", ".join(known) or "none", fix)
+        known = ", ".join(dict.fromkeys(name.partition(".")[0] + "." for name in weights if "." in name))
+        given = f"the prefix {prefix!r} of {str(source)!r}"
+        raise CheckpointFormatError(given, known or "none", "write one of these, or none")
     return found
 
 

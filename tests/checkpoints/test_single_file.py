@@ -132,10 +132,10 @@ def test_tied_tensors_share_in_torchs_file_and_are_copies_in_safetensors(saved: 
 
 def test_a_checkpoint_is_not_written_over_itself(saved: Path, tmp_path: Path) -> None:
     before = saved.read_bytes()
-    with pytest.raises(CheckpointFormatError, match="as checkpoint and as output"):
+    with pytest.raises(CheckpointFormatError, match="a folder or the checkpoint itself"):
         consolidate(saved, saved.parent / "." / saved.name)
     (tmp_path / "w.pt").mkdir()
-    with pytest.raises(CheckpointFormatError, match=r"a folder\. Allowed: a file\."):
+    with pytest.raises(CheckpointFormatError, match="a folder or the checkpoint itself"):
         consolidate(saved, tmp_path / "w.pt")
     assert saved.read_bytes() == before
 
