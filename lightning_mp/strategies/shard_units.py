@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +47,10 @@ def units(
     apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
     # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
     called = {id(one): one for module in apart for one in called_in(module, through_sequential=True)}
-    pinned = [module for module in called.values() if _can_be_unit(module)]
-    pinned = [module for module in pinned if id(module) not in _read_from_outside(root)]
+    # an attention reads its children's weights without calling them, so that no hook of theirs would gather
+    attentions = [module for module in root.modules() if isinstance(module, nn.MultiheadAttention)]
+    read = {id(child) for attention in attentions for child in attention.children()}
+    pinned = [module for key, module in called.items() if _can_be_unit(module) and key not in read]
     chosen = _keep_ties_together(root, blocks if wrap is not None else (), (*blocks, *pinned), faults)
     depth = {id(module): name.count(".") for name, module in named_submodules(root)}
     inner = sorted(chosen, key=lambda module: -depth[id(module)])
@@ -59,24 +62,20 @@ def units(
 
 
 def _blocks(root: nn.Module, wrap: Wrap, faults: Faults) -> list[nn.Module]:
-    if wrap is None:
-        names = _no_split_modules(root)
-        return _in_order(root, (_matching(root, name) for name in names)) if names else _by_size(root)
-    given = [wrap] if isinstance(wrap, (str, type)) else list(wrap)
-    return _in_order(root, (_wrapped(root, item, faults) for item in given))
-
-
-def _wrapped(root: nn.Module, item: str | type[nn.Module], faults: Faults) -> list[nn.Module]:
-    """The units that one entry of ``wrap`` means; an entry that means none is noted."""
-    name = item if isinstance(item, str) else item.__name__
-    found = _matching(root, item)
-    if not found:
-        no_match(name, root, "wrap=", faults)
-    return found
-
-
-def _means(item: str | type[nn.Module], name: str, module: nn.Module) -> bool:
-    return matches(item, name, module) if isinstance(item, str) else issubclass(original_class(module), item)
+    if wrap is None:  # what transformers models name themselves
+        present = {original_class(module).__name__ for module in root.modules()}
+        given: Sequence[Any] = [n for m in root.modules() for n in block_classes(m) if n in present]
+        if not given:
+            return _by_size(root)
+    else:
+        given = [wrap] if isinstance(wrap, (str, type)) else list(wrap)
+    found: list[nn.Module] = []
+    for item in dict.fromkeys(given):
+        matched = _matching(root, item)
+        if not matched and wrap is not None:
+            no_match(item if isinstance(item, str) else item.__name__, root, "wrap=", faults)
+        found += matched
+    return _in_order(root, found)
 
 
 def _matching(root: nn.Module, item: str | type[nn.Module]) -> list[nn.Module]:
@@ -84,29 +83,22 @@ def _matching(root: nn.Module, item: str | type[nn.Module]) -> list[nn.Module]:
     found: dict[int, nn.Module] = {}
     covered: list[str] = []
     for name, module in named_submodules(root):
-        if any(name.startswith(f"{above}.") for above in covered) or not _means(item, name, module):
+        cls = original_class(module)
+        means = matches(item, name, module) if isinstance(item, str) else issubclass(cls, item)
+        if not means or any(name.startswith(f"{above}.") for above in covered):
             continue
         covered.append(name)
         # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
-        tops = module.children() if original_class(module) is nn.Sequential else (module,)
+        tops = module.children() if cls is nn.Sequential else (module,)
         inside = (called for top in tops for called in called_in(top))
         found.update((id(called), called) for called in inside if _can_be_unit(called))
     return list(found.values())
 
 
-def _in_order(root: nn.Module, chosen: Iterable[Iterable[nn.Module]]) -> list[nn.Module]:
-    """The modules of every list once, in definition order, which usually is the order they run in."""
-    ids = {id(module) for modules in chosen for module in modules}
+def _in_order(root: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules once, in definition order, which usually is the order they run in."""
+    ids = set(map(id, chosen))
     return [module for module in root.modules() if id(module) in ids]
-
-
-def _no_split_modules(root: nn.Module) -> list[str]:
-    """The block classes that transformers models name themselves."""
-    found: dict[str, None] = {}
-    for module in root.modules():
-        found.update(dict.fromkeys(block_classes(module)))
-    present = {original_class(module).__name__ for module in root.modules()}
-    return [name for name in found if name in present]
 
 
 def _by_size(root: nn.Module) -> list[nn.Module]:
@@ -121,17 +113,11 @@ def _by_size(root: nn.Module) -> list[nn.Module]:
         return 0
 
     left_over(root)
-    return _in_order(root, [found])
+    return _in_order(root, found)
 
 
 def _can_be_unit(module: nn.Module) -> bool:
     return has_own_forward(module) and any(True for _ in module.parameters())
-
-
-def _read_from_outside(root: nn.Module) -> set[int]:
-    """Modules whose weights their parent reads without calling them, so that no hook of theirs would gather."""
-    attentions = [module for module in root.modules() if isinstance(module, nn.MultiheadAttention)]
-    return {id(child) for attention in attentions for child in attention.children()}
 
 
 # ------------------------------------------------------------------ ties and dtypes
