@@ -246,11 +246,6 @@ def keep_sampler(trainer: Trainer) -> None:
     cast("Any", trainer)._accelerator_connector.use_distributed_sampler = False
 
 
-def validates(trainer: Trainer) -> bool:
-    """Whether the fit at hand has data to validate on."""
-    return cast("Any", trainer.fit_loop.epoch_loop.val_loop)._data_source.is_defined()
-
-
 def ddp_hooks(strategy: Any) -> tuple[Any, Any]:
     """The communication hook that ``DDPStrategy`` was given, and the wrapper around it; ``None`` for each not given."""
     return getattr(strategy, "_ddp_comm_hook", None), getattr(strategy, "_ddp_comm_wrapper", None)

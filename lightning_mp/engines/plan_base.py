@@ -154,20 +154,14 @@ def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
 
 def ended(plan: PlanBase, trainer: Trainer | None) -> None:
     """Warn at the end of a fit that took steps and applied none of them."""
-    tried = plan.loss_scaler.attempts
-    if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.interrupted or plan.engine is None:
-        return
+    fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted
+    tried = plan.loss_scaler.attempts if fitted and plan.engine is not None else 0
     if tried and not plan.applied_steps:
-        rank_zero_warn(no_step_applied(tried, None if plan.scaler is None else plan.scaler.get_scale()))
-
-
-def no_step_applied(tried: int, scale: float | None) -> str:
-    """What to say at the end of a run all of whose ``tried`` steps were skipped."""
-    ended = "" if scale is None else f"; the loss scale ended at {scale:g}"
-    return (
-        f"The run applied 0 of its {tried} optimizer steps: each was skipped, as a gradient was not finite{ended}. "
-        "The weights are those it began with. nonfinite='raise' stops at the first such step and names its module"
-    )
+        scale = "" if plan.scaler is None else f"; the loss scale ended at {plan.scaler.get_scale():g}"
+        rank_zero_warn(
+            f"The run applied 0 of its {tried} optimizer steps: each was skipped, as a gradient was not finite{scale}. "
+            "The weights are those it began with. nonfinite='raise' stops at the first such step and names its module"
+        )
 
 
 def hyperparameters(policy: PrecisionPolicy) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Entry:
 
 _DDP = ("lightning_mp.compat.lightning:DDPStrategy", "torch.nn.parallel:DistributedDataParallel")
 _FSDP1 = ("lightning_mp.compat.lightning:FSDPStrategy", "torch.distributed.fsdp:FullyShardedDataParallel")
+_DDP_HOME = "lightning_mp.strategies.ddp:PlanDDPStrategy"
 _FSDP2_HOME = "lightning_mp.strategies.fsdp2.strategy:PlanFSDP2Strategy"
 _FSDP1_HOME = "lightning_mp.strategies.fsdp1:PlanFSDP1Strategy"
 _DEEPSPEED = ("lightning_mp.compat.lightning:DeepSpeedStrategy",)
@@ -50,16 +51,14 @@ def _zero(stage: int, **fixed: Any) -> Entry:
 
 
 STRATEGIES: dict[str, Entry] = {
-    "auto": Entry("lightning_mp.strategies.ddp:PlanDDPStrategy", "DDP, or one device where there is one", {}, _DDP),
-    "ddp": Entry("lightning_mp.strategies.ddp:PlanDDPStrategy", "DistributedDataParallel under a plan", {}, _DDP),
+    "auto": Entry(_DDP_HOME, "DDP, or one device where there is one", {}, _DDP),
+    "ddp": Entry(_DDP_HOME, "DistributedDataParallel under a plan", {}, _DDP),
     "fsdp2": Entry(_FSDP2_HOME, "FSDP2 (fully_shard) under a plan"),
     "fsdp": Entry(_FSDP2_HOME, "FSDP2 (fully_shard) under a plan"),
     "hsdp": Entry(
         "lightning_mp.strategies.fsdp2.strategy:PlanHSDPStrategy", "FSDP2 within a node, replicas across nodes"
     ),
-    "fsdp1": Entry(
-        "lightning_mp.strategies.fsdp1:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", {}, _FSDP1
-    ),
+    "fsdp1": Entry(_FSDP1_HOME, "FullyShardedDataParallel under a plan", {}, _FSDP1),
     "fsdp2_offload": Entry(_FSDP2_HOME, "FSDP2 under a plan, shards on the CPU", _OFFLOAD),
     "fsdp1_offload": Entry(_FSDP1_HOME, "FullyShardedDataParallel under a plan, shards on the CPU", _OFFLOAD, _FSDP1),
     "pipeline": Entry(
@@ -116,11 +115,8 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
                 faults.add(f"{key}=... with {name!r}, which the plan or the Trainer decides", fix)
             elif key not in allowed:
                 given = f"unknown keyword {key!r} with {name!r}"
-                fix = (
-                    f"write Trainer({key}=...)"
-                    if key in trainer_arguments()
-                    else did_you_mean(key, allowed, "remove it")
-                )
+                near = did_you_mean(key, allowed, "remove it")
+                fix = f"write Trainer({key}=...)" if key in trainer_arguments() else near
                 faults.add(given, ", ".join(allowed), fix)
         check_versions(faults, "torch", "lightning")
     checked = {"policy": policy} if "policy" in own else {}
@@ -132,8 +128,8 @@ def _entry(name: object) -> Entry:
     plain = name.lower().removeprefix(PREFIX) if isinstance(name, str) else name
     if isinstance(plain, str) and plain in STRATEGIES:
         return STRATEGIES[plain]
-    fault = Fault(f"strategy {name!r}", ", ".join(STRATEGIES), did_you_mean(str(plain), STRATEGIES))
-    raise PlanError([fault], "make_strategy")
+    near = did_you_mean(str(plain), STRATEGIES)
+    raise PlanError([Fault(f"strategy {name!r}", ", ".join(STRATEGIES), near)], "make_strategy")
 
 
 def _load(home: str) -> Any:

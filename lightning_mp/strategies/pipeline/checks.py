@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from lightning_mp.compat.lightning import (
     LightningModule,
     Trainer,
-    TrainerFn,
     is_compiled,
     is_overridden,
-    trainer_of,
-    validates,
 )
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.strategies import unfit
 from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Layout
@@ -84,20 +81,14 @@ def module(
 def loader(trainer: Trainer) -> None:
     """Raise where the last batch of the training loader is a smaller one."""
     given: Any = trainer.train_dataloader
-    rows, data = getattr(given, "batch_size", None), getattr(given, "sampler", None)
-    if not isinstance(rows, int):
+    try:
+        left = len(given.sampler) % given.batch_size
+        reached = trainer.num_training_batches >= len(given)
+    except (AttributeError, TypeError):  # an iterable data set; each batch is looked at when it comes
         return
-    with Faults("strategy") as faults:
-        try:
-            left = len(cast("Any", data)) % rows
-            reached = trainer.num_training_batches >= len(given)
-        except TypeError:  # an iterable data set; each batch is looked at when it comes
-            return
-        if left and reached and not given.drop_last:
-            faults.add(
-                f"a last batch of {left} rows after batches of {rows} does not fit the pipeline's buffers",
-                "use DataLoader(drop_last=True)",
-            )
+    if left and reached and not given.drop_last:
+        given = f"a last batch of {left} rows after batches of {given.batch_size} does not fit the pipeline's buffers"
+        raise PlanError.of(given, "use DataLoader(drop_last=True)", "strategy")
 
 
 def _never(*args: Any, **kwargs: Any) -> None:
@@ -106,17 +97,8 @@ def _never(*args: Any, **kwargs: Any) -> None:
 
 def install_steps(model: LightningModule) -> None:
     """Lightning asks for the steps that are not called here; a module without them gets some for the run."""
-    trainer = trainer_of(model)
-    if trainer is None or not callable(getattr(model, "pipeline_loss", None)):
-        return
-    stage = trainer.state.fn
-    wanted = {
-        "training_step": stage == TrainerFn.FITTING,
-        "validation_step": stage == TrainerFn.VALIDATING or (stage == TrainerFn.FITTING and validates(trainer)),
-        "test_step": stage == TrainerFn.TESTING,
-    }
-    for name, needed in wanted.items():
-        if needed and not is_overridden(name, model):
+    for name in ("training_step", "validation_step", "test_step"):
+        if callable(getattr(model, "pipeline_loss", None)) and not is_overridden(name, model):
             model.__dict__[name] = _never
 
 
