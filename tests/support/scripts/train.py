@@ -47,23 +47,11 @@ class Model(LightningModule):
             self.planned("step")
         return (self.net(batch[0]).float() - batch[1]).pow(2).mean()
 
-    def pipeline_stage(self, index: int, count: int) -> nn.Module:
-        return self.net[:1] if index == 0 else self.net[1:]
-
-    def pipeline_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        if self.trainer.fit_loop.batch_idx == 2:
-            self.planned("step")
-        return batch[0], batch[1]
-
-    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return (output.float() - target).pow(2).mean()
-
     def on_train_end(self) -> None:
         """Say what this rank saw: what launches others may be another process than they."""
         seen = {
             "rank": self.trainer.global_rank,
             "world": self.trainer.world_size,
-            "node": self.trainer.node_rank,
             "steps": self.trainer.global_step,
             "environment": type(self.trainer.strategy.cluster_environment).__name__,
             "weights": _whole(self),
@@ -97,7 +85,6 @@ def _trainer(given: argparse.Namespace) -> Trainer:
             strategy=strategy,
             accelerator="cpu",
             devices=given.devices,
-            num_nodes=given.num_nodes,
             max_epochs=1,
             gradient_clip_val=1.0,
             enable_model_summary=False,
@@ -120,7 +107,6 @@ def main() -> None:
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--start-method")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=120)
     parser.add_argument("--fail", choices=("nowhere", "plan", "setup", "step"), default="nowhere")
     parser.add_argument("--failing", type=int, default=1)
