@@ -178,10 +178,11 @@ def versions(tensors: Iterable[Tensor | None]) -> list[int | None]:
     return [None if one is None or one.is_inference() else one._version for one in tensors]
 
 
-def saved_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """The module's own buffers that are in its state dict."""
-    left_out = cast("Any", module)._non_persistent_buffers_set
-    yield from (tensor for name, tensor in module.named_buffers(recurse=False) if name not in left_out)
+def saved_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """The buffers that are in a module's state dict."""
+    for module in model.modules():
+        left_out = cast("Any", module)._non_persistent_buffers_set
+        yield from (tensor for name, tensor in module.named_buffers(recurse=False) if name not in left_out)
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,12 +38,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
     """Give every rank the parameters and buffers of rank 0, one at a time, as DistributedDataParallel does."""
-    seen: set[int] = set()
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "meta" or id(tensor) in seen or hasattr(tensor, "to_local"):
-            continue
-        seen.add(id(tensor))
-        _broadcast_(tensor, device)
+        if tensor.device.type != "meta" and not hasattr(tensor, "to_local"):
+            _broadcast_(tensor, device)
 
 
 def _broadcast_(tensor: Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -55,19 +52,15 @@ def _broadcast_(tensor: Tensor, device: torch.device, group: dist.ProcessGroup |
 
 def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     """Broadcast the first rank's saved buffers (a batch norm's statistics), which each rank updates by itself."""
-    kept = {id(tensor) for tensor in _saved_buffers(model)}
-    for tensor in model.buffers():
-        if id(tensor) in kept and not isinstance(tensor, DTensor):
+    for tensor in saved_buffers(model):
+        if not isinstance(tensor, DTensor):
             _broadcast_(tensor, device, group)
 
 
-def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
-    for module in model.modules():
-        yield from saved_buffers(module)
-
-
-def shard(model: nn.Module, units: Units, mesh: DeviceMesh, policy: PrecisionPolicy, how: Sharding) -> None:
-    """Shard ``model`` in place, unit by unit, inner ones first.
+def shard(
+    model: nn.Module, units: Units, mesh: DeviceMesh, device: torch.device, policy: PrecisionPolicy, how: Sharding
+) -> None:
+    """Shard ``model`` in place over ``mesh``, of which this process has ``device``, unit by unit, inner ones first.
 
     No ``param_dtype``: it would change what norms and embeddings run in, and a step would no longer be that of DDP.
     """
@@ -78,7 +71,6 @@ def shard(model: nn.Module, units: Units, mesh: DeviceMesh, policy: PrecisionPol
         "offload_policy": offload,
         **how.options,
     }
-    device = device_of(mesh)
     place = torch.device("cpu") if how.cpu_offload else device
     if how.compile:
         for block in units.blocks:
@@ -92,13 +84,6 @@ def shard(model: nn.Module, units: Units, mesh: DeviceMesh, policy: PrecisionPol
     options.pop("reshard_after_forward", None)
     fully_shard(model, **options)
     make_root(model)  # a block that is called before a step must not become one
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """This process's device of the kind ``mesh`` lies on."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())  # pyright: ignore[reportUnknownArgumentType]
 
 
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:

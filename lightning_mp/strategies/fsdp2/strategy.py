@@ -45,7 +45,6 @@ from lightning_mp.strategies.shard_units import Units, Wrap, units
 from lightning_mp.strategies.sharding import (
     Sharding,
     broadcast_from_first,
-    device_of,
     full_optimizer_state,
     is_sharded,
     shard,
@@ -162,19 +161,18 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
     def degrees(self, world: int) -> tuple[int, int, int]:
         """Of ``world`` processes the replicas, the shards of each, and the ranks that split each layer."""
         size = max(self._tensor_parallel, 1)
-        replicas, shards = self._replicas_and_shards or (1, max(world // size, 1))
+        shards = max(world // size, 1) if self._shards == "auto" else int(self._shards)
+        replicas, shards = self._replicas_and_shards or (1, shards)
         return replicas, shards, size
 
     def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        world, size = self.num_nodes * self.num_processes, self._tensor_parallel
-        shards = max(world // max(size, 1), 1) if self._shards == "auto" else int(self._shards)
-        replicas, shards = self._replicas_and_shards or (1, shards)
-        if min(replicas, shards, size) < 1 or replicas * shards * size != world:
-            given = (
-                f"device_mesh=({replicas}, {shards})" if self._replicas_and_shards else f"{shards} data-parallel ranks"
-            )
+        world = self.num_nodes * self.num_processes
+        replicas, shards, size = self.degrees(world)
+        if min(replicas, shards, self._tensor_parallel) < 1 or replicas * shards * size != world:
+            mesh, ranks = f"device_mesh=({replicas}, {shards})", f"{shards} data-parallel ranks"
             raise PlanError.of(
-                f"{given} and tensor_parallel={size} with {world} processes",
+                f"{mesh if self._replicas_and_shards else ranks} and tensor_parallel={self._tensor_parallel} with "
+                f"{world} processes",
                 f"use sizes whose product is {world}, or start {max(replicas * shards * size, 1)} processes",
                 "strategy",
             )
@@ -235,10 +233,9 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
         broadcast_from_first(model, self.root_device)
         if self._tensor_parallel > 1:
             mesh = self.device_mesh["tensor_parallel"]
-            place = device_of(mesh)
             tensor_parallel.share_seed(mesh)
-            tensor_parallel.parallelize(model, layout.split, mesh, partial(_materialize_on, place, model))
-        shard(model, layout.units, self._shard_mesh, policy, self.sharding)
+            tensor_parallel.parallelize(model, layout.split, mesh, partial(_materialize_on, self.root_device, model))
+        shard(model, layout.units, self._shard_mesh, self.root_device, policy, self.sharding)
         self._sharded = True
 
     def _gather_halves(self, weights: Iterable[half_weights.Weight], policy: PrecisionPolicy) -> None:

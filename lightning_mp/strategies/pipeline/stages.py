@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Faults
-from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.meta_device import cannot_initialise
 from lightning_mp.strategies.shard_units import Units, units
 from lightning_mp.strategies.sharding import Sharding, shard
@@ -141,11 +140,11 @@ def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> Units:
     return units(stage, None, pins, engine.stored_dtypes(), faults, together=engine.policy.storage_dtype)
 
 
-def shard_part(part: Part, engine: StepEngine, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
+def shard_part(part: Part, engine: StepEngine, mesh: DeviceMesh, device: torch.device) -> None:
     """Shard a stage over ``mesh``, block by block."""
     with Faults("strategy") as faults:
         cut = units_of(part, engine, faults)
-    shard(part, cut, mesh, policy, Sharding())
+    shard(part, cut, mesh, device, engine.policy, Sharding())
 
 
 # ------------------------------------------------------------------ transformers' decoders

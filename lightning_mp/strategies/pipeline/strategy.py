@@ -231,7 +231,7 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
             self._parts = {index: Part(stage, plan.forward_context) for index, stage in made.items()}
             for part in self._parts.values() if self.shards_stages else ():
                 assert plan.engine is not None
-                shard_part(part, plan.engine, self.device_mesh["data_parallel"], plan.policy)
+                shard_part(part, plan.engine, self.device_mesh["data_parallel"], self.root_device)
         layout, group, named = self.layout, self.stage_group, dict(model.named_parameters())
         homes = [(one, cut.parameters.get(name, -1)) for name, one in named.items()]
         batches = Batches(model, layout.microbatches, group, plan.forward_context)
