@@ -96,6 +96,8 @@ def _fit(
     observer = observer or Observer()
     plan = row.policy.plan(scale or LossScaling(init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL))
     arguments = {"callbacks": [observer], "gradient_clip_val": CLIP, **trainer_arguments(strategy, plan)}
+    if ckpt_path is not None and strategy == "single" and getattr(row, "by", "") == "adamw_8bit":
+        arguments["strategy"] = "mp_auto"  # Lightning's own loads no optimizer state of torchao's
     try:
         data = ResumableBatches(batches(steps, without))
         fit(Learner(row, overflow_at), data=data, ckpt_path=ckpt_path, **arguments)
