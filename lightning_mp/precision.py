@@ -392,9 +392,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         engine = self._engine
         if engine is not None:
             engine.after_backward()
-        if engine is None or engine.hook_watch is None:
-            return super().post_backward(tensor, module)
-        with engine.hook_watch:
+        with _NOTHING if engine is None else engine.hook_watch:
             return super().post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -415,11 +413,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if not engine.pending and not engine.manual:
             return result  # training_step returned None: neither applied nor skipped
         engine.unscale(optimizer)
-        if engine.hook_watch is None:
+        with engine.hook_watch:
             self._after_closure(model, optimizer)
-        else:
-            with engine.hook_watch:
-                self._after_closure(model, optimizer)
         if self._looks_again:
             engine.check_finite_again(optimizer)
         if engine.gives_closure and optimizer_facts.takes_closure(type(optimizer)):

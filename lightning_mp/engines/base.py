@@ -39,7 +39,7 @@ class StepEngine(ABC):
     #: whether the optimizer may be given a closure (LBFGS, SAM and its kind)
     gives_closure: ClassVar[bool] = True
     #: around hooks in which users may look at gradients
-    hook_watch: AbstractContextManager[Any] | None = None
+    hook_watch: AbstractContextManager[Any] = _NOTHING
 
     def __init__(
         self,

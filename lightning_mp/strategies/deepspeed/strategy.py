@@ -42,7 +42,7 @@ from lightning_mp.deepspeed_config import merge
 from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.zero import ZeroEngine
-from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError
+from lightning_mp.errors import Faults, MissingExtraError, PlanError
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.policy import PrecisionPolicy
@@ -84,12 +84,13 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
         policy: PrecisionPolicy | None = None,
         **host: Any,
     ) -> None:
-        _require_deepspeed()
+        try:
+            import_module("deepspeed")
+        except ImportError as error:
+            raise MissingExtraError("deepspeed", "deepspeed", "a ZeRO strategy") from error
+        require_versions("strategy", "deepspeed")
         if config is None:
             config = os.environ.get(self.DEEPSPEED_ENV_VAR)  # Lightning's own place for it
-        if host.get("zero_optimization") is False:
-            fault = Fault(f"zero_optimization=False with stage={stage}", "ZeRO", "use strategy='mp_ddp' for none")
-            raise PlanError([fault], "strategy")
         super().__init__(
             stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters, **host
         )
@@ -163,7 +164,7 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
                 "LightningModule.backward overridden with ZeRO",
                 "move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
             )
-        _check_storage(engine.policy, engine.pin_map, module, self._stage, any(self._offloads), faults)
+        _check_storage(engine.policy, engine.pin_map, self._stage, any(self._offloads), faults)
         unfit.refuse(module, "ZeRO", faults)
         unfit.refuse_weights(module, faults, why="ZeRO", whole=self._stage < 3)
         try:
@@ -352,35 +353,20 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
             cast("Any", zero).refresh_fp32_params()
 
 
-def _require_deepspeed() -> None:
-    """Raise if DeepSpeed is missing, or a release that is out of bounds."""
-    try:
-        import_module("deepspeed")
-    except ImportError as error:
-        raise MissingExtraError("deepspeed", "deepspeed", "a ZeRO strategy") from error
-    require_versions("strategy", "deepspeed")
-
-
-def _check_storage(
-    policy: PrecisionPolicy, pin_map: PinMap, module: nn.Module, stage: int, offload: bool, faults: Faults
-) -> None:
-    """Half-precision weights: only ZeRO-1/2 can be made to keep no fp32 copy of them."""
+def _check_storage(policy: PrecisionPolicy, pin_map: PinMap, stage: int, offload: bool, faults: Faults) -> None:
+    """Half-precision weights that are trained: only ZeRO-1/2 can be made to keep no fp32 copy of them."""
     if stage < 3 and not offload:
         return
+    trained = (one for one in pin_map.members if any(p.requires_grad for p in one.module.parameters(recurse=False)))
+    halves = [
+        f"pin {pin.pattern!r} to {pin.dtype}"
+        for pin in dict.fromkeys(one.pin for one in trained)
+        if pin.dtype != "fp32"
+    ]
     why = "ZeRO-3" if stage == 3 else "ZeRO's optimizer offload"
-    if policy.storage_dtype != "fp32":
+    for given in halves if policy.storage_dtype == "fp32" else [f"precision={policy.precision!r}"]:
         faults.add(
-            f"precision={policy.precision!r} with {why}, which keeps fp32 master weights and fp32 optimizer state",
-            f"use {policy.precision.replace('true', 'mixed')!r}, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'",
+            f"{given} with {why}, which keeps fp32 weights and optimizer state of what is trained",
+            f"use {policy.precision.replace('true', 'mixed')!r} without such pins, or strategy='mp_fsdp2' or "
+            "'mp_deepspeed_zero2'",
         )
-    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-    for pin in dict.fromkeys(member.pin for member in pin_map.members if _trains(member.module, trained)):
-        if pin.dtype != "fp32" and policy.storage_dtype == "fp32":
-            faults.add(
-                f"pin {pin.pattern!r} to {pin.dtype} with {why}, which keeps fp32 master weights of trained parameters",
-                "remove the pin, or use strategy='mp_fsdp2' or 'mp_deepspeed_zero2'",
-            )
-
-
-def _trains(module: nn.Module, trained: set[int]) -> bool:
-    return any(id(parameter) in trained for parameter in module.parameters(recurse=False))
