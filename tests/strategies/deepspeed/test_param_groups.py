@@ -87,26 +87,6 @@ def test_every_piece_follows_its_groups_schedule(name: str) -> None:
     assert _rates(optimizer, schedule) == [[rates[group] for group in came_from] for rates in expected]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_state_goes_through_a_checkpoint_without_the_split(name: str) -> None:
-    """Saved as if no group had been split, so that a run that splits none takes it up, and the other way round."""
-    plain, _ = _two()
-    unsplit = SCHEDULES[name](plain)
-    expected = _rates(plain, unsplit)
-    optimizer, _ = _two()
-    schedule = SCHEDULES[name](optimizer)
-    came_from = split_by_dtype(optimizer, schedule)
-    _rates(optimizer, schedule, 4)
-    state = schedule.state_dict()
-    regroup(state, len(came_from), [came_from.index(group) for group in range(2)])
-    fresh, _ = _two()
-    again = SCHEDULES[name](fresh)
-    again.load_state_dict(state)
-    for group, rate in zip(fresh.param_groups, expected[3], strict=True):
-        group["lr"] = rate
-    assert _rates(fresh, again, 5) == expected[4:]
-
-
 def test_lists_that_are_no_groups_stay_though_they_are_as_long() -> None:
     state = {"base_lrs": [1.0, 2.0], "_milestones": [3, 5], "milestones": [3, 5], "_schedule_phases": [{}, {"a": 1}]}
     regroup(state, 2, [1, 1, 0])
