@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_mp.checkpoints.consolidate_file import read_full
 from lightning_mp.checkpoints.formats import (
     CheckpointFormatError,
     Kind,
@@ -20,7 +21,6 @@ from lightning_mp.checkpoints.formats import (
     plain_names,
     without_file_protocol,
 )
-from lightning_mp.checkpoints.load import read_full
 from lightning_mp.checkpoints.sharded import entries
 from lightning_mp.compat.lightning import Strategy, TorchCheckpointIO, TrainerFn, rank_zero_info, trainer_of
 from lightning_mp.compat.torch import last_rates

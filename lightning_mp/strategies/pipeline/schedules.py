@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
 
 from lightning_mp.compat.lightning import LightningModule
-from lightning_mp.compat.torch_pipelining import WatchedStage
 from lightning_mp.errors import PlanError
 from lightning_mp.numerics.nested import tensors_in
 from lightning_mp.strategies.pipeline.stages import Part
@@ -135,6 +135,31 @@ class Batches:
                 "return the mean over the rows of the micro-batch, computed from the output without detach() or item()",
             )
         return loss
+
+
+class WatchedStage(PipelineStage):
+    """A stage that says when torch only wants to see shapes: it then runs module and loss on unset numbers."""
+
+    #: called with True before that, and with False after
+    shapes_only: Callable[[bool], None]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return self._quietly(super()._prepare_forward_infra, args, kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return self._quietly(super()._prepare_backward_infra, args, kwargs)
+
+    def _quietly(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        before = [(buffer, buffer.detach().clone()) for buffer in self.submod.buffers()]
+        self.shapes_only(True)
+        drawn_from = [self.device] if self.device.type == "cuda" else []
+        try:  # what is unset may be nan, and what is dropped of it would be missing from the batch
+            with torch.autograd.set_detect_anomaly(False), torch.random.fork_rng(drawn_from):
+                return run(*args, **kwargs)
+        finally:
+            self.shapes_only(False)
+            for buffer, value in before:  # a batch norm has seen what is no data
+                buffer.data.copy_(value)
 
 
 class Pipeline:
