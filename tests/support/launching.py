@@ -31,14 +31,14 @@ class Ended:
     left: bool
 
 
-def environment() -> dict[str, str]:
-    """The surroundings of a process that nobody launched."""
+def environment(**extra: Any) -> dict[str, str]:
+    """The surroundings of a process that nobody launched, with ``extra``."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _LAUNCHED and not name.startswith(("SLURM_", "TORCHELASTIC_"))
     }
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **{k: str(v) for k, v in extra.items()}}
 
 
 def script(**options: Any) -> list[str]:

@@ -49,8 +49,14 @@ from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies import unfit
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
 from lightning_mp.strategies.common import RunsPlan, plan_of
-from lightning_mp.strategies.deepspeed.forward import InsideEngine, gather_halves, load_full_state
-from lightning_mp.strategies.deepspeed.param_groups import by_dtype, regroup, split_by_dtype
+from lightning_mp.strategies.deepspeed.forward import (
+    InsideEngine,
+    by_dtype,
+    gather_halves,
+    load_full_state,
+    regroup,
+    split_by_dtype,
+)
 
 Json = Mapping[str, Any] | str | PathLike[str]
 
