@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import Tensor, nn
 
 from lightning_mp import MixedPrecisionPlan
@@ -137,6 +137,7 @@ DAYS: dict[str, Day] = {
     "a learning rate that is found": _with(lambda: LearningRateFinder(num_training_steps=4, update_attr=True)),
     "clipping": _with(gradient_clip_val=0.1),
     "CSVLogger": _logger(lambda: CSVLogger(".")),
+    "TensorBoardLogger": _logger(lambda: TensorBoardLogger(".")),
     "WandbLogger": _logger(lambda: WandbLogger(save_dir=".", offline=True)),
     "MLFlowLogger": _logger(lambda: MLFlowLogger(tracking_uri=f"file:{Path.cwd()}/mlruns")),
 }
