@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_mp.monitor.findings import Finding
     from lightning_mp.pin_advice import PinAdvice, suggest_pins
     from lightning_mp.policy import FP8, Checkpointing, NonFinite, Pin, PrecisionPolicy
-    from lightning_mp.policy.loss_scaling import LossScaling
+    from lightning_mp.policy.pieces import LossScaling
     from lightning_mp.precision import MixedPrecisionPlan
     from lightning_mp.strategies.factory import make_strategy, register_plan, trainer_kwargs
 

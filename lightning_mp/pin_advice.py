@@ -22,9 +22,8 @@ from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules
 from lightning_mp.monitor.side_run import loss_of, output_in
 from lightning_mp.numerics.device import describe
-from lightning_mp.numerics.dtypes import TORCH_DTYPES, cast_floating, to_torch
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, cast_floating, floating_in, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
-from lightning_mp.numerics.nested import floating_in
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.policy import Pin, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan

@@ -94,7 +94,7 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
 def _batch(config: dict[str, Any], model: Any, faults: Faults) -> Any:
     """The first batch of the data; ``None`` where there is none, or a step would take minutes, which is told."""
     from lightning_mp.cli import parts
-    from lightning_mp.numerics.nested import tensors_in
+    from lightning_mp.numerics.dtypes import tensors_in
 
     try:
         loaders = parts.data(config, faults)

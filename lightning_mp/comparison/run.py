@@ -32,7 +32,7 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.errors import Fault, NonFiniteError, PlanError
 from lightning_mp.monitor.health.throughput import default_tokens, samples_in
 from lightning_mp.monitor.side_run import BARE, loss_of
-from lightning_mp.numerics.nested import tensors_in
+from lightning_mp.numerics.dtypes import tensors_in
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan

@@ -29,7 +29,7 @@ from lightning_mp.deepspeed_config.schema import (
 )
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.pieces import LossScaling
 
 _CLIP, _STEPS = "gradient_clipping", "gradient_accumulation_steps"
 _BATCH, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"

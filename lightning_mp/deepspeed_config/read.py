@@ -15,7 +15,7 @@ from lightning_mp.deepspeed_config.schema import SUBJECT, dtype_of, is_off, is_u
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.policy import NonFinite, PrecisionPolicy
 from lightning_mp.policy.load import plain_mapping
-from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.pieces import LossScaling
 
 JsonLike = Mapping[str, Any] | str | PathLike[str]
 

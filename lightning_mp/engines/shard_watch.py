@@ -22,7 +22,7 @@ from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.autocast_weight import reads_no_value
-from lightning_mp.numerics.nested import map_tensors, tensors_in
+from lightning_mp.numerics.dtypes import map_tensors, tensors_in
 
 _NORM: Any = Tensor.norm
 _CASTS_AS = (Tensor.type_as, Tensor.to)

@@ -37,9 +37,9 @@ from lightning_mp.numerics.dtypes import (
     default_dtype,
     floating_dtype,
     left_alone,
+    tensors_in,
     to_torch,
 )
-from lightning_mp.numerics.nested import tensors_in
 from lightning_mp.policy import Pin, PrecisionPolicy
 
 

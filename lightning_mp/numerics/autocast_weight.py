@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_mp.compat.torch import NO_TORCH_FUNCTION, TorchDispatchMode, as_wrapper
 from lightning_mp.errors import Fault, PlanError
-from lightning_mp.numerics.dtypes import TORCH_DTYPES
-from lightning_mp.numerics.nested import floating_in
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, floating_in
 
 #: set on views of a weight, to its name
 _PART_OF = "lmp_part_of"

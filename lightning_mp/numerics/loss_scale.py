@@ -18,7 +18,7 @@ from lightning_mp.compat import torch as compat
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.numerics.grads import gradients, parameters_of, step_unless, unscale_and_check_
-from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.pieces import LossScaling
 
 _UNSCALED = LossScaling.static(1.0)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.torch import in_backward
+from lightning_mp.numerics.dtypes import floating_in
 from lightning_mp.numerics.grads import local
-from lightning_mp.numerics.nested import floating_in
 
 
 @dataclass(frozen=True, slots=True)

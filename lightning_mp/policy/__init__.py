@@ -1,7 +1,6 @@
 """What may be written in a plan: pure data and its rules, without torch, so that a config can be checked anywhere."""
 
-from lightning_mp.policy.loss_scaling import LossScaling
-from lightning_mp.policy.pieces import FP8, STORAGE_DTYPES, Checkpointing, NonFinite, Pin, storage_dtype
+from lightning_mp.policy.pieces import FP8, STORAGE_DTYPES, Checkpointing, LossScaling, NonFinite, Pin, storage_dtype
 from lightning_mp.policy.precision_policy import (
     TF32_SETTINGS,
     CheckpointingLike,

@@ -7,8 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
 from lightning_mp.errors import Faults, PlanError, did_you_mean
-from lightning_mp.policy.loss_scaling import LossScaling
-from lightning_mp.policy.pieces import FP8, Checkpointing, NonFinite, Pin, call, normalise, storage_dtype
+from lightning_mp.policy.pieces import FP8, Checkpointing, LossScaling, NonFinite, Pin, call, normalise, storage_dtype
 from lightning_mp.policy.words import DTYPES_OF, PRECISIONS, precision_fix, precision_word
 
 SCALED_PRECISIONS = ("16-mixed", "16-true", "auto")

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_mp.errors import Fault, PlanError, did_you_mean
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.pieces import LossScaling
 
 PRESETS = MappingProxyType[str, dict[str, Any]](
     {

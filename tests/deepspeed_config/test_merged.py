@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lightning_mp.deepspeed_config.merge import completed, compose
 from lightning_mp.deepspeed_config.schema import BLOCKS
 from lightning_mp.errors import PlanError
-from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.pieces import LossScaling
 from support.deepspeed_json import (
     OFF,
     RESOLVED,

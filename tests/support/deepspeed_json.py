@@ -15,7 +15,7 @@ from lightning_mp.deepspeed_config.merge import add_trainer, compose
 from lightning_mp.deepspeed_config.schema import BLOCKS, REFUSED
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
-from lightning_mp.policy.loss_scaling import LossScaling
+from lightning_mp.policy.pieces import LossScaling
 
 DATA = Path(__file__).parent / "data" / "deepspeed_configs.json"
 REAL: dict[str, dict[str, Any]] = json.loads(DATA.read_text(encoding="utf-8"))

@@ -22,8 +22,7 @@ from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.monitor.side_run import around_passes
 from lightning_mp.numerics.device import has_tf32
-from lightning_mp.numerics.dtypes import dtype_name, left_alone
-from lightning_mp.numerics.nested import floating_in
+from lightning_mp.numerics.dtypes import dtype_name, floating_in, left_alone
 
 Kind = Literal["product", "norm", "lookup", "statistic", "pointwise"]
 

@@ -22,7 +22,7 @@ from lightning_mp.monitor.doctor.table import fact
 from lightning_mp.monitor.events import Severity
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.side_run import untouched
-from lightning_mp.policy.loss_scaling import FP32_MAX, TORCH_INIT_SCALE, LossScaling
+from lightning_mp.policy.pieces import FP32_MAX, TORCH_INIT_SCALE, LossScaling
 
 FP16_MAX = 65504.0
 #: the smallest positive number of fp16

@@ -16,7 +16,7 @@ from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.health.flops import CountFlops
 from lightning_mp.monitor.side_run import around_passes
 from lightning_mp.numerics.device import describe, has_tf32
-from lightning_mp.numerics.nested import tensors_in
+from lightning_mp.numerics.dtypes import tensors_in
 from lightning_mp.policy import hardware
 from lightning_mp.policy.words import DTYPES_OF
 

@@ -29,7 +29,7 @@ from lightning_mp.monitor.run_folder import BATCH_FILES, BATCHES
 from lightning_mp.monitor.run_log import RunDir, end_run, open_folder
 from lightning_mp.monitor.side_run import loss_of, step_output
 from lightning_mp.numerics import nonfinite
-from lightning_mp.numerics.nested import map_tensors
+from lightning_mp.numerics.dtypes import map_tensors
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import set_rng_state
 

@@ -30,8 +30,8 @@ from lightning_mp.modules import fp8
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.monitor.side_run import loss_of, shadow, untouched
 from lightning_mp.numerics import nonfinite
+from lightning_mp.numerics.dtypes import map_tensors
 from lightning_mp.numerics.loss_scale import LossScaler
-from lightning_mp.numerics.nested import map_tensors
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import RngState, rng_state, set_rng_state
 

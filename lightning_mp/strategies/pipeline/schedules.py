@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import PlanError
-from lightning_mp.numerics.nested import tensors_in
+from lightning_mp.numerics.dtypes import tensors_in
 from lightning_mp.strategies.pipeline.stages import Part
 
 

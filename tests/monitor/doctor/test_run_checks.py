@@ -20,7 +20,7 @@ from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
 from lightning_mp.cli import app
 from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.policy.loss_scaling import FP32_MAX
+from lightning_mp.policy.pieces import FP32_MAX
 from support.doctor import CPU, Wrapped, found, net
 from support.models import Regression
 
