@@ -7,8 +7,11 @@ from typing import Any
 from lightning_mp.compat.lightning import (
     LightningModule,
     Trainer,
+    TrainerFn,
     is_compiled,
     is_overridden,
+    trainer_of,
+    validates,
 )
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Faults, PlanError
@@ -97,8 +100,13 @@ def _never(*args: Any, **kwargs: Any) -> None:
 
 def install_steps(model: LightningModule) -> None:
     """Lightning asks for the steps that are not called here; a module without them gets some for the run."""
+    trainer = trainer_of(model)
+    if trainer is None or not callable(getattr(model, "pipeline_loss", None)):
+        return
+    # Lightning warns of a validation_step without data
+    left_out = "validation_step" if trainer.state.fn == TrainerFn.FITTING and not validates(trainer) else ""
     for name in ("training_step", "validation_step", "test_step"):
-        if callable(getattr(model, "pipeline_loss", None)) and not is_overridden(name, model):
+        if name != left_out and not is_overridden(name, model):
             model.__dict__[name] = _never
 
 
