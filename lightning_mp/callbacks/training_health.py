@@ -22,7 +22,9 @@ from lightning_mp.compat.lightning import (
     check_copy,
     logged_step,
 )
+from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.monitor import actions as acts
 from lightning_mp.monitor import metric_names
@@ -32,7 +34,7 @@ from lightning_mp.monitor.callback_utils import StepTracker, callbacks_of, log
 from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.health.measurement import Measured, StepMeasurement, Values
+from lightning_mp.monitor.health.measurement import Measured, StepMeasurement, Values, unscales_in_step
 from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, scale_source
 from lightning_mp.monitor.health.throughput import FLOPS, SECONDS, Count, Throughput
 from lightning_mp.monitor.health.to_host import LAG, Tables, ToHost
@@ -88,15 +90,17 @@ class TrainingHealth(WritesRun):
     Nothing waits for the device: numbers are copied together, once per reading, and looked at when they have arrived,
     on CUDA at most 3 steps later. So late a ``"stop"`` or ``"reduce_lr"`` acts there, and a non-finite step that
     nothing keeps from being applied (a stock plugin without a scaler) has been applied by then. Until then a step's
-    batches are held: at most those of four steps, under accumulation of two.
+    batches are held: at most those of four steps, under accumulation of two. Only ``"skip"`` waits: before each step
+    that is measured.
 
     Args:
         run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
         every_n_steps: optimizer steps from one reading to the next.
         alerts: thresholds, as :class:`~lightning_mp.monitor.alerts.AlertSettings` or a mapping of its fields; False for
             none.
-        actions: what to do about a kind of event: ``"log"`` (the default), ``"reduce_lr"`` (100 steps at a tenth of the
-            learning rate), ``"stop"``.
+        actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step, nor any
+            other of the same streak of spikes or non-finite values, which has one event), ``"reduce_lr"`` (100 steps
+            at a tenth of the learning rate), ``"stop"``.
         tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the 2-D
             integer tensor that the batch is, or begins with before one as large (labels); else ``None``.
         samples: callable(batch) that counts its samples; by default the length on which all its tensors agree, if the
@@ -105,7 +109,7 @@ class TrainingHealth(WritesRun):
         report: write ``report.html`` into the folder when the run ends or fails.
 
     Raises:
-        PlanError: an unknown kind, action or threshold.
+        PlanError: an unknown kind, action or threshold, or ``"skip"`` where a step cannot be skipped.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class TrainingHealth(WritesRun):
         with Faults(_NAME) as faults:
             faults.whole("every_n_steps", every_n_steps, 1, "use every_n_steps=1")
             self.actions: dict[Kind, Action] = acts.parse(actions, faults)
+        self._skips: list[Kind] = [kind for kind, action in self.actions.items() if action == "skip"]
         self.run_dir, self.every_n_steps, self.report = run_dir, every_n_steps, report
         self.tokens, self.samples, self.peak_flops = tokens, samples, peak_flops
         self._reduce = ReduceLR()
@@ -161,7 +166,7 @@ class TrainingHealth(WritesRun):
         """Find the parameters to measure, and open the folder.
 
         Raises:
-            PlanError: a folder that another run or monitor writes to.
+            PlanError: ``"skip"`` where a step cannot be left out, or a folder that another run or monitor writes to.
         """
         self._close()
         if is_fresh(trainer):
@@ -212,7 +217,7 @@ class TrainingHealth(WritesRun):
             run.measured.add_loss(loss, run.source)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Measure the gradients."""
+        """Measure the gradients; where the step may have to be skipped, run the alerts now."""
         run = self._here
         if not run.steps.begins(trainer):
             return
@@ -221,9 +226,31 @@ class TrainingHealth(WritesRun):
         if run.step.measures:
             run.measured.before_step(optimizer, run.source, self._reduce.still_to_come)
             if run.looks_before and run.step.early is None:
-                run.step.early = run.to_host.read({**run.measured.take(), **run.scale_values()})
-                reading = run.step.reading(run.measured.derived(run.step.early), run.floor)
-                run.step.early_events = self._nonfinite(trainer, run.step, reading, changed=False)
+                self._look_before(run, run.step, trainer, optimizer)
+
+    def _look_before(self, run: _Run, step: _Step, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Read what is known before the step, and leave the step out where the user wants that."""
+        step.early = run.to_host.read({**run.measured.take(), **run.scale_values()})
+        reading = step.reading(run.measured.derived(step.early), run.floor)
+        found = self._alerts.judge(reading, only=self._skips)
+        if run.automatic:
+            step.early_events = self._nonfinite(trainer, step, reading, changed=False)
+        bad = [event for event in step.early_events if event.is_alert and event.kind in self._skips]
+        spikes = "grad_norm_spike" in self._skips and self._alerts.holds("grad_norm_spike")
+        if found or bad or spikes or (run.applies_bad_steps and self._skips_for(reading)):
+            step.suppressed = True
+            applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
+            step.early_events = [applied_nothing(event) if event.is_alert else event for event in step.early_events]
+            acts.suppress(optimizer, scaled=unscales_in_step(optimizer, run.source))
+            if run.hooks is None:
+                run.hooks = SkipAwareHooks()
+                run.hooks.install(trainer, trainer.lightning_module, lambda: run.step.suppressed)
+        step.early_events += found
+
+    def _skips_for(self, reading: Reading) -> bool:
+        """Whether a non-finite step is to be left out: every one of a streak, of which the first has an event."""
+        bad = {"nonfinite_loss": reading.loss, "nonfinite_grad": reading.grad_norm}
+        return any(kind in self._skips and not math.isfinite(value or 0.0) for kind, value in bad.items())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -255,8 +282,7 @@ class TrainingHealth(WritesRun):
             found = run.measured.fp8.watch.operands(tables[0])
             operands = {place: Operand(*numbers) for place, numbers in found.items()}
             values[metric_names.FP8_FLUSHED] = max((one.flushed for one in operands.values()), default=None)
-        for name in (metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW):
-            values[name] = values[name] or 0.0
+        step.count_suppressed(values)
         flops, peak = values[FLOPS], run.throughput.peak
         values[metric_names.MFU] = flops / peak.flops_per_s if flops and peak is not None else None
         reading = replace(step.reading(values, floor), fp8=operands)
@@ -267,13 +293,14 @@ class TrainingHealth(WritesRun):
         if operands:
             self._log.fp8(step.number, operands)
         events = step.early_events
-        if not run.looks_before:
+        if not (run.looks_before and run.automatic):
             # skipped for what was finite when it was measured: a hook that came later changed it
             finite = all(value is not None and math.isfinite(value) for value in (reading.loss, reading.grad_norm))
-            events = self._nonfinite(trainer, step, reading, changed=reading.skipped and finite)
+            changed = reading.skipped and not step.suppressed and finite
+            events = [*self._nonfinite(trainer, step, reading, changed=changed), *events]
         step.replayer.forget()
         for event in (*events, *self._alerts.judge(reading)):
-            self._log.event(trainer, self._act(event, trainer))
+            self._log.event(trainer, self._act(event, trainer, step))
 
     def _nonfinite(self, trainer: Trainer, step: _Step, reading: Reading, *, changed: bool) -> list[Event]:
         """The event of a non-finite step; a NonFiniteGuard writes its own."""
@@ -309,11 +336,13 @@ class TrainingHealth(WritesRun):
 
     # ------------------------------------------------------------------ acting
 
-    def _act(self, event: Event, trainer: Trainer) -> Event:
+    def _act(self, event: Event, trainer: Trainer, step: _Step) -> Event:
         """Carry out the action for ``event``; the event with the action taken."""
         action = self.actions.get(event.kind, "log")
         if not event.is_alert or action == "log" or self._here.failed:
             return event
+        if action == "skip":
+            return replace(event, action="skip" if step.suppressed else "log")
         if action == "stop":
             trainer.should_stop = True
         else:
@@ -378,6 +407,16 @@ class _Step:
     early: Values | None = None
     early_events: list[Event] = field(default_factory=list[Event])
     replayer: Replayer = field(default_factory=Replayer)
+    #: whether it was left out for an alert; how many of the run were by then, in all and in a row
+    suppressed: bool = False
+    suppressed_in_all: int = 0
+    suppressed_in_a_row: int = 0
+
+    def count_suppressed(self, values: Values) -> None:
+        """Add the steps that were left out for an alert to those that a scaler or plan skipped."""
+        values[metric_names.SKIPPED_STEPS] = (values[metric_names.SKIPPED_STEPS] or 0.0) + self.suppressed_in_all
+        row = values[metric_names.SKIPPED_IN_A_ROW] or 0.0
+        values[metric_names.SKIPPED_IN_A_ROW] = max(row, float(self.suppressed_in_a_row))
 
     def reading(self, values: Values, floor: float) -> Reading:
         """The numbers as the alerts want them; ``floor`` is the lowest loss scale."""
@@ -389,7 +428,7 @@ class _Step:
             update_ratio=values.get(metric_names.UPDATE_RATIO),
             lost_updates=values.get(metric_names.LOST_UPDATES),
             loss_scale=scale,
-            skipped=bool(values[_SKIPPED]),
+            skipped=bool(values[_SKIPPED]) or self.suppressed,
             skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),
             scale_at_floor=scale is not None and scale <= floor,
             lr=values.get(metric_names.LR),
@@ -416,10 +455,16 @@ class _Run:
         source = self.source = scale_source(trainer)
         counted = source if (guard := self.guard) is None else lambda: guard.skipped_steps
         self.count = None if counted is None else SkipCount(counted)
-        applies_bad_steps = not (self.guard or _skips_bad_steps(trainer, source))
-        #: whether a bad step is looked at before it is applied, to find out what went wrong while weights are as they
-        #: were: not on CUDA, where the look would wait for the device
-        self.looks_before = module.automatic_optimization and applies_bad_steps and device.type != "cuda"
+        skips = "skip" in health.actions.values()
+        if skips:
+            _check_skips(trainer, module)
+        self.automatic = module.automatic_optimization
+        #: whether nothing else keeps a non-finite step from being applied
+        self.applies_bad_steps = not (self.guard or _skips_bad_steps(trainer, source))
+        #: whether numbers are read before the optimizer's step: to leave it out, or to find out what went wrong while
+        #: weights are as they were, which is not done on CUDA, where the look would wait for the device
+        self.looks_before = skips or (self.automatic and self.applies_bad_steps and device.type != "cuda")
+        self.hooks: SkipAwareHooks | None = None
         self.steps, self.classifier = StepTracker(), NonFiniteClassifier()
         self.step = self.last = _Step(measures=True, ended=True)
         self.until_reading = 0
@@ -448,11 +493,15 @@ class _Run:
             self.count.after_batch()
         step.ended = True
         step.count = 1 if before.measures else before.count + 1
+        step.suppressed_in_all = before.suppressed_in_all + step.suppressed
+        step.suppressed_in_a_row = (before.suppressed_in_a_row + 1) * step.suppressed
         self.last = step
         self.until_reading = (self.until_reading or every_n_steps) - 1
 
     def close(self) -> None:
-        """Count no more FLOPs, and drop the batches."""
+        """Let schedulers and weight averages move again, count no more FLOPs, and drop the batches."""
+        if self.hooks is not None:
+            self.hooks.remove()
         self.throughput.stop_counting()
         self.step.replayer.forget()
 
@@ -470,6 +519,21 @@ def _raised(error: NonFiniteError, run: _Run) -> Event:
         cause="see run.json for the error that ended the run",
         action="raise",
     )
+
+
+def _check_skips(trainer: Trainer, module: LightningModule) -> None:
+    """Raise where a step cannot be left out."""
+    again = [type(one).__name__ for one in trainer.optimizers if optimizer_facts.calls_closure_again(one)]
+    for holds, where in (
+        (isinstance(trainer.strategy, DeepSpeedStrategy), "under DeepSpeed, whose gradients are in its own partitions"),
+        (
+            not module.automatic_optimization and len(trainer.optimizers) > 1,
+            f"with {len(trainer.optimizers)} optimizers in manual optimization",
+        ),
+        (again, f"with {', '.join(again)}, which moves weights between two evaluations of its closure"),
+    ):
+        if holds:
+            raise PlanError.of(f"an action 'skip' {where}", "use 'reduce_lr' or 'stop'", _NAME)
 
 
 def _skips_bad_steps(trainer: Trainer, source: ScaleSource | None) -> bool:

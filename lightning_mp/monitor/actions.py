@@ -1,4 +1,4 @@
-"""What is done about an alert: log it, lower the learning rate for a while, or stop."""
+"""What is done about an alert: log it, skip the step, lower the learning rate for a while, or stop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch.optim import Optimizer
 from lightning_mp.compat.lightning import Trainer
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.events import KINDS, Kind
+from lightning_mp.numerics import grads
 
-Action = Literal["log", "reduce_lr", "stop"]
+Action = Literal["log", "skip", "reduce_lr", "stop"]
+#: the kinds that are known before the optimizer steps
+KNOWN_EARLY: tuple[Kind, ...] = ("nonfinite_loss", "nonfinite_grad", "grad_norm_spike", "loss_divergence")
 #: by how much ``"reduce_lr"`` lowers the learning rate, and for how many steps
 FACTOR, STEPS = 0.1, 100
 
@@ -77,6 +80,9 @@ def parse(actions: Mapping[str, Action] | None, faults: Faults) -> dict[Kind, Ac
     for kind, given in (actions or {}).items():
         if kind not in KINDS:
             faults.unknown("kind of event", kind, KINDS)
+        elif given == "skip" and kind not in KNOWN_EARLY:
+            what = f"actions[{kind!r}]='skip', which is known only after the step"
+            faults.add(what, f"'skip' for {', '.join(KNOWN_EARLY)}", "use 'log', 'stop' or 'reduce_lr'")
         faults.one_of(f"actions[{kind!r}]", given, get_args(Action), "use 'log'")
     return cast("dict[Kind, Action]", dict(actions or {}))
 
@@ -86,3 +92,20 @@ def _torch_optimizer(optimizer: Any) -> Optimizer:
     while not isinstance(optimizer, Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def suppress(optimizer: Optimizer, *, scaled: bool) -> None:
+    """Make the coming step do nothing: torch's optimizers skip a parameter without a gradient.
+
+    ``scaled``: the optimizer unscales gradients within the step, and torch's scaler has to see them before that.
+    """
+    if not scaled:
+        grads.drop(optimizer)
+        return
+    handles: list[Any] = []
+
+    def once(stepping: Optimizer, *_: Any) -> None:
+        handles.pop().remove()
+        grads.drop(stepping)
+
+    handles.append(optimizer.register_step_pre_hook(once))

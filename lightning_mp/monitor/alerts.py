@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import islice, pairwise
 from statistics import median
@@ -299,6 +299,8 @@ class Rule:
 
     def __init__(self, settings: AlertSettings) -> None:
         self.settings = settings
+        #: the step judged last, so that no step is judged twice
+        self.judged: int | None = None
         #: readings before the next event, by what the condition is about: an FP8 operand, or the step
         self.cooldown: dict[str, int] = {}
         self._windows: dict[str, Window] = {}
@@ -309,6 +311,9 @@ class Rule:
 
     def begins(self, reading: Reading, pinned: str) -> Event | None:
         """The event of a condition that begins in this reading; of several operands, one a reading."""
+        if reading.step == self.judged:
+            return None
+        self.judged = reading.step
         begun: Event | None = None
         for layer, role, found in self.conditions(reading):
             key = f"{layer}:{role}" if layer else ""
@@ -714,7 +719,16 @@ class Alerts:
         self.under_plan = False
         self.rules = [rule(self.settings) for rule in _RULES if rule.kind in self.settings.kinds]
 
-    def judge(self, reading: Reading) -> list[Event]:
-        """The events that begin in ``reading``; rank, module and action are for the caller to fill in."""
+    def judge(self, reading: Reading, *, only: Collection[Kind] | None = None) -> list[Event]:
+        """The events that begin in ``reading``; rank, module and action are for the caller to fill in.
+
+        ``only`` restricts it to rules of those kinds. A rule judges a step once, so that some rules can be asked before
+        the optimizer's step and the rest after it.
+        """
         pinned = pinning(["…"], under_plan=self.under_plan).partition(", before")[0]
-        return [event for rule in self.rules if (event := rule.begins(reading, pinned)) is not None]
+        asked = [rule for rule in self.rules if only is None or rule.kind in only]
+        return [event for rule in asked if (event := rule.begins(reading, pinned)) is not None]
+
+    def holds(self, kind: Kind) -> bool:
+        """Whether the condition of a step's rule held in the last reading, though its event may have come before."""
+        return any(rule.kind == kind and rule.cooldown.get("") == rule.calm for rule in self.rules)

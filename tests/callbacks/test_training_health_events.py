@@ -12,11 +12,14 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch.optim import LBFGS
+from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_mp import LossScaling, NonFiniteError
+from lightning_mp import LossScaling, NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard, TrainingHealth
 from lightning_mp.monitor import actions, metric_names
-from support.models import Regression, batches
+from support.manual import Pair
+from support.models import Regression, batches, same_weights, weights
 from support.oracles import plan_for, stock_for
 from support.running import fit
 
@@ -46,9 +49,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:TrainingHealth. step:UserWarning
 class Faulty(Regression):
     """Spoils the step ``at``: its ``batch``, the ``weight`` of a module, or the gradient by a ``spike``."""
 
-    def __init__(self, fault: str, at: int = 4) -> None:
-        super().__init__(PLAIN)
+    def __init__(self, fault: str, at: int = 4, optimizer: Any = PLAIN, scheduler: Any = None) -> None:
+        super().__init__(optimizer, scheduler)
         self.fault, self.at = fault, at
+        self.after: list[dict[str, Tensor]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         now = self.trainer.global_step == self.at
@@ -57,7 +61,11 @@ class Faulty(Regression):
         if now and self.fault == "weight":
             self.net[1].weight.data[3] = float("nan")
         loss = self.loss(batch)
+        self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss * 1000 if now and self.fault == "spike" else loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.after.append(weights(self))
 
 
 def watched(tmp_path: Path, module: Any, monitor: dict[str, Any] | None = None, **options: Any) -> TrainingHealth:
@@ -143,6 +151,61 @@ def test_an_event_is_in_the_file_the_logger_the_console_and_memory(
     assert json.loads(line) == event.to_dict()
     assert (event.kind, event.step) == ("grad_norm_spike", SPIKE_AT)
     assert "health/events/grad_norm_spike" in (Path(logger.log_dir) / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "fused"])
+@hosts
+def test_a_skipped_step_changes_nothing_but_the_next_does(host: str, optimizer: str, tmp_path: Path) -> None:
+    rising = partial(LambdaLR, lr_lambda=lambda step: 1 + step)
+    module = Faulty("spike", SPIKE_AT, partial(PLAIN, fused=optimizer == "fused"), rising)
+    mine = watched(tmp_path, module, {"actions": {"grad_norm_spike": "skip"}}, **ROOM[host]())
+    (event,) = alerts(mine)
+    assert (event.step, event.action) == (SPIKE_AT, "skip")
+    before, at, behind = module.after[SPIKE_AT - 1 : SPIKE_AT + 2]
+    assert same_weights(before, at)
+    assert not same_weights(at, behind)
+    assert [row[metric_names.SKIPPED_STEPS] for row in mine.rows[SPIKE_AT - 1 : SPIKE_AT + 2]] == [0, 1, 1]
+    assert module.lrs[SPIKE_AT - 1] < module.lrs[SPIKE_AT] == module.lrs[SPIKE_AT + 1] < module.lrs[SPIKE_AT + 2]
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_every_step_of_a_streak_is_skipped_and_one_event_tells_it(manual: bool, tmp_path: Path) -> None:
+    class Streak(Regression):
+        def __init__(self) -> None:
+            super().__init__(PLAIN)
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch) * (math.nan if batch_idx in (3, 4, 5) else 1.0)
+            if manual:
+                optimizer: Any = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    module = Streak()
+    mine = TrainingHealth(tmp_path, report=False, actions={"nonfinite_loss": "skip"})
+    fit(module, callbacks=[mine])
+    assert [(event.step, event.action) for event in alerts(mine)] == [(3, "skip")]
+    assert [row[metric_names.SKIPPED_STEPS] for row in mine.rows] == [0, 0, 0, 1, 2, 3, 3, 3]
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
+def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
+    for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [(lambda: Pair(by_hand), "2 optimizers"), (lambda: Regression(partial(LBFGS, lr=0.1)), "LBFGS")],
+)
+def test_where_a_step_cannot_be_left_out_skip_is_refused(module: Any, named: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=named):
+        watched(tmp_path, module(), {"actions": {"grad_norm_spike": "skip"}})
 
 
 # ---------------------------------------------------------------------- actions

@@ -23,7 +23,7 @@ from support.running import fit
         ({"grad_norm_spikes": "log"}, "grad_norm_spike"),
         ({"loss_divergence": "stopp"}, "'stop'"),
         ({"loss_divergence": 3}, "'reduce_lr'"),
-        ({"grad_norm_spike": "skip"}, "'reduce_lr'"),
+        ({"throughput_drop": "skip"}, "grad_norm_spike"),
     ],
 )
 def test_what_is_wrong_is_told_with_what_is_allowed(given: Any, named: str) -> None:
