@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_mp import LossScaling, NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard, TrainingHealth
 from lightning_mp.monitor import actions, metric_names
-from support.manual import Pair
+from support.manual import Pair, in_turn
 from support.models import Regression, batches, same_weights, weights
 from support.oracles import plan_for, stock_for
 from support.running import fit
@@ -168,6 +168,18 @@ def test_a_skipped_step_changes_nothing_but_the_next_does(host: str, optimizer: 
     assert module.lrs[SPIKE_AT - 1] < module.lrs[SPIKE_AT] == module.lrs[SPIKE_AT + 1] < module.lrs[SPIKE_AT + 2]
 
 
+def test_every_spike_of_a_streak_is_skipped(tmp_path: Path) -> None:
+    class Spikes(Faulty):
+        def loss(self, batch: Any) -> Tensor:
+            spoilt = self.trainer.global_step in (SPIKE_AT, SPIKE_AT + 1, SPIKE_AT + 3)
+            return super().loss(batch) * (1000 if spoilt else 1)
+
+    mine = watched(tmp_path, Spikes("", SPIKE_AT), {"actions": {"grad_norm_spike": "skip"}})
+    assert [(event.step, event.action) for event in alerts(mine)] == [(SPIKE_AT, "skip")]
+    skipped = [row[metric_names.SKIPPED_STEPS] for row in mine.rows]
+    assert skipped[SPIKE_AT - 1 : SPIKE_AT + 5] == [0, 1, 2, 2, 3, 3]
+
+
 @pytest.mark.parametrize("manual", [False, True])
 def test_every_step_of_a_streak_is_skipped_and_one_event_tells_it(manual: bool, tmp_path: Path) -> None:
     class Streak(Regression):
@@ -192,16 +204,9 @@ def test_every_step_of_a_streak_is_skipped_and_one_event_tells_it(manual: bool, 
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
 
 
-def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
-    for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
-        optimizer.zero_grad()
-        module.manual_backward(loss)
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("module", "named"),
-    [(lambda: Pair(by_hand), "2 optimizers"), (lambda: Regression(partial(LBFGS, lr=0.1)), "LBFGS")],
+    [(lambda: Pair(in_turn), "2 optimizers"), (lambda: Regression(partial(LBFGS, lr=0.1)), "LBFGS")],
 )
 def test_where_a_step_cannot_be_left_out_skip_is_refused(module: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=named):
