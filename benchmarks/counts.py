@@ -155,11 +155,11 @@ def _rows() -> Iterator[str]:
                 cells = [f"{stock[key]} → {ours[key]}" for key in COUNTS]
                 cells.append(_megabytes(stock["bytes"], ours["bytes"]))
                 cells += [_megabytes(held[phase], ours_held[phase]) for phase in PHASES]
-                yield f"| {name} | `{mode}` | {' | '.join(cells)} |"
+                yield f"| {name.removeprefix('deepspeed_')} | `{mode}` | {' | '.join(cells)} |"
 
 
 def _megabytes(before: int, after: int) -> str:
-    return f"{before / 1e6:.1f} → {after / 1e6:.1f}"
+    return f"{before / 1e6:.0f} → {after / 1e6:.0f}"
 
 
 def main() -> None:
