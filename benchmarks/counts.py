@@ -155,7 +155,7 @@ def _rows() -> Iterator[str]:
                 cells = [f"{stock[key]} → {ours[key]}" for key in COUNTS]
                 cells.append(_megabytes(stock["bytes"], ours["bytes"]))
                 cells += [_megabytes(held[phase], ours_held[phase]) for phase in PHASES]
-                yield f"| {name.removeprefix('deepspeed_')} | `{mode}` | {' | '.join(cells)} |"
+                yield f"| {name.removeprefix('deepspeed_').removeprefix('fsdp2 ')} | `{mode}` | {' | '.join(cells)} |"
 
 
 def _megabytes(before: int, after: int) -> str:
