@@ -27,7 +27,8 @@ WORKS := .venv-works-with
 WORKS_PIP := $(WORKS)/bin/python -m pip install -qq --disable-pip-version-check --no-input \
     --constraint constraints.txt
 WORKS_WITH := bitsandbytes chemprop darts gluonts lightly lightly-train monai neuralforecast pytorch-forecasting \
-    'scvi-tools>=1.4' timm torchgeo FrEIA imagecodecs platformdirs scikit-base scikit-image tifffile
+    'scvi-tools>=1.4' timm torchgeo FrEIA imagecodecs platformdirs scikit-base scikit-image tifffile \
+    ase pymatgen-core torch-geometric torchdata
 OLDEST_EXTENSIONS := $(CURDIR)/$(OLDEST)/torch_extensions
 # A build that was killed leaves a lock on which every later one would wait.
 PYTEST = mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete && \
@@ -140,5 +141,5 @@ $(WORKS)/.done: pyproject.toml constraints.txt $(DONE)/venv
 	@$(WORKS_PIP) pip setuptools wheel
 	@$(WORKS_PIP) torch
 	@$(WORKS_PIP) --no-build-isolation --editable '.[hf]' $(WORKS_WITH)
-	@$(WORKS_PIP) --no-deps anomalib pytorch-tabular
+	@$(WORKS_PIP) --no-deps anomalib matgl pytorch-tabular
 	@touch $@

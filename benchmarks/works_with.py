@@ -222,6 +222,25 @@ def chemprop(given: dict[str, Any], folder: Path) -> Outcome:
     return model, *(torch.cat(other.predict(one, loader)) for one in both)
 
 
+def matgl(given: dict[str, Any], folder: Path) -> Outcome:
+    import matgl
+    from matgl.ext.pymatgen import Structure2Graph
+    from matgl.graph.data import MGLDataset, collate_fn_graph
+    from matgl.models import MEGNet
+    from matgl.utils.training import ModelLightningModule
+    from pymatgen.core import Lattice, Structure
+
+    elements, places = ("Mo", "S"), [[0, 0, 0], [0.5, 0.5, 0.5]]
+    crystals = [Structure(Lattice.cubic(side), list(elements), places) for side in (3.0, 3.2, 3.4, 3.6)]
+    graphs = Structure2Graph(element_types=elements, cutoff=4.0)
+    data = MGLDataset(structures=crystals, converter=graphs, labels={"E": [1.0, 2.0, 3.0, 4.0]}, save_cache=False)
+    model = MEGNet(element_types=elements, cutoff=4.0, dim_edge_embedding=16)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate_fn_graph)
+    fit(ModelLightningModule(model=model), given, loader, host="lightning.pytorch")
+    model.save(folder)
+    return model, model.predict_structure(crystals[0]), matgl.load_model(folder).predict_structure(crystals[0])
+
+
 def lightly(given: dict[str, Any], folder: Path) -> Outcome:
     from lightly.loss import NTXentLoss
     from lightly.models.modules import SimCLRProjectionHead
@@ -357,6 +376,7 @@ PACKAGES = {
     "torchgeo": Package(torchgeo, "torchgeo.trainers"),
     "chemprop": Package(chemprop, "chemprop"),
     "pytorch-forecasting": Package(pytorch_forecasting, "pytorch_forecasting", pins={"LSTM": "fp32"}),
+    "matgl": Package(matgl, "matgl", pins={"LSTM": "fp32"}),
     "anomalib": Package(anomalib, "anomalib.engine"),
     "gluonts": Package(gluonts, "gluonts.torch"),
     "scvi-tools": Package(scvi_tools, "scvi"),
