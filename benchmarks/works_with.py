@@ -233,12 +233,17 @@ def matgl(given: dict[str, Any], folder: Path) -> Outcome:
     elements, places = ("Mo", "S"), [[0, 0, 0], [0.5, 0.5, 0.5]]
     crystals = [Structure(Lattice.cubic(side), list(elements), places) for side in (3.0, 3.2, 3.4, 3.6)]
     graphs = Structure2Graph(element_types=elements, cutoff=4.0)
-    data = MGLDataset(structures=crystals, converter=graphs, labels={"E": [1.0, 2.0, 3.0, 4.0]}, save_cache=False)
+    labels = {"E": [1.0, 2.0, 3.0, 4.0]}
+    data = MGLDataset(structures=crystals, converter=graphs, labels=labels, root=str(folder / "data"))
     model = MEGNet(element_types=elements, cutoff=4.0, dim_edge_embedding=16)
     loader = torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate_fn_graph)
     fit(ModelLightningModule(model=model), given, loader, host="lightning.pytorch")
-    model.save(folder)
-    return model, model.predict_structure(crystals[0]), matgl.load_model(folder).predict_structure(crystals[0])
+    model.save(folder / "model")
+    return (
+        model,
+        model.predict_structure(crystals[0]),
+        matgl.load_model(folder / "model").predict_structure(crystals[0]),
+    )
 
 
 def lightly(given: dict[str, Any], folder: Path) -> Outcome:
