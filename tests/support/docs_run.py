@@ -70,6 +70,10 @@ def yaml_file(code: str, block: Block) -> None:
         with initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
             plan: Any = OmegaConf.to_container(compose(path.stem).plan, resolve=True)
         assert MixedPrecisionPlan.from_config(plan).policy
+    elif "plugins" in values:  # a Trainer's
+        from hydra.utils import instantiate
+
+        assert [plugin.policy for plugin in instantiate(values["plugins"])]
     elif is_training:
         whole = {**{key: value for key, value in _BASE.items() if "defaults" not in values}, **values}
         if whole != values:
