@@ -22,11 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import MODES, LanguageModel, fit, plan, quietly, stock, tokens
-from benchmarks.planner_pages import DOCS, write_between
+from benchmarks.planner_pages import DOCS, table, write
 from benchmarks.sharded import ROWS, _ours
 from support.ranks import Ranks  # on the path since benchmarks.sharded
 
-MARKS = ("<!-- written by make bench -->", "<!-- end of what it writes -->")
 STEPS = 4
 FITS = 3
 COUNTS = ("operators", "syncs", "collectives")
@@ -108,23 +107,20 @@ class Counted:
     mode: str
     ours: bool
 
-    def run(self) -> tuple[dict[str, int], dict[str, int]]:
+    def run(self) -> dict[str, int]:
         """Train a few steps: what the last one dispatches, and what each phase holds at most, the median of some fits.
 
         gloo's threads free at no fixed moment: what the fit before held may be counted as a fall.
         """
         quietly()
-        counts = Dispatched()
+        counts, peaks = Dispatched(), list[dict[str, int]]()
         self._fit(counts)
-        peaks = [self._peaks() for _ in range(FITS)]
-        return counts.counts, {phase: sorted(one[phase] for one in peaks)[FITS // 2] for phase in PHASES}
-
-    def _peaks(self) -> dict[str, int]:
-        phases = Phases()
-        gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
-            self._fit(phases)
-        return phases.peaks(measured)
+        for phases in (Phases() for _ in range(FITS)):
+            gc.collect()
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+                self._fit(phases)
+            peaks.append(phases.peaks(measured))
+        return counts.counts | {phase: sorted(one[phase] for one in peaks)[FITS // 2] for phase in PHASES}
 
     def _fit(self, callback: Callback) -> None:
         torch.manual_seed(0)
@@ -137,40 +133,22 @@ class Counted:
         if self.strategy == ALONE:
             plugin = plan if self.ours else HalfPrecision if self.mode == "bf16-true" else stock
             return {"devices": 1, "plugin": cast("Any", plugin)(self.mode)}, LanguageModel()
-        return _ours(self.strategy, self.mode) if self.ours else _theirs(self.strategy, self.mode)
+        if self.ours:
+            return _ours(self.strategy, self.mode)
+        return next(side for name, side, _ in ROWS if name == self.strategy)(self.mode)
 
 
-def _theirs(strategy: str, mode: str) -> tuple[dict[str, Any], LightningModule]:
-    return next(side for name, side, _ in ROWS if name == strategy)(mode)
-
-
-def _rows() -> Iterator[str]:
+def _rows() -> Iterator[list[str]]:
     with Ranks(seconds=300) as ranks:
-        for name, modes in CELLS:
-            for mode in modes:
-                sides = [Counted(name, mode, ours) for ours in (False, True)]
-                (stock, held), (ours, ours_held) = (
-                    side.run() if name == ALONE else ranks.run(side)[0] for side in sides
-                )
-                cells = [f"{stock[key]} → {ours[key]}" for key in COUNTS]
-                cells.append(_megabytes(stock["bytes"], ours["bytes"]))
-                cells += [_megabytes(held[phase], ours_held[phase]) for phase in PHASES]
-                yield f"| {name.removeprefix('deepspeed_').removeprefix('fsdp2 ')} | `{mode}` | {' | '.join(cells)} |"
-
-
-def _megabytes(before: int, after: int) -> str:
-    return f"{before / 1e6:.0f} → {after / 1e6:.0f}"
-
-
-def main() -> None:
-    """Count, print and write the page."""
-    titles = ("strategy", "mode", "operators", "device syncs", "collectives", "sent", *PHASES)
-    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
-    for line in _rows():
-        lines.append(line)
-        print(line, flush=True)
-    write_between(DOCS / "reference" / "counts.md", MARKS, "\n".join(lines))
+        for name, mode in ((name, mode) for name, modes in CELLS for mode in modes):
+            sides = [Counted(name, mode, ours) for ours in (False, True)]
+            stock, ours = (side.run() if name == ALONE else ranks.run(side)[0] for side in sides)
+            cells = [f"{stock[key]} → {ours[key]}" for key in COUNTS]
+            cells += [f"{stock[key] / 1e6:.0f} → {ours[key] / 1e6:.0f}" for key in ("bytes", *PHASES)]
+            print(name, mode, *cells, sep=" | ", flush=True)
+            yield [name.removeprefix("deepspeed_").removeprefix("fsdp2 "), f"`{mode}`", *cells]
 
 
 if __name__ == "__main__":
-    main()
+    HEADS = ("strategy", "mode", "operators", "device syncs", "collectives", "sent", *PHASES)
+    write(DOCS / "reference" / "counts.md", "# Counts", table(HEADS, _rows()))

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,28 +32,16 @@ from lightning_mp.policy import hardware
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-#: of each model: its kind, rows and sizes, and those of a smoke run. With four layers of Llama 3 8B's shapes instead of
-#: 32, weights and optimizer state leave room on any 80 GiB
-_GPT2_TINY = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 32}
 _LLAMA = {"num_key_value_heads": 8, "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 2048}
-_LLAMA_TINY = {
-    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1,
-    "num_attention_heads": 2, "vocab_size": 256, "max_position_embeddings": 32,
-}  # fmt: skip
-MODELS: dict[str, tuple[str, int, dict[str, int], dict[str, int]]] = {
-    "gpt2": (
-        "gpt2", 8,
-        {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}, _GPT2_TINY,
-    ),
-    "llama 1.1B": (
-        "llama", 8,
-        {**_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}, _LLAMA_TINY,
-    ),
-    "llama 8B": (
-        "llama", 4,
-        {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4}, _LLAMA_TINY,
-    ),
-}  # fmt: skip
+#: kind, rows and sizes. With four layers of Llama 3 8B's shapes instead of 32, weights and optimizer state leave room
+#: on any 80 GiB
+MODELS: dict[str, tuple[str, int, dict[str, int]]] = {
+    "gpt2": ("gpt2", 8, {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}),
+    "llama 1.1B": ("llama", 8, {**_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}),
+    "llama 8B": ("llama", 4, {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4}),
+}
+#: by how much a smoke run's sizes are smaller, and the least they are
+SMALLER, LEAST = 64, 2
 Figures = Iterator[tuple[str, dict[str, Any]]]
 
 
@@ -64,26 +51,24 @@ class Decoder(LightningModule):
     def __init__(self, name: str, *, quick: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        kind, rows, sizes, tiny = MODELS[name]
-        rows, sizes = (2, tiny) if quick else (rows, sizes)
-        ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-        config = AutoConfig.for_model(kind, **sizes, **ends)
+        kind, rows, sizes = MODELS[name]
+        if quick:
+            sizes = {key: max(size // SMALLER, LEAST) for key, size in sizes.items()} | {"vocab_size": 256}
+            sizes |= {"num_key_value_heads": 1, "num_attention_heads": 2, "n_head": 2}
+        config = AutoConfig.for_model(kind, **sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
         self.model: Any = AutoModelForCausalLM.from_config(config).train()
-        self.shape = rows, int(config.max_position_embeddings)
-        self.tokens, self.last = rows * self.shape[1], torch.zeros(())
-        layers, width = config.num_hidden_layers, config.hidden_size
+        self.shape = (2 if quick else rows), int(config.max_position_embeddings)
+        self.tokens, self.last = self.shape[0] * self.shape[1], torch.zeros(())
         params = sum(parameter.numel() for parameter in self.parameters())
         #: 6 N + 12 L h s, forward and backward, as MosaicML's llm-foundry counts (scripts/train/benchmarking)
-        self.flops_per_token = 6 * params + 12 * layers * width * self.shape[1]
+        self.flops_per_token = 6 * params + 12 * config.num_hidden_layers * config.hidden_size * self.shape[1]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Cross entropy of the next token."""
         loss = self.model(input_ids=batch, labels=batch).loss
         self.last = loss.detach()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Fused AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
     def batches(self, steps: int) -> Any:
@@ -92,7 +77,7 @@ class Decoder(LightningModule):
         return DataLoader([rows[number % 8] for number in range(steps)], batch_size=None)  # pyright: ignore
 
 
-def run(module: Decoder, plugin: Precision | None, steps: int, **more: Any) -> list[float]:
+def run(module: Decoder, plugin: Any, steps: int, **more: Any) -> list[float]:
     """Seconds of each warm step of one fit."""
     times = StepTimes()
     fit(module, module.batches(steps), plugin, steps, callbacks=[times], **more)
@@ -105,13 +90,12 @@ def measured(module: Decoder, made: MixedPrecisionPlan, steps: int, **more: Any)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     seconds = statistics.median(run(module, made, steps, **more))
-    rate = module.tokens / seconds
-    peak, flops = hardware.peak(describe(torch.device(DEVICE)), "bf16"), module.flops_per_token * rate
+    flops = module.flops_per_token * module.tokens / seconds
     return {
         "step, ms": round(seconds * 1e3, 2),
-        "tokens / s": round(rate),
+        "tokens / s": round(module.tokens / seconds),
         "TFLOP/s": round(flops / 1e12, 2),
-        "share of bf16's peak": of_peak(flops, peak),
+        "share of bf16's peak": of_peak(flops, hardware.peak(describe(torch.device(DEVICE)), "bf16")),
         "peak, GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else "-",
         "last loss": round(float(module.last), 4),
         "skipped": int(made.skipped_steps),
@@ -126,20 +110,15 @@ def of_peak(flops: float, peak: hardware.Peak | None) -> str:
 # ---------------------------------------------------------------------- the parts
 
 
-def sync(*, quick: bool) -> Figures:
-    """Nothing waits for the device in 50 warm steps of GPT-2 small, clipping by norm on."""
-    from support.cuda import NothingWaits
+def tests(*, quick: bool) -> Figures:
+    """The CUDA tests; among them that nothing waits for the device."""
+    import pytest
 
-    steps = WARM_UP + (2 if quick else 50)
-    for mode in ("bf16-mixed", "16-mixed", "32-true", "bf16-true"):
-        module = Decoder("gpt2", quick=quick)
-        watch = [NothingWaits(lambda batch_idx: batch_idx >= WARM_UP)] if CUDA else []
-        try:
-            fit(module, module.batches(steps), plan(mode), steps, callbacks=watch, gradient_clip_val=1.0)
-            waited = "no"
-        except RuntimeError as error:
-            waited = f"yes: {str(error)[:200]}"
-        yield mode, {"warm steps": steps - WARM_UP, "waited": waited}
+    folder = ROOT / "tests" / "gpu"
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "--maxfail=40"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # a plugin of another package, imported by now
+    found = pytest.main([*options, str(folder / "test_steps_gpu.py" if quick else folder)])
+    yield "pytest", {"exit status": int(found)}
 
 
 def ladder(*, quick: bool) -> Figures:
@@ -168,12 +147,12 @@ def overhead(*, quick: bool) -> Figures:
         yield mode, {**times, "plan / stock": round(found["plan"] / found["stock"], 3)}
 
 
-def mfu(*, quick: bool) -> Figures:
+def compiled(*, quick: bool) -> Figures:
     """Model FLOPs utilisation of a Llama of 1.1B parameters, eager and compiled."""
-    for name, backend in {"eager": None, "compiled": "aot_eager" if quick else "inductor"}.items():
+    for name in ("eager", "compiled"):
         module = Decoder("llama 1.1B", quick=quick)
-        if backend is not None:
-            module.model.compile(backend=backend)
+        if name == "compiled":
+            module.model.compile(backend="aot_eager" if quick else "inductor")
         yield name, measured(module, plan("bf16-mixed"), WARM_UP + (2 if quick else 20))
 
 
@@ -190,21 +169,9 @@ def fp8(*, quick: bool) -> Figures:
         yield name, {**found, "layers in FP8": sum(layer.converted for layer in made.fp8_layers)}
 
 
-def tests(*, quick: bool) -> Figures:
-    """The CUDA tests."""
-    import pytest
-
-    folder = ROOT / "tests" / "gpu"
-    files = [folder / "test_steps_gpu.py"] if quick else [folder]
-    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "--maxfail=40"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # a plugin of another package, imported by now
-    yield "pytest", {"exit status": int(pytest.main([*options, *map(str, files)]))}
-
-
 #: in order of importance, and the seconds each may take
 PARTS: dict[str, tuple[Callable[..., Figures], int]] = {
-    "tests": (tests, 150), "sync": (sync, 40), "ladder": (ladder, 75),
-    "overhead": (overhead, 80), "mfu": (mfu, 80), "fp8": (fp8, 115),
+    "tests": (tests, 190), "ladder": (ladder, 75), "overhead": (overhead, 80), "mfu": (compiled, 80), "fp8": (fp8, 115),
 }  # fmt: skip
 
 
@@ -219,40 +186,33 @@ def _part(name: str, file: Path, *, quick: bool) -> None:
         file.write_text(json.dumps(found))
 
 
-def _in_a_process(name: str, out: Path, *, quick: bool) -> dict[str, Any]:
-    written, log = out / f"{name}.json", out / f"{name}.log"
+def _in_a_process(name: str, out: Path, *, quick: bool) -> str:
+    """A section of the page: the part's figures, and how it failed if it did."""
+    written, log, error = out / f"{name}.json", out / f"{name}.log", ""
     written.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--part", name, *["--quick"] * quick]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     with log.open("w") as file:
-        run = partial(subprocess.run, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
+        start = partial(subprocess.run, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
         try:
-            code = run(command, timeout=PARTS[name][1] * (3 if quick else 1)).returncode
-            error = f"exit status {code}" if code else ""
-        except subprocess.TimeoutExpired:
-            error = f"not done after {PARTS[name][1]} s"
-    said = f"{log.read_text(errors='replace')[-1500:]}\n{error}" if error else ""
-    return {"error": said, "figures": json.loads(written.read_text()) if written.exists() else {}}
-
-
-def page(results: dict[str, Any]) -> str:
-    """``gpu.md``: a section a part; one that failed says how."""
-    lines = ["# On a GPU", "", f"{results['machine']}; written by `python -m benchmarks.gpu`.", ""]
-    for name, part in results["parts"].items():
-        lines += [f"## {str(inspect.getdoc(PARTS[name][0])).rstrip('.')}", ""]
-        rows = part["figures"]
-        if rows:
-            heads = list(next(iter(rows.values())))
-            lines.append(table(["", *heads], [[row, *map(figures.get, heads)] for row, figures in rows.items()]))
-        if part["error"]:
-            lines += ["This part did not end well:", "", "```text", part["error"].strip(), "```", ""]
+            start(command, timeout=PARTS[name][1] * (3 if quick else 1), check=True)
+        except subprocess.SubprocessError as failed:
+            error = str(failed).rpartition("]' ")[2]
+    lines = [f"## {str(inspect.getdoc(PARTS[name][0])).rstrip('.')}", ""]
+    rows: dict[str, dict[str, Any]] = json.loads(written.read_text()) if written.exists() else {}
+    if rows:
+        heads = list(next(iter(rows.values())))
+        lines.append(table(["", *heads], [[row, *map(figures.get, heads)] for row, figures in rows.items()]))
+    if error:
+        said = f"{log.read_text(errors='replace')[-1500:]}\n{error}".strip()
+        lines += ["This part did not end well:", "", "```text", said, "```", ""]
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 where every part ran to its end."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="a folder for results.json, gpu.md and the logs")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for gpu.md, and each part's figures and log")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="tiny models, also on a CPU: the figures mean nothing")
@@ -263,14 +223,13 @@ def main(arguments: list[str] | None = None) -> int:
         _part(options.part, out / f"{options.part}.json", quick=options.quick)
         return 0
     device = torch.cuda.get_device_name() if CUDA else "no GPU"
-    results: dict[str, Any] = {"machine": f"{device}, torch {torch.__version__}", "parts": {}}
+    page = f"# On a GPU\n\n{device}, torch {torch.__version__}; written by `python -m benchmarks.gpu`.\n"
     for name in options.parts:
         print(f"{name}: up to {PARTS[name][1]} s", flush=True)
-        results["parts"][name] = _in_a_process(name, out, quick=options.quick)
+        page += f"\n{_in_a_process(name, out, quick=options.quick)}"
         # after every part: what ends this process early costs the parts that are still to come, nothing else
-        (out / "results.json").write_text(json.dumps(results, indent=1))
-        (out / "gpu.md").write_text(page(results))
-    return int(any(part["error"] for part in results["parts"].values()))
+        (out / "gpu.md").write_text(page)
+    return int("did not end well" in page)
 
 
 if __name__ == "__main__":

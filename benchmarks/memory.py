@@ -10,8 +10,7 @@ import gc
 import itertools
 import sys
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.planner_pages import DOCS, table, write_between
+from benchmarks.planner_pages import DOCS, table, write
 from lightning_mp import FP8, Checkpointing, MixedPrecisionPlan, make_strategy, trainer_kwargs
 from lightning_mp.comparison.run import quiet
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
@@ -28,8 +27,9 @@ from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import MemoryPrediction, predict_memory
 from lightning_mp.tracing.run import ALONE, STEPS
 
-MARKS = ("<!-- written by benchmarks/memory.py -->", "<!-- as far as here, by benchmarks/memory.py -->")
-SHARDED_MARKS = ("<!-- written by benchmarks/memory.py sharded -->", "<!-- as far as here, sharded -->")
+#: the lines of the page before the two tables
+ALONE_BELOW = "On one device, against the allocator on a CPU:"
+SHARDED_BELOW = "A rank of two on gloo, Llama. `held` are parameters, gradients and optimizer state between steps:"
 FIGURES = ("cells", "largest peak, MiB", "worst prediction")
 MODELS = ("gpt2", "llama", "conv")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "fp8-mixed")
@@ -70,11 +70,8 @@ class Cell:
     def module(self) -> LightningModule:
         """The model with its optimizer."""
         torch.manual_seed(0)
-        net = (
-            ConvNet()
-            if self.model == "conv"
-            else _language_model(self.model, 64 if self.precision == "fp8-mixed" else 128, self.kv_heads)
-        )
+        width = 64 if self.precision == "fp8-mixed" else 128
+        net = ConvNet() if self.model == "conv" else _language_model(self.model, width, self.kv_heads)
         return Trained(net.train(), self.optimizer)
 
 
@@ -130,23 +127,17 @@ def cells() -> Iterator[Cell]:
     return (cell for cell in every if (cell.model, cell.precision) != ("gpt2", "fp8-mixed"))
 
 
-@contextmanager
-def _onednn(*, on: bool) -> Generator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it speaks of Intel's GPUs
-        with torch.backends.mkldnn.flags(enabled=on):
-            yield
-
-
 def measured(cell: Cell) -> int:
     """The CPU allocator's peak over making the model and two steps, in bytes.
 
     Without oneDNN, but for convolutions: its scratch inside a matrix product is no tensor's, and differs by CPU.
     """
     gc.collect()
-    with _onednn(on=cell.model == "conv"), quiet(), PeakMemory() as peak:
-        arguments = trainer_kwargs(cell.plan(), devices=1, **_HERE, **ALONE)
-        Trainer(**arguments).fit(cell.module(), itertools.repeat(cell.batch()))
+    with quiet():
+        warnings.filterwarnings("ignore", "TF32 acceleration")  # it speaks of Intel's GPUs
+        with torch.backends.mkldnn.flags(enabled=cell.model == "conv"), PeakMemory() as peak:
+            arguments = trainer_kwargs(cell.plan(), devices=1, **_HERE, **ALONE)
+            Trainer(**arguments).fit(cell.module(), itertools.repeat(cell.batch()))
     return peak.bytes
 
 
@@ -164,19 +155,17 @@ def predicted(cell: Cell, strategy: str | None = None) -> MemoryPrediction:
 
 HELD = ("parameters", "gradients", "optimizer_state")
 #: the strategy's name for ``make_strategy``, and what it is told
-STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "`ddp`": ("ddp", {}),
-    "`fsdp2`": ("fsdp2", {}),
-    "`fsdp2`, `tensor_parallel=2`": ("fsdp2", {"tensor_parallel": 2}),
-    "`hsdp`": ("hsdp", {}),
-    "`fsdp1`": ("fsdp1", {}),
-}
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {f"`{one}`": (one, {}) for one in ("ddp", "fsdp2", "hsdp", "fsdp1")}
+STRATEGIES["`fsdp2`, `tensor_parallel=2`"] = ("fsdp2", {"tensor_parallel": 2})
 #: rows enough that activations are most of it
-SHARDED_CELLS = (
-    Cell("llama", "32-true", "none", "SGD", rows=8, kv_heads=2),
-    Cell("llama", "bf16-mixed", "none", "AdamW", rows=8, kv_heads=2),
-    Cell("llama", "16-mixed", "full", "AdamW", rows=8, kv_heads=2),
-    Cell("llama", "bf16-true", "selective", "AdamW", rows=8, kv_heads=2),
+SHARDED_CELLS = tuple(
+    Cell("llama", *which, rows=8, kv_heads=2)
+    for which in (
+        ("32-true", "none", "SGD"),
+        ("bf16-mixed", "none", "AdamW"),
+        ("16-mixed", "full", "AdamW"),
+        ("bf16-true", "selective", "AdamW"),
+    )
 )
 
 
@@ -194,13 +183,11 @@ class _Holds(Callback):
 
 
 def _bytes(tensors: Iterable[Any], seen: set[int]) -> int:
-    total = 0
-    for tensor in (one for one in tensors if isinstance(one, Tensor)):
-        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        if storage.data_ptr() not in seen and storage.nbytes():
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
-    return total
+    here = (one.to_local() if isinstance(one, DTensor) else one for one in tensors if isinstance(one, Tensor))
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in here}
+    new = {place: size for place, size in storages.items() if place not in seen}
+    seen |= new.keys()
+    return sum(new.values())
 
 
 @dataclass(frozen=True)
@@ -238,15 +225,12 @@ def summed_up(found: Iterable[tuple[str, int, Sequence[float]]]) -> list[list[ob
     for name, peak, errors in found:
         print(name, f"{peak / 2**20:.2f} MiB", *(f"{error:+.2%}" for error in errors), flush=True)
         groups.setdefault(name, []).append((peak, errors))
-    return [
-        [
-            name,
-            len(of),
-            f"{max(peak for peak, _ in of) / 2**20:.1f}",
-            *(f"{max(column, key=abs):+.1%}" for column in zip(*(errors for _, errors in of), strict=True)),
-        ]
-        for name, of in groups.items()
-    ]
+    rows: list[list[object]] = []
+    for name, of in groups.items():
+        worst = (max(column, key=abs) for column in zip(*(errors for _, errors in of), strict=True))
+        largest = max(peak for peak, _ in of) / 2**20
+        rows.append([name, len(of), f"{largest:.1f}", *(f"{error:+.1%}" for error in worst)])
+    return rows
 
 
 def _alone() -> Iterator[tuple[str, int, Sequence[float]]]:
@@ -261,8 +245,6 @@ def _sharded() -> Iterator[tuple[str, int, Sequence[float]]]:
 
     with Ranks() as ranks:
         for name, cell in itertools.product(STRATEGIES, SHARDED_CELLS):
-            if "fsdp1" in name and cell.plan().policy.pins:
-                continue  # it refuses them
             said, answers = predicted(cell, name), ranks.run(OfRank(cell, name))
             true, held = min(answers, key=lambda answer: answer[0])
             holds = sum(said.held[part] for part in HELD) / sum(held.values())
@@ -272,7 +254,6 @@ def _sharded() -> Iterator[tuple[str, int, Sequence[float]]]:
 if __name__ == "__main__":
     page = DOCS / "reference" / "planner.md"
     if "sharded" in sys.argv[1:]:
-        head = ["strategy", *FIGURES, "worst of what is held"]
-        write_between(page, SHARDED_MARKS, table(head, summed_up(_sharded())))
+        write(page, SHARDED_BELOW, table(["strategy", *FIGURES, "worst of what is held"], summed_up(_sharded())))
     else:
-        write_between(page, MARKS, table(["model", *FIGURES], summed_up(_alone())))
+        write(page, ALONE_BELOW, table(["model", *FIGURES], summed_up(_alone())))

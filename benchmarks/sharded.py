@@ -6,7 +6,6 @@ Both sides take turns in the same two processes; printed are medians and their r
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -83,17 +82,12 @@ class AutocastHere(FSDPPrecision):
         return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
 
 
-def _plugin(mode: str) -> dict[str, Any]:
-    plugin = stock(mode)
-    return {} if plugin is None else {"plugins": [plugin]}
-
-
 def _ddp(mode: str) -> tuple[dict[str, Any], LightningModule]:
-    return {"strategy": DDPStrategy(process_group_backend="gloo"), **_plugin(mode)}, LanguageModel()
+    return {"strategy": DDPStrategy(process_group_backend="gloo"), "plugin": stock(mode)}, LanguageModel()
 
 
 def _fsdp2(mode: str) -> tuple[dict[str, Any], LightningModule]:
-    return {"strategy": sharded_hosts.fsdp2(), **_plugin(mode)}, ShardedByHand()
+    return {"strategy": sharded_hosts.fsdp2(), "plugin": stock(mode)}, ShardedByHand()
 
 
 def _param_dtype(mode: str) -> tuple[dict[str, Any], LightningModule]:
@@ -107,33 +101,28 @@ def _fsdp1(mode: str) -> tuple[dict[str, Any], LightningModule]:
 
     own = {} if mode == "32-true" else {"mixed_precision": Fsdp1MixedPrecision(reduce_dtype=torch.float32)}
     strategy = sharded_hosts.fsdp1(auto_wrap_policy=ModuleWrapPolicy({GPT2Block}), **own)
-    plugins = [] if mode == "32-true" else [AutocastHere("bf16-mixed")]
-    return {"strategy": strategy, "plugins": plugins}, LanguageModel()
+    plugin = None if mode == "32-true" else AutocastHere("bf16-mixed")
+    return {"strategy": strategy, "plugin": plugin}, LanguageModel()
 
 
-def _zero(stage: int) -> Side:
-    def side(mode: str) -> tuple[dict[str, Any], LightningModule]:
-        own = {} if mode == "32-true" else {"torch_autocast": BF16}
-        return {"strategy": sharded_hosts.deepspeed(stage, **own)}, LanguageModel()
-
-    return side
+def _zero(mode: str, stage: int) -> tuple[dict[str, Any], LightningModule]:
+    own = {} if mode == "32-true" else {"torch_autocast": BF16}
+    return {"strategy": sharded_hosts.deepspeed(stage, **own)}, LanguageModel()
 
 
 ROWS: tuple[tuple[str, Side, tuple[str, ...]], ...] = (
-    ("ddp", _ddp, ("32-true", "bf16-mixed", "16-mixed")),
-    ("fsdp2", _fsdp2, ("32-true", "bf16-mixed", "16-mixed")),
+    ("ddp", _ddp, MODES),
+    ("fsdp2", _fsdp2, MODES),
     ("fsdp2 param_dtype", _param_dtype, ("bf16-mixed",)),
     # stock FSDP1 and DeepSpeed have no 16-mixed on the CPU that keeps fp32 weights
-    ("fsdp1", _fsdp1, ("32-true", "bf16-mixed")),
-    ("deepspeed_zero1", _zero(1), ("32-true", "bf16-mixed")),
-    ("deepspeed_zero2", _zero(2), ("32-true", "bf16-mixed")),
-    ("deepspeed_zero3", _zero(3), ("32-true", "bf16-mixed")),
+    ("fsdp1", _fsdp1, MODES[:2]),
+    *((f"deepspeed_zero{stage}", partial(_zero, stage=stage), MODES[:2]) for stage in (1, 2, 3)),
 )
 
 
 def _ours(name: str, mode: str) -> tuple[dict[str, Any], LightningModule]:
     made = plan(mode)
-    return {"plugins": [made], "strategy": make_strategy(name.partition(" ")[0], made)}, LanguageModel()
+    return {"plugin": made, "strategy": make_strategy(name.partition(" ")[0], made)}, LanguageModel()
 
 
 @dataclass(frozen=True)
@@ -158,28 +147,20 @@ class Steps:
         clip = None if ROWS[self.row][0] == "fsdp1" else 1.0
         times = StepTimes()
         two = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [times]}
-        fit(module, tokens(), None, self.steps, **two, **arguments)
+        fit(module, tokens(), arguments.pop("plugin", None), self.steps, **two, **arguments)
         dist.barrier()
         return times.seconds
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: the figures mean nothing")
-    parser.add_argument("--strategies", nargs="*", default=[name for name, _, _ in ROWS])
-    parser.add_argument("--modes", nargs="*", default=MODES)
-    given = parser.parse_args()
-    rounds, steps = (2, 8) if given.quick else (6, 17)
+    rounds, steps = (2, 8) if "--quick" in sys.argv else (6, 17)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(".venv/torch_extensions").resolve()))
     table = Table("strategy", "mode", "stock", "plan", "ratio", "target", title="A step, two processes on gloo")
     for row, (name, _, modes) in enumerate(ROWS):
-        for mode in (mode for mode in modes if name in given.strategies and mode in given.modes):
+        for mode in modes:
             found = run_ranks(Steps(row, mode, rounds, steps), seconds=600)[0]
-            ratio, times = (
-                f"{found['plan'] / found['stock']:.3f}",
-                [f"{found[s] * 1e3:.1f} ms" for s in ("stock", "plan")],
-            )
+            ratio, times = f"{found['plan'] / found['stock']:.3f}", [f"{one * 1e3:.1f} ms" for one in found.values()]
             table.add_row(name, mode, *times, ratio, f"<= {TARGETS.get(name, TARGET)}")
             print(f"{name} {mode}: {ratio}", flush=True)
     Console(width=120).print(table)
