@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,8 +63,7 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
     from lightning_mp.cli import parts
     from lightning_mp.cli.config import checked, composed
     from lightning_mp.compat.lightning import LightningModule
-    from lightning_mp.monitor.doctor import examine
-    from lightning_mp.monitor.doctor.case import case_of
+    from lightning_mp.monitor.doctor import doctor as examine
 
     faults, missing = Faults("doctor"), Faults("doctor")
     with composed(arguments, "doctor", faults, config_dirs) as (job,):
@@ -85,10 +83,9 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
             plan, trainer, strategy = None, parts.trainer_arguments(config, faults), config.get("strategy")
             strategy = strategy if parts.is_ours(strategy) else parts.instantiated(strategy, "strategy", faults)
         faults.raise_if_any()
-        case = case_of(model, plan, strategy, trainer, target=device)
-        if isinstance(model, LightningModule) and not missing.found:
-            case = replace(case, rows=_batch(config, model, missing))
-        return examine(case)
+        steps = isinstance(model, LightningModule) and not missing.found
+        batch = _batch(config, model, missing) if steps else None
+        return examine(model, plan, strategy, trainer, device=device, batch=batch)
 
 
 def _batch(config: dict[str, Any], model: Any, faults: Faults) -> Any:

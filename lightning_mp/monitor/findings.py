@@ -36,7 +36,7 @@ CODES: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing the doctor found: ``what``, ``why`` it matters, the exact change to make, and ``where``.
 

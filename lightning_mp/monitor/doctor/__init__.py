@@ -1,5 +1,99 @@
-"""The doctor: what will go wrong in a run, found before its first step."""
+"""``doctor``: what will go wrong in a run, found before its first step; and the few checks that every fit makes."""
 
-from lightning_mp.monitor.doctor.examine import doctor, examine, warn_at_fit
+from __future__ import annotations
 
-__all__ = ["doctor", "examine", "warn_at_fit"]
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_mp.compat.lightning import rank_zero_warn
+from lightning_mp.monitor.doctor import model_checks as of_model
+from lightning_mp.monitor.doctor import run_checks as of_run
+from lightning_mp.monitor.doctor.case import ModelUnderTest, case_of
+from lightning_mp.monitor.events import SEVERITIES
+from lightning_mp.monitor.findings import Finding
+from lightning_mp.numerics.rng import rng_state, set_rng_state
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.hardware import Device
+
+__all__ = ["doctor", "warn_at_fit"]
+
+Check = Callable[[ModelUnderTest], Iterable[Finding]]
+
+_log = logging.getLogger(__name__)
+
+#: checks that cost one walk over the modules, made at every fit
+CHEAP: tuple[Check, ...] = (of_model.eval_mode, of_model.no_input_gradients, of_model.use_cache)
+CHECKS: tuple[Check, ...] = (
+    *CHEAP,
+    of_model.half_weights,
+    of_model.refused,
+    of_model.tf32_off,
+    of_model.not_aligned,
+    of_model.half_norms,
+    of_run.step_raises,
+    of_run.scale_overflows_at_once,
+    of_run.accumulation_overflows,
+    of_run.optimizer_eps_underflows,
+    of_run.schedule_counts_skips,
+    of_run.deepspeed_contradicts_trainer,
+)
+
+
+def doctor(
+    model: nn.Module,
+    plan: Any = None,
+    strategy: Any = None,
+    trainer_args: Mapping[str, Any] | None = None,
+    *,
+    optimizer: Any = None,
+    batch: Any = None,
+    device: Device | None = None,
+) -> list[Finding]:
+    """What will go wrong in training ``model``, before it does: findings, most severe first; none for a healthy run.
+
+    The model is left as it is: parameters, gradients, buffers, training mode, hooks and random numbers. A check that
+    cannot be made on it is skipped, and logged at level INFO by the logger ``lightning_mp.monitor.doctor``.
+
+    Args:
+        model: a LightningModule, or any module.
+        plan: a MixedPrecisionPlan, its policy or a mapping of its fields; one of Lightning's own precisions
+            (``"16-mixed"``) or plugins; ``None``: what ``trainer_args`` says.
+        strategy: a strategy or its name; a DeepSpeed JSON as a mapping; ``None``: what ``trainer_args`` says.
+        trainer_args: the Trainer's arguments: ``accelerator``, ``accumulate_grad_batches``, ``gradient_clip_val``, ….
+        optimizer: what ``configure_optimizers`` would return, where it cannot be called without a Trainer.
+        batch: one batch; with it a copy of a LightningModule makes one step, to see whether it raises.
+        device: the device it will run on, where that is not the one ``trainer_args`` chooses on this machine.
+
+    Raises:
+        PlanError: ``model`` is no module, or ``plan`` is none; every fault of a plan at once.
+    """
+    case = case_of(model, plan, strategy, trainer_args or {}, device, optimizer=optimizer, batch=batch)
+    here = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    generators = rng_state(here)
+    try:
+        found = [finding for check in CHECKS for finding in _run(check, case)]
+    finally:
+        set_rng_state(generators, here)
+    return sorted(found, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.code))
+
+
+def _run(check: Check, case: ModelUnderTest) -> list[Finding]:
+    try:
+        return list(check(case))
+    except Exception as error:  # a model may have anything in it; the other checks still help
+        _log.info("the check %s could not be made: %s: %s", check.__name__, type(error).__name__, error)
+        return []
+
+
+def warn_at_fit(module: nn.Module, policy: PrecisionPolicy) -> None:
+    """Warn once of what the cheap checks find: no forward, no optimizer, one walk over the modules."""
+    case = case_of(module, policy, None, {"accelerator": "cpu"})
+    found = [finding for check in CHEAP for finding in _run(check, case) if finding.severity != "info"]
+    if found:
+        lines = [f"  {finding.code} {finding.name}: {finding.what}. Fix: {finding.fix}" for finding in found]
+        hint = "lightning_mp.doctor(model, plan) and 'lightning-mp doctor CONFIG' say more."
+        rank_zero_warn("\n".join(["before the first step:", *lines, hint]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -16,7 +16,7 @@ from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import pins
 from lightning_mp.numerics import device
 from lightning_mp.numerics.dtypes import dtype_name, to_torch
-from lightning_mp.policy import FP8, Pin, PrecisionPolicy, hardware
+from lightning_mp.policy import FP8, PrecisionPolicy, hardware
 from lightning_mp.policy.pieces import LossScaling
 from lightning_mp.policy.words import DTYPES_OF, STOCK_PRECISIONS, precision_fix, precision_word
 
@@ -28,7 +28,7 @@ class ModelUnderTest:
     """One model under one way to train it.
 
     ``policy`` is ``None`` under Lightning's own plugins; ``storage`` is what unpinned parameters are cast to, ``None``
-    where they stay as they are. ``batch`` may be run; of ``rows``, a batch too, only shapes are read.
+    where they stay as they are.
     """
 
     model: nn.Module
@@ -42,12 +42,6 @@ class ModelUnderTest:
     trainer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     optimizer: Any = None
     batch: Any = None
-    rows: Any = None
-
-    @property
-    def mixed(self) -> bool:
-        """Whether autocast is on."""
-        return self.precision.endswith("-mixed")
 
     @cached_property
     def modules(self) -> tuple[tuple[str, nn.Module], ...]:
@@ -55,26 +49,14 @@ class ModelUnderTest:
         return tuple(self.model.named_modules())
 
     @cached_property
-    def parameters(self) -> tuple[tuple[str, nn.Module, nn.Parameter], ...]:
-        """Every floating parameter once, as (its name, the module that owns it, itself)."""
-        seen: set[int] = set()
-        found: list[tuple[str, nn.Module, nn.Parameter]] = []
-        for name, module in self.modules:
-            for key, parameter in module.named_parameters(recurse=False):
-                if id(parameter) not in seen and parameter.is_floating_point():
-                    seen.add(id(parameter))
-                    found.append((f"{name}.{key}" if name else key, module, parameter))
-        return tuple(found)
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every floating parameter once, by its first name."""
+        return {name: one for name, one in self.model.named_parameters() if one.is_floating_point()}
 
     @property
-    def trained(self) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    def trained(self) -> dict[str, nn.Parameter]:
         """Those of ``parameters`` that are trained."""
-        return (item for item in self.parameters if item[2].requires_grad)
-
-    @property
-    def pins(self) -> tuple[Pin, ...]:
-        """The plan's pins."""
-        return () if self.policy is None else self.policy.pins
+        return {name: one for name, one in self.parameters.items() if one.requires_grad}
 
     @property
     def fp8(self) -> FP8 | None:
@@ -82,15 +64,9 @@ class ModelUnderTest:
         return None if self.policy is None else self.policy.fp8
 
     @cached_property
-    def resolved_pins(self) -> tuple[pins.PinMap, Faults]:
-        """What the pins cover on this model, and what is wrong with them."""
-        faults = Faults()
-        return pins.resolve(self.model, self.pins, faults), faults
-
-    @cached_property
     def pinned(self) -> dict[int, str]:
         """``id`` of every pinned module, and of every pinned parameter → the pin's dtype."""
-        found, _ = self.resolved_pins
+        found = pins.resolve(self.model, () if self.policy is None else self.policy.pins, Faults())
         return {id(member.module): member.pin.dtype for member in found.members} | found.dtypes()
 
     @cached_property
@@ -111,13 +87,11 @@ class ModelUnderTest:
 
 def case_of(
     model: nn.Module,
-    plan: Any = None,
-    strategy: Any = None,
-    trainer_args: Mapping[str, Any] | None = None,
-    *,
+    plan: Any,
+    strategy: Any,
+    trainer: Mapping[str, Any],
     target: hardware.Device | None = None,
-    optimizer: Any = None,
-    batch: Any = None,
+    **given: Any,
 ) -> ModelUnderTest:
     """The case for what a user hands to the doctor.
 
@@ -125,38 +99,25 @@ def case_of(
         PlanError: a model that is no module; a plan that cannot be carried out; an unknown precision.
     """
     if not isinstance(model, nn.Module):
-        fault = Fault(f"model={model!r}", "a torch.nn.Module or a LightningModule", "pass the module itself")
-        raise PlanError([fault], "doctor")
+        raise PlanError.of(f"model={model!r} is not a torch.nn.Module", "pass the module itself", "doctor")
     check_copy(model, "doctor")
-    trainer = dict(trainer_args or {})
-    plan = _plan_in(trainer) if plan is None else plan
     target = target or device_of(trainer)
-    common: dict[str, Any] = {
-        "model": model,
-        "device": target,
-        "strategy": trainer.get("strategy") if strategy is None else strategy,
-        "trainer": trainer,
-        "optimizer": optimizer,
-        "batch": batch,
-    }
+    strategy = trainer.get("strategy") if strategy is None else strategy
+    given |= {"model": model, "device": target, "strategy": strategy, "trainer": trainer}
+    plan = _plan_in(trainer) if plan is None else plan
     policy = PrecisionPolicy.from_dict(cast("Mapping[str, Any]", plan)) if isinstance(plan, Mapping) else plan
     policy = getattr(policy, "policy", policy)
     if not isinstance(policy, PrecisionPolicy):
-        return ModelUnderTest(**common, **_stock(plan))
+        return ModelUnderTest(**given, **_stock(plan))
     if policy.precision == "auto":
         policy = for_strategy.resolved(policy, target, model)
-    return of_policy(policy, **common)
-
-
-def of_policy(policy: PrecisionPolicy, **common: Any) -> ModelUnderTest:
-    """The case of a plan whose precision is no longer ``"auto"``."""
     return ModelUnderTest(
         precision=policy.precision,
         storage=policy.storage_dtype,
         compute=policy.compute_dtype,
         policy=policy,
         scaling=policy.loss_scaling,
-        **common,
+        **given,
     )
 
 
@@ -190,10 +151,9 @@ def _stock(plan: Any) -> dict[str, Any]:
 def device_of(trainer: Mapping[str, Any]) -> hardware.Device:
     """The device that Trainer arguments choose on this machine, as Lightning does; its facts."""
     accelerator = str(trainer.get("accelerator") or "auto").lower()
-    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
-        return device.describe(torch.device("cuda"))
-    if accelerator in ("auto", "gpu", "mps") and torch.backends.mps.is_available():
-        return device.describe(torch.device("mps"))
+    for kind, backend in (("cuda", torch.cuda), ("mps", torch.backends.mps)):
+        if accelerator in ("auto", "gpu", kind) and backend.is_available():
+            return device.describe(torch.device(kind))
     if accelerator in ("gpu", "cuda"):
         return hardware.Device("cuda", "a GPU that is not in this machine")
     return device.describe(torch.device("cpu"))

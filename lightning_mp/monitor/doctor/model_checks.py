@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule
-from lightning_mp.compat.torch import cpu_has, has_forward_hooks, reentrant
+from lightning_mp.compat.torch import has_forward_hooks, reentrant
 from lightning_mp.compat.transformers import checkpointing_function, conv1d
-from lightning_mp.errors import counted
+from lightning_mp.engines import for_strategy
+from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.errors import Faults, counted
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest, below, listed
-from lightning_mp.monitor.doctor.table import fact
-from lightning_mp.monitor.events import Severity, pinning
+from lightning_mp.monitor.events import pinning
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.numerics.dtypes import dtype_name, to_torch
-from lightning_mp.policy import hardware
+from lightning_mp.numerics.loss_scale import LossScaler
 
 #: bits of the significand, the hidden one included
 _BITS = {"bf16": 8, "fp16": 11}
@@ -30,6 +31,7 @@ _MULTIPLES = {"fp16": 8, "bf16": 8, "fp8": 16}
 _SHARE = 0.1
 #: a table as small as this holds segments or classes, no vocabulary
 _SMALL_TABLE = 32
+_EPSILONS = ("eps", "variance_epsilon", "epsilon")
 
 
 # ---------------------------------------------------------------------- modes and weights
@@ -48,96 +50,94 @@ def eval_mode(case: ModelUnderTest) -> Iterator[Finding]:
     if tops:
         root = "self" if isinstance(case.model, LightningModule) else "model"
         one = ".".join(filter(None, (root, tops[0]))) if len(tops) == 1 else "each"
-        yield fact("eval_mode", f"in eval mode with trainable weights: {listed(tops)}", tops[0], module=one)
+        why = (
+            "dropout, batch statistics and transformers' gradient checkpointing are off there; from_pretrained() "
+            "returns models in eval mode, and Trainer.fit does not change it"
+        )
+        fix = f"call {one}.train() where the model is made, or before fit"
+        yield Finding("eval_mode", "warning", f"in eval mode with trainable weights: {listed(tops)}", why, fix, tops[0])
 
 
 def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
     """Trained weights that are in half precision alone: as loaded, by the mode, or by a pin."""
+    name, policy = "no_fp32_masters", case.policy
     if case.storage in HALF:
-        names = [name for name, _, parameter in case.trained if case.stored(parameter) in HALF]
-        if names:
+        trained = [one for one in case.trained.values() if case.stored(one) in HALF]
+        if trained:
             mixed = case.precision.replace("true", "mixed") if case.precision.endswith("true") else "bf16-mixed"
-            what = f"{case.precision} trains {counted(len(names), 'weight')}, stored in {case.storage} alone"
-            yield fact("no_fp32_masters:mode", what, mixed=mixed, dtype=case.storage, bits=_BITS[case.storage])
+            what = f"{case.precision} trains {counted(len(trained), 'weight')}, stored in {case.storage} alone"
+            fix = f"use '{mixed}', which keeps fp32 weights and computes in {case.storage}"
+            yield Finding(name, "warning", what, f"there are no fp32 master weights; {_lost(case.storage)}", fix)
         return
-    names = [name for name, _, parameter in case.trained if case.pinned.get(id(parameter)) in HALF]
-    if names:
-        what = f"pins store {counted(len(names), 'trained weight')} in half precision: {listed(names)}"
-        yield fact("no_fp32_masters:pin", what, names[0])
-    by = "stock" if case.policy is None else "plan"
-    loaded = {name: dtype_name(p.dtype) for name, _, p in case.trained if id(p) not in case.pinned}
+    pinned = [name for name, one in case.trained.items() if case.pinned.get(id(one)) in HALF]
+    if pinned:
+        what = f"pins store {counted(len(pinned), 'trained weight')} in half precision: {listed(pinned)}"
+        why = "they have no fp32 master weights: small updates are rounded away"
+        yield Finding(name, "info", what, why, "pin them to 'fp32', or remove the pin, unless it is meant", pinned[0])
+    loaded = {name: dtype_name(one.dtype) for name, one in case.trained.items() if id(one) not in case.pinned}
     found = {name: dtype for name, dtype in loaded.items() if dtype in HALF}
-    if found and (case.policy is not None or case.storage is None):
+    load = "load them in fp32: from_pretrained(..., dtype=torch.float32), or model.float() before training"
+    if found and (policy is not None or case.storage is None):
         dtype = next(iter(found.values()))
         what = f"{counted(len(found), 'trained weight')} in {dtype} under {case.precision}: {listed(found)}"
-        words: dict[str, Any] = {"precision": case.precision, "dtype": dtype, "bits": _BITS[dtype]}
-        yield fact(f"no_fp32_masters:{by}", what, next(iter(found)), **words)
+        why = f"the plan makes fp32 master weights from them, at twice the memory; they stay rounded to {dtype}"
+        if policy is None:
+            why = f"{case.precision} updates them in place, without fp32 master weights; {_lost(dtype)}"
+        yield Finding(name, "info" if policy else "warning", what, why, load, next(iter(found)))
     refused = [name for name, dtype in found.items() if dtype == "fp16"]
     sharded = isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)
-    if refused and case.precision == "16-mixed" and (case.policy is not None or not sharded):
+    if refused and case.precision == "16-mixed" and (policy is not None or not sharded):
         what = f"{counted(len(refused), 'trained weight')} in fp16 under a loss scale: {listed(refused)}"
-        yield fact(f"fp16_params_under_scaler:{by}", what, refused[0])
+        why = "GradScaler raises 'Attempting to unscale FP16 gradients' on the first step; a plan stores them in fp32"
+        severity = "info" if policy else "error"
+        yield Finding("fp16_params_under_scaler", severity, what, why, f"{load}, or use a plan", refused[0])
 
 
-def tied_pins(case: ModelUnderTest) -> Iterator[Finding]:
-    """A tied weight whose two names are pinned to different dtypes."""
-    for fault in case.resolved_pins[1].found:
-        said, _, names = fault.given.partition(": ")
-        if said == "contradicting pins on tied weights":
-            what = f"tied weights are pinned to different dtypes: {names}"
-            yield fact("tied_weights_conflicting_pins", what, names.partition(" ")[0], change=fault.fix)
+def _lost(dtype: str) -> str:
+    return f"{dtype} has {_BITS[dtype]} bits of precision: an update below 2**-{_BITS[dtype]} of its weight is lost"
 
 
-# ---------------------------------------------------------------------- the device
+# ---------------------------------------------------------------------- the device, and what the run refuses
 
 
-def device_cannot(case: ModelUnderTest) -> Iterator[Finding]:
-    """A precision that the device emulates in fp32, or does not compute: there the run is refused."""
-    device, bf16_pins = case.device, [pin.pattern for pin in case.pins if pin.dtype == "bf16"]
-    refused = hardware.refusal(device, case.precision, emulate=case.fp8 is not None and case.fp8.anywhere)
+def refused(case: ModelUnderTest) -> Iterator[Finding]:
+    """What device, strategy or model do not do: a plan is refused there before its first step."""
+    policy, device, wrong, others = case.policy, case.device, Faults(), Faults()
+    if policy is not None:
+        for_strategy.check_device(policy, device, wrong)
+    bf16_pins = [] if policy is None else [pin.pattern for pin in policy.pins if pin.dtype == "bf16"]
     if device.bf16 != "native" and (case.compute == "bf16" or bf16_pins):
-        effect = "the run is refused" if refused else "results are correct, but no faster than in fp32"
-        severity: Severity | None = "error" if refused else "info" if device.type == "cpu" else None
-        instead = "'16-mixed', with loss scaling" if device.fp16 and device.type != "cpu" else "'32-true'"
-        says = "has no bf16" if device.bf16 == "none" else "computes bf16 in fp32 and rounds"
+        on_cpu = device.type == "cpu"
+        severity = "error" if wrong.found or device.bf16 == "none" else "info" if on_cpu else "warning"
+        why = "the run is refused" if severity == "error" else "results are correct, but no faster than in fp32"
+        instead = "'16-mixed', with loss scaling" if device.fp16 and not on_cpu else "'32-true'"
         pinned = f" with bf16 pins on {listed(bf16_pins)}" if bf16_pins else ""
+        says = "has no bf16" if device.bf16 == "none" else "computes bf16 in fp32 and rounds"
         what = f"{device.name} {says}, under {case.precision}{pinned}"
-        yield fact("bf16_emulated", what, severity=severity, effect=effect, instead=instead)
-    elif refused is not None and (device.type != "cuda" or device.capability is not None):
-        given, needed, fix = refused
-        yield fact("precision_refused", given, "precision", needed=needed, change=fix)
-
-
-def strategy_cannot(case: ModelUnderTest) -> Iterator[Finding]:
-    """A plan that ZeRO-3, ZeRO's offload or FSDP1 does not carry out: there the run is refused."""
+        yield Finding("bf16_emulated", severity, what, why, f"use {instead} on this device, or precision='auto'")
+    elif device.type != "cuda" or device.capability is not None:
+        others.extend(wrong.found)
+    if policy is None:
+        return
+    here = torch.device(device.type if device.type == "cpu" else "meta")
+    engine = EagerEngine(policy, device=here, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
+    engine.check(case.model, others)
     word = case.strategy.lower() if isinstance(case.strategy, str) else type(case.strategy).__name__.lower()
     stage3 = isinstance(case.strategy, DeepSpeedStrategy) and case.strategy.zero_stage_3
-    masters = stage3 or "zero3" in word or ("zero" in word and "offload" in word)
-    if case.policy is None:
-        return
-    if masters and case.policy.storage_dtype != "fp32":
-        needed = "a mixed mode, since this strategy keeps fp32 master weights"
-        change = f"use {case.precision.replace('true', 'mixed')!r}, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'"
-        yield fact("precision_refused", f"{case.precision} with ZeRO-3 or its offload", needed=needed, change=change)
-    if case.pins and "fsdp1" in word:
-        change = "use strategy='mp_fsdp2'"
-        yield fact("precision_refused", "pins with FSDP1", needed="a plan without pins", change=change)
-
-
-def no_fp16_lstm(case: ModelUnderTest) -> Iterator[Finding]:
-    """An LSTM in fp16 on this CPU, whose oneDNN has none: there the run is refused."""
-    in_fp16 = case.policy is not None and case.mixed and case.compute == "fp16" and case.device.type == "cpu"
-    if not in_fp16 or cpu_has(torch.float16):
-        return
-    kept = (
-        name for name, one in case.modules if isinstance(one, nn.LSTM) and case.pinned.get(id(one), "fp16") == "fp16"
-    )
-    for name in kept:
-        change = "pin it: pins={'LSTM': 'fp32'}"
-        yield fact(
-            "precision_refused", f"nn.LSTM {name!r} in fp16", name, needed="a CPU with fp16 LSTMs", change=change
+    if policy.storage_dtype != "fp32" and (stage3 or "zero3" in word or ("zero" in word and "offload" in word)):
+        mixed = case.precision.replace("true", "mixed")
+        fix = f"use {mixed!r}, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'"
+        others.add(f"{case.precision} with ZeRO-3 or its offload, which keep fp32 master weights", fix)
+    if policy.pins and "fsdp1" in word:
+        others.add("pins with FSDP1", "use strategy='mp_fsdp2'")
+    for fault in others.found:
+        why = f"the run is refused before its first step{': it takes ' * bool(fault.allowed)}{fault.allowed}"
+        said, _, names = fault.given.partition(": ")
+        tied = said == "contradicting pins on tied weights"
+        name, where = (
+            ("tied_weights_conflicting_pins", names.partition(" ")[0]) if tied else ("precision_refused", None)
         )
-        return
+        yield Finding(name, "error", fault.given, why, fault.fix, where)
 
 
 def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
@@ -152,9 +152,11 @@ def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
     multiply = ((name, module) for name, module in case.modules if isinstance(module, kinds))
     found = [name for name, module in multiply if (case.pinned.get(id(module)) or case.compute) == "fp32"]
     if found:
-        high = "set MixedPrecisionPlan(tf32='high')" if case.policy is not None else "add EnableTF32()"
         what = f"products in IEEE fp32 in {counted(len(found), 'module')} on {case.device.name}: {listed(found)}"
-        yield fact("tf32_off", what, found[0], high=high)
+        why = "its tensor cores take fp32 products in TF32 (10 bits of mantissa, fp32's range), several times faster"
+        high = "set MixedPrecisionPlan(tf32='high')" if case.policy is not None else "add EnableTF32()"
+        fix = f"{high}, or torch.set_float32_matmul_precision('high'); 'highest' says that IEEE fp32 is intended"
+        yield Finding("tf32_off", "info", what, why, fix, found[0])
 
 
 def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
@@ -167,20 +169,23 @@ def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
         sizes, step = _sizes(module), multiples.get(case.pinned.get(id(module)) or compute, 1)
         if any(size % step for size in sizes or ()):
             multiple, odd[name] = max(multiple, step), cast("tuple[int, int]", sizes)
-    tables = {module.num_embeddings for _, module in case.modules if isinstance(module, nn.Embedding)}
+    embeddings = [module for _, module in case.modules if isinstance(module, nn.Embedding)]
+    tables = {module.num_embeddings for module in embeddings}
     outputs = [out for _, out in odd.values() if out in tables and out > _SMALL_TABLE and out % multiple]
+    lookups = {id(module.weight) for module in embeddings}
+    lookups -= {id(module.weight) for _, module in case.modules if isinstance(module, nn.Linear)}
+    multiplied = sum(one.numel() for one in case.parameters.values() if one.ndim >= 2 and id(one) not in lookups)
     weights = sum(inputs * out for inputs, out in odd.values())
-    if not odd or (not outputs and weights < _SHARE * _multiplied(case)):
+    if not odd or (not outputs and weights < _SHARE * multiplied):
         return
     shapes = listed([f"{name or 'the model itself'} ({' x '.join(map(str, sizes))})" for name, sizes in odd.items()])
-    words, change = "", f"round sizes up to multiples of {multiple}"
+    what, fix = f"sizes that are not multiples of {multiple}: {shapes}", f"round sizes up to multiples of {multiple}"
     if outputs:
         to = -(-outputs[-1] // multiple) * multiple
-        words = f"; among them the vocabulary, {outputs[-1]}"
-        more = f"; {change.replace('sizes', 'other sizes')}" if len(odd) > 1 else ""
-        change = f"pad the vocabulary to {to}: model.resize_token_embeddings({to}), or vocab_size={to}{more}"
-    what = f"sizes that are not multiples of {multiple}: {shapes}{words}"
-    yield fact("dims_not_aligned", what, next(iter(odd)), compute=compute, change=change)
+        what += f"; among them the vocabulary, {outputs[-1]}"
+        fix = f"pad the vocabulary to {to}: model.resize_token_embeddings({to}), or vocab_size={to}; {fix}"
+    why = f"tensor cores multiply {compute} in tiles of 16 bytes; other sizes are padded or use slower kernels"
+    yield Finding("dims_not_aligned", "info", what, why, fix, next(iter(odd)))
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
@@ -190,40 +195,32 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
     return tuple(cast("Any", module).weight.shape) if isinstance(module, conv1d()) else None
 
 
-def _multiplied(case: ModelUnderTest) -> int:
-    """How many weights take part in products: all matrices, but for those that are only looked up."""
-    lookups = {id(module.weight) for _, module in case.modules if isinstance(module, nn.Embedding)}
-    lookups -= {id(module.weight) for _, module in case.modules if isinstance(module, nn.Linear)}
-    return sum(p.numel() for _, _, p in case.parameters if p.ndim >= 2 and id(p) not in lookups)
-
-
 # ---------------------------------------------------------------------- norms
 
 
 def half_norms(case: ModelUnderTest) -> Iterator[Finding]:
     """Norms that would run in half precision, and epsilons of theirs that are 0 there."""
     found = list(_norms(case))
+    if not found:
+        return
     kinds = list(dict.fromkeys(original_class(module).__name__ for _, module, _ in found))
-    pins = pinning(kinds, under_plan=case.policy is not None)
-    if found:
-        why = f"{case.precision} stores and computes everything in half precision: sums lose bits"
-        if any(case.pinned.get(id(module)) in HALF for _, module, _ in found):
-            why = "a pin says so; sums over many numbers lose bits, and in fp16 squares above 65504 are infinite"
-        name, _, dtype = found[0]
-        what = f"{counted(len(found), 'norm')} ({', '.join(kinds)}) in {dtype}: {listed([name for name, *_ in found])}"
-        yield fact("norm_in_half", what, name, why=why, pins=pins)
-    small = [(name, eps) for name, module, dtype in found if (eps := _vanishing_eps(module, dtype)) is not None]
+    fix = f"pin them: {pinning(kinds, under_plan=case.policy is not None)}"
+    why = f"{case.precision} stores and computes everything in half precision: sums lose bits"
+    if any(case.pinned.get(id(module)) in HALF for _, module, _ in found):
+        why = "a pin says so; sums over many numbers lose bits, and in fp16 squares above 65504 are infinite"
+    names = listed([name for name, *_ in found])
+    what = f"{counted(len(found), 'norm')} ({', '.join(kinds)}) in {found[0][2]}: {names}"
+    yield Finding("norm_in_half", "warning", what, why, fix, found[0][0])
+    given = [(name, getattr(module, eps, None), dtype) for name, module, dtype in found for eps in _EPSILONS]
+    small = {name: eps for name, eps, dtype in given if isinstance(eps, float) and _vanishes(eps, dtype)}
     if small:
-        names, given = [name for name, _ in small], min(eps for _, eps in small)
-        what = f"eps={given!r} is 0 in fp16, in {counted(len(small), 'norm')}: {listed(names)}"
-        yield fact("eps_underflows:norm", what, names[0], pins=pins)
+        what = f"eps={min(small.values())!r} is 0 in fp16, in {counted(len(small), 'norm')}: {listed(small)}"
+        why = "for equal inputs (padding) the variance is 0: the output divides by 0, or its gradient exceeds 65504"
+        yield Finding("eps_underflows", "warning", what, why, f"set eps=1e-5, or {fix}", next(iter(small)))
 
 
-def _vanishing_eps(norm: nn.Module, dtype: str) -> float | None:
-    """Its epsilon, if that is 0 in ``dtype``."""
-    given = (getattr(norm, key, None) for key in ("eps", "variance_epsilon", "epsilon"))
-    eps = next((value for value in given if isinstance(value, float)), 0.0)
-    return eps if eps > 0 and torch.tensor(eps, dtype=to_torch(dtype)).item() == 0 else None
+def _vanishes(eps: float, dtype: str) -> bool:
+    return eps > 0 and torch.tensor(eps, dtype=to_torch(dtype)).item() == 0
 
 
 def _norms(case: ModelUnderTest) -> Iterator[tuple[str, nn.Module, str]]:
@@ -269,8 +266,8 @@ def no_input_gradients(case: ModelUnderTest) -> Iterator[Finding]:
     """
     blocks = [block for block in _blocks(case) if block.reentrant]
     within = {id(module) for block in blocks for module in block.module.modules()}
-    trained = [(name, id(module) in within, module) for name, module, _ in case.trained]
-    count, others = sum(inside for _, inside, _ in trained), [(n, m) for n, inside, m in trained if not inside]
+    owners = {name: id(case.model.get_submodule(name.rpartition(".")[0])) for name in case.trained}
+    others = {name: owner for name, owner in owners.items() if owner not in within}
     behind: set[int] = set()
     homes = [name for name, module in case.modules if hasattr(type(module), "get_input_embeddings")]
     home = next((name for name in homes if all(below(block.name, name) for block in blocks)), None)
@@ -279,17 +276,20 @@ def no_input_gradients(case: ModelUnderTest) -> Iterator[Finding]:
         behind = {id(module) for name, module in case.modules[last + 1 :] if below(name, home)}
     within -= {id(block.module) for block in blocks}
     hooked = any(has_forward_hooks(module) for _, module in case.modules if id(module) not in within)
-    if not count or hooked or any(id(module) not in behind for _, module in others):
+    if len(owners) == len(others) or hooked or any(owner not in behind for owner in others.values()):
         return
     kind = original_class(blocks[0].module).__name__
     what = f"reentrant checkpointing of {counted(len(blocks), 'block')} whose inputs require no gradient"
-    yield fact(
+    rest = f"only {next(iter(others))} and what is behind do" if others else "nothing is left to train, backward raises"
+    instead = f"checkpointing={kind!r}" if case.policy is not None else f"ActivationCheckpointing({kind!r})"
+    yield Finding(
         "lora_checkpoint_no_input_grads",
+        "error",
         f"{what}: {listed([block.name for block in blocks])}",
+        f"{counted(len(owners) - len(others), 'trained weight')} in there get no gradient; {rest}",
+        "call model.enable_input_require_grads(), or checkpoint with gradient_checkpointing_kwargs="
+        f"{{'use_reentrant': False}}, or call model.gradient_checkpointing_disable() and use {instead}",
         blocks[0].name,
-        weights=counted(count, "trained weight"),
-        rest=f"only {others[0][0]} and what is behind do" if others else "nothing is left to train and backward raises",
-        instead=f"checkpointing={kind!r}" if case.policy is not None else f"ActivationCheckpointing({kind!r})",
     )
 
 
@@ -304,9 +304,14 @@ def use_cache(case: ModelUnderTest) -> Iterator[Finding]:
         mine = [block for block in blocks if below(block.name, name)]
         if getattr(model.config, "use_cache", False) is True and (mine or by_plan):
             wrong = any(block.reentrant and not block.by_transformers for block in mine)
-            severity: Severity | None = "error" if wrong else None if mine else "info"  # the plan turns it off itself
+            severity = "error" if wrong else "warning" if mine else "info"  # the plan turns it off itself
             what = "config.use_cache is on while activations are recomputed"
-            yield fact("use_cache_while_checkpointing", what, name, severity)
+            why = (
+                "keys and values of every layer are kept, much of the memory that checkpointing should save; a "
+                "recomputation by torch's reentrant wrapper attends to them, and gradients are wrong"
+            )
+            fix = "set model.config.use_cache = False for training, and on again to generate"
+            yield Finding("use_cache_while_checkpointing", severity, what, why, fix, name)
 
 
 def _blocks(case: ModelUnderTest) -> Iterator[Block]:
