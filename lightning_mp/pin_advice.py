@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
+from statistics import median_high
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_mp.compat.lightning import move_data_to_device
 from lightning_mp.engines import for_strategy
 from lightning_mp.engines.eager import EagerEngine
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules
 from lightning_mp.monitor.side_run import loss_of, output_in
@@ -133,20 +133,19 @@ def suggest_pins(
             run under, a ``training_step`` that needs its Trainer.
     """
     plan = plan if isinstance(plan, MixedPrecisionPlan) else MixedPrecisionPlan.from_config(plan)
-    faults = Faults("suggest_pins")
-    for name, value in (("steps", steps), ("max_pins", max_pins)):
-        faults.whole(name, value, 1, "leave it out")
     first = next(module.parameters(), None)
-    if first is None:
-        faults.add(f"{type(module).__name__} without parameters", "have configure_model() or setup() make them first")
-    faults.raise_if_any()
-    device = torch.device("cpu") if first is None else first.device
+    with Faults("suggest_pins") as faults:
+        faults.whole("steps", steps, 1, "leave it out")
+        faults.whole("max_pins", max_pins, 1, "leave it out")
+        if first is None:
+            fix = "have configure_model() or setup() make them first"
+            faults.add(f"{type(module).__name__} without parameters", fix)
+    device = faults.sound(first).device
     generators = rng_state(device)
     try:
         drawn = list(islice(batches, steps))
         if not drawn:
-            fault = Fault(f"batches={batches!r}, which hold none", "at least one batch", "give a list, or a loader")
-            raise PlanError([fault], "suggest_pins")
+            raise PlanError.of(f"batches={batches!r} hold none", "give a list, or a loader", "suggest_pins")
         return _Search(module, drawn, plan, device, generators).advice(tolerance, max_pins)
     finally:
         set_rng_state(generators, device)
@@ -170,12 +169,7 @@ class _Search:
         for index, found in enumerate(self._exact):
             if not all(bool(gradient.isfinite().all()) for gradient in found.values()):
                 what = f"batch {index}, whose gradients are not finite in fp32 either"
-                raise PlanError([Fault(what, "", "look for the cause in it, or leave it out")], "suggest_pins")
-
-    @property
-    def _ordinary(self) -> float:
-        """The largest error that is rounding alone."""
-        return max(LEAST, ORDINARY * ROUNDOFF[self.policy.compute_dtype])
+                raise PlanError.of(what, "look for the cause in it, or leave it out", "suggest_pins")
 
     # ------------------------------------------------------------------ gradients
 
@@ -200,11 +194,11 @@ class _Search:
             if "not attached to a `Trainer`" not in str(error):
                 raise
             what = f"{type(self._module).__name__}.training_step, which needs its Trainer"
-            raise PlanError([Fault(what, "", "give an nn.Module that returns the loss")], "suggest_pins") from error
+            raise PlanError.of(what, "give an nn.Module that returns the loss", "suggest_pins") from error
         loss: Any = loss_of(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"{type(self._module).__name__} gave no scalar loss with a gradient"
-            raise PlanError([Fault(what, "", "return the loss from training_step or forward")], "suggest_pins")
+            raise PlanError.of(what, "return the loss from training_step or forward", "suggest_pins")
         return loss.reshape(()).float()
 
     def _gradients(self, policy: PrecisionPolicy) -> Iterator[Gradients]:
@@ -275,67 +269,41 @@ class _Search:
         """The pins, and what each is good for."""
         before = cast("float", self.error(()))
         kept: list[str] = []
-        if before > self._ordinary:
-            kept = self._fewest(self._candidates(), before, tolerance)
-            kept = kept or self._one_by_one(before, tolerance, max_pins)
+        if before > max(LEAST, ORDINARY * ROUNDOFF[self.policy.compute_dtype]):
+            kept = self._fewest(self._harmful_patterns(), before, tolerance)
+            kept = kept or self._fewest(self._kinds(), before, tolerance)
         rows = [self._row(pattern, kept) for pattern in kept]
         rows = sorted(rows, key=lambda row: row.error_before, reverse=True)[:max_pins]
         after = self.error([row.pattern for row in rows])
         return PinAdvice(tuple(rows), before, before if after is None else after, self.policy)
 
-    def _candidates(self) -> list[str]:
-        """Patterns of what does harm, worst first, that the plan can pin."""
-        harmful = self.harmful()
-        named = list(named_submodules(self._module))
-        patterns = dict.fromkeys(_pattern(name, harmful, named) for name in sorted(harmful, key=lambda n: -harmful[n]))
-        return [pattern for pattern in [*patterns][:TRIED] if self.error([pattern]) is not None]
+    def _harmful_patterns(self) -> list[str]:
+        """Patterns of what does harm, worst first."""
+        harmful, named = self.harmful(), list(named_submodules(self._module))
+        worst = sorted(harmful, key=lambda name: -harmful[name])
+        return list(dict.fromkeys(_pattern(name, harmful, named) for name in worst))
+
+    def _kinds(self) -> list[str]:
+        """Classes of modules, with the fewest parameters first, for harm that a forward does not show."""
+        sizes: dict[str, int] = {}
+        for _, module in named_submodules(self._module):
+            kind, size = original_class(module).__name__, sum(one.numel() for one in module.parameters())
+            if has_own_forward(module) and size:
+                sizes[kind] = sizes.get(kind, 0) + size
+        return sorted(sizes, key=lambda kind: sizes[kind])
 
     def _fewest(self, patterns: list[str], before: float, tolerance: float) -> list[str]:
         """Of pins that halve the error together, those without which it grows again; none where they do not."""
+        kept = [pattern for pattern in patterns[:TRIED] if self.error([pattern]) is not None]
         # Together at first: of two heads that overflow, neither pin alone helps.
-        best = self.error(patterns) if patterns else None
+        best = self.error(kept) if kept else None
         if best is None or best > before / 2:
             return []
-        kept, enough = patterns, best + tolerance * (before - best)
-        for pattern in reversed(patterns):
+        for pattern in kept[::-1]:
             fewer = [other for other in kept if other != pattern]
             error = self.error(fewer)
-            if error is not None and error <= enough:
+            if error is not None and error <= best + tolerance * (before - best):
                 kept = fewer
-        return [self._smaller(pattern, kept, enough) for pattern in kept]
-
-    def _smaller(self, pattern: str, kept: list[str], enough: float) -> str:
-        """A part of the module of that name, the smallest that does as well, or itself."""
-        children = dict(named_submodules(self._module)).get(pattern, nn.Identity()).named_children()
-        parts = sorted((_size(child), f"{pattern}.{name}") for name, child in children if _size(child))
-        for _, part in parts[:4] if len(parts) > 1 else ():
-            error = self.error([part if other == pattern else other for other in kept])
-            if error is not None and error <= enough:
-                return part
-        return pattern
-
-    def _one_by_one(self, before: float, tolerance: float, max_pins: int) -> list[str]:
-        """What a forward does not show: kinds of modules, each tried; the smallest that does as well as the best."""
-        sizes: dict[str, int] = {}
-        for _, module in named_submodules(self._module):
-            kind = original_class(module).__name__
-            if has_own_forward(module) and _size(module):
-                sizes[kind] = sizes.get(kind, 0) + _size(module)
-        kept: list[str] = []
-        while len(kept) < max_pins:
-            tried = {
-                kind: error
-                for kind in sorted(sizes, key=lambda kind: sizes[kind])[:TRIED]
-                if kind not in kept and (error := self.error([*kept, kind])) is not None
-            }
-            best = min(tried.values(), default=before)
-            if best > before / 2:
-                break
-            enough = best + tolerance * (before - best)
-            smallest = next(kind for kind, error in tried.items() if error <= enough)
-            before, kept = tried[smallest], [*kept, smallest]
-            if before <= self._ordinary:
-                break
         return kept
 
     def _row(self, pattern: str, kept: Sequence[str]) -> PinRow:
@@ -356,8 +324,8 @@ def _distance(exact: Sequence[Gradients], found: Iterable[Gradients]) -> float:
     squares: list[float] = []
     for theirs, ours in zip(exact, found, strict=True):
         norms = {name: gradient.norm().item() for name, gradient in theirs.items()}
-        known = sorted(norm for norm in norms.values() if 0 < norm < float("inf"))
-        least = ROUNDING_ALONE * known[len(known) // 2] if known else float("inf")
+        known = [norm for norm in norms.values() if 0 < norm < float("inf")]
+        least = ROUNDING_ALONE * median_high(known) if known else float("inf")
         for name in (name for name, norm in norms.items() if least <= norm < float("inf")):
             one = ours.get(name)
             squares.append(1.0 if one is None else min(1.0, _relative(one, theirs[name])) ** 2)
@@ -408,14 +376,9 @@ def _pattern(name: str, harmful: Mapping[str, float], named: Sequence[tuple[str,
     """The class of the module, or its own last name, where nearly all of that do harm; else its whole name."""
     kinds = {other: original_class(module).__name__ for other, module in named if has_own_forward(module)}
     last = name.rpartition(".")[2]
-    same = {kinds[name]: [other for other, kind in kinds.items() if kind == kinds[name]]}
-    if not re.fullmatch(r"\d+", last):
-        same[last] = [other for other in kinds if other.rpartition(".")[2] == last]
-    for pattern, others in same.items():
-        if len(others) > 1 and sum(other in harmful for other in others) >= KIND * len(others):
+    for pattern in (kinds[name], last):
+        same = [other for other in kinds if pattern in (kinds[other], other.rpartition(".")[2])]
+        several = len(same) > 1 and not pattern.isdigit()
+        if several and sum(other in harmful for other in same) >= KIND * len(same):
             return pattern
     return name
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -70,21 +70,19 @@ def _of_run(trainer: Trainer, plan: object) -> AuditReport:
     module = trainer.strategy.lightning_module
     with Faults("audit") as faults:
         if module is None:
-            fix = "call audit(module, plan=...) before fit"
-            faults.add("a Trainer without a module", "a Trainer during or after fit", fix)
+            faults.add("a Trainer without a module", "call audit(module, plan=...) before fit")
         if plan is not None:
-            faults.add("a Trainer with plan=", "the Trainer alone", "remove it, or call audit(module, plan=...)")
-    assert module is not None
-    modules = modules_of(module)
+            faults.add("a Trainer with plan=", "remove it, or call audit(module, plan=...)")
+    modules = modules_of(faults.sound(module))
     declaration, seen = declared.by_trainer(trainer, modules), unseen(modules)
     note_parameters(seen, modules, states_of(trainer.optimizers))
     note_gradients(seen, modules)
     records = (getattr(callback, "record", None) for callback in cast("Any", trainer).callbacks)
     record = next((found for found in records if isinstance(found, Record)), None)
-    if record is not None:
-        for name in seen.keys() & record.seen.keys():
-            now, then = ((one.declared(name), one.stored(name)) for one in (declaration, record.declaration))
-            _add_record(seen[name], record.seen[name], same=now == then)
+    for name in seen.keys() & record.seen.keys() if record is not None else ():
+        assert record is not None
+        now, then = ((one.declared(name), one.stored(name)) for one in (declaration, record.declaration))
+        _add_record(seen[name], record.seen[name], same=now == then)
     where = f"{trainer.strategy.root_device.type}, after {trainer.global_step} steps"
     return build(declaration, [seen], where=where, notes=() if record else (_NOTHING_RAN,))
 

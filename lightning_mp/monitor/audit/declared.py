@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -11,10 +10,7 @@ from torch import nn
 
 from lightning_mp.compat.lightning import (
     DDPStrategy,
-    DeepSpeedPrecision,
     DoublePrecision,
-    FSDPPrecision,
-    FSDPStrategy,
     HalfPrecision,
     MixedPrecision,
     Precision,
@@ -32,7 +28,7 @@ from lightning_mp.numerics.dtypes import dtype_name
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.words import DTYPES_OF
 
-_STOCK = (MixedPrecision, HalfPrecision, FSDPPrecision, DeepSpeedPrecision, DoublePrecision)
+_STOCK = (MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 def by_trainer(trainer: Trainer, modules: Mapping[str, nn.Module]) -> Declaration:
@@ -91,47 +87,23 @@ def by_policy(
 
 
 def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str, nn.Module]) -> Declaration:
-    """What one of Lightning's own plugins does, as its documentation has it."""
+    """What one of Lightning's own plugins does, as its documentation has it; FSDP's and DeepSpeed's are not judged."""
     precision = str(plugin.precision)
-    by = f"{type(plugin).__name__}({precision!r})"
+    by, bound = f"{type(plugin).__name__}({precision!r})", in_force(modules)
     _, half = DTYPES_OF.get(precision, (None, None))
     if half is None or not (isinstance(plugin, _STOCK) or type(plugin) is Precision):
         note = f"what {type(plugin).__name__} declares for a module is not known here: dtypes are shown, not judged"
-        return Declaration(by=by, pins=in_force(modules), notes=(note,))
-    mixed = precision.endswith("-mixed")
-    common: dict[str, Any] = {"by": by, "compute": half, "pins": in_force(modules)}
-    if isinstance(plugin, DeepSpeedPrecision):
-        # DeepSpeed's engines cast every parameter and keep fp32 copies of their own; its JSON says what is reduced in.
-        return Declaration(**common, storage=half, frozen=True, state="fp32" if mixed or half == "fp32" else None)
-    if isinstance(strategy, FSDPStrategy):
-        return _on_fsdp(strategy, mixed, common)
-    whole = isinstance(strategy, SingleDeviceStrategy) or (
-        isinstance(strategy, DDPStrategy) and ddp_hooks(strategy)[0] is None
-    )
+        return Declaration(by=by, pins=bound, notes=(note,))
+    mixed, own_sum = precision.endswith("-mixed"), isinstance(strategy, DDPStrategy) and ddp_hooks(strategy)[0] is None
     return Declaration(
-        **common,
+        by=by,
+        pins=bound,
+        compute=half,
         storage="fp32" if mixed else half,
-        reduce=AS_STORED if whole else None,
+        reduce=AS_STORED if own_sum or isinstance(strategy, SingleDeviceStrategy) else None,
         state=AS_STORED,
         autocast=mixed,
         frozen=isinstance(plugin, HalfPrecision),  # casts all; elsewhere frozen weights need no fp32 copy
-    )
-
-
-def _on_fsdp(strategy: FSDPStrategy, mixed: bool, common: dict[str, Any]) -> Declaration:
-    """FSDP1 gathers in ``param_dtype``, which is what everything then runs in, norms included."""
-    with warnings.catch_warnings():  # of what the user was told when the run began
-        warnings.simplefilter("ignore")
-        config = strategy.mixed_precision_config
-    compute, reduce = (getattr(config, name, None) for name in ("param_dtype", "reduce_dtype"))
-    half = common.pop("compute")
-    return Declaration(
-        **common,
-        storage="fp32" if mixed else half,
-        compute=half if compute is None else dtype_name(compute),
-        reduce=None if reduce is None else dtype_name(reduce),
-        state=AS_STORED,
-        frozen=not mixed,
     )
 
 

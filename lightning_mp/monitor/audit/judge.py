@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_mp.monitor.audit.observer import Observed, Ran
 from lightning_mp.monitor.events import pinning
@@ -81,8 +82,28 @@ def computed(seen: Observed) -> set[str]:
 
 def differences(name: str, seen: Observed, declaration: Declaration) -> Iterator[Difference]:
     """What of ``seen`` is not as ``declaration`` has it for the module ``name``."""
-    for what, declared, found, cause in _differences(name, seen, declaration):
-        yield Difference(what, declared, found, cause.reason, _fix(cause, name, found, declaration))
+    stored, pinned = declaration.stored(name), name in declaration.pins
+    if "fp64" in seen.param and stored == "fp32" and not pinned:
+        return  # float64 stays float64 where fp32 is stored
+    judged = seen.trained | (seen.frozen if declaration.frozen or pinned else set())
+    state, reduce = (stored if one == AS_STORED else one for one in (declaration.state, declaration.reduce))
+    half = stored == "fp32" and declaration.compute != "fp32"
+    wanted, wrong, cause = _computation(name, seen, declaration)
+    #: column, what is declared, what was found, what of it is right, the likely cause
+    rows: list[tuple[str, str | None, set[str], set[str | None], _Cause]] = [
+        ("param", stored, judged, {stored}, _LOST_PIN if pinned else _NO_MASTERS if half else _CAST),
+        ("compute", wanted, wrong, set(), cause),
+        ("grad", stored, seen.grad if seen.trained else set(), {*seen.trained}, _GRADIENT),
+        ("optimizer_state", state, seen.state, {state}, _STATE),
+        ("reduce", reduce, seen.reduce, {reduce}, _REDUCED),
+    ]
+    different = [row for row in rows if row[1] is not None and row[2] - row[3]]
+    if different and different[0][0] == "param":  # gradients and state follow the parameter, and mostly computation
+        follows = {"grad", "optimizer_state"} | ({"compute"} if computed(seen) <= seen.param | {stored} else set())
+        different = [row for row in different if row[0] not in follows]
+    for what, wanted, dtypes, _, cause in different:
+        found = joined(dtypes) or ""
+        yield Difference(what, wanted or "", found, cause.reason, _fix(cause, name, found, declaration))
 
 
 def _fix(cause: _Cause, name: str, found: str, declaration: Declaration) -> str:
@@ -94,68 +115,24 @@ def _fix(cause: _Cause, name: str, found: str, declaration: Declaration) -> str:
     return f"{cause.fix}, or pin it: {pinning([name], under_plan=declaration.plan, dtype=dtype)}"
 
 
-def _differences(name: str, seen: Observed, declaration: Declaration) -> Iterator[_Found]:
-    if "fp64" in seen.param and declaration.stored(name) == "fp32" and name not in declaration.pins:
-        return  # float64 stays float64 where fp32 is stored
-    stored = _wrong_storage(name, seen, declaration)
-    if stored is not None:
-        yield stored
-    computation = _wrong_computation(name, seen, declaration)
-    if computation is not None and not (stored is not None and computed(seen) <= seen.param | {stored[1]}):
-        yield computation
-    if stored is None:  # else gradients, state and mostly computation follow the parameter
-        yield from _wrong_companions(name, seen, declaration)
-    if declaration.reduce is not None:
-        wanted = declaration.stored(name) if declaration.reduce == AS_STORED else declaration.reduce
-        if wanted is not None and seen.reduce - {wanted}:
-            yield "reduce", wanted, joined(seen.reduce) or "", _REDUCED
-
-
-def _wrong_storage(name: str, seen: Observed, declaration: Declaration) -> _Found | None:
-    wanted = declaration.stored(name)
-    judged = seen.trained | (seen.frozen if declaration.frozen or name in declaration.pins else set())
-    if wanted is None or not judged - {wanted}:
-        return None
-    if name in declaration.pins:
-        cause = _LOST_PIN
-    else:
-        cause = _NO_MASTERS if wanted == "fp32" and declaration.compute != "fp32" else _CAST
-    return "param", wanted, joined(judged) or "", cause
-
-
-def _wrong_companions(name: str, seen: Observed, declaration: Declaration) -> Iterator[_Found]:
-    stored = declaration.stored(name)
-    if stored is not None and seen.trained and seen.grad - seen.trained:
-        yield "grad", stored, joined(seen.grad) or "", _GRADIENT
-    state = stored if declaration.state == AS_STORED else declaration.state
-    if state is not None and seen.state - {state}:
-        yield "optimizer_state", state, joined(seen.state) or "", _STATE
-
-
 # ---------------------------------------------------------------------- what was computed
 
 
-def _wrong_computation(name: str, seen: Observed, declaration: Declaration) -> _Found | None:
-    wanted = declaration.declared(name)
-    if wanted is None or seen.special:  # a quantized weight's kernel chooses what it computes in
-        return None
-    wrong = [ran for ran in seen.ran if not _as_declared(ran, name, seen, declaration, wanted)]
-    if not wrong:
-        return None
-    found = joined({dtype for ran in wrong for dtype in ran.dtypes}) or ""
+def _computation(name: str, seen: Observed, declaration: Declaration) -> tuple[str | None, set[str], _Cause]:
+    """What is declared, the dtypes of what ran otherwise, and why; none of a quantized weight, whose kernel chooses."""
+    wanted = None if seen.special else declaration.declared(name)
+    ran = [one for one in seen.ran if wanted is not None and not _as_declared(one, name, seen, declaration, wanted)]
+    found, kinds = {dtype for one in ran for dtype in one.dtypes}, {one.kind for one in ran}
     if name in declaration.pins:
-        why = _PIN_NOT_IN_FORCE
-    elif name in declaration.fp8:
-        why = _NOT_FP8
-    elif declaration.autocast and any(ran.kind in ("norm", "statistic") for ran in wrong):
+        return wanted, found, _PIN_NOT_IN_FORCE
+    if name in declaration.fp8:
+        return wanted, found, _NOT_FP8
+    if declaration.autocast and kinds & {"norm", "statistic"}:
         # an operator of torch's whose weight is half too was given a cast one: a pin to fp32 would not stop that
-        by_itself = not any(ran.kind == "statistic" for ran in wrong)
-        wanted, why = "fp32", replace(_HALF_NORM, pin=_FOUND) if by_itself else _HALF_NORM
-    elif "tf32" in (wanted, found):
-        why = _TF32
-    else:
-        why = _OUTSIDE_AUTOCAST if found == "fp32" and declaration.autocast else _CASTS_ITSELF
-    return "compute", wanted, found, why
+        return "fp32", found, _HALF_NORM if "statistic" in kinds else _HALF_NORM._replace(pin=_FOUND)
+    if wanted == "tf32" or found == {"tf32"}:
+        return wanted, found, _TF32
+    return wanted, found, _OUTSIDE_AUTOCAST if found == {"fp32"} and declaration.autocast else _CASTS_ITSELF
 
 
 def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, wanted: str) -> bool:
@@ -178,22 +155,18 @@ def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, 
         return found <= {wanted, "fp32", *declaration.pins.values()} and ("fp32" in found or not ran.weighted)
     if ran.kind == "norm":
         return found <= {wanted, "fp32"}
-    if (pinned and wanted == "fp32") or (by_lists and ran.kind == "statistic" and _is_norm(seen)):
+    # a norm written out in elementwise operators, as language models' RMS norms are
+    written_out = "norm" in seen.class_name.lower() and not {"product", "norm"} & {other.kind for other in seen.ran}
+    if (pinned and wanted == "fp32") or (by_lists and ran.kind == "statistic" and written_out):
         return not found & _HALF
     # what pinned modules hand on may be worked with anywhere, and so may fp32
     return not found & (_HALF - {wanted, *declaration.pins.values()})
 
 
-def _is_norm(seen: Observed) -> bool:
-    """A norm written out in elementwise operators, as language models' RMS norms are."""
-    return "norm" in seen.class_name.lower() and not any(ran.kind in ("product", "norm") for ran in seen.ran)
-
-
 # ---------------------------------------------------------------------- likely causes, and what to do
 
 
-@dataclass(frozen=True, slots=True)
-class _Cause:
+class _Cause(NamedTuple):
     """``pin`` is a dtype that the module may be pinned to instead."""
 
     reason: str
@@ -201,8 +174,6 @@ class _Cause:
     pin: str | None = None
 
 
-#: the column, what is declared, what was found, and the likely cause
-_Found = tuple[str, str, str, _Cause]
 #: a pin to the dtype that was found
 _FOUND = "found"
 

@@ -67,19 +67,20 @@ class Ran:
 
 def read(func: Any, args: tuple[Any, ...], result: Any) -> Ran | None:
     """What ``func(*args)`` was, or ``None`` where its dtype says nothing (copies, views, creation, integers)."""
-    name = func.overloadpacket.__name__
+    name, weighted = func.overloadpacket.__name__, False
     if is_product(name):
-        return _ran("product", _products(name, args))
-    if name in _NORMS or ("batch_norm" in name and "backward" not in name):
-        tensors = floating_in(args)
-        return _ran("norm", {dtype_name(tensor.dtype) for tensor in tensors}, weighted=len(tensors) > 1)
-    if name in _LOOKUPS:
-        return _ran("lookup", dtypes(args[:1]))
-    if name in _STATISTICS:
-        return _ran("statistic", dtypes(result))
-    if name in _AS_POINTWISE or (torch.Tag.pointwise in cast("OpOverload", func).tags and name not in _COPIES):
-        return _ran("pointwise", dtypes(result))
-    return None
+        kind, found = "product", _products(name, args)
+    elif name in _NORMS or ("batch_norm" in name and "backward" not in name):
+        kind, found, weighted = "norm", dtypes(args), len(floating_in(args)) > 1
+    elif name in _LOOKUPS:
+        kind, found = "lookup", dtypes(args[:1])
+    elif name in _STATISTICS:
+        kind, found = "statistic", dtypes(result)
+    elif name in _AS_POINTWISE or (torch.Tag.pointwise in cast("OpOverload", func).tags and name not in _COPIES):
+        kind, found = "pointwise", dtypes(result)
+    else:
+        return None
+    return Ran(kind, tuple(sorted(found)), weighted) if found else None
 
 
 def is_product(name: str) -> bool:
@@ -87,29 +88,16 @@ def is_product(name: str) -> bool:
     return name in _PRODUCTS or (name.startswith(("_scaled_dot_product", "scaled_dot")) and "backward" not in name)
 
 
-def _ran(kind: Kind, found: set[str], weighted: bool = False) -> Ran | None:
-    return Ran(kind, tuple(sorted(found)), weighted) if found else None
-
-
 def _products(name: str, args: tuple[Any, ...]) -> set[str]:
     # The factors come first; what follows (a mask, a scale) does not decide what is multiplied in.
     factors = [item for item in args if isinstance(item, Tensor) and item.is_floating_point()][:2]
-    return {
-        _fp32_or_tf32(name, item.device) if dtype == torch.float32 else dtype_name(dtype)
-        for item, dtype in ((item, held_dtype(item)) for item in factors)
-    }
-
-
-def _fp32_or_tf32(name: str, device: torch.device) -> str:
-    if not has_tf32(device):
-        return "fp32"
-    cudnn: Any = torch.backends.cudnn
-    switch: Any = torch.backends.cuda.matmul
-    if name in _CONVOLUTIONS:
-        switch = getattr(cudnn, "conv", cudnn)
-    elif name in _RNN:
-        switch = getattr(cudnn, "rnn", cudnn)
-    return "tf32" if switch.fp32_precision == "tf32" else "fp32"
+    found = {dtype_name(held_dtype(item)) for item in factors}
+    if "fp32" in found and has_tf32(factors[0].device):
+        cudnn: Any = torch.backends.cudnn
+        kind = "conv" if name in _CONVOLUTIONS else "rnn" if name in _RNN else None
+        switch: Any = getattr(cudnn, kind, cudnn) if kind else torch.backends.cuda.matmul
+        found = found - {"fp32"} | {"tf32" if switch.fp32_precision == "tf32" else "fp32"}
+    return found
 
 
 def dtypes(data: Any) -> set[str]:
@@ -235,7 +223,7 @@ class Watch(TorchDispatchMode):
                 self.seen[self._backward_of].ran.add(ran)
             return
         self.seen[name].attends |= func.overloadpacket.__name__ == _IN_PLAIN_ATTENTION
-        owns = bool(name) and _owns(self._modules[name])
+        owns = bool(name) and any(True for _ in self._modules[name].parameters(recurse=False))
         differentiable = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         # Elsewhere only products that training depends on count, not a table of positions made in fp32. A compiled
         # region leaves its products at whatever is around it.
@@ -281,7 +269,6 @@ def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Modul
     for name, module in modules.items():
         one, quantized = seen[name], left_alone(module)
         for parameter in module.parameters(recurse=False):
-            sharded = hasattr(parameter, "to_local")
             # bitsandbytes casts the frozen bias of a quantized weight itself
             own = id(parameter) in quantized or (quantized and not parameter.requires_grad)
             if own or not parameter.is_floating_point():
@@ -289,7 +276,7 @@ def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Modul
             else:
                 kind = one.trained if parameter.requires_grad else one.frozen
             kind.add(dtype_name(parameter.dtype))
-            one.sharded |= sharded
+            one.sharded |= hasattr(parameter, "to_local")
             one.state |= states.get(id(parameter), set())
 
 
@@ -309,26 +296,14 @@ def unseen(modules: Mapping[str, nn.Module]) -> dict[str, Observed]:
     }
 
 
-def _owns(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
-
-
 def _hidden(root: nn.Module) -> set[int]:
     """``id`` of the modules in compiled and scripted regions: a hook there would be compiled along, and stay."""
     found: set[int] = set()
     for module in root.modules():
-        if id(module) not in found and _is_compiled(module):
+        wrapped = isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
+        if wrapped or is_compiled(module) or lightning.is_compiled(module):
             found.update(map(id, module.modules()))
     return found
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        isinstance(module, torch.jit.ScriptModule)
-        or type(module).__name__ == "OptimizedModule"  # torch.compile(module)
-        or is_compiled(module)
-        or lightning.is_compiled(module)
-    )
 
 
 # ---------------------------------------------------------------------- where a run keeps what is looked at
@@ -340,11 +315,13 @@ def modules_of(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def states_of(optimizers: Iterable[Any]) -> dict[int, set[str]]:
-    """Dtypes of optimizer state by ``id`` of the parameter; counts are left out."""
+    """Dtypes of optimizer state by ``id`` of the parameter; counts and coefficients are left out."""
     found: dict[int, set[str]] = {}
     for optimizer in optimizers:
         for parameter, state in _states(optimizer):
-            found.setdefault(id(parameter), set()).update(_kept(parameter, state))
+            held = {key: one for key, one in state.items() if isinstance(one, Tensor) and key != "step"}
+            shaped = [one for one in held.values() if one.is_floating_point() and (one.dim() or not parameter.dim())]
+            found.setdefault(id(parameter), set()).update(dtype_name(one.dtype) for one in shaped)
     return found
 
 
@@ -359,17 +336,9 @@ def _states(optimizer: Any) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
         yield from ((parameter, state.get(flat, {})) for parameter in parameters)
 
 
-def _kept(parameter: Tensor, state: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
-            continue
-        if value.dim() or not parameter.dim():  # else a count or a coefficient
-            yield dtype_name(value.dtype)
-
-
 def from_all_ranks(seen: dict[str, Observed]) -> list[dict[str, Observed]]:
     """What each rank saw, on every rank; all have to call it."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_available() or not dist.is_initialized():
         return [seen]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, seen)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -46,8 +47,8 @@ class AuditRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain values."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**values, "differences": [asdict(item) for item in self.differences], "ranks": list(self.ranks)}
+        values = asdict(self)
+        return {**values, "differences": list(values["differences"]), "ranks": list(self.ranks)}
 
     @property
     def starred(self) -> bool:
@@ -160,8 +161,8 @@ _WITH = {
     "reduce": "with gradients summed across ranks in",
     "optimizer_state": "with optimizer state in",
 }
-#: up to so many names are written out one by one
-_NAMES = 6
+#: names, or ranges of them, that are written out
+_NAMES = 12
 
 
 def _alike(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
@@ -171,12 +172,10 @@ def _alike(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
         if not row.ok:
             groups.setdefault((row.differences, row.ranks), []).append(row)
     for members in groups.values():
-        names = [shown(row.module) for row in members]
-        if len(names) > _NAMES:
-            names = ranges([row.module for row in members])
-        more = [f"{len(names) - 2 * _NAMES} more"] if len(names) > 2 * _NAMES else []
+        names = ranges([row.module for row in members])
+        more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
         count = f" ({len(members)} modules)" if len(members) > 1 else ""
-        yield ", ".join(names[: 2 * _NAMES] + more) + count, members[0]
+        yield ", ".join(names[:_NAMES] + more) + count, members[0]
 
 
 def build(
@@ -188,43 +187,26 @@ def build(
         seen = [rank[name] for rank in ranks if name in rank]
         found = [tuple(differences(name, one, declaration)) for one in seen]
         wrong = tuple(rank for rank, one in enumerate(found) if one)
-        if seen[0].param or wrong:
-            rows.append(_row(name, seen, declaration, found, wrong if len(wrong) < len(ranks) else ()))
-    hidden = sum(rank_seen.hidden and bool(rank_seen.param) for rank_seen in ranks[0].values())
-    said = [*declaration.notes, *notes]
-    if hidden:
-        many = "1 module is" if hidden == 1 else f"{hidden} modules are"
-        said.append(
-            f"{many} in compiled or scripted regions: what runs there cannot be seen, nor what "
-            "is multiplied outside of modules"
+        if not seen[0].param and not wrong:
+            continue
+        every = Observed(seen[0].class_name)
+        for one in seen:
+            every.add(one)
+        row = AuditRow(
+            module=name,
+            declared=declaration.declared(name),
+            **{column: joined(getattr(every, column)) for column in ("param", "input", "output", "grad", "reduce")},
+            compute=joined(computed(every)),
+            optimizer_state=joined(every.state),
+            ok=not wrong,
+            differences=tuple(dict.fromkeys(chain(*found))),
+            ranks=wrong if len(wrong) < len(ranks) else (),
         )
-    return AuditReport(tuple(rows), declaration.by, where, tuple(said))
-
-
-def _row(
-    name: str,
-    seen: Sequence[Observed],
-    declaration: Declaration,
-    found: Sequence[tuple[Difference, ...]],
-    ranks: tuple[int, ...],
-) -> AuditRow:
-    every = Observed(seen[0].class_name)
-    for one in seen:
-        every.add(one)
-    return AuditRow(
-        module=name,
-        declared=declaration.declared(name),
-        param=joined(every.param),
-        input=joined(every.input),
-        output=joined(every.output),
-        compute=joined(computed(every)),
-        grad=joined(every.grad),
-        reduce=joined(every.reduce),
-        optimizer_state=joined(every.state),
-        ok=not any(found),
-        differences=tuple(dict.fromkeys(difference for one in found for difference in one)),
-        ranks=ranks,
-    )
+        rows.append(row)
+    hidden = sum(rank_seen.hidden and bool(rank_seen.param) for rank_seen in ranks[0].values())
+    where_hidden = "of compiled or scripted regions: what runs there, or is multiplied outside of modules, is not seen"
+    said = (*declaration.notes, *notes, *([f"{counted(hidden, 'module')} {where_hidden}"] if hidden else []))
+    return AuditReport(tuple(rows), declaration.by, where, said)
 
 
 # ---------------------------------------------------------------------- names
