@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 from statistics import median
 from typing import Any, ClassVar, NamedTuple, cast
 
-from lightning_mp.errors import Faults, is_number
+from lightning_mp.errors import Faults, is_number, is_whole
 from lightning_mp.monitor.events import KINDS, Event, Kind, Severity, pinning
 
 #: the kinds that rules report; non-finite values are detected by the callbacks
@@ -117,10 +117,15 @@ class AlertSettings:
             for item in fields(self)[1:]:
                 value, default = getattr(self, item.name), cast("float", item.default)
                 least = SMALLEST_WINDOW if item.name.endswith("window") else 0
-                whole = isinstance(default, int) and not isinstance(value, int)
-                if not is_number(value) or whole or value <= 0 or value < least:
-                    allowed = f"a {'whole ' * isinstance(default, int)}number > 0" + f", at least {least}" * bool(least)
-                    faults.add(f"{item.name}={value!r}", allowed, f"leave it out for the default, {default:g}")
+                if (
+                    not is_number(value)
+                    or value <= 0
+                    or value < least
+                    or (isinstance(default, int) and not is_whole(value))
+                ):
+                    whole = "whole " * isinstance(default, int)
+                    fix = f"give a {whole}number > 0, at least {least}; the default is {default:g}"
+                    faults.add(f"{item.name}={value!r}", fix)
 
     @classmethod
     def of(cls, given: bool | Mapping[str, Any] | AlertSettings | None) -> AlertSettings:
@@ -133,10 +138,9 @@ class AlertSettings:
             return given
         if not isinstance(given, Mapping):
             return cls(kinds=()) if given is False else cls()
-        known = [item.name for item in fields(cls)]
         with Faults("AlertSettings") as faults:
-            for key in (key for key in given if key not in known):
-                faults.unknown("field", key, known)
+            for key in given.keys() - cls.__dataclass_fields__:
+                faults.unknown("field", key, cls.__dataclass_fields__)
         return cls(**given)
 
 
@@ -278,6 +282,9 @@ _TEXTS: dict[str, tuple[str, str]] = {
 
 # ---------------------------------------------------------------------- rules
 
+#: what a condition is about where it is about no FP8 operand
+_STEP = ("", "")
+
 
 class Found(NamedTuple):
     """A condition that holds in a reading: the offending number, the evidence, and a key of the texts."""
@@ -296,16 +303,18 @@ class Rule:
     severity: ClassVar[Severity] = "warning"
     #: readings without the condition before the next event
     calm: ClassVar[int] = 10
+    #: how many numbers were judged
+    seen = 0
 
     def __init__(self, settings: AlertSettings) -> None:
         self.settings = settings
         #: the step judged last, so that no step is judged twice
         self.judged: int | None = None
         #: readings before the next event, by what the condition is about: an FP8 operand, or the step
-        self.cooldown: dict[str, int] = {}
-        self._windows: dict[str, Window] = {}
+        self.cooldown: dict[tuple[str, str], int] = {}
+        self._windows: dict[Any, Window] = {}
 
-    def window(self, name: str, size: int) -> Window:
+    def window(self, name: Any, size: int) -> Window:
         """The last ``size`` numbers kept as ``name``."""
         return self._windows.setdefault(name, deque(maxlen=size))
 
@@ -315,34 +324,35 @@ class Rule:
             return None
         self.judged = reading.step
         begun: Event | None = None
-        for layer, role, found in self.conditions(reading):
-            key = f"{layer}:{role}" if layer else ""
-            left = self.cooldown.pop(key, 0)
+        for place, found in self.conditions(reading):
+            left = self.cooldown.pop(place, 0)
             if found is None:
                 if left > 1:
-                    self.cooldown[key] = left - 1
+                    self.cooldown[place] = left - 1
             elif left or begun is None:
-                self.cooldown[key] = self.calm
-                begun = begun if left else self._event(reading, found, layer, pinned)
+                self.cooldown[place] = self.calm
+                cause, advice = _TEXTS[found.text or self.kind]
+                begun = (
+                    begun
+                    if left
+                    else Event(
+                        step=reading.step,
+                        kind=self.kind,
+                        severity="info" if found.text == "not fallen" else self.severity,
+                        module=place[0] or None,
+                        value=found.value,
+                        evidence=found.evidence,
+                        cause=cause,
+                        advice=advice.format(pinned=pinned, layer=place[0]),
+                    )
+                )
         return begun
 
-    def _event(self, reading: Reading, found: Found, layer: str | None, pinned: str) -> Event:
-        cause, advice = _TEXTS[found.text or self.kind]
-        return Event(
-            step=reading.step,
-            kind=self.kind,
-            severity="info" if found.text == "not fallen" else self.severity,
-            module=layer,
-            value=found.value,
-            evidence=found.evidence,
-            cause=cause,
-            advice=advice.format(pinned=pinned, layer=layer),
-        )
-
-    def conditions(self, reading: Reading) -> Iterable[tuple[str | None, str, Found | None]]:
+    def conditions(self, reading: Reading) -> Iterable[tuple[tuple[str, str], Found | None]]:
         """Take a reading in; of everything that is judged its layer and role, and the condition if it holds."""
         value = known(getattr(reading, self.reads))
-        return [(None, "", None if value is None else self.judge(value, reading))]
+        self.seen += value is not None
+        return [(_STEP, None if value is None else self.judge(value, reading))]
 
     def judge(self, value: float, reading: Reading) -> Found | None:
         """Take a known number in; the condition if it holds, whether or not it held before."""
@@ -365,25 +375,22 @@ class GradNormSpike(Rule):
     level: float | None = None
 
     def judge(self, value: float, reading: Reading) -> Found | None:
-        norms = self.window("norms", self.settings.spike_window)
-        found = self._found(value, norms) if full(norms) else None
+        norms, settings = self.window("norms", self.settings.spike_window), self.settings
+        before = list(norms)
         norms.append(value)
         if self.level is None and full(norms):
             self.level = median(norms)
-        return found
-
-    def _found(self, norm: float, norms: Window) -> Found | None:
-        center = median(norms)
-        if norm <= center:
+        center = median(before) if len(before) == norms.maxlen else math.inf
+        if value <= center:
             return None
-        spread = sigma(norms, center)
-        ratio = norm / center if center else math.inf
-        sigmas = (norm - center) / spread if spread else math.inf
-        harmless = norm < self.settings.spike_level * (self.level or 0.0) and ratio < self.settings.spike_far
-        if ratio < self.settings.spike_ratio or sigmas < self.settings.spike_sigmas or harmless:
+        ratio = value / center if center else math.inf
+        spread = sigma(before, center)
+        sigmas = (value - center) / spread if spread else math.inf
+        harmless = value < settings.spike_level * (self.level or 0.0) and ratio < settings.spike_far
+        if ratio < settings.spike_ratio or sigmas < settings.spike_sigmas or harmless:
             return None
-        numbers = {"grad_norm": norm, "median": center, "ratio": ratio, "sigmas": sigmas, "window": len(norms)}
-        return Found(norm, numbers)
+        numbers = {"grad_norm": value, "median": center, "ratio": ratio, "sigmas": sigmas, "window": len(before)}
+        return Found(value, numbers)
 
 
 class LossDivergence(Rule):
@@ -396,45 +403,40 @@ class LossDivergence(Rule):
     kind, reads = "loss_divergence", "loss"
     severity = "error"
     calm = 50
-
-    def __init__(self, settings: AlertSettings) -> None:
-        super().__init__(settings)
-        self.first, self.losses = Window(maxlen=_FIRST), Window(maxlen=settings.divergence_window)
-        #: the lowest median of a window, and the standard deviation in it
-        self.lowest: float | None = None
-        self.spread = 0.0
-        #: the high losses in a row, the latest of them
-        self.high = Window(maxlen=settings.divergence_window)
+    #: the lowest median of a window, and the standard deviation in it
+    lowest, spread = math.inf, 0.0
 
     def judge(self, value: float, reading: Reading) -> Found | None:
+        size = self.settings.divergence_window
+        first, losses, high = self.window("first", _FIRST), self.window("losses", size), self.window("high", size)
         found = None
-        if self.lowest is not None and self._is_high(value, self.lowest):
-            numbers = {"loss": value, "lowest": self.lowest, "first": median(self.first), "readings": len(self.high)}
+        if self._is_high(value):
+            numbers = {"loss": value, "lowest": self.lowest, "first": median(first), "readings": len(high)}
             found = Found(value, numbers)
-        if not full(self.first):
-            self.first.append(value)
-        self.losses.append(value)
-        if full(self.losses):
-            level = median(self.losses)
-            if self.lowest is None or level < self.lowest:
-                self.lowest, self.spread = level, sigma(self.losses, level)
+        if not full(first):
+            first.append(value)
+        losses.append(value)
+        if full(losses) and (level := median(losses)) < self.lowest:
+            self.lowest, self.spread = level, sigma(losses, level)
         return found
 
-    def _is_high(self, loss: float, lowest: float) -> bool:
-        """Whether enough readings in a row are high."""
-        rise, progress = loss - lowest, max(0.0, median(self.first) - lowest)
-        if rise <= self.settings.divergence_progress * progress:  # nearly always, and cheap to check
-            self.high.clear()
+    def _is_high(self, loss: float) -> bool:
+        """Whether enough readings in a row are high; ``high`` holds them."""
+        first, losses, high = (self._windows[name] for name in ("first", "losses", "high"))
+        rise = loss - self.lowest
+        # nearly always, and cheap to check
+        if rise <= 0 or rise <= self.settings.divergence_progress * (median(first) - self.lowest):
+            high.clear()
             return False
         # the quietest stretch was quiet by chance, too
-        far = self.settings.divergence_sigmas * max(self.spread, sigma(self.losses, median(self.losses)))
+        far = self.settings.divergence_sigmas * max(self.spread, sigma(losses, median(losses)))
         if rise <= far / 2:
-            self.high.clear()
+            high.clear()
             return False
-        before = list(self.losses)[: max(0, len(self.losses) - len(self.high))]
-        self.high.append(loss)
-        enough = self.settings.divergence_patience + sum(other >= min(self.high) for other in before)
-        return len(self.high) >= enough and sum(self.high) / len(self.high) - lowest > far
+        before = list(losses)[: max(0, len(losses) - len(high))]
+        high.append(loss)
+        enough = self.settings.divergence_patience + sum(other >= min(high) for other in before)
+        return len(high) >= enough and sum(high) / len(high) - self.lowest > far
 
 
 #: of a normal sample's median: sqrt(pi / 2) times that of its mean
@@ -454,63 +456,49 @@ class LossPlateau(Rule):
 
     kind, reads = "loss_plateau", "loss"
     calm = 100
-
-    def __init__(self, settings: AlertSettings) -> None:
-        super().__init__(settings)
-        self.first = Window(maxlen=_FIRST)
-        self.losses, self.norms, self.ratios, self.rates = (Window(maxlen=settings.plateau_window) for _ in range(4))
-        #: the largest median update ratio of half a window
-        self.peak = 0.0
+    #: the largest median update ratio of half a window
+    peak = 0.0
 
     def judge(self, value: float, reading: Reading) -> Found | None:
-        if not full(self.first):
-            self.first.append(value)
-        self.losses.append(value)
-        given = reading.grad_norm, reading.update_ratio, reading.lr
-        for window, other in zip((self.norms, self.ratios, self.rates), given, strict=True):
-            if (number := known(other)) is not None:
-                window.append(number)
-        if not full(self.losses):
+        first = self.window("first", _FIRST)
+        if not full(first):
+            first.append(value)
+        for name in ("loss", "grad_norm", "update_ratio", "lr"):
+            window, number = self.window(name, self.settings.plateau_window), known(getattr(reading, name))
+            window.extend([] if number is None else [number])
+        losses, norms, ratios, rates = (self._windows[name] for name in ("loss", "grad_norm", "update_ratio", "lr"))
+        if not full(losses):
             return None
-        if full(self.ratios):
-            self.peak = max(self.peak, median(parts(self.ratios, 2)[1]))
-        why = self._why()  # the cheapest check first
-        if why is None or self._norm_falls() or not self._flat():
+        if full(ratios):
+            self.peak = max(self.peak, median(parts(ratios, 2)[1]))
+        start = median(first)
+        why = self._why(start, losses, norms, ratios, rates)  # the cheapest check first
+        if why is None:
             return None
-        numbers = {"loss": median(self.losses), "first": median(self.first)}
-        for name, window in (("grad_norm", self.norms), ("update_ratio", self.ratios), ("lr", self.rates)):
-            numbers |= {name: median(window)} if window else {}
-        return Found(value, {**numbers, "window": len(self.losses)}, why)
+        if full(norms):
+            earlier, later = map(median, parts(norms, 2))
+            if later < self.settings.plateau_falling * earlier:
+                return None
+        halves = parts(losses, 2)
+        before, after = map(median, halves)
+        errors = [
+            sigma(half, level) / math.sqrt(len(half)) for half, level in zip(halves, (before, after), strict=True)
+        ]
+        if before - after > self.settings.plateau_sigmas * _MEDIAN_ERROR * math.hypot(*errors):
+            return None
+        numbers = {name: median(window) for name, window in self._windows.items() if window}
+        return Found(value, {**numbers, "window": len(losses)}, why)
 
-    def _flat(self) -> bool:
-        earlier, later = parts(self.losses, 2)
-        before, after = median(earlier), median(later)
-        errors = [sigma(part, level) / math.sqrt(len(part)) for part, level in ((earlier, before), (later, after))]
-        return before - after <= self.settings.plateau_sigmas * _MEDIAN_ERROR * math.hypot(*errors)
-
-    def _norm_falls(self) -> bool:
-        if not full(self.norms):
-            return False
-        earlier, later = map(median, parts(self.norms, 2))
-        return later < self.settings.plateau_falling * earlier
-
-    def _why(self) -> str | None:
-        level, start = median(self.losses), median(self.first)
-        if level != 0 and full(self.norms) and self.norms[-1] == 0 and median(self.norms) == 0:
+    def _why(self, start: float, losses: Window, norms: Window, ratios: Window, rates: Window) -> str | None:
+        level = median(losses)
+        if level != 0 and full(norms) and norms[-1] == 0 and median(norms) == 0:
             return "cut off"
         least = max(_FP32_ROUNDING, self.settings.plateau_still * self.peak)
-        still = full(self.ratios) and median(self.ratios) <= least
-        if still and not (full(self.rates) and max(self.rates) > _STEADY * min(self.rates)):
-            return "no rate" if self.rates and self.rates[-1] == 0 else "still"
-        rising = full(self.rates) and self.rates[-1] > _STEADY * self.rates[0]
+        still = full(ratios) and median(ratios) <= least
+        if still and not (full(rates) and max(rates) > _STEADY * min(rates)):
+            return "no rate" if rates and rates[-1] == 0 else "still"
+        rising = full(rates) and rates[-1] > _STEADY * rates[0]
         return None if rising or start - level >= self.settings.plateau_progress * abs(start) else "not fallen"
-
-
-#: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
-_USELESS = 1.0
-_RECENT = 10
-#: torch's initial scale; above it a scaler is still searching for one that fits (DeepSpeed may start at 2**32)
-_SEARCHING = 2.0**16
 
 
 class LostUpdates(Rule):
@@ -526,6 +514,13 @@ class LostUpdates(Rule):
             return None
         rate = {} if reading.lr is None else {"lr": reading.lr}
         return Found(usual, {"lost_updates": usual, "readings": len(shares), **rate})
+
+
+#: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
+_USELESS = 1.0
+_RECENT = 10
+#: torch's initial scale; above it a scaler is still searching for one that fits (DeepSpeed may start at 2**32)
+_SEARCHING = 2.0**16
 
 
 class ScaleCollapse(Rule):
@@ -554,9 +549,7 @@ class SkipStreak(Rule):
 
     def judge(self, value: float, reading: Reading) -> Found | None:
         scale, skips = reading.loss_scale, reading.skips_in_a_row
-        if scale is not None and scale >= _SEARCHING:
-            self.searching = skips
-        self.searching = min(self.searching, skips)
+        self.searching = skips if scale is not None and scale >= _SEARCHING else min(self.searching, skips)
         if skips - self.searching < self.settings.streak_skips:
             return None
         if scale is None:
@@ -568,19 +561,14 @@ class SkipStreak(Rule):
 _PIECES = 8
 #: noise orders them so once in 8! windows: the rise has to be this many of its standard deviations too
 _NOISE = 2.0
-#: an earlier reading counts as equally slow up to this many times the fastest of the slow readings in a row. Measured
-#: on a machine with five times more work than cores: it separates nearly all chance from what lasts
-_AS_SLOW = 2.0
 
 
 class MemoryGrowth(Rule):
     """The median of every piece of the window lies above the one before, and the growth is large enough to matter."""
 
     kind, reads = "memory_growth", "memory_gib"
-    seen = 0
 
     def judge(self, value: float, reading: Reading) -> Found | None:
-        self.seen += 1
         if self.seen <= self.settings.memory_warmup:
             return None
         kept, steps = (self.window(name, self.settings.memory_window) for name in ("memory", "steps"))
@@ -599,6 +587,11 @@ class MemoryGrowth(Rule):
         return Found(value, {"memory_gib": value, "before": levels[0], "gib_per_1000_steps": rate})
 
 
+#: an earlier reading counts as equally slow up to this many times the fastest of the slow readings in a row. Measured
+#: on a machine with five times more work than cores: it separates nearly all chance from what lasts
+_AS_SLOW = 2.0
+
+
 class ThroughputDrop(Rule):
     """Several readings in a row far below the best level so far, which together have cost noticeable time.
 
@@ -608,57 +601,48 @@ class ThroughputDrop(Rule):
 
     kind = "throughput_drop"
     calm = 100
-    seen = 0
     #: the largest median of a window
     best = 0.0
     #: the slow readings in a row: how many, the fastest of them, and the seconds they have cost
     slow, fastest, lost = 0, 0.0, 0.0
 
-    def conditions(self, reading: Reading) -> Iterable[tuple[str | None, str, Found | None]]:
+    def conditions(self, reading: Reading) -> Iterable[tuple[tuple[str, str], Found | None]]:
         self.reads = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
         return super().conditions(reading)
 
     def judge(self, value: float, reading: Reading) -> Found | None:
-        self.seen += 1
         if self.seen <= self.settings.throughput_warmup:
             return None
-        rates = self.window("rates", self.settings.throughput_window)
-        found = self._found(reading, value, list(rates))
+        rates, settings, best = self.window("rates", self.settings.throughput_window), self.settings, self.best
+        before = list(rates)[: len(rates) - self.slow]
         rates.append(value)
         if full(rates):
-            self.best = max(self.best, median(rates))
-        return found
-
-    def _found(self, reading: Reading, rate: float, rates: list[float]) -> Found | None:
-        if rate >= self.settings.throughput_ratio * self.best:
+            self.best = max(best, median(rates))
+        if value >= settings.throughput_ratio * best:
             self.slow, self.fastest, self.lost = 0, 0.0, 0.0
             return None
-        before = rates[: len(rates) - self.slow]
-        self.slow, self.fastest = self.slow + 1, max(self.fastest, rate)
+        self.slow, self.fastest = self.slow + 1, max(self.fastest, value)
         seconds = known(reading.seconds)
         # a time that is not known counts as long enough
-        self.lost += self.settings.throughput_seconds if seconds is None else seconds * (1 - rate / self.best)
-        enough = self.settings.throughput_patience + sum(other <= _AS_SLOW * self.fastest for other in before)
-        if self.slow < enough or self.lost < self.settings.throughput_seconds:
+        self.lost += settings.throughput_seconds if seconds is None else seconds * (1 - value / best)
+        enough = settings.throughput_patience + sum(other <= _AS_SLOW * self.fastest for other in before)
+        if self.slow < enough or self.lost < settings.throughput_seconds:
             return None
-        return Found(rate, {self.reads: rate, "before": self.best, "ratio": rate / self.best, "readings": self.slow})
+        return Found(value, {self.reads: value, "before": best, "ratio": value / best, "readings": self.slow})
 
 
 class OperandRule(Rule):
     """One condition on each operand of each FP8 layer; the event names the layer and the operand."""
 
-    def conditions(self, reading: Reading) -> Iterable[tuple[str | None, str, Found | None]]:
-        for (layer, role), operand in reading.fp8.items():
-            if known(operand.amax) is None or known(operand.scale) is None:
-                continue
-            found = self.judge_operand(operand, role, f"{layer}:{role}")
-            if found is not None:
-                numbers = {"role": role, **found.evidence, "amax": operand.amax, "scale": operand.scale}
-                found = found._replace(evidence=numbers)
-            yield layer, role, found
+    def conditions(self, reading: Reading) -> Iterable[tuple[tuple[str, str], Found | None]]:
+        for place, operand in reading.fp8.items():
+            if math.isfinite(operand.amax) and math.isfinite(operand.scale):
+                found = self.judge_operand(operand, place)
+                numbers = {"amax": operand.amax, "scale": operand.scale}
+                yield place, found and found._replace(evidence={"role": place[1], **found.evidence, **numbers})
 
-    def judge_operand(self, operand: Operand, role: str, name: str) -> Found | None:
-        """Take an operand's numbers into the window ``name``; the condition if it holds."""
+    def judge_operand(self, operand: Operand, place: tuple[str, str]) -> Found | None:
+        """Take the numbers of the operand at ``place``, a layer and a role, in; the condition if it holds."""
         raise NotImplementedError
 
 
@@ -667,8 +651,8 @@ class FP8Underflow(OperandRule):
 
     kind = "fp8_underflow"
 
-    def judge_operand(self, operand: Operand, role: str, name: str) -> Found | None:
-        window = self.window(name, self.settings.underflow_patience)
+    def judge_operand(self, operand: Operand, place: tuple[str, str]) -> Found | None:
+        window = self.window(place, self.settings.underflow_patience)
         window.append(operand.flushed)
         if not full(window) or min(window) < self.settings.underflow_share:
             return None
@@ -680,14 +664,16 @@ class ScaleJump(OperandRule):
 
     kind = "scale_jump"
 
-    def judge_operand(self, operand: Operand, role: str, name: str) -> Found | None:
-        window, power = self.window(name, self.settings.jump_steps), math.log2(operand.scale)
-        enough, before = full(window), median(window) if window else power
-        usual = sigma(window, before) if window else 0.0
+    def judge_operand(self, operand: Operand, place: tuple[str, str]) -> Found | None:
+        window, power = self.window(place, self.settings.jump_steps), math.log2(operand.scale)
+        last = list(window)
         window.append(power)
+        if len(last) < self.settings.jump_steps:
+            return None
+        before = median(last)
         # A gradient's scale rises without limit where a model has learned its data: that is no fault.
-        far = before - power if role == "gradient" else abs(power - before)
-        if not enough or far < max(math.log2(self.settings.jump_total), self.settings.jump_sigmas * usual):
+        far = before - power if place[1] == "gradient" else abs(power - before)
+        if far < max(math.log2(self.settings.jump_total), self.settings.jump_sigmas * sigma(last, before)):
             return None
         numbers = {"before": 2.0**before, "factor": 2.0 ** (power - before), "steps": len(window)}
         return Found(operand.scale, numbers, "scale fell" if power < before else "scale rose")
@@ -697,16 +683,8 @@ class ScaleJump(OperandRule):
 
 #: in the order in which their events are reported
 _RULES: tuple[type[Rule], ...] = (
-    GradNormSpike,
-    LossPlateau,
-    LossDivergence,
-    LostUpdates,
-    ScaleCollapse,
-    SkipStreak,
-    ScaleJump,
-    FP8Underflow,
-    ThroughputDrop,
-    MemoryGrowth,
+    *(GradNormSpike, LossPlateau, LossDivergence, LostUpdates, ScaleCollapse, SkipStreak),
+    *(ScaleJump, FP8Underflow, ThroughputDrop, MemoryGrowth),
 )
 
 
@@ -719,16 +697,16 @@ class Alerts:
         self.under_plan = False
         self.rules = [rule(self.settings) for rule in _RULES if rule.kind in self.settings.kinds]
 
-    def judge(self, reading: Reading, *, only: Collection[Kind] | None = None) -> list[Event]:
+    def judge(self, reading: Reading, *, only: Collection[Kind] = RULE_KINDS) -> list[Event]:
         """The events that begin in ``reading``; rank, module and action are for the caller to fill in.
 
         ``only`` restricts it to rules of those kinds. A rule judges a step once, so that some rules can be asked before
         the optimizer's step and the rest after it.
         """
         pinned = pinning(["…"], under_plan=self.under_plan).partition(", before")[0]
-        asked = [rule for rule in self.rules if only is None or rule.kind in only]
-        return [event for rule in asked if (event := rule.begins(reading, pinned)) is not None]
+        begun = [rule.begins(reading, pinned) for rule in self.rules if rule.kind in only]
+        return [event for event in begun if event is not None]
 
     def holds(self, kind: Kind) -> bool:
         """Whether the condition of a step's rule held in the last reading, though its event may have come before."""
-        return any(rule.kind == kind and rule.cooldown.get("") == rule.calm for rule in self.rules)
+        return any(rule.kind == kind and rule.cooldown.get(_STEP) == rule.calm for rule in self.rules)

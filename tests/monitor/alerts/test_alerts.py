@@ -55,7 +55,7 @@ def noise(count: int, level: float = 1.0, spread: float = 0.2, seed: int = 0) ->
         ({"kinds": ["loss_plateu"]}, "Did you mean 'loss_plateau'"),
         ({"plateau_window": 200.5}, "a whole number > 0"),
         ({"divergence_window": 1}, "at least 8"),
-        ({"spike_ratio": float("nan")}, "default, 10"),
+        ({"spike_ratio": float("nan")}, "default is 10"),
     ],
 )
 def test_what_cannot_be_is_refused_and_says_what_could(given: object, says: str) -> None:
