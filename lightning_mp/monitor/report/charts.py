@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
+from textwrap import shorten
 from typing import Any, Literal
 
 from markupsafe import escape
@@ -31,13 +32,6 @@ _SYMBOLS = {"error": "triangle-down", "warning": "diamond", "info": "circle-open
 # Curves that coincide stay visible: a later one is dashed over an earlier; colour is not all that tells them apart.
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _HOVER = {"share": "%{y:.1%}", "linear": "%{y:.5~g}", "log": "%{y:.4~g}", "log2": "%{y:,.6~g}"}
-# Where runs are compared, a chart has one line a run; these lines get a chart of their own, under this title.
-_ALONE = {
-    names.VAL_LOSS: "Validation loss",
-    names.MEMORY_PEAK: "Peak memory",
-    names.MEMORY_ALLOCATED: "Allocated memory",
-    names.MEMORY_RESERVED: "Reserved memory",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +86,21 @@ KNOWN: tuple[Panel, ...] = (
 
 
 def lay_out(runs: Sequence[Run]) -> list[Panel]:
-    """The charts of what ``runs`` recorded; several are compared by the first line of each."""
+    """The charts of what ``runs`` recorded; where several are compared, one for each line."""
     found = list(dict.fromkeys(name for run in runs for name, series in run.series.items() if series.finite))
-    known = [_with_groups(panel, found) for panel in KNOWN]
-    drawn = [
-        replace(panel, lines={name: text for name, text in panel.lines.items() if name in found}) for panel in known
-    ]
-    panels = [panel for panel in drawn if panel.lines]
-    if len(runs) > 1:
-        panels = [single for panel in panels for single in _split(panel)]
-    return [replace(panel, lines=dict(list(panel.lines.items())[:MAX_LINES])) for panel in panels]
-
-
-def _with_groups(panel: Panel, found: Sequence[str]) -> Panel:
-    start = f"{next(iter(panel.lines))}/"
-    groups = {name: name.removeprefix(start) for name in found if "grouped" in panel.traits and name.startswith(start)}
-    return replace(panel, lines={**panel.lines, **groups})
-
-
-def _split(panel: Panel) -> Iterator[Panel]:
-    for place, (name, label) in enumerate(panel.lines.items()):
-        if place == 0:
-            yield replace(panel, lines={name: label}, title=_ALONE.get(name, panel.title))
-        elif name in _ALONE:
-            yield replace(panel, lines={name: label}, title=_ALONE[name])
+    panels: list[Panel] = []
+    for panel in KNOWN:
+        first = next(iter(panel.lines))
+        members = {name: name.removeprefix(f"{first}/") for name in found if name.startswith(f"{first}/")}
+        own = {name: label for name, label in panel.lines.items() if name in found}
+        if len(runs) == 1:
+            lines = islice({**own, **(members if "grouped" in panel.traits else {})}.items(), MAX_LINES)
+            panels.append(replace(panel, lines=dict(lines)))
+            continue
+        for name, label in own.items():
+            title = panel.title if name == first else f"{panel.title}, {label}"
+            panels.append(replace(panel, lines={name: label}, title=title))
+    return [panel for panel in panels if panel.lines]
 
 
 # ---------------------------------------------------------------------- one chart
@@ -128,18 +113,20 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
     """
     many = len(runs) > 1
     found = [
-        (place, index, run.name if many else label, run.series[name])
+        (place, place if many else index, run.name if many else label, run.series[name])
         for place, run in enumerate(runs)
         for index, (name, label) in enumerate(panel.lines.items())
         if run.finite(name)
     ]
-    if panel.scale in ("log", "log2") and max(value for *_, series in found for value in series.finite) <= 0:
-        panel = replace(panel, scale="linear")
+    logarithmic = panel.scale in ("log", "log2")
+    if logarithmic and max(value for *_, series in found for value in series.finite) <= 0:
+        panel, logarithmic = replace(panel, scale="linear"), False
     traces: list[dict[str, Any]] = []
     values: list[float] = []
-    for place, index, name, series in found:
-        drawn = _drawable(panel, series)
-        style = place if many else index
+    for place, style, name, series in found:
+        # what is not positive has no place on a logarithmic axis
+        placed = [None if logarithmic and value is not None and value <= 0 else value for value in series.values]
+        drawn = thin(Series(series.steps, placed))
         traces += _line(panel, drawn, str(escape(name)), {"run": place, "colour": f"run-{style}"}, dash(style))
         values += drawn.finite
     traces += [mark for place, run in enumerate(runs) for mark in _marks(panel, run, place, many)]
@@ -150,20 +137,13 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
         "latest": "" if many else _latest(panel, found[0][3].values[-1]),
         "switchable": panel.scale in ("linear", "log") and min(values) > 0,
         "data": traces,
-        "layout": _layout(panel, values),
+        "layout": {"yaxis": _axis(panel, values)},
     }
 
 
 def dash(style: int) -> str:
     """How line number ``style`` of a chart, or run number ``style`` of a comparison, is dashed."""
     return _DASHES[style % len(_DASHES)]
-
-
-def _drawable(panel: Panel, series: Series) -> Series:
-    """The points to draw, without those that have no place on a logarithmic axis."""
-    logarithmic = panel.scale in ("log", "log2")
-    values = [value if value is None or value > 0 or not logarithmic else None for value in series.values]
-    return thin(Series(series.steps, values))
 
 
 def thin(series: Series, limit: int = MAX_POINTS) -> Series:
@@ -188,49 +168,42 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
 
 def _line(panel: Panel, drawn: Series, name: str, meta: dict[str, Any], dashed: str) -> list[dict[str, Any]]:
     """The line through the readings, broken where one is not finite: there it has a cross."""
-    few = len(drawn.steps) <= _FEW and "stepped" not in panel.traits
+    stepped = "stepped" in panel.traits
+    few = len(drawn.steps) <= _FEW and not stepped
     curve: dict[str, Any] = {
-        "type": "scatter",
         "x": drawn.steps,
         "y": drawn.values,
         "name": name,
         "mode": "lines+markers" if few else "lines",
-        "line": {"width": 1.8, "dash": dashed, "shape": "hv" if "stepped" in panel.traits else "linear"},
+        "line": {"width": 1.8, "dash": dashed, "shape": "hv" if stepped else "linear"},
+        **({"marker": {"size": 4}} if few else {}),
         "hovertemplate": _HOVER[panel.scale],
         "connectgaps": False,
         "meta": {"role": "curve", **meta},
     }
-    if few:
-        curve["marker"] = {"size": 4}
     gaps = [step for step, value in zip(drawn.steps, drawn.values, strict=True) if value is None]
-    cross = _symbols(gaps, 0.0, "x-thin", 8, ["no number"] * len(gaps), meta={"role": "gap", **meta})
+    cross = _symbols(gaps, 0.0, "x-thin", 8, ["no number"] * len(gaps), {"role": "gap", **meta})
     return [curve, {**cross, "name": name, "hovertemplate": "%{text}"}] if gaps else [curve]
 
 
 def _marks(panel: Panel, run: Run, place: int, many: bool) -> Iterator[dict[str, Any]]:
     """Alerts as lines from top to bottom with a symbol a severity; ordinary overflows only where they belong."""
-    shown = [event for event in run.events if event.is_alert or "overflows" in panel.traits]
-    shown.sort(key=lambda event: list(_SYMBOLS).index(event.severity))
+    left = MAX_MARKS
     for severity, symbol in _SYMBOLS.items():
-        events = [event for event in shown[:MAX_MARKS] if event.severity == severity]
-        if not events:
+        notice = severity == "info"
+        events = [event for event in run.events if event.severity == severity][:left]
+        left -= len(events)
+        if not events or (notice and "overflows" not in panel.traits):
             continue
         steps = [event.step for event in events]
         meta = {"role": severity, "colour": f"run-{place}" if many else severity, "run": place}
-        if severity != "info":
-            yield {
-                "type": "scatter",
-                "x": [point for step in steps for point in (step, step, None)],
-                "y": [0, 1, None] * len(steps),
-                "yaxis": "y2",
-                "mode": "lines",
-                "line": {"width": 1, "dash": "dot"},
-                "hoverinfo": "skip",
-                "meta": meta,
-            }
-        texts = [f"{run.name}, {event}" if many else str(event) for event in events]
-        texts = [str(escape(text if len(text) <= 160 else f"{text[:160]}…")) for text in texts]
-        yield {**_symbols(steps, 1.0, symbol, 7 if severity == "info" else 10, texts, meta), "name": severity}
+        if not notice:
+            line = {"x": [point for step in steps for point in (step, step, None)], "y": [0, 1, None] * len(steps)}
+            dotted = {"mode": "lines", "line": {"width": 1, "dash": "dot"}, "hoverinfo": "skip"}
+            yield {**line, **dotted, "yaxis": "y2", "meta": meta}
+        texts = [shorten(f"{run.name}, {event}" if many else str(event), 160, placeholder="…") for event in events]
+        texts = [str(escape(text)) for text in texts]
+        yield {**_symbols(steps, 1.0, symbol, 7 if notice else 10, texts, meta), "name": severity}
 
 
 def _symbols(
@@ -238,7 +211,6 @@ def _symbols(
 ) -> dict[str, Any]:
     """Symbols at ``height`` of the plot, 0 to 1; smaller where there are many."""
     return {
-        "type": "scatter",
         "x": steps,
         "y": [height] * len(steps),
         "yaxis": "y2",
@@ -251,27 +223,17 @@ def _symbols(
     }
 
 
-def _layout(panel: Panel, values: Sequence[float]) -> dict[str, Any]:
-    vertical: dict[str, Any] = {"title": {"text": panel.unit, "standoff": 8}, "automargin": "left", "fixedrange": True}
+def _axis(panel: Panel, values: Sequence[float]) -> dict[str, Any]:
+    axis: dict[str, Any] = {"title": {"text": panel.unit, "standoff": 8}, "automargin": "left", "fixedrange": True}
     if panel.scale == "log2":
-        vertical |= {"type": "log", **_powers(values)}
+        axis |= {"type": "log", **_powers(values)}
     elif panel.scale == "log":
-        vertical |= {"type": "log", "exponentformat": "power"}
+        axis |= {"type": "log", "exponentformat": "power"}
     elif panel.scale == "share":
-        vertical |= {"tickformat": ".0%"}
+        axis |= {"tickformat": ".0%"}
     elif "stepped" in panel.traits and max(values) - min(values) < _TICKS:
-        vertical |= {"dtick": 1}  # counts have no halves
-    if "from-zero" in panel.traits:
-        vertical |= {"rangemode": "tozero"}
-    return {
-        "xaxis": {"title": {"text": "step", "standoff": 6}, "tickformat": ",d"},
-        "yaxis": vertical,
-        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
-        # The page has legends of its own: they wrap on a phone without taking the chart's room.
-        "showlegend": False,
-        "hovermode": "x unified",
-        "margin": {"l": 8, "r": 14, "t": 18, "b": 42},
-    }
+        axis |= {"dtick": 1}  # counts have no halves
+    return axis | ({"rangemode": "tozero"} if "from-zero" in panel.traits else {})
 
 
 def _powers(values: Sequence[float]) -> dict[str, Any]:

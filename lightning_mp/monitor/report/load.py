@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,19 +88,15 @@ def load(path: Path, name: str) -> Run:
 
 def _lines(run: Run, name: str) -> list[dict[str, Any]]:
     """Every line of JSON; a run that was killed leaves one that is cut off, which is said."""
-    path = run.path / name
-    rows = [_parsed(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
+    path, rows = run.path / name, list[Any]()
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for line in lines:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
     found = [row for row in rows if isinstance(row, dict) and STEP in row]
-    if len(found) < len(rows):
-        run.faults.append(f"{name} is damaged: {len(rows) - len(found):,} of {len(rows):,} lines cannot be read")
+    if len(found) < len(lines):
+        run.faults.append(f"{name} is damaged: {len(lines) - len(found):,} of {len(lines):,} lines cannot be read")
     return found
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def _document(run: Run, name: str) -> Any:
@@ -126,8 +123,7 @@ def _add_operands(run: Run) -> None:
         moved = math.log(max(scales) / min(scales)) if scales else 0.0
         return max(series["flushed"].finite, default=0.0), moved
 
-    for (layer, operand), series in sorted(found.items(), key=lambda item: worth(item[1]), reverse=True)[
-        :_OPERANDS_DRAWN
-    ]:
+    ordered = sorted(found.items(), key=lambda item: worth(item[1]), reverse=True)
+    for (layer, operand), series in ordered[:_OPERANDS_DRAWN]:
         for name, family in (("flushed", FP8_FLUSHED), ("amax", FP8_AMAX), ("scale", FP8_SCALE)):
             run.series[f"{family}/{layer} {operand}"] = series[name]

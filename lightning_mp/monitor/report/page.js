@@ -77,10 +77,12 @@
     // The ticks that came along are for the kind of axis that came along.
     const given = kinds.has(chart.key) ? { ...chart.layout.yaxis, type: kind(chart), dtick: null } : chart.layout.yaxis;
     return {
-      ...chart.layout,
+      yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
+      // The page has legends of its own: they wrap on a phone without taking the chart's room.
+      showlegend: false, hovermode: "x unified", margin: { l: 8, r: 14, t: 18, b: 42 },
       paper_bgcolor: colour("card"), plot_bgcolor: colour("card"),
       font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("text") },
-      xaxis: { ...axis(chart.layout.xaxis, colour), range: steps(), autorange: false, showgrid: false, showline: true },
+      xaxis: { ...axis({ title: { text: "step", standoff: 6 }, tickformat: ",d" }, colour), range: steps(), autorange: false, showgrid: false, showline: true },
       yaxis: { ...axis(given, colour, chart.switchable && kind(chart) === "log" ? ", log scale" : ""), ...(range ? { range, autorange: false } : { autorange: true }), zeroline: false },
       hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text"), size: 12 } },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("quiet"), activecolor: colour("text") },

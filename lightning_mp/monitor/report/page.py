@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, counted
+from lightning_mp.errors import Faults, MissingExtraError, PlanError, counted
 from lightning_mp.monitor.report.charts import dash, draw, lay_out
 from lightning_mp.monitor.report.load import Run, is_run, load
 from lightning_mp.monitor.report.summary import figures, moment, plain, state
@@ -48,8 +48,7 @@ def write_report(
     folders = find_runs(run_dirs)
     target = Path(output) if output is not None else Path(os.path.commonpath([*folders])) / REPORT
     if target.is_dir():
-        fault = Fault(f"output={str(target)!r}, a folder", "the name of a file", f"write {str(target / REPORT)!r}")
-        raise PlanError([fault], "report")
+        raise PlanError.of(f"output={str(target)!r} is a folder", f"write {str(target / REPORT)!r}", "report")
     put(target, document(_HERE / "report.html.j2", **_content(load_runs(folders), title, not_run or {})))
     return target
 
@@ -79,14 +78,11 @@ def find_runs(run_dirs: RunDirs) -> list[Path]:
     given = [run_dirs] if isinstance(run_dirs, (str, os.PathLike)) else run_dirs
     with Faults("report") as faults:
         if not given:
-            faults.add("no folder", "the folder of a run, or several", "name one")
+            faults.add("no folder was named", "name that of a run, or several")
         for folder in (Path(item) for item in given if not is_run(Path(item))):
             below = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
-            fix = "name the run_dir of a monitor (by default TrainingHealth writes to the logger's folder)"
-            if below:
-                fix = f"name the runs in it: {' '.join(map(str, below))}"
-            lack = "holds no run" if folder.exists() else "does not exist"
-            faults.add(f"{str(folder)!r}, which {lack}", "the folder of a run, with its metrics.jsonl", fix)
+            fix = f"name the runs in it: {' '.join(map(str, below))}" if below else "name one that has a metrics.jsonl"
+            faults.add(f"{str(folder)!r} {'holds no run' if folder.exists() else 'does not exist'}", fix)
     return list(dict.fromkeys(Path(item).resolve() for item in given))
 
 
