@@ -227,3 +227,9 @@ def in_bytes(size: float) -> str:
 def one_line(error: BaseException) -> str:
     """An exception's text without its line breaks."""
     return " ".join(str(error).split())
+
+
+def pinning(patterns: Iterable[str], *, under_plan: bool, dtype: str = "fp32") -> str:
+    """How modules are stored and run in ``dtype``: as a plan's field, or as a callback beside Lightning's plugins."""
+    pins = "{" + ", ".join(f"{pattern!r}: {dtype!r}" for pattern in patterns) + "}"
+    return f"pins={pins}, before any other pin" if under_plan else f"DtypePinning({pins})"

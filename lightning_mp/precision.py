@@ -53,7 +53,7 @@ from lightning_mp.policy import (
 from lightning_mp.policy.pieces import call
 
 if TYPE_CHECKING:
-    from lightning_mp.monitor.nonfinite.plan_guard import PlanRun
+    from lightning_mp.monitor.nonfinite.bad_steps import PlanRun
 
 _NOTHING = nullcontext()
 
@@ -255,7 +255,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         run = None
         if fitting and trainer is not None:
             # here: much to load for a plan that runs no fit
-            from lightning_mp.monitor.nonfinite.plan_guard import PlanRun
+            from lightning_mp.monitor.nonfinite.bad_steps import PlanRun
 
             run = PlanRun(self, trainer, faults)
         layout = None if strategy is None else for_strategy.check(strategy, engine, module, faults)

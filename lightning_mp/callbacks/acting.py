@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, check_copy, rank_zero_info
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import checkpointing
 from lightning_mp.modules import pins as pinning
 from lightning_mp.modules.class_swap import call_with_original_classes
@@ -42,16 +40,11 @@ class ActingCallback(Callback):
         """
         name = type(self).__name__
         check_copy(trainer, name)
-        faults = Faults(name)
         if isinstance(trainer.precision_plugin, MixedPrecisionPlan):
-            faults.add(
-                f"{name} beside {trainer.precision_plugin!r}",
-                f"{name} with Lightning's own precision plugins",
-                f"remove {name} and set MixedPrecisionPlan({self.plan_field}=...)",
-            )
-            faults.raise_if_any()
+            fix = f"remove {name} and set MixedPrecisionPlan({self.plan_field}=...)"
+            raise PlanError.of(f"{name} beside {trainer.precision_plugin!r}", fix, name)
         self._restore()
-        undo = self.apply(trainer, pl_module, faults)
+        undo = self.apply(trainer, pl_module, Faults(name))
         if undo is not None:
             restore = call_with_original_classes(pl_module, "configure_optimizers")
             self._undo = lambda: (undo(), restore())
@@ -122,11 +115,8 @@ class DtypePinning(ActingCallback):
         pin_map = pinning.resolve(pl_module, self.pins, faults)
         precision = str(trainer.precision)
         if precision == "16-mixed" and any(member.pin.dtype == "fp16" for member in pin_map.members):
-            faults.add(
-                "a pin to fp16 under stock '16-mixed'",
-                "pins to fp32 or bf16: torch's GradScaler unscales no fp16 gradients",
-                "pin to 'bf16', or use MixedPrecisionPlan('16-mixed', pins=...), whose scaler does",
-            )
+            fix = "pin to 'bf16', or use MixedPrecisionPlan('16-mixed', pins=...), whose scaler does"
+            faults.add("a pin to fp16 under stock '16-mixed', whose GradScaler unscales no fp16 gradients", fix)
         faults.raise_if_any()
         tensors = [
             (tensor, tensor.dtype)
@@ -135,15 +125,14 @@ class DtypePinning(ActingCallback):
         ]
         compute = TORCH_DTYPES.get(DTYPES_OF.get(precision, DTYPES_OF["32-true"])[1], torch.float32)
         device_type = trainer.strategy.root_device.type
-        mixed = precision.endswith("-mixed")
-        pinning.apply(pin_map, mixed=mixed, compute_dtype=compute, device_type=device_type)
+        pinning.apply(pin_map, mixed=precision.endswith("-mixed"), compute_dtype=compute, device_type=device_type)
 
-        def restore(modules: list[nn.Module]) -> None:
-            pinning.remove(modules)
+        def restore() -> None:
+            pinning.remove([member.module for member in pin_map.members])
             for tensor, dtype in tensors:
                 tensor.data = tensor.data.to(dtype)
 
-        return partial(restore, [member.module for member in pin_map.members])
+        return restore
 
 
 class ActivationCheckpointing(ActingCallback):

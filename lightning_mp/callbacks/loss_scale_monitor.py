@@ -14,7 +14,7 @@ from lightning_mp.engines.skip_aware import Override
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.callback_utils import StepTracker, log
-from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, scale_source
+from lightning_mp.monitor.health.scale_sources import SkipCount, scale_source
 from lightning_mp.monitor.health.to_host import Read, ToHost
 from lightning_mp.monitor.run_log import IN_MEMORY, is_fresh
 
@@ -41,7 +41,9 @@ class LossScaleMonitor(Callback):
         self.every_n_steps = every_n_steps
         self._rows: deque[dict[str, float]] = deque(maxlen=IN_MEMORY)
         self._said_none = False
-        self._bar: _OnBar | None = None
+        #: scale and skips on the progress bar, short: ``scale=2^16, skipped=3``; the loggers keep the long names
+        self._bar: Override | None = None
+        self._on_bar: dict[str, str] = {}
         self._reset()
 
     @property
@@ -51,13 +53,12 @@ class LossScaleMonitor(Callback):
 
     def _reset(self) -> None:
         self._steps = StepTracker()
-        self._source: ScaleSource | None = None
         self._skips: SkipCount | None = None
         self._until_reading = 0
         self._to_host = ToHost(torch.device("cpu"))
         if self._bar is not None:
             self._bar.remove()
-        self._bar = None
+        self._bar, self._on_bar = None, {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the loss scale of the run."""
@@ -67,11 +68,11 @@ class LossScaleMonitor(Callback):
             self._rows.clear()
         source = scale_source(trainer)
         if source is not None and source.scale() is not None:
-            self._source = source
             self._skips = SkipCount(source)
             self._to_host = ToHost(trainer.strategy.root_device, trainer.world_size)
             bar: Any = trainer.progress_bar_callback
-            self._bar = _OnBar(bar) if getattr(bar, "is_enabled", bar is not None) else None
+            if getattr(bar, "is_enabled", bar is not None):
+                self._bar = Override(bar, "get_metrics", lambda original, *args: {**original(*args), **self._on_bar})
         elif not self._said_none:
             self._said_none = True
             rank_zero_info(f"LossScaleMonitor: precision {trainer.precision} has no loss scale, nothing is logged")
@@ -93,23 +94,13 @@ class LossScaleMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Read and log, every n-th step."""
-        if self._source is None or self._skips is None or not self._steps.batch_ends():
+        if self._skips is None or not self._steps.batch_ends():
             return
         self._skips.after_batch()
         if self._until_reading == 0:
             self._until_reading = self.every_n_steps
-            scale = self._source.scale()
-            assert scale is not None, "the scale was there when training began"
-            values = {
-                metric_names.LOSS_SCALE: scale.scale,
-                metric_names.GROWTH_TRACKER: scale.growth_tracker,
-                metric_names.HYSTERESIS: scale.hysteresis,
-                metric_names.SKIPPED_STEPS: self._skips.total,
-                metric_names.SKIPPED_IN_A_ROW: self._skips.in_a_row,
-                metric_names.SKIP_RATE: self._skips.since,
-            }
             at = self._steps.step, logged_step(trainer), self._skips.attempts
-            self._to_host.send(values, then=lambda read, _: self._log(trainer, read, *at))
+            self._to_host.send(self._skips.values(), then=lambda read: self._log(trainer, read, *at))
         self._until_reading -= 1
         self._to_host.deliver()
 
@@ -118,8 +109,10 @@ class LossScaleMonitor(Callback):
         values[metric_names.SKIP_RATE] /= attempts
         self._rows.append({metric_names.STEP: step, **values})
         log(trainer, values, logged_at)
-        if self._bar is not None:
-            self._bar.show(scale=values[metric_names.LOSS_SCALE], skipped=values[metric_names.SKIPPED_STEPS])
+        scale = values[metric_names.LOSS_SCALE]
+        exponent = math.log2(scale) if scale > 0 else math.nan
+        text = f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
+        self._on_bar = {"scale": text, "skipped": f"{values[metric_names.SKIPPED_STEPS]:.0f}"}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last steps."""
@@ -137,21 +130,4 @@ class LossScaleMonitor(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy (a spawned process, a sweep) belongs to no run.
-        return {**self.__dict__, "_source": None, "_skips": None, "_bar": None, "_to_host": ToHost(torch.device("cpu"))}
-
-
-class _OnBar(Override):
-    """Scale and skips on the progress bar, short: ``scale=2^16, skipped=3``; the loggers keep the long names."""
-
-    def __init__(self, bar: Any) -> None:
-        super().__init__(bar, "get_metrics")
-        self._texts = dict[str, str]()
-
-    def show(self, *, scale: float, skipped: float) -> None:
-        """What the bar says from its next refresh on."""
-        exponent = math.log2(scale) if scale > 0 else math.nan
-        text = f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
-        self._texts = {"scale": text, "skipped": f"{skipped:.0f}"}
-
-    def __call__(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        return {**self.original(trainer, pl_module), **self._texts}
+        return {**self.__dict__, "_skips": None, "_bar": None, "_to_host": ToHost(torch.device("cpu"))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,17 +13,15 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks.acting import ActingCallback
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer, TrainerFn, begins_window
-from lightning_mp.compat.torch import waits_for_unscale
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import max_over_ranks_
 from lightning_mp.engines.diagnosis import Verdict
 from lightning_mp.engines.skip_aware import Override, SkipAwareHooks
 from lightning_mp.errors import Faults
-from lightning_mp.monitor.actions import ReduceLR
+from lightning_mp.monitor.actions import ReduceLR, suppress
 from lightning_mp.monitor.callback_utils import StepTracker
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.nonfinite.bad_steps import BadSteps, check_rewind
-from lightning_mp.monitor.nonfinite.events import is_ordinary
 from lightning_mp.monitor.run_log import RunDir, WritesRun, is_fresh
 from lightning_mp.numerics import grads, nonfinite
 from lightning_mp.numerics.nonfinite import Origin
@@ -84,11 +83,8 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         if trainer.state.fn != TrainerFn.FITTING:
             return None
         if isinstance(trainer.strategy, DeepSpeedStrategy):
-            faults.add(
-                "NonFiniteGuard cannot skip a step of DeepSpeed's, which alone has the gradients",
-                "",
-                "use MixedPrecisionPlan(nonfinite='skip') with strategy='mp_deepspeed_zero1', 2 or 3",
-            )
+            fix = "use MixedPrecisionPlan(nonfinite='skip') with strategy='mp_deepspeed_zero1', 2 or 3"
+            faults.add("NonFiniteGuard cannot skip a step of DeepSpeed's, which alone has the gradients", fix)
         if self.on_trip == "rewind":
             check_rewind(trainer, "on_trip='rewind'", "on_trip='skip'", faults)
         faults.raise_if_any()
@@ -102,12 +98,8 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         """
         with Faults(_NAME) as faults:
             for optimizer in filter(optimizer_facts.calls_closure_again, trainer.optimizers):
-                faults.add(
-                    f"{type(optimizer).__name__} moves weights between two evaluations of its closure, so that its "
-                    "step cannot be skipped",
-                    "",
-                    "use AdamW or SGD",
-                )
+                what = f"{type(optimizer).__name__} moves weights between two evaluations of its closure"
+                faults.add(f"{what}, so that its step cannot be skipped", "use AdamW or SGD")
         if is_fresh(trainer):
             self.events, self.step_skipped = [], False
             self.skipped_steps = self.applied_steps = self._in_a_row = 0
@@ -124,7 +116,8 @@ class NonFiniteGuard(ActingCallback, WritesRun):
     def _end(self, error: BaseException | None = None) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.end(error)
+            run.overrides.close()
+            run.bad_steps.close(error)
         self._reduce.release()
 
     # ------------------------------------------------------------------ the step
@@ -132,7 +125,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep a reference to the batch until its step is over."""
         assert self._run is not None
-        self._run.begin(trainer, batch, batch_idx)
+        self._run.begin(batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Note the loss."""
@@ -152,30 +145,31 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         assert run is not None
         self._reduce.after_batch(trainer)
         if run.dropped:
-            self._explain(run, trainer, pl_module)
+            self._explain(run, trainer)
         elif run.tried:
             self._in_a_row = 0
-        run.finish_batch()
+        if run.steps.batch_ends():
+            run.losses.clear()
+            run.bad_steps.replayer.forget()
 
-    def _explain(self, run: _Run, trainer: Trainer, pl_module: LightningModule) -> None:
-        ordinary = is_ordinary(run.scale, run.bad_loss, (run.scale or 0.0) <= _FLOOR)
-        self._in_a_row += not ordinary
+    def _explain(self, run: _Run, trainer: Trainer) -> None:
+        #: an overflow is the scaler's search for the right scale
+        searching = not run.bad_loss and (run.scale or 0.0) > _FLOOR
+        self._in_a_row += not searching
         allowed = 0 if self.on_trip == "raise" else self.max_consecutive
         kind = "loss" if run.bad_loss else "gradient"
         verdict = Verdict(f"{self._in_a_row} in a row with a non-finite {kind}, {allowed} allowed")
         run.bad_steps.explain(
-            pl_module,
-            step=run.steps.step,
             action=self.on_trip,
             in_a_row=self._in_a_row,
             allowed=allowed,
             scale=run.scale,
-            searching=ordinary,
-            verdict=verdict if self._in_a_row > allowed and not ordinary else None,
+            searching=searching,
+            verdict=verdict if self._in_a_row > allowed and not searching else None,
             bad_loss=run.bad_loss,
             at_hand=None if run.bad_loss else run.at_hand,
         )
-        if self.on_trip == "reduce_lr" and not ordinary:
+        if self.on_trip == "reduce_lr" and not searching:
             self._reduce.start(trainer)
 
     # ------------------------------------------------------------------ checkpoints
@@ -202,14 +196,16 @@ class _Run:
 
     def __init__(self, trainer: Trainer, module: LightningModule, bad_steps: BadSteps, guard: NonFiniteGuard) -> None:
         self.trainer, self.bad_steps, self.guard = trainer, bad_steps, guard
-        self.steps, self.hooks = StepTracker(), SkipAwareHooks()
+        self.steps, self.overrides = StepTracker(), ExitStack()
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.scaler: Any = scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
         #: of the open accumulation window
         self.losses: list[Tensor] = []
         self._one = torch.ones((), dtype=torch.float32, device=trainer.strategy.root_device)
-        self._last_hook = _LastHook(module, self.check)
-        self.hooks.install(trainer, module, lambda: self.dropped > 0)
+        self.overrides.callback(Override(module, "on_before_optimizer_step", self._last_hook).remove)
+        hooks = SkipAwareHooks()
+        self.overrides.callback(hooks.remove)
+        hooks.install(trainer, module, lambda: self.dropped > 0)
         self._start_batch()
 
     def _start_batch(self) -> None:
@@ -220,16 +216,19 @@ class _Run:
         #: what the gradients say, before they are dropped
         self.at_hand: Origin | None = None
 
-    def begin(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+    def begin(self, batch: Any, batch_idx: int) -> None:
         """A batch begins."""
         self._start_batch()
-        if not trainer.lightning_module.automatic_optimization or begins_window(trainer, batch_idx):
+        if not self.trainer.lightning_module.automatic_optimization or begins_window(self.trainer, batch_idx):
             self.losses.clear()
-        self.steps.batch_starts(trainer)
         self.bad_steps.remember(batch, batch_idx)
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Check loss and gradients on all ranks once every other hook has seen them; drop the step if one is bad."""
+    def _last_hook(self, original: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+        """Check loss and gradients on all ranks, and drop the step if one is bad.
+
+        It comes after ``on_before_optimizer_step`` of callbacks and module, which may change gradients.
+        """
+        original(optimizer)
         if not self.steps.begins(self.trainer):
             return
         flags = torch.zeros(2, dtype=torch.float32, device=self._one.device)
@@ -245,37 +244,8 @@ class _Run:
             self.bad_loss |= bad_loss
             self.scale = None if self.scaler is None else float(self.scaler.get_scale())
             self.at_hand = self.at_hand or nonfinite.from_gradients(self.trainer.lightning_module)
-            if self.scaler is not None and waits_for_unscale(self.scaler, optimizer):
-                self.scaler.unscale_(optimizer)  # a fused optimizer leaves that to its step, which would find none
-            grads.drop(optimizer)
+            suppress(optimizer, self.scaler)
         self.dropped += guard.step_skipped
         self.tried += not guard.step_skipped
         guard.skipped_steps += guard.step_skipped
         guard.applied_steps += not guard.step_skipped
-
-    def finish_batch(self) -> None:
-        """The batch is over, and its accumulation window if a step was made."""
-        self.steps.batch_ends()
-        if self.tried or self.dropped:
-            self.losses.clear()
-            self.bad_steps.replayer.forget()
-
-    def end(self, error: BaseException | None) -> None:
-        """Undo everything."""
-        self._last_hook.remove()
-        self.hooks.remove()
-        self.losses.clear()
-        self.bad_steps.close(error)
-
-
-class _LastHook(Override):
-    """Calls ``check`` after ``on_before_optimizer_step`` of callbacks and module, which may change gradients."""
-
-    def __init__(self, module: LightningModule, check: Callable[[Optimizer], None]) -> None:
-        super().__init__(module, "on_before_optimizer_step")
-        self._check = check
-
-    def __call__(self, optimizer: Optimizer) -> None:
-        self.original(optimizer)
-        if self.active:
-            self._check(optimizer)

@@ -45,16 +45,10 @@ class PrecisionAudit(WritesRun):
         PlanError: an invalid argument; while training under ``on_mismatch="raise"``, every difference.
     """
 
-    def __init__(
-        self,
-        steps: int = 1,
-        on_mismatch: Literal["warn", "raise"] = "warn",
-        run_dir: RunDir = None,
-    ) -> None:
+    def __init__(self, steps: int = 1, on_mismatch: Literal["warn", "raise"] = "warn", run_dir: RunDir = None) -> None:
         with Faults("PrecisionAudit") as faults:
             faults.whole("steps", steps, 1, "use steps=1 to audit the first step")
-            if on_mismatch not in ("warn", "raise"):
-                faults.add(f"on_mismatch={on_mismatch!r}", "'warn', 'raise'", "leave it out for 'warn'")
+            faults.one_of("on_mismatch", on_mismatch, ("warn", "raise"), "leave it out for 'warn'")
         self.steps, self.on_mismatch, self.run_dir = steps, on_mismatch, run_dir
         self.report: AuditReport | None = None
         #: what was seen, for ``lightning_mp.audit(trainer)``
@@ -158,7 +152,9 @@ class PrecisionAudit(WritesRun):
         where = f"{steps}, {trainer.strategy.root_device.type}, {type(trainer.strategy).__name__}"
         ranks = [watch.seen] if failed else from_all_ranks(watch.seen)  # the others may not have failed
         self.report = build(declaration, ranks, where=where)
-        self._write(self.report)
+        if self._folder is not None:
+            self._folder.write(AUDIT, self.report.to_dict())
+            self._folder.text(AUDIT_TABLE, self.report.to_markdown())
         if not failed:
             width = max(_LEAST_WIDTH, get_terminal_size((_WIDTH, 0)).columns)
             rank_zero_info(f"PrecisionAudit: {self.report.to_text(width)}")
@@ -166,11 +162,6 @@ class PrecisionAudit(WritesRun):
             self.report.raise_if_different()
         elif not self.report.ok:
             rank_zero_warn(f"PrecisionAudit: {self.report.summary}\n{self.report.explanation()}")
-
-    def _write(self, report: AuditReport) -> None:
-        if self._folder is not None:
-            self._folder.write(AUDIT, report.to_dict())
-            self._folder.text(AUDIT_TABLE, report.to_markdown())
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run.

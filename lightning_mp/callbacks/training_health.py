@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -23,6 +23,7 @@ from lightning_mp.compat.lightning import (
     logged_step,
 )
 from lightning_mp.engines import optimizer_facts
+from lightning_mp.engines.diagnosis import Diagnosis
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
@@ -34,13 +35,12 @@ from lightning_mp.monitor.callback_utils import StepTracker, callbacks_of, log
 from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.health.measurement import Measured, StepMeasurement, Values, unscales_in_step
-from lightning_mp.monitor.health.scale_sources import ScaleSource, SkipCount, scale_source
+from lightning_mp.monitor.health.measurement import StepMeasurement, Values
+from lightning_mp.monitor.health.scale_sources import Number, SkipCount, StockSource, scale_source
 from lightning_mp.monitor.health.throughput import FLOPS, SECONDS, Count, Throughput
-from lightning_mp.monitor.health.to_host import LAG, Tables, ToHost
-from lightning_mp.monitor.nonfinite.events import NonFiniteClassifier, bad_step, has_bad_loss, overflow
-from lightning_mp.monitor.nonfinite.plan_guard import PlanRun
-from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
+from lightning_mp.monitor.health.to_host import LAG, Read, ToHost
+from lightning_mp.monitor.nonfinite.bad_steps import NonFiniteClassifier, PlanRun, bad_step, has_bad_loss
+from lightning_mp.monitor.nonfinite.replay import Replayer
 from lightning_mp.monitor.run_log import RunDir, RunLog, WritesRun, is_fresh
 from lightning_mp.numerics.device import describe
 
@@ -49,7 +49,7 @@ _NAME = "TrainingHealth"
 _VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss")
 #: what LossScaleMonitor logs too
 _SCALES = (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW)
-_SKIPPED = "skipped"
+_SKIPPED, _FP8 = "skipped", "fp8"
 #: what a written reading holds, in this order
 _ROW = (
     metric_names.LOSS,
@@ -181,14 +181,14 @@ class TrainingHealth(WritesRun):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not time the start of the data loader."""
-        self._here.throughput.epoch_starts()
+        self._here.throughput.pauses()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not time validation, and write the loss that it logged."""
         if self._run is None:
             return
         self._run.to_host.deliver(wait=True)
-        self._run.throughput.resumes()
+        self._run.throughput.pauses()
         logged = trainer.callback_metrics
         loss = next((logged[name] for name in _VAL_LOSSES if name in logged), None)
         if loss is not None and not trainer.sanity_checking:
@@ -221,36 +221,31 @@ class TrainingHealth(WritesRun):
         run = self._here
         if not run.steps.begins(trainer):
             return
-        if run.count is not None:
-            run.count.before_step()
+        run.count.before_step()
         if run.step.measures:
-            run.measured.before_step(optimizer, run.source, self._reduce.still_to_come)
+            run.measured.before_step(optimizer, run.source, self._reduce.factor)
             if run.looks_before and run.step.early is None:
                 self._look_before(run, run.step, trainer, optimizer)
 
     def _look_before(self, run: _Run, step: _Step, trainer: Trainer, optimizer: Optimizer) -> None:
         """Read what is known before the step, and leave the step out where the user wants that."""
-        step.early = run.to_host.read({**run.measured.take(), **run.scale_values()})
+        step.early = run.to_host.read({**run.measured.take(), **run.count.values()})
         reading = step.reading(run.measured.derived(step.early), run.floor)
         found = self._alerts.judge(reading, only=self._skips)
         if run.automatic:
             step.early_events = self._nonfinite(trainer, step, reading, changed=False)
         bad = [event for event in step.early_events if event.is_alert and event.kind in self._skips]
         spikes = "grad_norm_spike" in self._skips and self._alerts.holds("grad_norm_spike")
-        if found or bad or spikes or (run.applies_bad_steps and self._skips_for(reading)):
+        # every non-finite one of a streak is left out, of which the first has an event
+        streak = {"nonfinite_loss": reading.loss, "nonfinite_grad": reading.grad_norm}
+        again = any(kind in self._skips and not math.isfinite(value or 0.0) for kind, value in streak.items())
+        if found or bad or spikes or (run.applies_bad_steps and again):
             step.suppressed = True
+            run.suppressed += 1
             applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
             step.early_events = [applied_nothing(event) if event.is_alert else event for event in step.early_events]
-            acts.suppress(optimizer, scaled=unscales_in_step(optimizer, run.source))
-            if run.hooks is None:
-                run.hooks = SkipAwareHooks()
-                run.hooks.install(trainer, trainer.lightning_module, lambda: run.step.suppressed)
+            acts.suppress(optimizer, run.source.scaler if isinstance(run.source, StockSource) else None)
         step.early_events += found
-
-    def _skips_for(self, reading: Reading) -> bool:
-        """Whether a non-finite step is to be left out: every one of a streak, of which the first has an event."""
-        bad = {"nonfinite_loss": reading.loss, "nonfinite_grad": reading.grad_norm}
-        return any(kind in self._skips and not math.isfinite(value or 0.0) for kind, value in bad.items())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -268,24 +263,23 @@ class TrainingHealth(WritesRun):
     def _send(self, run: _Run, step: _Step, trainer: Trainer) -> None:
         run.measured.after_step()
         fp8 = run.measured.fp8
-        tables = [] if fp8 is None else [fp8.watch.end()]
-        values = {**run.measured.take(run.throughput.take()), metric_names.LR: run.measured.lr, **run.scale_values()}
+        values = {**run.measured.take(run.throughput.take()), **run.count.values(), metric_names.LR: run.measured.lr}
+        values |= {_SKIPPED: run.count.skipped_last, _FP8: None if fp8 is None else fp8.watch.end()}
         step.logged_step = logged_step(trainer)
-        run.to_host.send(values, *tables, then=partial(self._arrived, trainer, step, run.floor))
+        run.to_host.send(values, partial(self._arrived, trainer, step))
 
-    def _arrived(self, trainer: Trainer, step: _Step, floor: float, late: Values, tables: Tables) -> None:
+    def _arrived(self, trainer: Trainer, step: _Step, late: Read) -> None:
         """The numbers of a step are on the host."""
-        run = self._here
+        run, table = self._here, late.pop(_FP8)
         values = run.measured.derived({**(step.early or {}), **late})
         operands: dict[tuple[str, str], Operand] = {}
-        if tables and run.measured.fp8 is not None:
-            found = run.measured.fp8.watch.operands(tables[0])
+        if table is not None and run.measured.fp8 is not None:
+            found = run.measured.fp8.watch.operands(table)
             operands = {place: Operand(*numbers) for place, numbers in found.items()}
             values[metric_names.FP8_FLUSHED] = max((one.flushed for one in operands.values()), default=None)
-        step.count_suppressed(values)
         flops, peak = values[FLOPS], run.throughput.peak
         values[metric_names.MFU] = flops / peak.flops_per_s if flops and peak is not None else None
-        reading = replace(step.reading(values, floor), fp8=operands)
+        reading = replace(step.reading(values, run.floor), fp8=operands)
         row = {name: values.get(name) for name in _ROW}
         self._log.row(step.number, row)
         left_out = _SCALES if run.scale_logged and row[metric_names.LOSS_SCALE] is not None else ()
@@ -305,26 +299,19 @@ class TrainingHealth(WritesRun):
     def _nonfinite(self, trainer: Trainer, step: _Step, reading: Reading, *, changed: bool) -> list[Event]:
         """The event of a non-finite step; a NonFiniteGuard writes its own."""
         run = self._here
-        if run.guard is not None:
-            return []
-        alert = run.classifier.judge(reading, changed=changed)
+        alert = None if run.guard is not None else run.classifier.judge(reading, changed=changed)
         if alert is None:
             return []
         locates = alert and not run.failed
-        diagnosis = step.replayer.locate(trainer, trainer.lightning_module) if locates else Diagnosis()
-        scale = reading.loss_scale
-        if not alert:
-            assert scale is not None, "only a loss scale makes an overflow ordinary"
-            return [overflow(diagnosis, step=reading.step, scale=scale)]
-        if diagnosis.batch_idx is None:
-            diagnosis = replace(diagnosis, batch_idx=step.batch_idx)
+        found = step.replayer.locate(trainer, trainer.lightning_module) if locates else Diagnosis()
         event = bad_step(
-            diagnosis,
+            found if found.batch_idx is not None else replace(found, batch_idx=step.batch_idx),
             step=reading.step,
             bad_loss=has_bad_loss(reading),
+            ordinary=not alert,
             severity="warning" if reading.skipped else "error",
             action="log",
-            evidence={"loss_scale": scale, "bad_steps_in_a_row": run.classifier.in_a_row},
+            evidence={"loss_scale": reading.loss_scale, "bad_steps_in_a_row": run.classifier.in_a_row},
             under_plan=self._alerts.under_plan,
         )
         return [event]
@@ -378,7 +365,9 @@ class TrainingHealth(WritesRun):
         self._reduce.release()
         run, self._run = self._run, None
         if run is not None:
-            run.close()
+            run.hooks.remove()
+            run.throughput.stop_counting()
+            run.step.replayer.forget()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write what was measured before the checkpoint, and note the folder."""
@@ -407,16 +396,8 @@ class _Step:
     early: Values | None = None
     early_events: list[Event] = field(default_factory=list[Event])
     replayer: Replayer = field(default_factory=Replayer)
-    #: whether it was left out for an alert; how many of the run were by then, in all and in a row
+    #: whether it was left out for an alert
     suppressed: bool = False
-    suppressed_in_all: int = 0
-    suppressed_in_a_row: int = 0
-
-    def count_suppressed(self, values: Values) -> None:
-        """Add the steps that were left out for an alert to those that a scaler or plan skipped."""
-        values[metric_names.SKIPPED_STEPS] = (values[metric_names.SKIPPED_STEPS] or 0.0) + self.suppressed_in_all
-        row = values[metric_names.SKIPPED_IN_A_ROW] or 0.0
-        values[metric_names.SKIPPED_IN_A_ROW] = max(row, float(self.suppressed_in_a_row))
 
     def reading(self, values: Values, floor: float) -> Reading:
         """The numbers as the alerts want them; ``floor`` is the lowest loss scale."""
@@ -428,7 +409,7 @@ class _Step:
             update_ratio=values.get(metric_names.UPDATE_RATIO),
             lost_updates=values.get(metric_names.LOST_UPDATES),
             loss_scale=scale,
-            skipped=bool(values[_SKIPPED]) or self.suppressed,
+            skipped=bool(values.get(_SKIPPED)),
             skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),
             scale_at_floor=scale is not None and scale <= floor,
             lr=values.get(metric_names.LR),
@@ -446,64 +427,51 @@ class _Run:
         self.measured = StepMeasurement(trainer, module)
         device, beside = trainer.strategy.root_device, callbacks_of(trainer)
         self.throughput = Throughput(health.tokens, health.samples, health.peak_flops)
-        self.guard = next(filter(_writes_bad_steps, beside), None)
+        writers = (one for one in beside if isinstance(one, NonFiniteGuard | PlanRun))
+        #: what writes the events of bad steps itself
+        self.guard = next((one for one in writers if isinstance(one, NonFiniteGuard) or one.rule.save_batch), None)
         #: whether a LossScaleMonitor hands the scale and the skips to the loggers already
         self.scale_logged = any(isinstance(callback, LossScaleMonitor) for callback in beside)
         # of several micro-batches, a step is long over when the next one is; and fewer windows wait in memory
         window = trainer.accumulate_grad_batches if module.automatic_optimization else 1
         self.to_host = ToHost(device, trainer.world_size, lag=max(1, LAG // window))
         source = self.source = scale_source(trainer)
-        counted = source if (guard := self.guard) is None else lambda: guard.skipped_steps
-        self.count = None if counted is None else SkipCount(counted)
-        skips = "skip" in health.actions.values()
+        scale = None if source is None else source.scale()
+        #: the lowest loss scale
+        self.floor = 0.0 if scale is None else scale.floor
+        #: how many steps were left out for an alert
+        self.suppressed = 0
+        self.count = SkipCount(source, self._skipped)
+        self.hooks, skips = SkipAwareHooks(), "skip" in health.actions.values()
         if skips:
             _check_skips(trainer, module)
+            self.hooks.install(trainer, module, lambda: self.step.suppressed)
         self.automatic = module.automatic_optimization
         #: whether nothing else keeps a non-finite step from being applied
-        self.applies_bad_steps = not (self.guard or _skips_bad_steps(trainer, source))
+        plugin, skipped_for = trainer.precision_plugin, source is not None
+        if isinstance(plugin, PlanBase):
+            skipped_for = plugin.scaler is not None or plugin.policy.nonfinite.action != "ignore"
+        self.applies_bad_steps = not (self.guard or skipped_for)
         #: whether numbers are read before the optimizer's step: to leave it out, or to find out what went wrong while
         #: weights are as they were, which is not done on CUDA, where the look would wait for the device
         self.looks_before = skips or (self.automatic and self.applies_bad_steps and device.type != "cuda")
-        self.hooks: SkipAwareHooks | None = None
         self.steps, self.classifier = StepTracker(), NonFiniteClassifier()
         self.step = self.last = _Step(measures=True, ended=True)
         self.until_reading = 0
         self.failed = False
 
-    @property
-    def floor(self) -> float:
-        """The lowest loss scale."""
-        scale = None if self.source is None else self.source.scale()
-        return 0.0 if scale is None else scale.floor
-
-    def scale_values(self) -> Measured:
-        """The loss scale and the skips."""
-        scale, count = None if self.source is None else self.source.scale(), self.count
-        return {
-            metric_names.LOSS_SCALE: None if scale is None else scale.scale,
-            metric_names.SKIPPED_STEPS: None if count is None else count.total,
-            metric_names.SKIPPED_IN_A_ROW: None if count is None else count.in_a_row,
-            _SKIPPED: None if count is None else count.skipped_last,
-        }
+    def _skipped(self) -> Number:
+        skipped = 0 if self.source is None else self.source.skipped()
+        return self.suppressed + (skipped if self.guard is None else self.guard.skipped_steps)
 
     def step_ends(self, every_n_steps: int) -> None:
         """An optimizer stepped in the batch that ends."""
         step, before = self.step, self.last
-        if self.count is not None:
-            self.count.after_batch()
+        self.count.after_batch()
         step.ended = True
         step.count = 1 if before.measures else before.count + 1
-        step.suppressed_in_all = before.suppressed_in_all + step.suppressed
-        step.suppressed_in_a_row = (before.suppressed_in_a_row + 1) * step.suppressed
         self.last = step
         self.until_reading = (self.until_reading or every_n_steps) - 1
-
-    def close(self) -> None:
-        """Let schedulers and weight averages move again, count no more FLOPs, and drop the batches."""
-        if self.hooks is not None:
-            self.hooks.remove()
-        self.throughput.stop_counting()
-        self.step.replayer.forget()
 
 
 def _raised(error: NonFiniteError, run: _Run) -> Event:
@@ -524,24 +492,13 @@ def _raised(error: NonFiniteError, run: _Run) -> Event:
 def _check_skips(trainer: Trainer, module: LightningModule) -> None:
     """Raise where a step cannot be left out."""
     again = [type(one).__name__ for one in trainer.optimizers if optimizer_facts.calls_closure_again(one)]
-    for holds, where in (
-        (isinstance(trainer.strategy, DeepSpeedStrategy), "under DeepSpeed, whose gradients are in its own partitions"),
-        (
-            not module.automatic_optimization and len(trainer.optimizers) > 1,
-            f"with {len(trainer.optimizers)} optimizers in manual optimization",
-        ),
-        (again, f"with {', '.join(again)}, which moves weights between two evaluations of its closure"),
-    ):
-        if holds:
-            raise PlanError.of(f"an action 'skip' {where}", "use 'reduce_lr' or 'stop'", _NAME)
-
-
-def _skips_bad_steps(trainer: Trainer, source: ScaleSource | None) -> bool:
-    """Whether the precision plugin or its scaler skips a non-finite step."""
-    plugin = trainer.precision_plugin
-    if isinstance(plugin, PlanBase):
-        return plugin.scaler is not None or plugin.policy.nonfinite.action != "ignore"
-    return source is not None
+    count = 1 if module.automatic_optimization else len(trainer.optimizers)
+    where = f"with {', '.join(again)}, which moves weights between two evaluations of its closure" if again else ""
+    where = f"with {count} optimizers in manual optimization" if count > 1 else where
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        where = "under DeepSpeed, whose gradients are in its own partitions"
+    if where:
+        raise PlanError.of(f"an action 'skip' {where}", "use 'reduce_lr' or 'stop'", _NAME)
 
 
 def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None:
@@ -559,8 +516,3 @@ def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None
         return doctor(module, trainer.precision_plugin, strategy, arguments, optimizer=(), device=device)
     except PlanError:
         return None
-
-
-def _writes_bad_steps(callback: object) -> TypeGuard[NonFiniteGuard | PlanRun]:
-    """Whether it writes the events of bad steps itself."""
-    return isinstance(callback, NonFiniteGuard) or (isinstance(callback, PlanRun) and callback.rule.save_batch)

@@ -347,11 +347,10 @@ class StepEngine(ABC):
         return diagnosis.error(
             self._module,
             replay,
-            what=verdict.what,
+            verdict,
             step=self._global_step(),
             loss=self._loss,
             scale=self.loss_scale,
-            at_min=verdict.at_min,
             distributed=self.distributed,
         )
 

@@ -1,4 +1,4 @@
-"""The error a run stops with: which rank, step, module and parameter the first non-finite value came from."""
+"""Where non-finite values came from: rank, batch, module and parameter, in an event or in the error that ends a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import LightningModule, ParallelStrategy
-from lightning_mp.errors import LossScaleError, NonFiniteError
+from lightning_mp.errors import LossScaleError, NonFiniteError, pinning
 from lightning_mp.modules import fp8
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
-
-Found = tuple[Origin | None, bool]
 
 
 @dataclass(frozen=True)
@@ -33,15 +31,93 @@ BAD_LOSS = Verdict("the loss itself is not finite, which no loss scale can help 
 AT_MIN = Verdict("overflow at the minimum loss scale (at_min='raise')", at_min=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Where a non-finite value came from; the same on every rank.
+
+    ``rank`` is the one whose *own* loss or gradients were bad, before they were summed over ranks; ``origin`` the
+    module and parameter on it; ``bad_loss`` whether its loss was non-finite already; ``batch_idx`` the batch, under
+    gradient accumulation the first bad one of the window. Each is ``None`` where it is not known; ``note`` says why.
+    """
+
+    rank: int | None = None
+    origin: Origin | None = None
+    bad_loss: bool = False
+    batch_idx: int | None = None
+    note: str | None = None
+
+    @property
+    def module(self) -> str | None:
+        """The origin's module."""
+        return None if self.origin is None else self.origin.module
+
+    @property
+    def parameter(self) -> str | None:
+        """The origin's parameter."""
+        return None if self.origin is None else self.origin.parameter
+
+    @property
+    def cause(self) -> str:
+        """What is likely to have happened."""
+        if self.origin is None:
+            return self.note or "the value did not appear again when the batch was run again"
+        return self.origin.cause if self.note is None else f"seen in weights and gradients only ({self.note})"
+
+    def advice(self, bad_loss: bool, *, under_plan: bool) -> str:
+        """What to do about it."""
+        origin = self.origin
+        if origin is None:
+            return "lower the learning rate, or clip gradients"
+        if origin.phase == "loss":
+            return "check the loss function and the targets"
+        if origin.phase == "after backward":
+            return "look at what changes gradients after the backward pass: hooks, and clipping of your own"
+        if origin.input_bad and origin.after is None:
+            return "check the data of the batch"
+        module = origin.module
+        first = "check its weights and lower the learning rate" if bad_loss else "clip gradients"
+        if origin.input_bad:
+            first = "check the data of the batch; if it is finite, an operation overflows"
+            module = module.rpartition(".")[0]
+        if not module:  # the root, which no pin covers
+            return f"{first}: cast to fp32 there" if origin.input_bad else first
+        return f"{first}; under half precision run {module!r} in fp32: {pinning([module], under_plan=under_plan)}"
+
+    def error(
+        self,
+        verdict: Verdict,
+        *,
+        bad_loss: bool,
+        step: int,
+        scale: float | None,
+        budget: str = "nonfinite=NonFinite(max_consecutive=...)",
+    ) -> NonFiniteError:
+        """What ends the run; ``budget`` is how the number of skips that are allowed is written, without a plan."""
+        place = "no module could be named: the batch is gone or did not reproduce it"
+        place = place if self.origin is None else f"first seen in {self.origin}"
+        state = "the loss was non-finite already before it was scaled" if bad_loss else "the loss was finite"
+        scaled = "" if scale is None else f", loss scale {scale:g}"
+        where = "" if self.rank is None else f" on rank {self.rank}"
+        advice = self.advice(bad_loss, under_plan=budget.startswith("nonfinite"))
+        kind = LossScaleError if verdict.at_min else NonFiniteError
+        return kind(
+            f"Non-finite values in step {step}{where}: {verdict.what}; {place}; {state}{scaled}. Allowed: finite "
+            f"losses and gradients, or skips within the budget of {budget}. {advice[0].upper()}{advice[1:]}.",
+            rank=self.rank,
+            step=step,
+            module=self.module,
+            parameter=self.parameter,
+        )
+
+
 def error(
     module: nn.Module,
     replay: Callable[[], Tensor | None] | None,
+    verdict: Verdict,
     *,
-    what: str,
     step: int,
     loss: Tensor | None,
     scale: float | None,
-    at_min: bool,
     distributed: bool,
 ) -> NonFiniteError:
     """Build the error, the same on every rank; it names the rank whose *own* loss or gradients were bad.
@@ -50,79 +126,29 @@ def error(
     optimizer steps attempted so far.
     """
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
-    at_hand = fp8.with_role(
-        module, nonfinite.from_gradients(module)
-    )  # of which nothing is left once the batch is run again
+    # of which nothing is left once the batch is run again
+    at_hand = fp8.with_role(module, nonfinite.from_gradients(module))
     origin = fp8.with_role(module, nonfinite.locate(module, replay)) if replay is not None else None
-    own_loss = bad_loss
-    rank, (origin, bad_loss) = first_bad_rank((origin, own_loss), distributed=distributed)
-    if origin is None:  # on every rank: no batch to run again, or nothing in it was bad by itself
-        if at_hand is not None and replay is not None and not bad_loss:
+    found = first_bad_rank(origin, bad_loss, distributed=distributed)
+    if found.origin is None:  # on every rank: no batch to run again, or nothing in it was bad by itself
+        if at_hand is not None and replay is not None and not found.bad_loss:
             at_hand = replace(at_hand, phase="after backward", role=None)
-        rank, (origin, bad_loss) = first_bad_rank((at_hand, own_loss), distributed=distributed)
-    return named(rank, origin, bad_loss, what=what, step=step, scale=scale, at_min=at_min)
+        found = first_bad_rank(at_hand, bad_loss, distributed=distributed)
+    return found.error(verdict, bad_loss=found.bad_loss, step=step, scale=scale)
 
 
-def named(
-    rank: int | None,
-    origin: Origin | None,
-    bad_loss: bool,
-    *,
-    what: str,
-    step: int,
-    scale: float | None,
-    at_min: bool,
-    budget: str = "nonfinite=NonFinite(max_consecutive=...)",
-) -> NonFiniteError:
-    """The error, of what is known already; ``budget`` is how the number of skips that are allowed is written."""
-    if origin is None:
-        place = "no module could be named: the batch is gone or did not reproduce it"
-    else:
-        place = f"first seen in {origin}"
-    state = "the loss was non-finite already before it was scaled" if bad_loss else "the loss was finite"
-    scaled = "" if scale is None else f", loss scale {scale:g}"
-    where = "" if rank is None else f" on rank {rank}"
-    message = (
-        f"Non-finite values in step {step}{where}: {what}; {place}; {state}{scaled}. "
-        f"Allowed: finite losses and gradients, or skips within the budget of {budget}. "
-        f"{_advice(origin, bad_loss, scale)}."
-    )
-    kind = LossScaleError if at_min else NonFiniteError
-    return kind(
-        message,
-        rank=rank,
-        step=step,
-        module=None if origin is None else origin.module,
-        parameter=None if origin is None else origin.parameter,
-    )
-
-
-def first_bad_rank(mine: Found, *, distributed: bool) -> tuple[int | None, Found]:
+def first_bad_rank(origin: Origin | None, bad_loss: bool, *, distributed: bool) -> Diagnosis:
     """The rank whose *own* loss or gradients were bad and what it found, the same on every rank; every rank calls it.
 
-    ``None`` and ``(None, False)`` where none of several found anything.
+    An empty one where none of several found anything.
     """
     if not distributed:
-        return 0, mine
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+        return Diagnosis(0, origin, bad_loss)
+    everyone = [(origin, bad_loss)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (origin, bad_loss))
     # A non-finite loss is a rank's own fault; a gradient seen without a replay may have come from a sum over ranks.
-    for rank, found in sorted(enumerate(everyone), key=lambda item: not item[1][1]):
-        if found[0] is not None or found[1]:
-            return rank, found
-    return None, (None, False)
-
-
-def _advice(origin: Origin | None, bad_loss: bool, scale: float | None) -> str:
-    if bad_loss:
-        return "Look at that module's input and weights, and at the batch: no loss scale makes a non-finite loss finite"
-    if origin is not None and origin.phase == "after backward":
-        return "Look at what changes gradients after the backward pass: hooks, and clipping of your own"
-    # The root module cannot be pinned, and where none could be named there is nothing to write.
-    named = origin is not None and origin.module
-    lower = f"Pin that module (pins={{{named!r}: 'fp32'}}, before any other pin), lower" if named else "Lower"
-    instead = "clip gradients" if scale is None else "use 'bf16-mixed', without loss_scaling"
-    return f"{lower} the learning rate, or {instead}"
+    bad = [(rank, *found) for rank, found in enumerate(everyone) if any(found)]
+    return Diagnosis(*min(bad, key=lambda one: not one[2])) if bad else Diagnosis()
 
 
 def run_again(optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Tensor | None:

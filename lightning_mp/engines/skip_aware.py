@@ -36,14 +36,19 @@ def _is_overridden(name: str, instance: Any, parent: type) -> bool:
 class Override:
     """A method of one instance, until it is removed; others may be stacked on it. A copy of the instance has its own.
 
-    What is called when it is no longer ``active`` is the original.
+    ``instead`` is called with the original and the arguments; once it is removed, the original is.
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name, self.active = owner, name, True
+    def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        self.owner, self.name, self.active, self._instead = owner, name, True, instead
         #: what the instance had under that name; ``None``: its class's own
         self.before = owner.__dict__.get(name)
         owner.__dict__[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active:
+            return self.original(*args, **kwargs)
+        return self._instead(self.original, *args, **kwargs)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """What would run without it."""
@@ -69,32 +74,6 @@ class Override:
         return getattr, (self.owner, self.name)  # of the copy: by then it has its class's own
 
 
-class _SchedulerStep(Override):
-    """``lr_scheduler_step`` of one LightningModule instance, left out on a skip."""
-
-    def __init__(self, module: LightningModule, skipped: Skipped) -> None:
-        super().__init__(module, "lr_scheduler_step")
-        self._skipped = skipped
-
-    def __call__(self, scheduler: Any, metric: Any) -> None:
-        configs = self.owner.trainer.lr_scheduler_configs
-        interval = next((c.interval for c in configs if c.scheduler is scheduler), None)
-        if not (interval == "step" and self.active and self._skipped()):
-            self.original(scheduler, metric)
-
-
-class _ShouldUpdate(Override):
-    """``should_update`` of a callback that averages weights, false on a skipped step."""
-
-    def __init__(self, callback: Any, skipped: Skipped) -> None:
-        super().__init__(callback, "should_update")
-        self._skipped = skipped
-
-    def __call__(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        wanted = self.original(step_idx=step_idx, epoch_idx=epoch_idx)
-        return wanted and not (step_idx is not None and self.active and self._skipped())
-
-
 class SkipAwareHooks:
     """Keeps schedulers and weight averages from moving on skipped steps of one run.
 
@@ -108,11 +87,21 @@ class SkipAwareHooks:
 
     def install(self, trainer: Trainer, module: LightningModule, skipped: Skipped) -> None:
         """Leave step-interval schedulers and weight averages of the trainer as they are while ``skipped()`` is true."""
+
+        def step(original: Any, scheduler: Any, metric: Any) -> None:
+            interval = next((c.interval for c in trainer.lr_scheduler_configs if c.scheduler is scheduler), None)
+            if interval != "step" or not skipped():
+                original(scheduler, metric)
+
+        def should_update(original: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            wanted = original(step_idx=step_idx, epoch_idx=epoch_idx)
+            return wanted and not (step_idx is not None and skipped())
+
         if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
-            self._overrides.append(_SchedulerStep(module, skipped))
+            self._overrides.append(Override(module, "lr_scheduler_step", step))
         for callback in cast("list[Any]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, WeightAveraging):
-                self._overrides.append(_ShouldUpdate(callback, skipped))
+                self._overrides.append(Override(callback, "should_update", should_update))
 
     def remove(self) -> None:
         """Restore what was overridden."""

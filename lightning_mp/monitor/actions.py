@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args
 
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import Trainer
+from lightning_mp.compat.torch import waits_for_unscale
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.events import KINDS, Kind
 from lightning_mp.numerics import grads
@@ -31,34 +33,31 @@ class ReduceLR:
         self._own: list[tuple[dict[str, Any], Any]] = []
 
     @property
-    def active(self) -> bool:
-        """Whether the next step is made at the lower rate."""
-        return bool(self._handles)
-
-    @property
-    def still_to_come(self) -> float:
+    def factor(self) -> float:
         """What the current learning rate will be multiplied by in the coming step; 1 within it."""
-        return FACTOR if self.active and not self._own else 1.0
+        return FACTOR if self._handles and not self._own else 1.0
 
     def start(self, trainer: Trainer) -> None:
         """Begin with the next optimizer step; a reduction that is active restarts, and never multiplies twice."""
         self.release()
         self._end = trainer.global_step + STEPS
-        for optimizer in map(_torch_optimizer, trainer.optimizers):
+        for outer in trainer.optimizers:
+            optimizer: Any = outer
+            while not isinstance(optimizer, Optimizer):  # DeepSpeed puts its own around it
+                optimizer = optimizer.optimizer
             self._handles.append(optimizer.register_step_pre_hook(self._lower))
             self._handles.append(optimizer.register_step_post_hook(self._restore))
 
     def after_batch(self, trainer: Trainer) -> None:
         """A training batch is over: end the reduction after its last step."""
-        if self.active and trainer.global_step >= self._end:
+        if trainer.global_step >= self._end:
             self.release()
 
     def release(self) -> None:
         """End the reduction, even inside a step that failed."""
         self._restore()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _lower(self, optimizer: Optimizer, *_: Any) -> None:
         self._restore()
@@ -81,31 +80,17 @@ def parse(actions: Mapping[str, Action] | None, faults: Faults) -> dict[Kind, Ac
         if kind not in KINDS:
             faults.unknown("kind of event", kind, KINDS)
         elif given == "skip" and kind not in KNOWN_EARLY:
-            what = f"actions[{kind!r}]='skip', which is known only after the step"
-            faults.add(what, f"'skip' for {', '.join(KNOWN_EARLY)}", "use 'log', 'stop' or 'reduce_lr'")
+            kinds = ", ".join(KNOWN_EARLY)
+            faults.add(f"actions[{kind!r}]='skip', which is known only after the step", f"'skip' works for {kinds}")
         faults.one_of(f"actions[{kind!r}]", given, get_args(Action), "use 'log'")
     return cast("dict[Kind, Action]", dict(actions or {}))
 
 
-def _torch_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer that updates weights, below the one DeepSpeed puts around it."""
-    while not isinstance(optimizer, Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def suppress(optimizer: Optimizer, *, scaled: bool) -> None:
+def suppress(optimizer: Optimizer, scaler: GradScaler | None) -> None:
     """Make the coming step do nothing: torch's optimizers skip a parameter without a gradient.
 
-    ``scaled``: the optimizer unscales gradients within the step, and torch's scaler has to see them before that.
+    ``scaler`` is torch's, if the run has one: a fused optimizer leaves unscaling to its step, which would find none.
     """
-    if not scaled:
-        grads.drop(optimizer)
-        return
-    handles: list[Any] = []
-
-    def once(stepping: Optimizer, *_: Any) -> None:
-        handles.pop().remove()
-        grads.drop(stepping)
-
-    handles.append(optimizer.register_step_pre_hook(once))
+    if scaler is not None and waits_for_unscale(scaler, optimizer):
+        scaler.unscale_(optimizer)
+    grads.drop(optimizer)

@@ -14,8 +14,8 @@ from itertools import islice, pairwise
 from statistics import median
 from typing import Any, ClassVar, NamedTuple, cast
 
-from lightning_mp.errors import Faults, is_number, is_whole
-from lightning_mp.monitor.events import KINDS, Event, Kind, Severity, pinning
+from lightning_mp.errors import Faults, is_number, is_whole, pinning
+from lightning_mp.monitor.events import KINDS, Event, Kind, Severity
 
 #: the kinds that rules report; non-finite values are detected by the callbacks
 RULE_KINDS: tuple[Kind, ...] = tuple(kind for kind in KINDS if not kind.startswith("nonfinite"))

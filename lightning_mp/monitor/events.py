@@ -1,8 +1,8 @@
-"""What went wrong in a run: one event, as it is written to ``events.jsonl``, and how pins are advised."""
+"""What went wrong in a run: one event, as it is written to ``events.jsonl``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -76,9 +76,3 @@ class Event:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def pinning(patterns: Iterable[str], *, under_plan: bool, dtype: str = "fp32") -> str:
-    """How modules are stored and run in ``dtype``: as a plan's field, or as a callback beside Lightning's plugins."""
-    pins = "{" + ", ".join(f"{pattern!r}: {dtype!r}" for pattern in patterns) + "}"
-    return f"pins={pins}, before any other pin" if under_plan else f"DtypePinning({pins})"

@@ -6,14 +6,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.errors import PlanError
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.events import Event
 
@@ -32,16 +32,21 @@ BATCHES, BATCH_FILES = "nonfinite", "step_*_rank*.pt"
 _FILES = (METRICS, EVENTS, FP8, AUDIT, AUDIT_TABLE, FINDINGS, REPORT, PIPELINE, RUN)
 _WRITTEN_BY = {"written_by": "lightning_mp"}
 _LOCK = ".lightning_mp.lock"
+_OWN = "pass run_dir= to give this run a folder of its own"
 _LOGGER = logging.getLogger("lightning_mp")
 
 _open: dict[Path, RunFolder] = {}
 
 
+class InUseError(PlanError):
+    """A folder that another run is using, or that holds files which a run may not overwrite."""
+
+
 class RunFolder:
     """One run's folder, shared by its callbacks; each line is on disk once it is written.
 
-    Made by :meth:`open` or :meth:`claim`. Only one process writes to a folder, and only one callback of each name. A
-    file that cannot be written (a full disk, a folder that was removed) is warned of once, and the run goes on.
+    Only one process writes to a folder, and only one callback of each name. A file that cannot be written (a full disk,
+    a folder that was removed) is warned of once, and the run goes on.
     """
 
     def __init__(self, path: Path, owner: object, lock: FileLock) -> None:
@@ -51,70 +56,57 @@ class RunFolder:
         self._owner, self._lock = owner, lock
         self._writers: set[str] = set()
         self._warned = False
-        #: the step whose validation was written last
-        self._validated: int | None = None
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], *, writer: str, owner: object, resumed_at: int | None = None
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        writer: str,
+        owner: object,
+        resumed_at: int | None = None,
+        new: bool = False,
     ) -> RunFolder:
         """The folder ``path``, for the callback named ``writer`` of the run ``owner`` (a Trainer).
 
-        The first writer of a fresh run replaces what an earlier run wrote there. One that resumes at the step
-        ``resumed_at`` appends, and drops the readings of steps that will be made again.
+        The first writer of a fresh run replaces what an earlier run wrote there, or with ``new`` refuses to. One that
+        resumes at the step ``resumed_at`` appends, and drops the readings of steps that will be made again.
 
         Raises:
-            PlanError: another run or a second ``writer`` of this one is writing there, or files are there that a run
-                would overwrite and this package did not write.
+            InUseError: another run is writing there, or files are there that a run would overwrite and this package did
+                not write.
+            PlanError: a second ``writer`` of this run is writing there.
             OSError: the folder cannot be made or locked.
         """
-        return cls._take(Path(path).resolve(), writer, owner, resumed_at)._join(writer)
-
-    @classmethod
-    def claim(cls, candidates: Iterable[Path], *, writer: str, owner: object) -> RunFolder:
-        """The first folder that no other run is using and that holds no other run's files.
-
-        Raises:
-            PlanError: a second ``writer`` of this run.
-            OSError: it cannot be made or locked.
-        """
-        for folder in candidates:
-            with suppress(PlanError):
-                found = cls._take(folder.resolve(), writer, owner, None, new=True)
-                break
-        else:
-            raise AssertionError("there are always more candidates")
-        return found._join(writer)
-
-    @classmethod
-    def _take(cls, folder: Path, writer: str, owner: object, resumed_at: int | None, *, new: bool = False) -> RunFolder:
-        """The folder that this run has open, or a locked one; with ``new`` one that no run has written to."""
-        fix = "pass run_dir= to give this run a folder of its own"
-        busy = PlanError([Fault(f"Another run is writing to {folder}", "", fix)], writer)
-        if folder in _open:
-            if _open[folder]._owner is owner:
-                return _open[folder]
-            raise busy
-        folder.mkdir(parents=True, exist_ok=True)
-        found = cls(folder, owner, FileLock(folder / _LOCK))
-        try:
-            found._lock.acquire(timeout=0)
-        except Timeout:
-            raise busy from None
-        try:
-            ours = is_ours(folder)
-            there = next((name for name in _FILES if (folder / name).exists()), None)
-            if there is not None and (new or not ours):
-                what = f"{folder} holds {there}, which this package did not write and would overwrite"
-                raise PlanError([Fault(what, "", fix)], writer)
-            found._begin(ours, resumed_at)
-        except (OSError, PlanError):
-            found._release()
-            raise
-        _open[folder] = found
+        folder = Path(path).resolve()
+        found = _open.get(folder)
+        if found is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            found = cls(folder, owner, FileLock(folder / _LOCK))
+            try:
+                found._lock.acquire(timeout=0)
+            except Timeout:
+                raise InUseError.of(f"Another run is writing to {folder}", _OWN, writer) from None
+            try:
+                found._begin(writer, resumed_at, new)
+            except (OSError, PlanError):
+                found._release()
+                raise
+            _open[folder] = found
+        if found._owner is not owner:
+            raise InUseError.of(f"Another run is writing to {folder}", _OWN, writer)
+        if writer in found._writers:
+            fix = "remove one, or give each a run_dir= of its own"
+            raise PlanError.of(f"Two {writer} callbacks write to {folder}", fix, writer)
+        found._writers.add(writer)
         return found
 
-    def _begin(self, ours: bool, resumed_at: int | None) -> None:
+    def _begin(self, writer: str, resumed_at: int | None, new: bool) -> None:
+        ours = is_ours(self.path)
+        there = next((name for name in _FILES if (self.path / name).exists()), None)
+        if there is not None and (new or not ours):
+            what = f"{self.path} holds {there}, which this package did not write and would overwrite"
+            raise InUseError.of(what, _OWN, writer)
         if resumed_at is not None:
             self._drop_from(resumed_at)
         elif ours:
@@ -123,21 +115,10 @@ class RunFolder:
         if not (self.path / RUN).exists():
             self._replace(RUN, to_json({**_WRITTEN_BY, "status": "running"}) + "\n")
 
-    def _join(self, writer: str) -> RunFolder:
-        if writer in self._writers:
-            what = f"Two {writer} callbacks write to {self.path}"
-            raise PlanError([Fault(what, "", "remove one, or give each a run_dir= of its own")], writer)
-        self._writers.add(writer)
-        return self
-
     # ------------------------------------------------------------------ writing
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a reading; of a step that was validated already, no second validation."""
-        if is_validation(values):
-            if step == self._validated:
-                return
-            self._validated = step
+        """Append a reading."""
         self._append(METRICS, {metric_names.STEP: step, **values})
 
     def fp8(self, step: int, operands: Mapping[str, Any]) -> None:
@@ -148,13 +129,9 @@ class RunFolder:
         """Append an event."""
         self._append(EVENTS, event.to_dict())
 
-    def run(self, values: Mapping[str, Any]) -> None:
-        """Write ``run.json``."""
-        self.write(RUN, {**_WRITTEN_BY, **values})
-
     def write(self, name: str, values: Mapping[str, Any]) -> None:
         """Write the file ``name`` as JSON, whole or not at all."""
-        self.text(name, to_json(values, indent=2) + "\n")
+        self.text(name, to_json({**_WRITTEN_BY, **values} if name == RUN else values, indent=2) + "\n")
 
     def text(self, name: str, text: str) -> None:
         """Write the file ``name``, whole or not at all."""
@@ -199,21 +176,17 @@ class RunFolder:
         for name in (METRICS, FP8, EVENTS):
             path = self.path / name
             if path.is_file():
-                kept = [line for line in path.read_bytes().splitlines() if self._stays(line, step, name)]
+                kept = [line for line in path.read_bytes().splitlines() if _stays(line, step, name)]
                 self._replace(name, "".join(f"{line.decode()}\n" for line in kept))
 
-    def _stays(self, line: bytes, resumed_at: int, name: str) -> bool:
-        try:
-            row = json.loads(line)
-            step = int(row[metric_names.STEP])
-        except (ValueError, TypeError, KeyError):
-            return False  # the last line of a run that was killed while it wrote
-        if name == EVENTS:
-            return True
-        if step == resumed_at and is_validation(row):
-            self._validated = step
-            return True
-        return step < resumed_at
+
+def _stays(line: bytes, resumed_at: int, name: str) -> bool:
+    try:
+        row = json.loads(line)
+        step = int(row[metric_names.STEP])
+    except (ValueError, TypeError, KeyError):
+        return False  # the last line of a run that was killed while it wrote
+    return name == EVENTS or step < resumed_at or (step == resumed_at and is_validation(row))
 
 
 def _append(path: Path, line: bytes) -> None:

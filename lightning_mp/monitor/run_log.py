@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -23,13 +24,13 @@ import torch
 
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, logged_step, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.errors import PlanError
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.alerts import Operand
 from lightning_mp.monitor.callback_utils import log
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.run_folder import FINDINGS, RunFolder, is_ours, is_validation
+from lightning_mp.monitor.run_folder import FINDINGS, RUN, InUseError, RunFolder, is_ours, is_validation
 from lightning_mp.numerics.device import describe
 
 #: for alerts: as a Python warning each would begin with a file and a line of this package
@@ -37,9 +38,8 @@ _LOGGER = logging.getLogger("lightning_mp")
 RunDir = str | os.PathLike[str] | None
 #: the name of a run's own folder, and the key under which a checkpoint names it
 FALLBACK = "lightning_mp_run"
-#: the folders of Trainers to which no run_dir was given, and those of the runs that they resume from
+#: the folders of Trainers to which no run_dir was given, or of the runs that they resume from
 _paths: MutableMapping[Trainer, str] = WeakKeyDictionary()
-_resumed: MutableMapping[Trainer, str | None] = WeakKeyDictionary()
 _PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed", "torchao")
 #: a layer has nine numbers, and a model hundreds of layers
 _ALL_FP8, _THEN_EVERY = 200, 20
@@ -70,12 +70,12 @@ def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | N
     refused: PlanError | None = None
     if trainer.is_global_zero:
         try:
-            folder = _given(trainer, run_dir, writer) if run_dir is not None else _own(trainer, writer)
+            folder = _opened(trainer, run_dir, writer)
         except PlanError as error:
             refused = error
         except (OSError, ValueError, RuntimeError) as error:  # the others wait for this rank, whatever it meets
             what = f"The run's folder cannot be opened: {type(error).__name__}: {error}"
-            refused = PlanError([Fault(what, "", "pass run_dir= a folder that can be written")], writer)
+            refused = PlanError.of(what, "pass run_dir= a folder that can be written", writer)
     refused, path = trainer.strategy.broadcast((refused, None if folder is None else str(folder.path)))
     if refused is not None:
         raise refused
@@ -86,28 +86,25 @@ def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | N
     return folder
 
 
-def _given(trainer: Trainer, run_dir: str | os.PathLike[str], writer: str) -> RunFolder:
-    if _is_remote(run_dir):
-        what = f"run_dir={os.fspath(run_dir)!r} is not a local folder, where the files of a run are written"
-        raise PlanError([Fault(what, "", "pass a local folder, and copy it after the run")], writer)
-    return RunFolder.open(run_dir, writer=writer, owner=trainer, resumed_at=_resumed_at(trainer))
-
-
-def _own(trainer: Trainer, writer: str) -> RunFolder:
-    """A folder of the run's own, where no ``run_dir`` is given."""
+def _opened(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder:
+    resumed_at = None if is_fresh(trainer) else trainer.global_step
+    open_ = partial(RunFolder.open, writer=writer, owner=trainer)
+    if run_dir is not None:
+        if _is_remote(run_dir):
+            what = f"run_dir={os.fspath(run_dir)!r} is not a local folder, where the files of a run are written"
+            raise PlanError.of(what, "pass a local folder, and copy it after the run", writer)
+        return open_(run_dir, resumed_at=resumed_at)
     logged, home = _homes(trainer)
-    resumed_at = _resumed_at(trainer)
-    if resumed_at is not None:
-        for earlier in (logged, _resumed.pop(trainer, None), _paths.get(trainer)):
-            if earlier is not None and is_ours(Path(earlier)):
-                with suppress(PlanError):  # it is in use: the run that resumes gets another
-                    return RunFolder.open(earlier, writer=writer, owner=trainer, resumed_at=resumed_at)
+    earlier = [] if resumed_at is None else [logged, _paths.get(trainer)]
+    for path in earlier:
+        if path is not None and is_ours(Path(path)):
+            with suppress(InUseError):  # the run that resumes gets another
+                return open_(path, resumed_at=resumed_at)
     numbered = (home / (FALLBACK if number == 1 else f"{FALLBACK}_{number}") for number in itertools.count(1))
-    return RunFolder.claim(chain([] if logged is None else [logged], numbered), writer=writer, owner=trainer)
-
-
-def _resumed_at(trainer: Trainer) -> int | None:
-    return None if is_fresh(trainer) else trainer.global_step
+    for path in chain([] if logged is None else [logged], numbered):
+        with suppress(InUseError):
+            return open_(path, new=True)
+    raise AssertionError("there are always more candidates")
 
 
 def _homes(trainer: Trainer) -> tuple[Path | None, Path]:
@@ -115,11 +112,11 @@ def _homes(trainer: Trainer) -> tuple[Path | None, Path]:
     root = _local(trainer.default_root_dir)
     logger: Any = trainer.loggers[0] if trainer.loggers else None
     own, save_dir = (_local(getattr(logger, name, None)) for name in ("log_dir", "save_dir"))
-    for folder in (own or save_dir, root):
-        if folder is not None and _is_remote(folder):
-            here = "." if _is_remote(root) else root
-            rank_zero_info(f"{folder} is not a local folder: the files of this run are written below {here!r}")
-            return None, Path(here)
+    folder = own or save_dir or root
+    if _is_remote(folder):
+        here = "." if _is_remote(root) else root
+        rank_zero_info(f"{folder} is not a local folder: the files of this run are written below {here!r}")
+        return None, Path(here)
     if own is not None and save_dir is not None:  # a version folder
         return (None if Path(own).resolve() == Path(save_dir).resolve() else Path(own)), Path(own)
     if save_dir is None:
@@ -146,7 +143,8 @@ class WritesRun(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Find it again."""
-        _resumed[trainer] = checkpoint.get(FALLBACK)
+        if FALLBACK in checkpoint:
+            _paths[trainer] = checkpoint[FALLBACK]
 
 
 def end_run(folder: RunFolder, trainer: Trainer, writer: str, error: BaseException | None = None) -> None:
@@ -181,7 +179,7 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
     }
     if isinstance(plugin, PlanBase) and plugin.fp8_layers:
         values["fp8_layers"] = [asdict(layer) for layer in plugin.fp8_layers]
-    folder.run(values)
+    folder.write(RUN, values)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -198,15 +196,11 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of Python, and of the packages that numbers may depend on."""
-    found = {package: found for package in _PACKAGES if (found := _version(package)) is not None}
-    return {"python": sys.version.split()[0], **found}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    found = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 class RunLog:
@@ -286,7 +280,12 @@ class RunLog:
             return
         end_run(folder, trainer, self._writer, error)
         if report:
-            _write_report(folder)
+            try:
+                from lightning_mp.monitor.report import write_report
+
+                rank_zero_info(f"report: {write_report(folder.path)}")
+            except Exception as failure:  # a report that cannot be written must not hide how the run ended
+                rank_zero_info(f"no report on {folder.path}: {failure}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_folder": None}
@@ -294,14 +293,3 @@ class RunLog:
 
 def _validates(row: Mapping[str, Any], step: int) -> bool:
     return row[metric_names.STEP] == step and is_validation(row)
-
-
-def _write_report(folder: RunFolder) -> None:
-    try:
-        from lightning_mp.monitor.report import write_report
-
-        path = write_report(folder.path)
-    except Exception as error:  # a report that cannot be written must not hide how the run ended
-        rank_zero_info(f"no report on {folder.path}: {error}")
-    else:
-        rank_zero_info(f"report: {path}")

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.lightning import LightningModule, Strategy, Trainer
+from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.compat.torch import buffers_of
 from lightning_mp.engines.skip_aware import Override
 from lightning_mp.numerics.dtypes import HALF, cast_floating, default_dtype, to_torch
@@ -52,32 +52,21 @@ def around_passes(trainer: Trainer, context: Callable[[], AbstractContextManager
     torch pops dispatch modes from the top of its stack whoever pushed them, and a batch that begins may never end: a
     mode is entered and left in one frame, or it stays behind.
     """
-    inside: list[None] = []
-    passes = [_Pass(trainer.strategy, name, context, inside) for name in ("training_step", "backward")]
+    undo, inside = ExitStack(), list[None]()
 
-    def undo() -> None:
-        for one in passes:
-            one.remove()
-
-    return undo
-
-
-class _Pass(Override):
-    def __init__(
-        self, strategy: Strategy, name: str, context: Callable[[], AbstractContextManager[Any]], inside: list[None]
-    ) -> None:
-        super().__init__(strategy, name)
-        self._context, self._inside = context, inside
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._inside or not self.active:  # under manual optimization backward is called in training_step
-            return self.original(*args, **kwargs)
-        self._inside.append(None)
+    def within(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if inside:  # under manual optimization backward is called in training_step
+            return original(*args, **kwargs)
+        inside.append(None)
         try:
-            with self._context():
-                return self.original(*args, **kwargs)
+            with context():
+                return original(*args, **kwargs)
         finally:
-            self._inside.clear()
+            inside.clear()
+
+    for name in ("training_step", "backward"):
+        undo.callback(Override(trainer.strategy, name, within).remove)
+    return undo.close
 
 
 def loss_of(output: Any) -> Any:
@@ -149,13 +138,9 @@ def _copied(value: Any) -> Any:
 
 
 def _fill(value: Any, copied: Any) -> None:
-    if copied is None:
-        return
-    if isinstance(value, Tensor):
+    if isinstance(copied, Tensor):
         with torch.no_grad():  # always: batch norm writes its statistics without counting the version up
             value.copy_(copied)
-    elif type(value) is list:
-        value[:] = copied
-    else:
+    elif copied is not None:
         value.clear()
-        value.update(copied)
+        (value.extend if type(value) is list else value.update)(copied)

@@ -14,6 +14,14 @@ from lightning_mp.compat.torch import in_backward
 from lightning_mp.numerics.dtypes import floating_in
 from lightning_mp.numerics.grads import local
 
+_CAUSES = {
+    "forward": "the output of that module, from finite inputs: a non-finite weight, or an overflow",
+    "loss": "the loss, from finite outputs: a logarithm or a division in it",
+    "after backward": "that gradient was changed after the backward pass, which was finite when the batch was run "
+    "again: by a hook, a clip or the sum over ranks",
+    "backward": "the backward pass of that module, from finite gradients: an overflow, or a division",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -33,20 +41,18 @@ class Origin:
     role: str | None = None
     after: str | None = None
 
+    @property
+    def cause(self) -> str:
+        """What is likely to have happened there."""
+        if self.input_bad:
+            between = "" if self.after is None else f", or an operation between module {self.after!r} and that one"
+            return f"the batch{between}: the input of that module was non-finite already"
+        return _CAUSES[self.phase]
+
     def __str__(self) -> str:
-        parameter = f", parameter {self.parameter!r}" if self.parameter else ""
-        if self.phase == "loss":
-            return f"the loss computed from the finite output of module {self.module!r}{parameter}"
-        if self.phase == "after backward":
-            return (
-                f"the gradient of parameter {self.parameter!r}, which was finite when the batch was run again: it was "
-                "changed after the backward pass, by a hook, a clip or the sum over ranks (or random layers drew other "
-                "numbers)"
-            )
-        came = "from the batch" if self.after is None else f"from the batch, or what was computed after {self.after!r},"
-        batch = f", whose input {came} was non-finite already" if self.input_bad else ""
         role = f", fp8 {self.role}" if self.role else ""
-        return f"module {self.module!r} ({self.phase}){role}{parameter}{batch}"
+        parameter = f", parameter {self.parameter!r}" if self.parameter else ""
+        return f"module {self.module!r}{role}{parameter}: {self.cause}"
 
 
 def locate(root: nn.Module, run: Callable[[], Tensor | None], *, backward: bool = True) -> Origin | None:

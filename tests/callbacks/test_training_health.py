@@ -145,8 +145,6 @@ def test_tokens_samples_and_flops_over_the_same_time(tmp_path: Path) -> None:
 
 
 IDS, CODES = torch.full((2, 5), 7), torch.zeros(2, dtype=torch.long)
-IMAGES = [torch.zeros(3, 8, width) for width in (8, 9, 8, 7)]
-TARGETS = [{"boxes": torch.zeros(3, 4), "labels": CODES.new_zeros(3)} for _ in IMAGES]
 
 
 class Graph:
@@ -169,8 +167,6 @@ class Graph:
         "several classes of a sample": ((torch.zeros(2, 5), IDS), None, 2),
         "a mask": ((torch.zeros(2, 5, dtype=torch.bool),), None, 2),
         "several inputs": (([torch.zeros(2, 5), torch.zeros(2, 3)], CODES), None, 2),
-        "a detector's": ((IMAGES, TARGETS), None, None),
-        "a detector's, as tuples": ((tuple(IMAGES), tuple(TARGETS)), None, None),
         "a graph": (Graph(), None, None),
         "time first": ((torch.zeros(7, 2, 5), CODES), None, None),
     }.values(),

@@ -13,8 +13,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import AdamW
 
 from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, PrecisionAudit, TrainingHealth
+from lightning_mp.engines.diagnosis import Diagnosis
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.nonfinite.replay import Diagnosis, Replayer
+from lightning_mp.monitor.nonfinite.replay import Replayer
 from support import health
 from support.cuda import NothingWaits, Unread, cuda_fit
 from support.nonfinite import Breaks

@@ -32,8 +32,8 @@ def sick(how: str, since: int = 2) -> Breaks:
 ORIGINS = {
     "weight": ("net.1", "net.1.weight", "non-finite already before it was scaled"),
     "gradient": ("net.2", None, "the loss was finite"),
-    "batch": ("net.0", "net.0.weight", "input from the batch"),
-    "loss": ("net.4", None, "the loss computed from the finite output of module 'net.4'"),
+    "batch": ("net.0", "net.0.weight", "the batch: the input of that module"),
+    "loss": ("net.4", None, "the loss, from finite outputs"),
 }
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lightning_mp.errors import pinning
 from lightning_mp.monitor.audit.observer import Observed, Ran
-from lightning_mp.monitor.events import pinning
 from lightning_mp.policy import STORAGE_DTYPES
 
 AS_STORED = "as stored"

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat import deepspeed as compat
@@ -35,7 +35,7 @@ Measured = dict[str, Number | None]
 GIB = 2**30
 #: of a larger local shard, so many evenly spaced pieces of so many elements are copied for the update ratio
 PIECES, PIECE = 16, 1024
-_CHANGE, _BEFORE, _SIZE, _LOST, _MOVED = "change", "before", "size", "lost", "moved"
+_CHANGE, _BEFORE, _LOST, _MOVED = "change", "before", "lost", "moved"
 #: of every rank: what is added up, and of what the largest counts
 _ADDED = (metric_names.LOSS, metric_names.SAMPLES_PER_S, metric_names.TOKENS_PER_S, FLOPS)
 _LARGEST = (SECONDS, metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_RESERVED, metric_names.MEMORY_PEAK)
@@ -49,7 +49,8 @@ class StepMeasurement:
         self._device, self._world = strategy.root_device, trainer.world_size
         over = getattr(strategy, "parameter_groups", ())
         self._layout = Layout(flat_groups(trainer.model), isinstance(strategy, DeepSpeedStrategy), over)
-        self._named = named_parameters(module)
+        #: by the names they have without wrappers; a tied one once
+        self._named = {plain_name(name): parameter for name, parameter in module.named_parameters()}
         self._order = list(dict.fromkeys(self._layout.parameter(value).groups for value in self._named.values()))
         self._accumulates = trainer.accumulate_grad_batches if module.automatic_optimization else 0
         sampler: Any = getattr(strategy, "distributed_sampler_kwargs", None) or {}
@@ -65,7 +66,8 @@ class StepMeasurement:
         self._losses: list[Tensor] = []
         self._seen: set[int] = set()
         self._before: dict[object, Shard] = {}
-        self._half = _HalfWeights(self._layout)
+        #: by kind of weights, where one in half precision is to move
+        self._moves: dict[object, Tensor] = {}
         self._trained = {name: value for name, value in self._named.items() if value.requires_grad}
         self._sums = SquareSums(self._device, self._order)
         if self.fp8 is not None:
@@ -102,25 +104,49 @@ class StepMeasurement:
         elif self._seen:
             return
         self._seen.update(map(id, parameters.values()))
-        self._half.before_step(optimizer, parameters)
+        self._note_moves(optimizer, parameters.values())
         shards = [self._layout.gradient(parameter) for parameter in parameters.values()]
-        for groups in dict.fromkeys(shard.groups for shard in shards):
-            size = sum(shard.tensor.numel() for shard in shards if shard.groups == groups)
-            self._sums.count(groups, _SIZE, torch.full((), float(size), device=self._device))
-        scale = source.scale() if source and (self._layout.zero or unscales_in_step(optimizer, source)) else None
+        # torch's scaler leaves unscaling to a fused optimizer, as under stock Lightning
+        scaled = self._layout.zero or (isinstance(source, StockSource) and takes_flag(optimizer))
+        scale = source.scale() if source and scaled else None
         self._sums.add(shards, metric_names.GRAD_NORM, divisor=None if scale is None else scale.scale)
+
+    def _note_moves(self, optimizer: Any, parameters: Iterable[Tensor]) -> None:
+        """Note which half-precision weights ``optimizer`` is to move: those whose gradient and rate are not 0.
+
+        Under ZeRO, whose gradients are not where its weights are, nothing is noted, nor of an optimizer that rounds
+        stochastically (torchao), or keeps fp32 masters (Apex) or a Kahan compensation (optimi).
+        """
+        own = getattr(optimizer, "optimizer", optimizer)
+        names = ("bf16_stochastic_round", "master_weights", "kahan_sum")
+        if self._layout.zero or any(getattr(own, name, None) or own.defaults.get(name) for name in names):
+            return
+        still = {id(p) for group in optimizer.param_groups if _is_zero(group["lr"]) for p in group["params"]}
+        moving = {id(parameter) for parameter in parameters} - still
+        half = [parameter for parameter in self._trained.values() if parameter.dtype in HALF]
+        moves: list[Tensor] = []
+        for parameter in half:
+            gradient = some(self._layout.gradient(parameter).tensor)
+            moves.append(gradient != 0)
+            if not gradient.numel() or id(parameter) not in moving:
+                moves[-1] = torch.zeros_like(some(self._layout.parameter(parameter).tensor), dtype=torch.bool)
+        for kind, shard in copied(map(self._layout.parameter, half), moves).items():
+            self._moves[kind] = self._moves[kind] | shard.tensor if kind in self._moves else shard.tensor
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Measure the parameters as they are now, and how far the step has moved them."""
+        """Measure the parameters as they are now, how far the step has moved them, and how many it was to move."""
         shards = self._parameters()
         now = copied(shards)
+        for kind, moves in self._moves.items():
+            lost = (now[kind].tensor == self._before[kind].tensor) & moves
+            self._sums.count(now[kind].groups, _LOST, lost.sum().float())
+            self._sums.count(now[kind].groups, _MOVED, moves.sum().float())
         for kind, shard in now.items():
             shard.tensor.sub_(self._before[kind].tensor)
         self._sums.add(list(now.values()), _CHANGE)
         self._sums.add(shards, metric_names.PARAM_NORM)
-        self._half.after_step(self._sums)
-        self._before = {}
+        self._before, self._moves = {}, {}
 
     def take(self, done: Processed | None = None) -> Measured:
         """What was measured since the last call, the same on every rank: for :meth:`derived`, once it is on the host.
@@ -169,17 +195,10 @@ class StepMeasurement:
         lost, moved = values.pop(_LOST, None), values.pop(_MOVED, None)
         if lost is not None and moved:
             values[metric_names.LOST_UPDATES] = lost / moved
-        if values.pop(_SIZE, None) == 0.0:  # the step was dropped already
-            values |= {name: None for name in values if name.startswith(metric_names.GRAD_NORM)}
         return values
 
     def _parameters(self) -> list[Shard]:
         return [self._layout.parameter(parameter) for parameter in self._trained.values()]
-
-
-def unscales_in_step(optimizer: Optimizer, source: ScaleSource | None) -> bool:
-    """Whether torch's scaler leaves unscaling to the (fused) optimizer, as under stock Lightning."""
-    return isinstance(source, StockSource) and takes_flag(optimizer)
 
 
 def memory(device: torch.device) -> tuple[float | None, float | None, float | None]:
@@ -305,12 +324,12 @@ class SquareSums:
 Kind = tuple[Groups, torch.dtype, torch.device, int]
 
 
-def copied(shards: Iterable[Shard]) -> dict[object, Shard]:
-    """Copies of the parameters, those of a kind behind each other in one tensor; pieces of large ones."""
+def copied(shards: Iterable[Shard], pieces: Iterable[Tensor] | None = None) -> dict[object, Shard]:
+    """Copies of the parameters, or ``pieces`` of their shape, those of a kind behind each other in one tensor."""
     found: dict[Kind, list[Tensor]] = {}
-    for tensor, groups in shards:
-        kept = some(tensor)
-        found.setdefault((groups, tensor.dtype, tensor.device, kept.dim()), []).append(kept)
+    shards = list(shards)
+    for (tensor, groups), piece in zip(shards, pieces or (some(one.tensor) for one in shards), strict=True):
+        found.setdefault((groups, tensor.dtype, tensor.device, piece.dim()), []).append(piece)
     return {kind: Shard(torch.cat(members), kind[0]) for kind, members in found.items()}
 
 
@@ -322,55 +341,5 @@ def some(tensor: Tensor) -> Tensor:
     return flat.as_strided((PIECES, PIECE), (flat.numel() // PIECES, 1))
 
 
-class _HalfWeights:
-    """The half-precision weights with a gradient before a step, and how many of them the step left as they were.
-
-    A weight whose gradient or learning rate is 0 has no update to lose. Under ZeRO nothing is counted: its gradients
-    are not where its weights are.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._steps: list[tuple[list[Tensor], dict[object, Shard], dict[object, Tensor]]] = []
-
-    def before_step(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
-        """Copy those of ``parameters``, which ``optimizer`` is about to move, that are stored in half precision."""
-        if self._layout.zero or _keeps_small_updates(optimizer):
-            return
-        still = {id(p) for group in optimizer.param_groups if _is_zero(group["lr"]) for p in group["params"]}
-        half = [value for value in parameters.values() if value.dtype in HALF and id(value) not in still]
-        moves: dict[object, list[Tensor]] = {}
-        for parameter in half:
-            (weight, groups), gradient = self._layout.parameter(parameter), self._layout.gradient(parameter).tensor
-            held = some(weight)
-            moved = some(gradient) != 0 if gradient.numel() else torch.zeros_like(held, dtype=torch.bool)
-            moves.setdefault((groups, weight.dtype, weight.device, held.dim()), []).append(moved)
-        before = copied(map(self._layout.parameter, half))
-        self._steps.append((half, before, {kind: torch.cat(found) for kind, found in moves.items()}))
-
-    def after_step(self, sums: SquareSums) -> None:
-        """Add to ``sums`` how many of them were to move, and how many did not."""
-        for half, before, moves in self._steps:
-            for kind, (now, groups) in copied(map(self._layout.parameter, half)).items():
-                sums.count(groups, _LOST, ((now == before[kind].tensor) & moves[kind]).sum().float())
-                sums.count(groups, _MOVED, moves[kind].sum().float())
-        self._steps = []
-
-
-def _keeps_small_updates(optimizer: Any) -> bool:
-    """Whether it rounds stochastically (torchao), or keeps fp32 masters (Apex) or a Kahan compensation (optimi)."""
-    own = getattr(optimizer, "optimizer", optimizer)
-    names = ("bf16_stochastic_round", "master_weights", "kahan_sum")
-    return any(getattr(own, name, None) or own.defaults.get(name) for name in names)
-
-
 def _is_zero(lr: object) -> bool:
     return isinstance(lr, float | int) and lr == 0  # a rate on the device is not read; Adafactor may have none
-
-
-# ---------------------------------------------------------------------- names
-
-
-def named_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``root`` by the names they have without wrappers; a tied one once."""
-    return {plain_name(name): parameter for name, parameter in root.named_parameters()}

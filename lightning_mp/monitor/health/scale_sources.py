@@ -15,8 +15,9 @@ from torch.amp.grad_scaler import GradScaler
 
 from lightning_mp.compat import deepspeed
 from lightning_mp.compat.lightning import DeepSpeedStrategy, Trainer
-from lightning_mp.compat.torch import GROWTH_TRACKER, scale_of
+from lightning_mp.compat.torch import scale_of
 from lightning_mp.engines.plan_base import PlanBase
+from lightning_mp.monitor import metric_names
 from lightning_mp.numerics.loss_scale import LossScaler
 
 Number = Tensor | float
@@ -53,17 +54,16 @@ class StockSource:
     """torch's ``GradScaler``, which counts nothing: its scale falls if and only if it skipped the step."""
 
     def __init__(self, scaler: GradScaler, device: torch.device) -> None:
-        self._scaler = scaler
+        self.scaler = scaler
         self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._now()  # makes the scale, which a scaler lacks before its first
         self._before: Tensor | None = None
         self._skipped: Number = 0
 
     def scale(self) -> Scale:
-        kept = scale_of(self._scaler)
-        if kept is not None:
-            return Scale(*kept, None, 0.0)
-        state = self._scaler.state_dict()
-        return Scale(float(state["scale"]), float(state[GROWTH_TRACKER]), None, 0.0)
+        kept = scale_of(self.scaler)
+        assert kept is not None
+        return Scale(*kept, None, 0.0)
 
     def before_step(self) -> None:
         self.after_step()
@@ -80,7 +80,7 @@ class StockSource:
 
     def _now(self) -> Tensor:
         """A copy of the scale, by the one public way that does not read it."""
-        return self._scaler.scale(self._one)
+        return self.scaler.scale(self._one)
 
 
 class DeepSpeedSource:
@@ -115,15 +115,17 @@ def scale_source(trainer: Trainer) -> ScaleSource | None:
 class SkipCount:
     """Skipped steps in total, in a row, and of how many; over a run, and over what it resumed from.
 
-    ``source`` says how many were skipped by now. A training batch in which several optimizers stepped is skipped where
-    none of them was applied.
+    ``skipped`` says how many were skipped by now, by default as ``source`` counts. A training batch in which several
+    optimizers stepped is skipped where none of them was applied.
     """
 
-    def __init__(self, source: ScaleSource | Callable[[], Number]) -> None:
+    def __init__(self, source: ScaleSource | None, skipped: Callable[[], Number] | None = None) -> None:
+        self._source = source
         self._stock = source if isinstance(source, StockSource) else None
-        self._skipped = source if callable(source) else source.skipped
-        self._first = self._last = _kept(self._skipped())
-        self._attempts = 0  # in the batch at hand
+        self._skipped = skipped or (lambda: 0 if source is None else source.skipped())
+        #: skipped steps, those before a resume included where the source kept them
+        self._first = self.total = _kept(self._skipped())
+        self._tried = 0  # in the batch at hand
         self.attempts = 0
         self.in_a_row: Number = 0
         #: whether the last batch that stepped was skipped
@@ -133,31 +135,36 @@ class SkipCount:
         """An optimizer is about to step."""
         if self._stock is not None:
             self._stock.before_step()
-        self._attempts += 1
+        self._tried += 1
 
     def after_batch(self) -> None:
         """The training batch is over; one in which nothing stepped leaves everything as it was."""
-        tried, self._attempts = self._attempts, 0
+        tried, self._tried = self._tried, 0
         if not tried:
             return
         if self._stock is not None:
             self._stock.after_step()
         now = self._skipped()
         self.attempts += tried
-        skipped = now - self._last >= tried
+        skipped = now - self.total >= tried
         self.skipped_last = skipped.float() if isinstance(skipped, Tensor) else skipped
         self.in_a_row = (self.in_a_row + tried) * self.skipped_last
-        self._last = _kept(now)
+        self.total = _kept(now)
 
-    @property
-    def total(self) -> Number:
-        """Skipped steps, those before a resume included where the source kept them."""
-        return self._last
+    def values(self) -> dict[str, Number | None]:
+        """The loss scale with its counters, if there is one, and the skips, by the names under which they are logged.
 
-    @property
-    def since(self) -> Number:
-        """Skipped steps since this began to count: what ``attempts`` is to be compared with."""
-        return self._last - self._first
+        ``SKIP_RATE`` is still the number of skips since this began to count, to be divided by ``attempts``.
+        """
+        scale = None if self._source is None else self._source.scale()
+        return {
+            metric_names.LOSS_SCALE: scale and scale.scale,
+            metric_names.GROWTH_TRACKER: scale and scale.growth_tracker,
+            metric_names.HYSTERESIS: scale and scale.hysteresis,
+            metric_names.SKIPPED_STEPS: self.total,
+            metric_names.SKIPPED_IN_A_ROW: self.in_a_row,
+            metric_names.SKIP_RATE: self.total - self._first,
+        }
 
 
 def _kept(value: Number) -> Number:

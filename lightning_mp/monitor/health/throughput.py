@@ -64,13 +64,9 @@ class Throughput:
             what = f"{dtype or trainer.precision} on {known.name}"
             rank_zero_info(f"TrainingHealth: no peak FLOP/s known for {what}, so no MFU; peak_flops= gives one")
 
-    def epoch_starts(self) -> None:
-        """Time before the first batch (starting workers) does not count."""
+    def pauses(self) -> None:
+        """Time before the next batch (starting workers, validation) does not count."""
         self._last = None
-
-    def resumes(self) -> None:
-        """Validation is over; its time does not count."""
-        self._last = time.perf_counter()
 
     def batch_starts(self, trainer: Trainer, batch: Any) -> None:
         """Count what is in ``batch``; in the first one, have FLOPs counted."""
@@ -88,8 +84,10 @@ class Throughput:
         ids = _token_ids(batch)
         if self._tokens is None and ids is not None and ids.numel() and int(ids.max()) > 1:  # no multi-hot vectors
             self._tokens = default_tokens
-        if self._samples is None and _is_whole_batch(samples_in(batch), trainer):
-            self._samples = samples_in
+        held, drawn = samples_in(batch), getattr(trainer.train_dataloader, "batch_size", None)
+        if self._samples is None and held is not None:  # as many as the loader puts into a batch, where that is known
+            whole = not isinstance(drawn, int) or held == drawn
+            self._samples = samples_in if whole or (held < drawn and trainer.num_training_batches == 1) else None
         if self._samples is None and self._tokens is None:
             rank_zero_info("TrainingHealth: how much a batch holds is not known; samples= or tokens= counts it")
 
@@ -99,23 +97,12 @@ class Throughput:
         if uninstall is not None:
             uninstall()
 
-    def _conclude(self) -> None:
-        counter = self._counter
-        self.stop_counting()
-        if counter is None:
-            return
-        self._counted = float(counter.total), *self._batch
-        if self.peak is not None and self._fp8_peak is not None and counter.fp8:
-            self.peak = _mixed(self.peak, self._fp8_peak, counter.fp8 / counter.total)
-        if counter.uncounted:
-            self.peak = None
-            rank_zero_info(
-                f"TrainingHealth: no MFU, since FLOPs are not known of {', '.join(sorted(counter.uncounted))}"
-            )
-
     def batch_ends(self) -> None:
         """Add the batch to what was processed."""
-        self._conclude()
+        counter = self._counter
+        self.stop_counting()
+        if counter is not None:
+            self._conclude(counter)
         now = time.perf_counter()
         tokens, samples = self._batch
         seconds = 0.0 if self._last is None else now - self._last
@@ -123,6 +110,17 @@ class Throughput:
             before = self._done[name]
             self._done[name] = None if before is None or value is None else before + value
         self._last = now
+
+    def _conclude(self, counter: CountFlops) -> None:
+        self._counted = float(counter.total), *self._batch
+        if self.peak is not None and self._fp8_peak is not None and counter.fp8:
+            share = counter.fp8 / counter.total  # each kind takes the time that its own peak allows
+            seconds = share / self._fp8_peak.flops_per_s + (1 - share) / self.peak.flops_per_s
+            self.peak = hardware.Peak(1 / seconds, f"{self.peak.source}; {share:.0%} at the peak of fp8")
+        if counter.uncounted:
+            self.peak = None
+            names = ", ".join(sorted(counter.uncounted))
+            rank_zero_info(f"TrainingHealth: no MFU, since FLOPs are not known of {names}")
 
     def take(self) -> Processed:
         """What was processed since the last call."""
@@ -139,12 +137,6 @@ class Throughput:
         return None
 
 
-def _mixed(rest: hardware.Peak, fp8: hardware.Peak, share: float) -> hardware.Peak:
-    """The peak of a step of whose FLOPs ``share`` are products in FP8: each kind takes the time that its own allows."""
-    seconds = share / fp8.flops_per_s + (1 - share) / rest.flops_per_s
-    return hardware.Peak(1 / seconds, f"{rest.source}; {share:.0%} at the peak of fp8")
-
-
 def default_tokens(batch: Any) -> int | None:
     """The size of the token ids in ``batch``; ``None`` where it has none.
 
@@ -159,38 +151,18 @@ def _token_ids(batch: Any) -> Tensor | None:
     after: Any = None
     if isinstance(batch, (tuple, list)) and batch:  # what comes later may be classes, several of a sample
         batch, after = cast("list[Any]", [*batch, None])[:2]
+    shape = getattr(after, "shape", None)
     if isinstance(batch, Mapping):
         batch = cast("Mapping[str, Any]", batch).get("input_ids")
-    elif not isinstance(batch, Tensor) or batch.dim() != 2 or (after is not None and _shape(after) != batch.shape):
+    elif not isinstance(batch, Tensor) or batch.dim() != 2 or (after is not None and shape != batch.shape):
         return None
     return batch if isinstance(batch, Tensor) and batch.dtype in (torch.int32, torch.int64) else None
-
-
-def _shape(data: Any) -> Any:
-    return getattr(data, "shape", None)
 
 
 def samples_in(batch: Any) -> int | None:
     """The length on which all tensors of the batch agree; ``None`` where they do not, or there are none."""
     lengths = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
-    return lengths.pop() if len(lengths) == 1 and not _lists_samples(batch) else None
-
-
-def _lists_samples(data: Any, top: bool = True) -> bool:
-    """Whether a list of mappings is in the batch, as a detector's targets: their tensors are of one sample each."""
-    if not isinstance(data, (tuple, list)):
-        return False
-    items = cast("list[Any]", data)
-    mappings = not top and bool(items) and all(isinstance(item, Mapping) for item in items)
-    return mappings or any(_lists_samples(item, top=False) for item in items)
-
-
-def _is_whole_batch(samples: int | None, trainer: Trainer) -> bool:
-    """Whether the first batch can have so many: as many as its loader puts into one, where that is known."""
-    drawn = getattr(trainer.train_dataloader, "batch_size", None)
-    if samples is None or not isinstance(drawn, int):
-        return samples is not None
-    return samples == drawn or (samples < drawn and trainer.num_training_batches == 1)
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _compute_dtype(trainer: Trainer) -> str | None:

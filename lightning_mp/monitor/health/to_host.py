@@ -12,37 +12,21 @@ from torch import Tensor
 
 from lightning_mp.monitor.health.scale_sources import Number
 
-Read = dict[str, float | None]
-#: rows of the tables that were sent along
-Tables = list[list[list[float]]]
+Read = dict[str, Any]
 #: how many steps later numbers are looked at, at most
 LAG = 3
 
 
 @dataclass(slots=True)
 class Sent:
-    """Values of which some are still on their way."""
+    """Values of which some are still on their way into ``host``: pinned memory, and its view by numpy."""
 
     values: Read
-    names: list[str]
-    shapes: list[torch.Size]
+    shapes: dict[str, torch.Size]
     host: tuple[Tensor, Any]
     event: Any
-    then: Callable[[Read, Tables], object]
+    then: Callable[[Read], object]
     age: int = 0
-
-    def read(self) -> tuple[Read, Tables]:
-        """All values and tables; waits for those that have not arrived."""
-        if self.event is not None:
-            self.event.synchronize()
-        size = len(self.names) + sum(map(torch.Size.numel, self.shapes))
-        numbers: list[float] = self.host[1][:size].tolist()
-        self.values.update(zip(self.names, numbers, strict=False))
-        start, tables = len(self.names), Tables()
-        for rows, width in self.shapes:
-            tables.append([numbers[start + row * width : start + (row + 1) * width] for row in range(rows)])
-            start += rows * width
-        return self.values, tables
 
 
 class ToHost:
@@ -57,53 +41,54 @@ class ToHost:
         self._under_way: deque[Sent] = deque()
         self._free: list[tuple[Tensor, Any]] = []
 
-    def send(
-        self, values: Mapping[str, Number | None], *tables: Tensor, then: Callable[[Read, Tables], object]
-    ) -> None:
-        """Copy ``values`` and 2-D ``tables``; :meth:`deliver` will call ``then`` with them."""
-        self._under_way.append(self._start(values, tables, then))
+    def send(self, values: Mapping[str, Number | None], then: Callable[[Read], object]) -> None:
+        """Copy ``values``; :meth:`deliver` will call ``then`` with them, a table as lists."""
+        self._under_way.append(self._start(values, then))
 
     def deliver(self, *, wait: bool = False) -> None:
         """After every step: hand on what has arrived, or with ``wait`` everything."""
         for sent in self._under_way:
             sent.age += 1
-        while self._under_way and (wait or self._is_due(self._under_way[0])):
-            sent = self._under_way.popleft()
-            values, tables = sent.read()
-            self._free.append(sent.host)
-            sent.then(values, tables)
+        while self._under_way:
+            sent = self._under_way[0]
+            if not (wait or sent.event is None or sent.age > self._lag or (self._ranks == 1 and sent.event.query())):
+                break
+            self._under_way.popleft()
+            sent.then(self._arrived(sent))
 
     def read(self, values: Mapping[str, Number | None]) -> Read:
         """``values`` at once: the one wait there is."""
-        sent = self._start(values, (), lambda *_: None)
-        read, _ = sent.read()
+        return self._arrived(self._start(values, lambda _: None))
+
+    def _arrived(self, sent: Sent) -> Read:
+        if sent.event is not None:
+            sent.event.synchronize()
+        start, (_, numbers) = 0, sent.host
+        for name, shape in sent.shapes.items():
+            sent.values[name] = numbers[start : start + shape.numel()].reshape(shape).tolist()
+            start += shape.numel()
         self._free.append(sent.host)
-        return read
+        return sent.values
 
-    def _is_due(self, sent: Sent) -> bool:
-        return sent.event is None or sent.age > self._lag or (self._ranks == 1 and bool(sent.event.query()))
-
-    def _start(
-        self, values: Mapping[str, Number | None], tables: tuple[Tensor, ...], then: Callable[[Read, Tables], object]
-    ) -> Sent:
+    def _start(self, values: Mapping[str, Number | None], then: Callable[[Read], object]) -> Sent:
         kind = self._device.type
-        there = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.device.type == kind}
+        there = {n: v.detach() for n, v in values.items() if isinstance(v, Tensor) and v.device.type == kind}
         known = {n: v if v is None or n in there else float(v) for n, v in values.items()}
-        columns = [value.detach().reshape(1).to(torch.float32) for value in there.values()]
-        flat = torch.cat([*columns, *(table.reshape(-1) for table in tables)]) if columns or tables else None
-        host = self._buffer(0 if flat is None else flat.numel())
+        columns = [value.reshape(-1).to(torch.float32) for value in there.values()]
+        host = self._buffer(sum(map(len, columns)))
         event = None
-        if flat is not None:
-            host[0][: flat.numel()].copy_(flat, non_blocking=True)
-            if self._device.type == "cuda":
+        if columns:
+            flat = torch.cat(columns)
+            host[0][: len(flat)].copy_(flat, non_blocking=True)
+            if kind == "cuda":
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(self._device))
-        return Sent(known, list(there), [table.shape for table in tables], host, event, then)  # pyright: ignore
+        return Sent(known, {name: value.shape for name, value in there.items()}, host, event, then)
 
     def _buffer(self, size: int) -> tuple[Tensor, Any]:
-        """Pinned memory, and its view by numpy: one of those that are free, if it is large enough."""
+        """One of those that are free, if it is large enough."""
         for place, (tensor, _) in enumerate(self._free):
-            if tensor.numel() >= size:
+            if len(tensor) >= size:
                 return self._free.pop(place)
         tensor = torch.empty(max(size, 64), dtype=torch.float32, pin_memory=self._device.type == "cuda")
         return tensor, tensor.numpy()

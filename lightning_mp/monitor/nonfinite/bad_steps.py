@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import (
     LightningModule,
@@ -19,14 +22,17 @@ from lightning_mp.compat.lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_mp.engines.base import max_over_ranks_
-from lightning_mp.engines.diagnosis import Verdict, named
-from lightning_mp.errors import Faults, NonFiniteError
-from lightning_mp.monitor.events import Event
-from lightning_mp.monitor.nonfinite.events import bad_step, is_ordinary, overflow
+from lightning_mp.engines.base import StepEngine, max_over_ranks_
+from lightning_mp.engines.diagnosis import Diagnosis, Verdict
+from lightning_mp.engines.plan_base import PlanBase, began
+from lightning_mp.errors import Faults
+from lightning_mp.monitor.alerts import Reading
+from lightning_mp.monitor.callback_utils import callbacks_of
+from lightning_mp.monitor.doctor import warn_at_fit
+from lightning_mp.monitor.events import Event, Severity
 from lightning_mp.monitor.nonfinite.replay import KeptBatch, Replayer
 from lightning_mp.monitor.run_folder import BATCH_FILES, BATCHES
-from lightning_mp.monitor.run_log import RunDir, end_run, open_folder
+from lightning_mp.monitor.run_log import RunDir, WritesRun, end_run, open_folder
 from lightning_mp.monitor.side_run import loss_of, step_output
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.dtypes import map_tensors
@@ -35,6 +41,49 @@ from lightning_mp.numerics.rng import set_rng_state
 
 #: steps of a run whose batches are saved: the first ones say most
 MAX_STEPS = 10
+_NO_CHECKPOINT = Verdict(
+    "it was to be rewound, and no checkpoint with finite weights was written before it: save earlier, with "
+    "ModelCheckpoint(every_n_train_steps=...)"
+)
+
+
+def bad_step(
+    found: Diagnosis,
+    *,
+    step: int,
+    bad_loss: bool,
+    ordinary: bool,
+    severity: Severity,
+    action: str,
+    evidence: Mapping[str, Any],
+    under_plan: bool,
+    saved: str | None = None,
+) -> Event:
+    """The event of a step; numbers of ``evidence`` that are ``None`` are left out.
+
+    ``ordinary``: of an overflow under loss scaling, after which the scaler skips the step and lowers the scale.
+    """
+    event = Event(
+        step=step,
+        kind="nonfinite_loss" if bad_loss else "nonfinite_grad",
+        severity="info" if ordinary else severity,
+        rank=found.rank,
+        module=found.module,
+        parameter=found.parameter,
+        evidence={"loss_scale": evidence["loss_scale"]},
+        cause="the loss scale has become too large; the scaler lowers it",
+        action="skip",
+    )
+    if ordinary:
+        return event
+    known = {"role": found.origin and found.origin.role, "batch_idx": found.batch_idx, **evidence}
+    return replace(
+        event,
+        evidence={name: number for name, number in known.items() if number is not None},
+        cause=found.cause,
+        advice=found.advice(bad_loss, under_plan=under_plan) + ("" if saved is None else f"; its batch is in {saved}"),
+        action=action,
+    )
 
 
 class BadSteps:
@@ -59,21 +108,20 @@ class BadSteps:
         # The first rank knows the folder; all have to agree on what will be written.
         path, self._left = trainer.strategy.broadcast(("" if folder is None else str(folder.path), left))
         self._saved_in = Path(path, BATCHES)
-        self.replayer = Replayer()
+        self.replayer, self._step = Replayer(), 0
         #: every checkpoint that was written
         self._checkpoints: set[str] = set()
 
     def remember(self, batch: Any, batch_idx: int) -> None:
         """A batch begins: keep a reference to it, and note what checkpoints there are."""
+        self._step = self._trainer.global_step
         self.replayer.remember(self._trainer, batch, batch_idx)
         if self._rewinds:
             self._note_checkpoints()
 
     def explain(
         self,
-        module: LightningModule,
         *,
-        step: int,
         action: str,
         in_a_row: int,
         allowed: int,
@@ -92,30 +140,32 @@ class BadSteps:
             NonFiniteError: ``verdict`` says why the run ends, or there is no checkpoint to rewind to.
             LossScaleError: it ends by an overflow at the minimum loss scale.
         """
-        found = self.replayer.locate(self._trainer, module, at_hand)
+        found = self.replayer.locate(self._trainer, self._trainer.lightning_module, at_hand)
         bad_loss = found.bad_loss if bad_loss is None else bad_loss
-        if is_ordinary(scale, bad_loss, not searching):
-            assert scale is not None
-            self._write(overflow(found, step=step, scale=scale))
-            return
+        ordinary = searching and scale is not None and not bad_loss
         rank = "*" if found.rank is None else found.rank
         event = bad_step(
             found,
-            step=step,
+            step=self._step,
             bad_loss=bad_loss,
+            ordinary=ordinary,
             severity="warning" if verdict is None else "error",
             action=action if verdict is None else "raise",
             evidence={"skips_in_a_row": in_a_row, "allowed": allowed, "loss_scale": scale},
             under_plan=not self._budget,
-            saved=f"{BATCHES}/{_file_name(step, rank)}" if self._left > 0 else None,
+            saved=f"{BATCHES}/{_file_name(self._step, rank)}" if self._left > 0 else None,
         )
-        self._save(self.replayer.kept(found.batch_idx), event)
-        self._write(event)
+        if not ordinary:
+            self._save(self.replayer.kept(found.batch_idx), event)
+        self.events.append(event)
+        if self._folder is not None:
+            self._folder.event(event)
+        rank_zero_info(f"{self._writer}: {event}")
+        if event.action == "rewind" and not self._rewound():
+            verdict = _NO_CHECKPOINT
         if verdict is not None:
-            known: dict[str, Any] = {"step": step, "scale": scale} | ({"budget": self._budget} if self._budget else {})
-            raise named(found.rank, found.origin, bad_loss, what=verdict.what, at_min=verdict.at_min, **known)
-        if action == "rewind":
-            self._rewind(event)
+            budget = {"budget": self._budget} if self._budget else {}
+            raise found.error(verdict, bad_loss=bad_loss, step=self._step, scale=scale, **budget)
 
     def close(self, error: BaseException | None = None) -> None:
         """The run is over, or has failed."""
@@ -123,12 +173,6 @@ class BadSteps:
         folder, self._folder = self._folder, None
         if folder is not None:
             end_run(folder, self._trainer, self._writer, error)
-
-    def _write(self, event: Event) -> None:
-        self.events.append(event)
-        if self._folder is not None:
-            self._folder.event(event)
-        rank_zero_info(f"{self._writer}: {event}")
 
     def _save(self, kept: KeptBatch | None, event: Event) -> None:
         """Write a batch on the rank that had it, on every rank if that is not known: a dict.
@@ -167,10 +211,10 @@ class BadSteps:
             last = last_saved(callback)
             self._checkpoints |= {last, callback.best_model_path, callback.last_model_path, *callback.best_k_models}
 
-    def _rewind(self, event: Event) -> None:
+    def _rewound(self) -> bool:
         """Load the newest checkpoint with finite weights: weights, optimizers, schedulers and the precision's state.
 
-        ``trainer.global_step``, loops, data and callbacks continue from where they are.
+        False where there is none. ``trainer.global_step``, loops, data and callbacks continue from where they are.
         """
         self._note_checkpoints()
         trainer = self._trainer
@@ -188,18 +232,9 @@ class BadSteps:
             if trainer.world_size > 1:
                 max_over_ranks_(flag)
             if not flag.item():
-                rank_zero_info(f"{self._writer}: loaded {path}, and continues after the batch of step {event.step}")
-                return
-        place = "" if event.module is None else f", first in module {event.module!r}"
-        place += "" if event.parameter is None else f", parameter {event.parameter!r}"
-        raise NonFiniteError(
-            f"Step {event.step} was to be rewound, and no checkpoint with finite weights was written before it{place}: "
-            f"{event.cause}. Save earlier with ModelCheckpoint(every_n_train_steps=...)",
-            rank=event.rank,
-            step=event.step,
-            module=event.module,
-            parameter=event.parameter,
-        )
+                rank_zero_info(f"{self._writer}: loaded {path}, and continues after the batch of step {self._step}")
+                return True
+        return False
 
 
 def _file_name(step: int, rank: int | str) -> str:
@@ -241,14 +276,159 @@ def replay_saved(
 def check_rewind(trainer: Trainer, given: str, instead: str, faults: Faults) -> None:
     """Add a fault if the Trainer writes no checkpoint to go back to, as ``given`` asks for."""
     if not _writers(trainer):
-        faults.add(
-            f"{given} without a ModelCheckpoint that saves optimizer states",
-            "a checkpoint to go back to",
-            f"add ModelCheckpoint(every_n_train_steps=...) to the callbacks, or use {instead}",
-        )
+        what = f"{given} without a ModelCheckpoint that saves optimizer states"
+        faults.add(what, f"add ModelCheckpoint(every_n_train_steps=...) to the callbacks, or use {instead}")
 
 
 def _writers(trainer: Trainer) -> list[ModelCheckpoint]:
     """The callbacks whose checkpoints hold more than weights."""
     found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     return [callback for callback in found if not callback.save_weights_only]
+
+
+# ---------------------------------------------------------------------- under a plan
+
+
+class PlanRun(WritesRun):
+    """One fit under a plan: it says what it will do, has the doctor look, and acts on what the engine decides.
+
+    Where bad batches are to be saved or rewound it is a callback, before all others. The engine decides and skips.
+    Where it would raise it leaves its verdict here, and the batch, which is still at hand at its end, is run again,
+    saved and written down; then the run is rewound, or ended with the error that the engine would raise.
+    """
+
+    def __init__(self, plan: PlanBase, trainer: Trainer, faults: Faults) -> None:
+        self._plan, self._trainer = plan, trainer
+        self.rule = plan.policy.nonfinite
+        self._rewinds = self.rule.on_budget == "rewind"
+        self._bad: BadSteps | None = None
+        self._attempts = self._skips = 0
+        if self.rule.watches and self._rewinds:
+            check_rewind(trainer, "nonfinite=NonFinite(on_budget='rewind')", "on_budget='raise'", faults)
+
+    @property
+    def skipped_steps(self) -> int:
+        """The plan's count."""
+        return self._plan.skipped_steps
+
+    def begin(self, module: nn.Module, engine: StepEngine) -> None:
+        """The module is about to be changed: warn of what can be seen, tell people and loggers."""
+        if self.rule.watches:
+            callbacks_of(self._trainer).insert(0, self)
+        warn_at_fit(module, self._plan.policy)
+        began(engine, module, self._trainer)
+
+    def end(self) -> None:
+        """Undo it."""
+        callbacks = callbacks_of(self._trainer)
+        if self in callbacks:
+            callbacks.remove(self)
+        if self._bad is not None:
+            self._bad.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Note how the run ended."""
+        if self._bad is not None:
+            self._bad.close(exception)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the folder, and have verdicts left here.
+
+        Raises:
+            PlanError: another run is writing to the folder.
+        """
+        rule, writer = self.rule, "MixedPrecisionPlan"
+        self._bad = BadSteps(trainer, rule.run_dir, writer, saves=rule.save_batch, rewinds=self._rewinds)
+        assert self._plan.engine is not None, "a fit runs under an engine"
+        self._plan.engine.deferred = []
+        self._skips = self._plan.skipped_steps if rule.save_batch else 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep the batch until its step is over."""
+        assert self._bad is not None, "on_train_start comes first"
+        self._attempts = self._plan.loss_scaler.attempts
+        self._bad.remember(batch, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a skip: save the batch, write an event; past the budget rewind, or end the run.
+
+        Raises:
+            NonFiniteError: the budget is spent and nothing is to be rewound, or no checkpoint can be.
+            LossScaleError: an overflow at the minimum loss scale, under ``at_min="raise"``.
+        """
+        scaler, engine, bad = self._plan.loss_scaler, self._plan.engine, self._bad
+        if scaler.attempts == self._attempts:
+            return  # in the middle of an accumulation window
+        assert bad is not None, "on_train_start comes first"
+        assert engine is not None
+        assert engine.deferred is not None
+        verdict = engine.deferred[0] if engine.deferred else None
+        engine.deferred.clear()
+        skipped = False
+        if self.rule.save_batch:  # a device sync, for which only saving has a use
+            before, self._skips = self._skips, self._plan.skipped_steps
+            skipped = self._skips > before
+        if verdict is not None or skipped:
+            rewinds = verdict is not None and self._rewinds and not verdict.at_min
+            counts, streak = scaler.counts(), scaler.streak
+            bad.explain(
+                action="rewind" if rewinds else "skip",
+                in_a_row=max(streak, 1),
+                allowed=0 if self.rule.action == "raise" else self.rule.max_consecutive,
+                scale=engine.loss_scale,
+                searching=verdict is None and streak == 0,
+                verdict=None if rewinds else verdict,
+            )
+            if rewinds:  # the loss scale goes back with the weights; the counts of the run go on
+                scaler.load_counts(counts)
+                engine.start_over()
+        bad.replayer.forget()
+
+
+# ---------------------------------------------------------------------- by readings, without a guard
+
+#: A scale that is being searched for overflows this many times in a row at most, from torch's 65,536 on (measured on
+#: small GPT-2 and MLP runs), and is found above the scale which that leads to.
+SEARCH_SKIPS, SEARCH_SCALE = 5, 2.0**10
+#: Once so many steps were applied the scale is known; so many overflows in a row are then no search any more.
+FOUND_AFTER, FOUND_SKIPS = 10, 3
+
+
+def has_bad_loss(reading: Reading) -> bool:
+    """Whether the loss is known, and not finite."""
+    return not math.isfinite(reading.loss or 0.0)
+
+
+class NonFiniteClassifier:
+    """Tells ordinary overflows from problems.
+
+    An overflow is no longer ordinary once more come in a row than the search for a scale needs. A problem that lasts is
+    reported once.
+    """
+
+    def __init__(self) -> None:
+        self.in_a_row = self._applied = 0
+        self._reported = False
+
+    def judge(self, reading: Reading, *, changed: bool = False) -> bool | None:
+        """Whether a non-finite step is an alert; ``None`` where it is finite, or was reported.
+
+        ``changed``: its gradients became non-finite once measured.
+        """
+        bad_loss, scale = has_bad_loss(reading), reading.loss_scale
+        if not (changed or bad_loss or not math.isfinite(reading.grad_norm or 0.0)):
+            self._applied += not reading.skipped
+            self.in_a_row, self._reported = 0, False
+            return None
+        self.in_a_row = max(self.in_a_row + 1, reading.skips_in_a_row)
+        alert = changed or bad_loss or scale is None or reading.scale_at_floor
+        if not alert and self._applied >= FOUND_AFTER:
+            alert = self.in_a_row >= FOUND_SKIPS
+        elif not alert:
+            alert = self.in_a_row > SEARCH_SKIPS and scale is not None and scale <= SEARCH_SCALE
+        if alert and self._reported:
+            return None
+        self._reported = alert
+        return alert

@@ -285,7 +285,7 @@ def looked_at(to_host: ToHost, steps: int, *, end: bool = True) -> list[list[flo
     found: list[list[float | None]] = []
     for step in range(steps):
         found.append([])
-        to_host.send({"step": torch.tensor(float(step))}, then=lambda read, _: found[-1].append(read["step"]))
+        to_host.send({"step": torch.tensor(float(step))}, then=lambda read: found[-1].append(read["step"]))
         to_host.deliver()
     if end:
         found.append([])
@@ -310,13 +310,13 @@ def test_every_kind_of_value_and_no_question_to_a_tensor() -> None:
     found: list[Any] = []
     to_host = ToHost(CPU)
     values = {"device": torch.tensor(2.0), "half": torch.tensor(3.0).half(), "host": 7, "missing": None}
-    tables = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0]])
+    values["table"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     to_host.read({"first": torch.tensor(1.0)})
     with Asked() as asked:
         for _ in range(3):
-            to_host.send(values, *tables, then=lambda *read: found.append(read))
+            to_host.send(values, then=found.append)
             to_host.deliver()
     assert asked.count == 0
     assert len(to_host._free) == 1
-    expected = {"device": 2.0, "half": 3.0, "host": 7.0, "missing": None}, [[[1.0, 2.0], [3.0, 4.0]], [[5.0]]]
+    expected = {"device": 2.0, "half": 3.0, "host": 7.0, "missing": None, "table": [[1.0, 2.0], [3.0, 4.0]]}
     assert found == [expected] * 3
