@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any, cast
 
-from lightning_mp.deepspeed_config.read import load_json, read_policy
-from lightning_mp.deepspeed_config.schema import (
-    REFUSED,
-    REFUSED_ENTRIES,
+from lightning_mp.deepspeed_config.read import (
     RULE,
-    SAYS,
+    SENT,
     SUBJECT,
     check,
     dtype_of,
-    is_off,
-    loss_scale,
-    of_rule,
-    without_unset,
+    is_unset,
+    load_json,
+    read_policy,
+    read_rule,
 )
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
@@ -33,7 +31,42 @@ from lightning_mp.policy.pieces import LossScaling
 
 _CLIP, _STEPS = "gradient_clipping", "gradient_accumulation_steps"
 _BATCH, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
-_SENT = "communication_data_type"
+_OFF = {"enabled": False}
+
+
+def without_unset(value: Any, top: bool = True) -> Any:
+    """A deep copy without comments (``_...``) and without what is unset.
+
+    ``optimizer`` and ``scheduler`` are copied as they are.
+    """
+    if isinstance(value, (list, tuple)):
+        return [without_unset(item, False) for item in cast("list[Any]", value)]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: deepcopy(item) if top and key in ("optimizer", "scheduler") else without_unset(item, False)
+        for key, item in cast("Mapping[Any, Any]", value).items()
+        if not is_unset(item) and not str(key).startswith("_")
+    }
+
+
+def over(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config``, with what it leaves out taken from ``defaults``, block by block."""
+    merged = dict(defaults)
+    for key, value in config.items():
+        below = merged.get(key)
+        merged[key] = over(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def completed(policy: PrecisionPolicy, user: Mapping[str, Any] | None) -> PrecisionPolicy:
+    """``policy`` with the loss scale of the user's JSON, where the plan has the default one, which nobody wrote."""
+    block: Any = (user or {}).get("fp16")
+    if policy.loss_scaling != LossScaling() or not isinstance(block, Mapping):
+        return policy
+    said = check("fp16", without_unset(block))[0]  # ``compose`` says what is wrong with it
+    rule = read_rule(said, Faults()) if said.keys() & {"loss_scale", *RULE} else None
+    return policy if rule is None else replace(policy, loss_scaling=rule)
 
 
 def compose(
@@ -57,130 +90,100 @@ def compose(
     if policy.precision == "auto":
         raise ValueError("a DeepSpeed config needs a resolved precision, not 'auto'")
     given = without_unset(load_json(user)) if user is not None else {}
-    merge = _Merge(completed(policy, given), given)
-    merge.engines(fp16_supported)
-    merge.dtypes()
-    merge.zero(stage, {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters})
-    merge.faults.raise_if_any()
-    return merge.config
+    policy = completed(policy, given)
+    with Faults(SUBJECT) as faults:
+        config, wrong = check("", given)
+        faults.extend(wrong.values())
+        _compare(policy, config, faults)
+        offload = {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters}
+        zero = _zero(config.get("zero_optimization", {}), stage, offload, faults)
+    fp16: dict[str, Any] = _OFF
+    if policy.compute_dtype == "fp16" and policy.loss_scaling is not None:
+        auto_cast = config.get("fp16", {}).get("auto_cast", False)
+        fp16 = {"enabled": fp16_supported, "auto_cast": auto_cast, **_said(policy.loss_scaling)}
+    # What agrees is taken out too: the engine would cast, pins included, or refuse what is not its own mode.
+    config.pop("bfloat16", None)
+    types = {key: value for key, value in config.get("data_types", {}).items() if not key.endswith("_dtype")}
+    return {
+        "zero_allow_untested_optimizer": True,  # the step is the plan's, whatever the optimizer
+        "zero_force_ds_cpu_optimizer": False,  # offloading must not swap the user's optimizer
+        **config,
+        "bf16": {**_OFF},
+        "torch_autocast": {**_OFF},
+        "fp16": {**fp16},
+        SENT: policy.reduce_dtype,
+        "data_types": {**types, "grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+    }
 
 
-def completed(policy: PrecisionPolicy, user: Mapping[str, Any] | None) -> PrecisionPolicy:
-    """``policy`` with the loss scale of the user's JSON, where the plan has the default one, which nobody wrote."""
-    block: Any = (user or {}).get("fp16")
-    if policy.loss_scaling != LossScaling() or not isinstance(block, Mapping):
-        return policy
-    said = without_unset({key: cast("Any", block).get(key) for key in ("loss_scale", *RULE)})
-    try:
-        rule = read_policy({"fp16": {"enabled": True, **said}})[0].loss_scaling if said else None
-    except PlanError:  # ``compose`` says what is wrong with it
-        rule = None
-    return policy if rule is None else replace(policy, loss_scaling=rule)
+def _compare(policy: PrecisionPolicy, config: Mapping[str, Any], faults: Faults) -> None:
+    """Note every key that says otherwise than the plan does, with both values."""
+    blocks = {name: config.get(name, {}) for name in ("fp16", "bf16", "bfloat16", "torch_autocast", "data_types")}
+    bf16, autocast = (False, policy.precision.startswith("bf16")), dtype_of(blocks["torch_autocast"].get("dtype"))
+    #: the plan's field, and what a key may say under it
+    rows: dict[str, tuple[str, tuple[Any, ...]]] = {
+        "fp16.enabled": ("precision", (policy.compute_dtype == "fp16",)),
+        "bf16.enabled": ("precision", bf16),
+        "bfloat16.enabled": ("precision", bf16),
+        "torch_autocast.enabled": ("precision", (False, policy.mixed and autocast == policy.compute_dtype)),
+        SENT: ("reduce_dtype", (policy.reduce_dtype,)),
+        "data_types.grad_accum_dtype": ("precision", ("fp32",)),
+        "data_types.param_dtype": ("precision", (policy.storage_dtype,)),
+        "data_types.buffer_dtype": ("buffer_dtype", (policy.buffer_dtype,)),
+    }
+    rule = policy.loss_scaling if policy.compute_dtype == "fp16" else None
+    if rule is not None:
+        rows["fp16.loss_scale"] = ("loss_scaling", (0 if rule.dynamic else rule.init_scale,))
+        said = read_rule(blocks["fp16"], faults)
+        for key, field in RULE.items() if said is not None and said.dynamic and rule.dynamic else ():
+            same = getattr(said, field) == getattr(rule, field)
+            rows[f"fp16.{key}"] = (f"loss_scaling.{field}", (blocks["fp16"].get(key),) if same else ())
+    for path, (field, allowed) in rows.items():
+        block, _, key = path.rpartition(".")
+        value = (blocks[block] if block else config).get(key)
+        if value is not None and value not in allowed and dtype_of(value) not in allowed:
+            _contradiction(f"{path}={value!r}", f"{field}={attrgetter(field)(policy)!r} in the plan", faults)
 
 
-class _Merge:
-    """One user's JSON on its way to the engine's; ``config`` holds what is settled."""
-
-    def __init__(self, policy: PrecisionPolicy, user: dict[str, Any]) -> None:
-        self.policy = policy
-        self.faults = Faults(SUBJECT)
-        for key in [key for key in user if key in REFUSED]:
-            value = user.pop(key)
-            if not is_off(value):
-                self.faults.add(f"{key}={value!r}", f"no {key}: {REFUSED[key]}", f"remove {key} from the JSON")
-        self.config, wrong = check("", user)
-        self.faults.extend(wrong.values())
-        for path, reason in REFUSED_ENTRIES.items():
-            where, key = path.split(".")
-            value = self.config.get(where, {}).pop(key, False)
-            if value is not False:
-                self.faults.add(f"{path}={value!r}", f"{where} without it: {reason}", f"remove {path}")
-        self.config.setdefault("zero_allow_untested_optimizer", True)  # the step is the plan's, whatever the optimizer
-        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # offloading must not swap the user's optimizer
-
-    def _compare(self, path: str, given: Any, key: str | None = None) -> None:
-        """Note what the JSON says otherwise than the plan does, with both."""
-        field, value = SAYS[key or path]
-        wanted = value(self.policy)
-        if wanted != given and not (isinstance(wanted, str) and dtype_of(given) == wanted):
-            self._contradiction(f"{path}={given!r}", f"{field}={attrgetter(field)(self.policy)!r} in the plan")
-
-    def _contradiction(self, given: str, otherwise: str) -> None:
-        fix = f"remove {given.partition('=')[0]} from the JSON, or write the same in both"
-        self.faults.add(f"{given} in the JSON and {otherwise}", "the same in both", fix)
-
-    def engines(self, fp16_supported: bool) -> None:
-        """The blocks of the half precision engines: the plan does their work; what the user wrote must agree."""
-        policy = self.policy
-        for name in ("bf16", "bfloat16"):
-            if self.config.pop(name, {}).get("enabled"):
-                self._compare(f"{name}.enabled", True, "bf16.enabled")
-        block = self.config.pop("torch_autocast", {})
-        if block.get("enabled") and not (policy.mixed and dtype_of(block.get("dtype")) == policy.compute_dtype):
-            given = f"torch_autocast.enabled=True with dtype={block.get('dtype')!r}"
-            self._contradiction(given, f"precision={policy.precision!r} in the plan")
-        self.config |= {"bf16": {"enabled": False}, "torch_autocast": {"enabled": False}}
-        block = self.config.pop("fp16", {})
-        if "enabled" in block:
-            self._compare("fp16.enabled", block["enabled"])
-        if policy.compute_dtype != "fp16" or policy.loss_scaling is None:
-            self.config["fp16"] = {"enabled": False}
-            return
-        enabled = {"enabled": fp16_supported, "auto_cast": block.get("auto_cast", False)}
-        self.config["fp16"] = {**enabled, **self._scaling(block, policy.loss_scaling)}
-
-    def _scaling(self, block: dict[str, Any], rule: LossScaling) -> dict[str, Any]:
-        """The loss scale as the plan says it; what DeepSpeed has no number for is left out, and the plan does it."""
-        for key in ("loss_scale", *(RULE if rule.dynamic else ())):
-            if key in block:
-                self._compare(f"fp16.{key}", block[key])
-        written: dict[str, Any] = {"loss_scale": loss_scale(self.policy)}
-        for key in RULE if rule.dynamic else ():
-            value = of_rule(key, self.policy)
-            if fits(key, value):
-                written[key] = int(value) if key == "min_loss_scale" else value
-        return written
-
-    def dtypes(self) -> None:
-        """``communication_data_type`` and ``data_types``: what gradients are sent and summed in."""
-        if _SENT in self.config:
-            self._compare(_SENT, self.config[_SENT])
-        self.config[_SENT] = self.policy.reduce_dtype
-        types = self.config.pop("data_types", {})
-        for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
-            # Taken out even where it agrees: the engine would cast, pins included, or refuse what is not its own mode.
-            dtype = types.pop(key, None)
-            if dtype is not None:
-                self._compare(f"data_types.{key}", dtype)
-        self.config["data_types"] = {**types, "grad_accum_dtype": "fp32"}
-
-    def zero(self, stage: int, offload: Mapping[str, bool]) -> None:
-        """``zero_optimization``: the strategy's stage and offloading, with the user's other keys."""
-        zero = self.config.pop("zero_optimization", {})
-        if stage not in (1, 2, 3):
-            self.faults.add(f"stage={stage!r}", "1, 2, 3", "choose 'ddp' for training without shards")
-        if zero.get("stage", stage) != stage:
-            self._contradiction(f"zero_optimization.stage={zero['stage']!r}", f"stage={stage!r} in the strategy")
-        # The deprecated flags as the blocks that took their place, which DeepSpeed refuses next to them.
-        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-            if zero.pop(old, False):
-                zero.setdefault(new, {"device": "cpu"})
-        for name, wanted in offload.items():
-            if wanted and zero.get(name, {}).get("device") == "none":
-                given = f"zero_optimization.{name}.device='none'"
-                self._contradiction(given, f"{name.replace('param', 'parameters')}=True in the strategy")
-            if wanted:
-                zero[name] = {"device": "cpu", **zero.get(name, {})}
-        if stage in (1, 2) and zero.get("offload_param", {}).get("device", "none") != "none":
-            self.faults.add(f"offload_param with stage={stage}", "offloaded parameters at stage 3", "choose stage 3")
-        self.config["zero_optimization"] = {**zero, "stage": stage}
+def _contradiction(given: str, otherwise: str, faults: Faults) -> None:
+    fix = f"remove {given.partition('=')[0]} from the JSON, or write the same in both"
+    faults.add(f"{given} in the JSON and {otherwise}", fix)
 
 
-def fits(key: str, value: Any) -> bool:
-    """Whether DeepSpeed takes a value of a dynamic scale (precision_config.DeepSpeedFP16Config)."""
-    if key == "initial_scale_power":
-        return value is not None and value >= 0
-    return key != "min_loss_scale" or (value == int(value) and value >= 1)
+def _said(rule: LossScaling) -> dict[str, Any]:
+    """The keys that say a loss scale; what DeepSpeed has no number for is left out, and the plan does it."""
+    if not rule.dynamic:
+        return {"loss_scale": rule.init_scale}
+    written: dict[str, Any] = {"loss_scale": 0, **{key: getattr(rule, field) for key, field in RULE.items()}}
+    mantissa, exponent = math.frexp(rule.init_scale)
+    written["initial_scale_power"] = exponent - 1
+    if mantissa != 0.5 or exponent < 1:
+        del written["initial_scale_power"]
+    written["min_loss_scale"] = int(rule.min_scale)
+    if rule.min_scale < 1 or rule.min_scale != int(rule.min_scale):  # as precision_config.DeepSpeedFP16Config
+        del written["min_loss_scale"]
+    return written
+
+
+def _zero(zero: dict[str, Any], stage: int, offload: Mapping[str, bool], faults: Faults) -> dict[str, Any]:
+    """``zero_optimization``: the strategy's stage and offloading, with the user's other keys."""
+    if stage not in (1, 2, 3):
+        faults.add(f"stage={stage!r}", "1, 2, 3", "choose 'ddp' for training without shards")
+    if zero.get("stage", stage) != stage:
+        _contradiction(f"zero_optimization.stage={zero['stage']!r}", f"stage={stage!r} in the strategy", faults)
+    # The deprecated flags as the blocks that took their place, which DeepSpeed refuses next to them.
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if zero.pop(old, False):
+            zero.setdefault(new, {"device": "cpu"})
+    for name in [name for name, wanted in offload.items() if wanted]:
+        if zero.get(name, {}).get("device") == "none":
+            given = f"zero_optimization.{name}.device='none'"
+            _contradiction(given, f"{name.replace('param', 'parameters')}=True in the strategy", faults)
+        zero[name] = {"device": "cpu", **zero.get(name, {})}
+    if stage in (1, 2) and zero.get("offload_param", {}).get("device", "none") != "none":
+        faults.add(f"offload_param with stage={stage}, which keeps parameters whole", "choose stage 3")
+    return {**zero, "stage": stage}
 
 
 def add_trainer(
@@ -201,49 +204,34 @@ def add_trainer(
     """
     merged = without_unset(config)
     own, wrong = check("", {key: merged[key] for key in (_CLIP, _STEPS, _BATCH, _MICRO) if key in merged})
-    faults = Faults(SUBJECT)
-    faults.extend(wrong.values())
-    trainer = (
-        (_CLIP, clip_norm, "Trainer(gradient_clip_val={})"),
-        (_STEPS, accumulate, "Trainer(accumulate_grad_batches={})"),
-        (_MICRO, micro_batch, "a dataloader with batch_size={}"),
-    )
-    for key, value, words in trainer:
-        if key in own and value is not None and own[key] != value:
-            given = f"{key}={own[key]!r} in the JSON and {words.format(repr(value))}"
-            faults.add(given, "the same in both", f"write {words.format(own[key])}, or remove {key} from the JSON")
-    merged[_CLIP] = own.get(_CLIP, 0.0 if clip_norm is None else clip_norm)  # left out, DeepSpeed would clip at 1.0
-    merged[_STEPS] = int(own.get(_STEPS, accumulate))
-    merged[_MICRO] = _micro(own, micro_batch, merged[_STEPS] * world_size)
-    product = merged[_MICRO] * merged[_STEPS] * world_size
-    if own.get(_BATCH, product) != product:
-        factors = f"{merged[_MICRO]} a device x {merged[_STEPS]} accumulated x {world_size} devices = {product}"
-        fix = f"write {_BATCH}: {product}, or leave it out"
-        faults.add(f"{_BATCH}={own[_BATCH]!r} in the JSON and {factors}", "their product", fix)
-    faults.raise_if_any()
-    return merged
-
-
-def _micro(own: Mapping[str, Any], micro_batch: int | None, parts: int) -> int:
-    if _MICRO in own or micro_batch is not None:
-        return int(own.get(_MICRO, micro_batch))
-    whole = int(own.get(_BATCH, parts))  # alone, the whole batch says what a part of it is
-    return whole // parts if whole % parts == 0 else 1
-
-
-def over(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config``, with what it leaves out taken from ``defaults``, block by block."""
-    merged = dict(defaults)
-    for key, value in config.items():
-        below = merged.get(key)
-        merged[key] = over(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
-    return merged
+    with Faults(SUBJECT) as faults:
+        faults.extend(wrong.values())
+        for key, value, words in (
+            (_CLIP, clip_norm, "Trainer(gradient_clip_val={})"),
+            (_STEPS, accumulate, "Trainer(accumulate_grad_batches={})"),
+            (_MICRO, micro_batch, "a dataloader with batch_size={}"),
+        ):
+            if key in own and value is not None and own[key] != value:
+                given = f"{key}={own[key]!r} in the JSON and {words.format(repr(value))}"
+                faults.add(given, f"write {words.format(own[key])}, or remove {key} from the JSON")
+        steps = own.get(_STEPS, accumulate)
+        micro = own.get(_MICRO, micro_batch)
+        if micro is None:  # alone, the whole batch says what a part of it is
+            micro, rest = divmod(own.get(_BATCH, steps * world_size), steps * world_size)
+            micro = 1 if rest else micro
+        product = micro * steps * world_size
+        if own.get(_BATCH, product) != product:
+            factors = f"{micro} a device x {steps} accumulated x {world_size} devices = {product}"
+            given = f"{_BATCH}={own[_BATCH]!r} in the JSON and {factors}"
+            faults.add(given, f"write {_BATCH}: {product}, or leave it out")
+    clip = own.get(_CLIP, 0.0 if clip_norm is None else clip_norm)  # left out, DeepSpeed would clip at 1.0
+    return merged | {_CLIP: clip, _STEPS: steps, _MICRO: micro}
 
 
 # ---------------------------------------------------------------------- for DeepSpeed alone
 
-_ORDER = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16")
-_ITSELF = "run the plan itself, strategy='mp_deepspeed_zero2'"
+#: how a dynamic scale may differ from DeepSpeed's: what it does otherwise there stands in a comment
+_MAY_DIFFER: Mapping[str, Any] = {"growth_delay": 0, "max_scale": None, "at_min": "hold"}
 
 
 def write_policy(policy: PrecisionPolicy, trainer: Mapping[str, Any], **sharding: Any) -> dict[str, Any]:
@@ -255,70 +243,53 @@ def write_policy(policy: PrecisionPolicy, trainer: Mapping[str, Any], **sharding
     Raises:
         PlanError: everything in the policy that DeepSpeed would carry out with other numbers, and bad arguments.
     """
-    faults = Faults(SUBJECT)
-    _check(policy, faults)
-    faults.extend(check("", trainer)[1].values())
-    mode = policy if policy.precision != "auto" else replace(policy, precision="32-true", loss_scaling=None)
-    composed: dict[str, Any] = {}
-    try:
-        composed = compose(mode, **sharding)
-    except PlanError as error:
-        faults.extend(error.faults)
-    faults.raise_if_any()
+    with Faults(SUBJECT) as faults:
+        itself = "run the plan itself, strategy='mp_deepspeed_zero2'"
+        if policy.precision == "auto" or policy.storage_dtype != "fp32":
+            given = f"precision={policy.precision!r}, which DeepSpeed's own engines do not have"
+            faults.add(given, f"write '32-true', 'bf16-mixed' or '16-mixed', or {itself}")
+        if policy.nonfinite.action == "raise":
+            faults.add("nonfinite='raise', where DeepSpeed goes on", f"write nonfinite='skip', or {itself}")
+        rule = policy.loss_scaling
+        back = read_rule(_said(rule), faults) if rule is not None and rule.dynamic else None
+        for name, there in asdict(back).items() if back is not None else ():
+            own = getattr(rule, name)
+            if own not in (there, _MAY_DIFFER.get(name, there)):
+                faults.add(f"loss_scaling.{name}={own!r}, where DeepSpeed has {there!r}", f"write that, or {itself}")
+        faults.extend(check("", trainer)[1].values())
+        mode = policy if policy.precision != "auto" else replace(policy, precision="32-true", loss_scaling=None)
+        composed: dict[str, Any] = {}
+        try:
+            composed = compose(mode, **sharding)
+        except PlanError as error:
+            faults.extend(error.faults)
     # What a plan carries out itself in its own strategies DeepSpeed alone has to be told.
     if policy.compute_dtype == "bf16":
         composed["bf16"] = {"enabled": True, "check_grad_overflow": policy.nonfinite.action == "skip"}
     if policy.buffer_dtype is not None:
         composed["data_types"]["buffer_dtype"] = policy.buffer_dtype
-    micro, steps, clip = (trainer[key] for key in _ORDER[:3])
+    first = (_MICRO, _STEPS, _CLIP)
+    micro, steps, clip = (trainer[key] for key in first)
     config = add_trainer(composed, clip_norm=clip, accumulate=steps, world_size=1, micro_batch=micro)
-    without_key = _without_key(policy, read_policy(config)[0])
-    ordered = {key: config[key] for key in _ORDER} | config
-    return {"_comment": without_key, **ordered} if without_key else ordered
-
-
-def _check(policy: PrecisionPolicy, faults: Faults) -> None:
-    """Refuse what DeepSpeed does otherwise (of the scale: deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
-    given, allowed = f"precision={policy.precision!r}", "'32-true', 'bf16-mixed', '16-mixed'"
-    if policy.precision == "auto":
-        faults.add(given, f"{allowed}: 'auto' is decided when a run starts", "write the precision")
-    elif policy.storage_dtype != "fp32":
-        fix = f"write {policy.precision.replace('true', 'mixed')!r}, or {_ITSELF}"
-        faults.add(given, f"{allowed}: DeepSpeed's half engines keep fp32 master weights", fix)
-    if policy.nonfinite.action == "raise":
-        allowed = "nonfinite='skip': DeepSpeed does not stop at the first"
-        faults.add("nonfinite='raise'", allowed, f"write nonfinite='skip', or {_ITSELF}")
-    rule = policy.loss_scaling
-    if rule is None or not rule.dynamic:
-        return
-    checks: Mapping[str, tuple[bool, str]] = {
-        "growth_factor": (rule.growth_factor == 2, "2.0"),
-        "backoff_factor": (rule.backoff_factor == 0.5, "0.5"),
-        "growth_delay": (rule.growth_delay <= 1, "1, or 0"),
-        "init_scale": (fits("initial_scale_power", of_rule("initial_scale_power", policy)), "a power of 2 >= 1"),
-        "min_scale": (fits("min_loss_scale", rule.min_scale), "a whole number >= 1"),
-        "max_scale": (rule.max_scale in (None, math.inf), "inf, or None"),
-    }
-    for name, (fine, allowed) in checks.items():
-        if not fine:
-            given = f"loss_scaling.{name}={getattr(rule, name)!r}"
-            faults.add(given, f"{allowed}, which DeepSpeed does", f"write that, or {_ITSELF}")
+    comment = _without_key(policy, read_policy(config)[0])
+    ordered = {key: config[key] for key in (*first, "fp16", "bf16")} | config
+    return {"_comment": comment, **ordered} if comment else ordered
 
 
 def _without_key(policy: PrecisionPolicy, back: PrecisionPolicy) -> list[str]:
     """A line for each field that the JSON reads back otherwise."""
     wanted, found = policy.to_dict(), back.to_dict()
     wanted["pins"], found["pins"] = {pin.pattern: pin.dtype for pin in policy.pins}, {}
+    if policy.loss_scaling is not None and not policy.loss_scaling.dynamic:  # nothing but the scale is read
+        wanted["loss_scaling"] = found["loss_scaling"]
     lines: list[str] = []
     for field, value in wanted.items():
-        there = found[field]
-        if not (isinstance(value, dict) and there):
-            if value != there:
-                lines.append(f"{field}={value!r}: DeepSpeed's JSON has no key for it, set it in your own code")
-        elif field != "loss_scaling" or value["dynamic"]:  # of a static rule nothing but the scale is read
-            lines += [
-                f"{field}.{part}={own!r}: DeepSpeed's JSON has no key for it, its own value is {there[part]!r}"
-                for part, own in value.items()
-                if own != there[part]
-            ]
+        own = {field: value}, {field: found[field]}
+        if isinstance(value, dict) and found[field]:
+            own = tuple({f"{field}.{part}": one for part, one in block.items()} for block in (value, found[field]))
+        lines += [
+            f"{path}={one!r}: DeepSpeed's JSON has no key for it, set it in your own code"
+            for path, one in own[0].items()
+            if one != own[1][path]
+        ]
     return lines

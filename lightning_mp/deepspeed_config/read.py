@@ -1,27 +1,130 @@
-"""A policy from a DeepSpeed JSON: what it says of formats and of the loss scale, and a note on every other key."""
+"""DeepSpeed's JSON: the keys that decide formats, the loss scale or the batch, and the policy that they ask for.
+
+The lists are those of DeepSpeed 0.19.8, ``deepspeed/runtime/{config,constants,precision_config}.py``; tests compare
+them with the installed. What stands below other blocks is DeepSpeed's to check.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_mp.deepspeed_config import schema
-from lightning_mp.deepspeed_config.schema import SUBJECT, dtype_of, is_off, is_unset
-from lightning_mp.errors import Fault, Faults, PlanError
-from lightning_mp.policy import NonFinite, PrecisionPolicy
+from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean, is_number
+from lightning_mp.policy import DTYPES, STORAGE_DTYPES, NonFinite, PrecisionPolicy
 from lightning_mp.policy.load import plain_mapping
 from lightning_mp.policy.pieces import LossScaling
 
 JsonLike = Mapping[str, Any] | str | PathLike[str]
 
+SUBJECT = "DeepSpeed config"
+#: what gradients are sent in
+SENT = "communication_data_type"
 _MODES = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
-_BLOCKS = ("fp16", "bf16", "bfloat16", "torch_autocast", "data_types")
-_SENT = "communication_data_type"
+
+
+def dtype_of(value: object) -> str | None:
+    """``"fp32"``, ``"bf16"`` or ``"fp16"`` from any of the spellings DeepSpeed knows, else ``None``."""
+    name = DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else None
+    return name if name in STORAGE_DTYPES else None
+
+
+def is_unset(value: object) -> bool:
+    """Whether a value counts as not given: ``null``, or Hugging Face's ``"auto"``."""
+    return value is None or (isinstance(value, str) and value == "auto")
+
+
+def _is_integer(value: Any, least: float = -math.inf) -> bool:
+    return is_number(value) and value == int(value) and value >= least  # 5e8 is one, as in DeepSpeed
+
+
+#: what a key may hold: how a message says it, and the test of it
+_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "any": ("any value", lambda _: True),
+    "bool": ("true, false", lambda value: isinstance(value, bool)),
+    "integer": ("a whole number", _is_integer),
+    "positive": ("a whole number >= 1", lambda value: _is_integer(value, 1)),
+    "number": ("a finite number >= 0", lambda value: is_number(value) and value >= 0),
+    "object": ("an object, {...}", lambda value: isinstance(value, Mapping)),
+    "stage": ("0, 1, 2, 3", lambda value: _is_integer(value, 0) and value <= 3),
+    "dtype": ("fp32, bf16, fp16", lambda value: dtype_of(value) is not None),
+    # get_communication_data_type knows the short names only.
+    "sent": ("fp32, bf16, fp16", lambda value: isinstance(value, str) and value.lower() in STORAGE_DTYPES),
+}
+
+
+def _keys(**names: str) -> dict[str, str]:
+    return {name: kind for kind, listed in names.items() for name in listed.split()}
+
+
+_BF16 = _keys(
+    bool="enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
+)
+#: every key of the file (``""``) and of the blocks that decide formats
+BLOCKS: Mapping[str, Mapping[str, str]] = {
+    "": _keys(
+        object="""
+            activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger compile csv_monitor
+            data_efficiency data_types expert_parallel flops_profiler fp16 hybrid_engine optimizer pipeline scheduler
+            tensor_parallel tensorboard timers torch_autocast wandb weight_quantization zero_optimization""",
+        positive="train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps",
+        number="gradient_clipping",
+        sent=SENT,
+        # comms_config is no key of DeepSpeed's, and common
+        any="""
+            allgather_size comms_config data_parallel_size dataloader_drop_last datastates_ckpt disable_allgather
+            disable_python_gc dump_state gradient_allreduce_op gradient_predivide_factor log_level
+            managed_gradient_accumulation memory_breakdown prescale_gradients seq_parallel_communication_data_type
+            sequence_parallel_size steps_per_print use_data_before_expert_parallelism vocabulary_size
+            wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer""",
+    ),
+    "fp16": _keys(
+        bool="enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads",
+        number="loss_scale min_loss_scale",
+        integer="initial_scale_power",
+        positive="loss_scale_window hysteresis",
+    ),
+    "bf16": _BF16,
+    "bfloat16": _BF16,
+    "torch_autocast": _keys(bool="enabled", dtype="dtype", any="lower_precision_safe_modules"),
+    "data_types": _keys(dtype="grad_accum_dtype param_dtype buffer_dtype", any="keep_in_fp32_modules"),
+}
+#: of ZeRO's block, what a strategy decides
+_ZERO = _keys(stage="stage", bool="cpu_offload cpu_offload_param", object="offload_optimizer offload_param")
+
+#: the keys of a dynamic loss scale in the fp16 block, and the field of LossScaling that each says
+RULE: Mapping[str, str] = {
+    "initial_scale_power": "init_scale",
+    "loss_scale_window": "growth_interval",
+    "hysteresis": "hysteresis",
+    "consecutive_hysteresis": "consecutive_hysteresis",
+    "min_loss_scale": "min_scale",
+}
+
+_FORMATS = ("amp", "fp8", "quantize_training", "compression_training")
+_REMOVED = (
+    *("nebula", "sparse_gradients", "eigenvalue", "sparse_attention", "elasticity", "graph_harvesting"),
+    *("curriculum_learning", "progressive_layer_drop"),
+)
+_MASTERS = ("master_weights_and_grads", "optimizer_states")
+#: what chooses formats instead of the plan, or what DeepSpeed 0.19 refuses, and why
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(_FORMATS, "precision comes from the plan"),
+    **dict.fromkeys(_REMOVED, "DeepSpeed 0.19 removed it"),
+    **dict.fromkeys(
+        (
+            "fp16.fp16_master_weights_and_grads",
+            *(f"{one}.bf16_{two}" for one in ("bf16", "bfloat16") for two in _MASTERS),
+        ),
+        "the plan's precision says what is stored: fp32 under the '-mixed' modes, the half format under '-true'",
+    ),
+    "torch_autocast.lower_precision_safe_modules": "pins={pattern: dtype} chooses the format of a module",
+}
 #: top-level keys that something else than the engine says under Lightning
 _ELSEWHERE: Mapping[str, str] = {
     "optimizer": "configure_optimizers() makes it",
@@ -34,7 +137,56 @@ _ELSEWHERE: Mapping[str, str] = {
     "comms_config": "nothing reads it",
     "zero_optimization": "make_strategy('deepspeed_zero1' to 'deepspeed_zero3', plan, config=...) takes the block",
 }
-_ENGINE = "the engine's own: give the JSON to the strategy as config="
+
+
+def check(where: str, given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Fault]]:
+    """The well-formed entries of a block (``""``: of the file), and what is wrong with the others, by their path.
+
+    Comments (``_...``) are neither, nor is what is refused and off; an unset value is well formed.
+    """
+    known = BLOCKS.get(where, _ZERO)
+    good: dict[str, Any] = {}
+    wrong: dict[str, Fault] = {}
+    for key, value in given.items():
+        path, kind = f"{where}.{key}" if where else str(key), known.get(key, "any")
+        allowed, fits = _KINDS[kind]
+        if str(key).startswith("_"):
+            continue
+        if path in REFUSED:
+            if value and not (isinstance(value, Mapping) and cast("Any", value).get("enabled") is False):
+                wrong[path] = Fault(f"{path}={value!r}: {REFUSED[path]}", "", f"remove {path} from the JSON")
+        elif where in BLOCKS and key not in known:
+            wrong[path] = Fault(f"unknown key {path}", "", did_you_mean(str(key), known, "remove it", 1))
+        elif is_unset(value) and (value is None or path not in BLOCKS):
+            good[key] = value
+        elif not fits(value):
+            wrong[path] = Fault(f"{path}={value!r}", allowed, "correct it")
+        elif path in (*BLOCKS, "zero_optimization"):
+            good[key], below = check(path, value)
+            wrong |= below
+        else:
+            good[key] = int(value) if kind in ("integer", "positive") else value
+    return good, wrong
+
+
+def load_json(source: JsonLike) -> dict[str, Any]:
+    """A DeepSpeed config as a plain dict, from a mapping, an OmegaConf ``DictConfig`` or the path of a JSON file.
+
+    Raises:
+        PlanError: no such file, broken JSON (with its line and column), no object.
+    """
+    loaded = cast("Any", source)
+    try:
+        if isinstance(source, (str, PathLike)):
+            loaded = json.loads(Path(source).read_text(encoding="utf-8-sig"))
+        if isinstance(loaded, Mapping):
+            return plain_mapping(loaded)
+        given = f"{str(source)!r}, a {type(loaded).__name__}"
+    except PlanError as error:
+        raise PlanError(error.faults, SUBJECT) from error
+    except (OSError, ValueError) as error:
+        given = f"{str(source)!r}: {error}"
+    raise PlanError([Fault(given, "a JSON object, or the path of a file with one", "write {'fp16': {...}}")], SUBJECT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +205,6 @@ class DeepSpeedNotes:
         return "\n".join(f"{kind:<8}{key}: {reason}" for kind, notes in kinds for key, reason in notes.items())
 
 
-def load_json(source: JsonLike) -> dict[str, Any]:
-    """A DeepSpeed config as a plain dict, from a mapping, an OmegaConf ``DictConfig`` or the path of a JSON file.
-
-    Raises:
-        PlanError: no such file, broken JSON (with its line and column), no object.
-    """
-    loaded = cast("Any", source)
-    try:
-        if isinstance(source, (str, PathLike)):
-            loaded = json.loads(Path(source).read_text(encoding="utf-8-sig"))
-        if isinstance(loaded, Mapping):
-            return plain_mapping(loaded)
-    except PlanError as error:
-        raise PlanError(error.faults, SUBJECT) from error
-    except (OSError, ValueError) as error:
-        raise PlanError(
-            [Fault(f"{str(source)!r}: {error}", "the path of a JSON file", "correct it")], SUBJECT
-        ) from error
-    fault = Fault(f"{str(source)!r}, a {type(loaded).__name__}", "an object, {...}", "write {'fp16': {...}}")
-    raise PlanError([fault], SUBJECT)
-
-
 def read_policy(source: JsonLike) -> tuple[PrecisionPolicy, DeepSpeedNotes]:
     """The policy that a DeepSpeed JSON asks for, and what became of its keys.
 
@@ -82,161 +212,108 @@ def read_policy(source: JsonLike) -> tuple[PrecisionPolicy, DeepSpeedNotes]:
         PlanError: no JSON object; an unknown key or a wrong value where formats or the loss scale are decided, two
             formats at once, one that a plan cannot carry out, an ``"auto"`` that nothing resolves; all together.
     """
-    reader = _Reader(load_json(source))
-    return reader.policy(), reader.notes
-
-
-class _Reader:
-    """One JSON on its way to a policy; what is wrong is collected in ``faults``."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.faults = Faults(SUBJECT)
-        self.notes = DeepSpeedNotes({}, {}, {})
-        self.taken, self.left, self.refused = self.notes.taken, self.notes.left, self.notes.refused
-        if not is_unset(config.get("bf16")) and config.get("bfloat16") is not None:
-            self.refused["bfloat16"] = "DeepSpeed reads bf16 where both stand: remove one"
-            config = {key: value for key, value in config.items() if key != "bfloat16"}
-        self.bf16 = "bfloat16" if is_unset(config.get("bf16")) and "bfloat16" in config else "bf16"
-        good, wrong = schema.check("", {key: value for key, value in config.items() if key not in schema.REFUSED})
+    config = load_json(source)
+    notes = DeepSpeedNotes({}, {}, {})
+    bf16 = "bf16" if is_unset(config.get("bfloat16")) or not is_unset(config.get("bf16")) else "bfloat16"
+    if bf16 == "bf16" and not is_unset(config.get("bfloat16")):
+        notes.refused["bfloat16"] = "DeepSpeed reads bf16 where both stand: remove one"
+        del config["bfloat16"]
+    with Faults(SUBJECT) as faults:
+        good, wrong = check("", config)
         for path, fault in wrong.items():
             if _decides_formats(path.partition(".")[0]):
-                self.faults.extend([fault])
+                faults.extend([fault])
             else:
-                self.refused[path] = f"{fault.given}: {fault.fix}"
-        self.good = good
-        self.blocks = {name: good.get(name) or {} for name in _BLOCKS}
-        for name, block in self.blocks.items():
-            if is_unset(block) and block:
-                self.faults.add(f"{name}={block!r}", "an object, {...}", "correct it")
-                self.blocks[name] = {}
-        for key, value in config.items():
-            self._note(str(key), value)
+                notes.refused[path] = f"{fault.given}: {fault.fix}"
+        fields = _fields(good, bf16, notes.taken, faults)
+    for name, value in config.items():
+        key = str(name)
+        if key in notes.refused:
+            continue
+        if key in BLOCKS and value:
+            on = key == "data_types" or value.get("enabled") in (True, "auto")
+            left = dict.fromkeys([f"{key}.{entry}" for entry in value], "the engine's own" if on else f"{key} is off")
+        elif key in BLOCKS or key in REFUSED:
+            left = {key: "it is off"}
+        else:
+            own = "the engine's own: give the JSON to the strategy as config="
+            left = {key: "a comment" if key.startswith("_") else _ELSEWHERE.get(key, own)}
+        notes.left.update((path, why) for path, why in left.items() if path not in notes.taken)
+    return PrecisionPolicy(**fields), notes
 
-    def _note(self, key: str, value: Any) -> None:
-        """What becomes of a key of the file that the plan does not take."""
-        if key in schema.REFUSED and not is_off(value):
-            if key in schema.FORMATS:
-                fix = f"remove {key} from the JSON; fp16.enabled or bf16.enabled says what computes"
-                self.faults.add(f"{key}={value!r}", f"no {key}: {schema.REFUSED[key]}", fix)
-            else:
-                self.refused[key] = schema.REFUSED[key]
-        elif key in schema.REFUSED or (key in _BLOCKS and not value):
-            self.left[key] = "it is off"
-        elif key in _BLOCKS and isinstance(value, Mapping):
-            on = key == "data_types" or cast("Any", value).get("enabled") in (True, "auto")
-            reason = "the engine's own" if on else f"{key} is off"
-            self.left |= {f"{key}.{entry}": reason for entry in cast("Mapping[str, Any]", value)}
-        elif key not in self.refused:
-            self.left[key] = "a comment" if key.startswith("_") else _ELSEWHERE.get(key, _ENGINE)
 
-    def _take(self, path: str, words: str) -> None:
-        self.left.pop(path, None)
-        self.taken[path] = words
+def _fields(good: dict[str, Any], bf16: str, taken: dict[str, str], faults: Faults) -> dict[str, Any]:
+    """The fields of a policy; ``bf16`` is the one of its block's two names that counts."""
+    blocks = {name: good.get(name) or {} for name in BLOCKS if name}
+    fp16, types = blocks["fp16"], blocks["data_types"]
+    precision = _precision(blocks, bf16, taken, faults)
+    fields: dict[str, Any] = {"precision": precision}
+    if precision == "auto" or fp16.get("enabled") is True:
+        rule = fields["loss_scaling"] = read_rule(fp16, faults)
+        if rule is not None and "loss_scale" in fp16:
+            taken["fp16.loss_scale"] = "dynamic loss scaling" if rule.dynamic else f"{rule!r}"
+        for key, field in RULE.items() if rule is not None and rule.dynamic else ():
+            if key in fp16:
+                taken[f"fp16.{key}"] = f"loss_scaling.{field}={getattr(rule, field)!r}"
+    elif precision == "16-mixed":
+        fields["loss_scaling"] = LossScaling.torch()  # torch_autocast in fp16 scales with a torch.amp.GradScaler
+    checks = blocks[bf16].get("check_grad_overflow")
+    if precision in ("bf16-mixed", "auto") and blocks[bf16].get("enabled") and not is_unset(checks):
+        fields["nonfinite"] = NonFinite(action="skip" if checks else "ignore")
+        taken[f"{bf16}.check_grad_overflow"] = f"nonfinite={fields['nonfinite'].action!r}"
+    if dtype_of(types.get("grad_accum_dtype")) not in (None, "fp32"):
+        given = f"data_types.grad_accum_dtype={types['grad_accum_dtype']!r}"
+        faults.add(given, "fp32, as the plan does", "remove data_types.grad_accum_dtype from the JSON")
+    for path, field, value in (
+        (SENT, "reduce_dtype", dtype_of(good.get(SENT))),
+        ("data_types.buffer_dtype", "buffer_dtype", dtype_of(types.get("buffer_dtype"))),
+    ):
+        if value is not None:
+            fields[field], taken[path] = value, f"{field}={value!r}"
+    return fields
 
-    def policy(self) -> PrecisionPolicy:
-        precision = self._precision()
-        fields: dict[str, Any] = {
-            "precision": precision,
-            "loss_scaling": self._loss_scaling(precision),
-            "nonfinite": self._nonfinite(precision),
-            "reduce_dtype": self._reduce_dtype(),
-            "buffer_dtype": self._data_types(precision),
-        }
-        for path, reason in schema.REFUSED_ENTRIES.items():
-            name, key = path.split(".")
-            if not is_off(self.blocks[name].get(key)):
-                self.faults.add(f"{path}={self.blocks[name][key]!r}", f"{name} without it: {reason}", f"remove {path}")
-        self.faults.raise_if_any()
-        return PrecisionPolicy(**fields)
 
-    def _precision(self) -> str:
-        """Who computes in which format."""
-        pair = {name: self.blocks[name].get("enabled") for name in ("fp16", self.bf16)}
-        formats = {"fp16": "fp16", self.bf16: "bf16"}
-        on = {f"{name}.enabled=True": formats[name] for name, enabled in pair.items() if enabled is True}
-        on |= self._autocast()
-        if len(set(on.values())) > 1:
-            self.faults.add(" and ".join(on), "one format to compute in", "set enabled to false in all but one")
-        precision = _MODES[next(iter(on.values()))] if on else "auto" if "auto" in pair.values() else "32-true"
-        if precision == "auto" and False in pair.values():
-            undecided = next(name for name, enabled in pair.items() if enabled == "auto")
-            off = next(name for name, enabled in pair.items() if enabled is False)
-            allowed = f"true or false: a plan of precision 'auto' may choose {off}"
-            fix = f"write {undecided}.enabled: true for {_MODES[formats[undecided]]!r}, false for '32-true'"
-            self.faults.add(f"{undecided}.enabled='auto' with {off}.enabled=False", allowed, fix)
-        for name, enabled in pair.items():
-            if f"{name}.enabled" in self.left:
-                self._take(f"{name}.enabled", f"precision={precision!r}" if enabled in (True, "auto") else "off")
-        return precision
+def _precision(blocks: dict[str, dict[str, Any]], bf16: str, taken: dict[str, str], faults: Faults) -> str:
+    """Who computes in which format."""
+    formats = {"fp16": "fp16", bf16: "bf16"}
+    enabled = {name: blocks[name].get("enabled") for name in formats}
+    on = {f"{name}.enabled=True": formats[name] for name, value in enabled.items() if value is True}
+    autocast = blocks["torch_autocast"]
+    dtype = dtype_of(autocast.get("dtype"))
+    if autocast.get("enabled") == "auto":
+        faults.add("torch_autocast.enabled='auto'", "write true or false")
+    elif autocast.get("enabled") and dtype in _MODES:
+        on[f"torch_autocast.enabled=True with dtype={autocast['dtype']!r}"] = dtype
+        taken["torch_autocast.dtype"] = f"precision={_MODES[dtype]!r}"
+    elif autocast.get("enabled"):
+        faults.add("torch_autocast.enabled=True without a dtype", "write torch_autocast.dtype: bf16, or fp16")
+    if len(set(on.values())) > 1:
+        faults.add(" and ".join(on), "one format to compute in", "set enabled to false in all but one")
+    precision = _MODES[next(iter(on.values()))] if on else "auto" if "auto" in enabled.values() else "32-true"
+    if precision == "auto" and False in enabled.values():
+        undecided, off = sorted(enabled, key=lambda name: enabled[name] is False)
+        given = f"{undecided}.enabled='auto' with {off}.enabled=False, which a plan of precision 'auto' may choose"
+        faults.add(given, f"write {undecided}.enabled: true for {_MODES[formats[undecided]]!r}, false for '32-true'")
+    for name, value in enabled.items():
+        if "enabled" in blocks[name]:
+            taken[f"{name}.enabled"] = f"precision={precision!r}" if value else "off"
+    return precision
 
-    def _autocast(self) -> dict[str, str]:
-        block = self.blocks["torch_autocast"]
-        if block.get("enabled") == "auto":
-            self.faults.add("torch_autocast.enabled='auto'", "true, false", "write true or false")
-        if block.get("enabled") is not True:
-            return {}
-        dtype = dtype_of(block.get("dtype"))
-        given = "torch_autocast.enabled=True with " + (f"dtype={block['dtype']!r}" if "dtype" in block else "no dtype")
-        if dtype not in _MODES:
-            self.faults.add(given, "bf16, fp16", "write the dtype")
-            return {}
-        self._take("torch_autocast.dtype", f"precision={_MODES[dtype]!r}")
-        return {given: dtype}
 
-    def _loss_scaling(self, precision: str) -> LossScaling | None:
-        block = self.blocks["fp16"]
-        if precision == "16-mixed" and block.get("enabled") is not True:
-            return LossScaling.torch()  # DeepSpeed's torch_autocast in fp16 scales with a torch.amp.GradScaler
-        if precision not in ("16-mixed", "auto"):
-            return None
-        said: dict[str, Any] = {key: block[key] for key in ("loss_scale", *schema.RULE) if not is_unset(block.get(key))}
-        for key, value in said.items():
-            if key != "loss_scale" and isinstance(value, float) and value.is_integer():
-                said[key] = int(value)
-        try:
-            rule = LossScaling.deepspeed(**said)
-        except PlanError as error:
-            self.faults.extend(replace(fault, given=f"fp16: {fault.given}") for fault in error.faults)
-            return None
-        if "loss_scale" in block:
-            self._take("fp16.loss_scale", "dynamic loss scaling" if rule.dynamic else f"{rule!r}")
-        for key, (field, _) in schema.RULE.items() if rule.dynamic else ():
-            if key in block:
-                self._take(f"fp16.{key}", f"loss_scaling.{field}={getattr(rule, field)!r}")
-        return rule
-
-    def _nonfinite(self, precision: str) -> NonFinite:
-        block = self.blocks[self.bf16]
-        checks = block.get("check_grad_overflow")
-        if precision not in ("bf16-mixed", "auto") or block.get("enabled") not in (True, "auto") or is_unset(checks):
-            return NonFinite()
-        action = "skip" if checks else "ignore"
-        self._take(f"{self.bf16}.check_grad_overflow", f"nonfinite={action!r}")
-        return NonFinite(action=action)
-
-    def _reduce_dtype(self) -> str:
-        dtype = dtype_of(self.good.get(_SENT))
-        if dtype is not None:
-            self._take(_SENT, f"reduce_dtype={dtype!r}")
-        return dtype or "fp32"
-
-    def _data_types(self, precision: str) -> str | None:
-        block = {key: dtype_of(value) for key, value in self.blocks["data_types"].items() if not is_unset(value)}
-        summed, stored, buffers = (block.get(f"{name}_dtype") for name in ("grad_accum", "param", "buffer"))
-        halves = [name for name in ("fp16", self.bf16) if self.blocks[name].get("enabled") is True]
-        computed = stored if precision == "auto" else dtype_of(halves[0]) if halves else "fp32"
-        for key, value, allowed in (("grad_accum_dtype", summed, "fp32"), ("param_dtype", stored, computed)):
-            if value not in (None, allowed):
-                fix = f"remove data_types.{key} from the JSON"
-                self.faults.add(f"data_types.{key}={value!r}", f"{allowed}, as the plan does", fix)
-        if buffers is not None:
-            self._take("data_types.buffer_dtype", f"buffer_dtype={buffers!r}")
-        return buffers
+def read_rule(block: Mapping[str, Any], faults: Faults) -> LossScaling | None:
+    """The loss scale that the ``fp16`` block, which is well formed, says."""
+    said = {key: block[key] for key in ("loss_scale", *RULE) if not is_unset(block.get(key))}
+    try:
+        return LossScaling.deepspeed(**said)
+    except PlanError as error:
+        faults.extend(replace(fault, given=f"fp16: {fault.given}") for fault in error.faults)
+    return None
 
 
 def _decides_formats(key: str) -> bool:
     """Whether a top-level key decides a format or the loss scale, or was meant to."""
-    known = (*_BLOCKS, _SENT)
-    within = {name for block in _BLOCKS for name in schema.BLOCKS[block]} - {"enabled", "dtype"}
-    meant = key in within or difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.7)
-    return key in known or (key not in schema.BLOCKS[""] and bool(meant))
+    known = (*filter(None, BLOCKS), SENT, *_FORMATS)
+    if key in known or key in BLOCKS[""] or key in REFUSED:
+        return key in known
+    within = {name for block in known for name in BLOCKS.get(block, ())} - {"enabled", "dtype"}
+    return key in within or bool(difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.7))

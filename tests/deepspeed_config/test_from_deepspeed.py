@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, PlanError
 from lightning_mp.deepspeed_config.merge import add_trainer, compose
-from lightning_mp.deepspeed_config.read import DeepSpeedNotes, load_json
-from lightning_mp.deepspeed_config.schema import BLOCKS, REFUSED
+from lightning_mp.deepspeed_config.read import BLOCKS, REFUSED, DeepSpeedNotes, load_json
 from support.deepspeed_json import DEEPSPEED, REAL, anything, faults_of, nested
 
 read = MixedPrecisionPlan.from_deepspeed
@@ -173,7 +172,6 @@ REFUSED_JSON: list[tuple[dict[str, Any], list[str]]] = [
     ({"fp16.fp16_master_weights_and_grads": True}, ["fp16.fp16_master_weights_and_grads=True"]),
     ({"amp.enabled": True, "amp.opt_level": "O1"}, ["amp={"]),
     ({"data_types.grad_accum_dtype": "bf16"}, ["data_types.grad_accum_dtype='bf16'"]),
-    ({"bf16.enabled": True, "data_types.param_dtype": "fp32"}, ["data_types.param_dtype='fp32'"]),
     (
         {
             "amp": True,
