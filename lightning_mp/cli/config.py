@@ -279,7 +279,7 @@ def _compose(
     if path is not None:
         places.add(path)
     for override in overrides:
-        places.add_key(override.key_or_group, "on the command line")
+        places[override.key_or_group] = "on the command line"
     config = whole.copy()
     with open_dict(config):
         del config["hydra"]

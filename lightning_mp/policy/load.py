@@ -36,40 +36,29 @@ def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict
     """
     if not isinstance(config, Mapping) and precision_word(config) and not Path(str(config)).is_file():
         return {"precision": config}
-    name = f"config {str(config)!r}" if isinstance(config, (str, PathLike)) else ""
-    with Faults() as faults:
-        plain = _plain(config, name, faults)
-        if not faults.found and not isinstance(plain, Mapping):
-            of_type = f"a config of type {type(config).__name__}"
-            given = f"{name}, which holds a {type(plain).__name__}" if name else of_type
-            faults.add(given, "a mapping", "write the plan's arguments as 'precision: bf16-mixed'")
-    with Faults() as faults:
-        built = _built(plain, "", faults)
-    return cast("dict[str, Any]", built)
-
-
-def _plain(config: Any, name: str, faults: Faults) -> Any:
-    """``config``, or what its file holds, with every reference resolved; ``name`` is that of the file."""
     from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    plain, name = config, f"config {str(config)!r}" if isinstance(config, (str, PathLike)) else ""
     if name and not Path(config).is_file():
         near = "" if Path(config).suffix else precision_fix(config)
-        faults.add(f"{name}, which is no file", "a YAML file", near if "mean" in near else "check the path")
-        return None
+        raise PlanError.of(f"{name}, which is no file", near if "mean" in near else "give the path of a YAML file")
     try:
-        loaded = OmegaConf.load(config) if name else config
-        if isinstance(loaded, Container):
-            return OmegaConf.to_container(loaded, resolve=True, throw_on_missing=True)
-        return loaded
+        plain = cast("Any", OmegaConf.load(config) if name else config)
+        if isinstance(plain, Container):
+            plain = OmegaConf.to_container(plain, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        of = name.removeprefix("config ") or "a mapping"
-        given = f"{error.full_key} of {of}, which does not resolve: {str(error).splitlines()[0]}"
-        faults.add(given, "values for every key", "give every '???' a value and every ${...} a target")
+        given = f"{error.full_key} does not resolve: {str(error).splitlines()[0]}"
+        raise PlanError.of(given, "give every '???' a value and every ${...} a target") from None
     except (YAMLError, OSError, ValueError) as error:
-        faults.add(f"{name}: {one_line(error)}", "a YAML mapping", "fix the file")
-    return None
+        raise PlanError.of(f"{name}: {one_line(error)}", "fix the file") from error
+    if not isinstance(plain, Mapping):
+        given = f"{name} holds a {type(plain).__name__}" if name else f"a config of type {type(plain).__name__}"
+        raise PlanError.of(given, "write the plan's arguments as a mapping, 'precision: bf16-mixed'")
+    with Faults() as faults:
+        built = _built(plain, "", faults)
+    return cast("dict[str, Any]", built)
 
 
 def _built(value: Any, path: str, faults: Faults) -> Any:
@@ -84,52 +73,42 @@ def _built(value: Any, path: str, faults: Faults) -> Any:
         return fields
     build = _CONSTRUCTORS.get(".".join(str(target).split(".")[-2:]))
     if build is None:
-        allowed = ", ".join([*_CLASSES, *_CONSTRUCTORS])
-        faults.add(f"{path}_target_: {target}", f"lightning_mp's {allowed}", "name one of these")
+        allowed = f"lightning_mp's {', '.join([*_CLASSES, *_CONSTRUCTORS])}"
+        faults.add(f"{path}_target_: {target}", allowed, "name one of these")
         return fields
     try:
         return build(**fields)
     except PlanError as error:
         faults.extend(error.faults)
     except TypeError as error:
-        faults.add(f"{path}_target_: {target} with {sorted(fields)}", "the arguments of that constructor", str(error))
+        faults.add(f"{path}_target_: {target} with {sorted(fields)}: {error}", "correct its arguments")
     return fields
 
 
 # ---------------------------------------------------------------------- file and line
 
 
-class Places:
+class Places(dict[str, str]):
     """Dotted keys and where each was written; of several places the one added last."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, str] = {}
 
     def add(self, path: Path) -> None:
         """Note every key of a YAML file."""
         import yaml
 
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        for key, line in _keys(node, ""):
-            self._found[key] = f"{path.name}:{line}"
-
-    def add_key(self, key: str, where: str) -> None:
-        """Note that ``key`` was written somewhere else."""
-        self._found[key] = where
+        self.update((key, f"{path.name}:{line}") for key, line in _keys(node, ""))
 
     def of(self, key: str) -> str:
         """`` (file:line)`` of the key, or of what it stands in; empty where that is not known."""
-        while key:
-            if key in self._found:
-                return f" ({self._found[key]})"
+        while key and key not in self:
             key = key.rpartition(".")[0]
-        return ""
+        return f" ({self[key]})" if key else ""
 
     def below(self, section: str, key: str) -> str:
         """As :meth:`of`, for a key of ``section`` or, by its last part alone, of what stands in it."""
         full, within = (f"{section}.{key}", f".{section}.") if section else (key, "")
-        deeper = [found for found in self._found if found.endswith(f".{key}") and within in f".{found}"]
-        return self.of(full if full in self._found or len(deeper) != 1 else deeper[0])
+        deeper = [found for found in self if found.endswith(f".{key}") and within in f".{found}"]
+        return self.of(full if full in self or len(deeper) != 1 else deeper[0])
 
 
 def plan_fault(fault: Fault, places: Places, section: str = "plan") -> Fault:
@@ -137,7 +116,7 @@ def plan_fault(fault: Fault, places: Places, section: str = "plan") -> Fault:
     key = re.match(r"pin '([^']*)'|(?:unknown key )?([\w.]+)", fault.given)
     path = "" if key is None else key.group(2) or f"pins.{key.group(1)}"
     where = places.below(section, path) if path else places.of(section)
-    return replace(fault, given=f"{section}: {fault.given}{where}" if section else f"{fault.given}{where}")
+    return replace(fault, given=f"{section}: {fault.given}{where}".removeprefix(": "))
 
 
 @contextmanager
@@ -148,18 +127,14 @@ def named_lines(config: object) -> Generator[None]:
     try:
         yield
     except PlanError as error:
-        path = Path(config) if isinstance(config, (str, PathLike)) else None
-        if path is None or not path.is_file():
+        if not isinstance(config, (str, PathLike)) or not Path(config).is_file():
             raise
-        places = Places()
+        path, places = Path(config), Places()
         with suppress(YAMLError, OSError, ValueError):  # which is the fault then
             places.add(path)
-        placed = [_in_file(plan_fault(fault, places, ""), path) for fault in error.faults]
-        raise PlanError(placed, error.subject) from None
-
-
-def _in_file(fault: Fault, path: Path) -> Fault:
-    return fault if path.name in fault.given else replace(fault, given=f"{fault.given} ({path.name})")
+        placed = [plan_fault(fault, places, "") for fault in error.faults]
+        named = [one if path.name in one.given else replace(one, given=f"{one.given} ({path.name})") for one in placed]
+        raise PlanError(named, error.subject) from None
 
 
 def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, cast
+from functools import cache
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from lightning_mp.errors import Faults, did_you_mean, is_number
+from lightning_mp.errors import Faults, did_you_mean, is_number, is_whole
 from lightning_mp.policy.words import DTYPES
 
 STORAGE_DTYPES = ("fp32", "bf16", "fp16")
@@ -19,14 +20,6 @@ RECIPES = ("rowwise", "tensorwise", "rowwise_gw_hp", "mxfp8", "mxfp8_gw_hp")
 TORCH_INIT_SCALE = 2.0**16
 TORCH_GROWTH_INTERVAL = 2000
 FP32_MAX = 3.4028234663852886e38
-_BOOLEAN = ((True, False), "write a boolean, without quotes")
-
-
-def expression(self: Any) -> str:
-    """``Name(field=value)`` with the fields that are not at their defaults; a dataclass's ``__repr__``."""
-    values = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
-    given = {name: value for name, (value, default) in values.items() if default is MISSING or value != default}
-    return call(type(self).__name__, given)
 
 
 def call(name: str, arguments: dict[str, Any], *positional: Any) -> str:
@@ -62,18 +55,90 @@ def normalise(instance: object, **values: object) -> None:
         object.__setattr__(instance, name, value)
 
 
-def _several(name: str, value: object, faults: Faults, allowed: str, fix: str) -> tuple[str, ...]:
-    """One text or several, as a tuple; anything else is noted. A class is its name."""
-    several = isinstance(value, Iterable) and not isinstance(value, (str, type, dict))
-    items: list[Any] = list(cast("Iterable[Any]", value)) if several else [value]
-    found = tuple(item.__name__ if isinstance(item, type) else item for item in items)
-    if not all(isinstance(item, str) and item for item in found):
-        faults.add(f"{name}={value!r}", allowed, fix)
-    return found
+def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: is_whole(value) and value >= least, f"a whole number >= {least}"
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
+#: by the name of a field: whether a value is in its range, and how a message says that
+_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "pattern": (lambda value: isinstance(value, str) and value != "", "a non-empty fnmatch pattern, as '*norm*'"),
+    "every": _whole(1),
+    "max_consecutive": _whole(0),
+    "run_dir": (lambda value: value is None or isinstance(value, str), "a path"),
+    "init_scale": (
+        lambda value: is_number(value) and 2.0**-149 <= value <= FP32_MAX,
+        "a finite number > 0 that fp32 can hold",
+    ),
+    "growth_factor": (lambda value: is_number(value) and value > 1, "a finite number > 1"),
+    "backoff_factor": (lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1, both left out"),
+    "growth_interval": _whole(1),
+    "growth_delay": _whole(0),
+    "hysteresis": _whole(1),
+    "min_scale": (lambda value: is_number(value) and value >= 0, "a finite number >= 0"),
+    "max_scale": (
+        lambda value: value is None or value == math.inf or (is_number(value) and value > 0),
+        "None or a number > 0",
+    ),
+}
+#: the fields of one text or several: what each is, and an example
+_SEVERAL = {
+    "modules": ("a pattern, a module class, or several", "'*.h.*'"),
+    "skip": ("a pattern, a module class, or several, or ()", "('lm_head',)"),
+    "save_ops": ("names of aten operators", "('mm', 'addmm')"),
+}
+
+
+@cache
+def _choices(cls: type[Any]) -> dict[str, tuple[Any, ...]]:
+    """What the fields of a class may be that are booleans, or one of several words."""
+    hints = {name: hint for name, hint in get_type_hints(cls).items() if hint is bool or get_origin(hint) is Literal}
+    return {name: get_args(hint) or (True, False) for name, hint in hints.items()}
+
+
+class _Piece:
+    """What is the same of every piece: its fields are checked together, and it prints those not at their defaults."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        with Faults(type(self).__name__) as faults:
+            for item in fields(cast("Any", self)):
+                self._check(item.name, getattr(self, item.name), item.default, faults)
+            for given, fix in () if faults.found else self._contradictions():
+                faults.add(given, fix)
+
+    def _check(self, name: str, value: Any, default: Any, faults: Faults) -> None:
+        choices = _choices(type(self)).get(name, ())
+        if name in _SEVERAL and not (value is None and default is None):
+            several = isinstance(value, Iterable) and not isinstance(value, (str, type, dict))
+            items: list[Any] = list(cast("Iterable[Any]", value)) if several else [value]
+            found = tuple(item.__name__ if isinstance(item, type) else item for item in items)
+            allowed, example = _SEVERAL[name]
+            if not all(isinstance(item, str) and item for item in found) or (name == "modules" and not found):
+                faults.add(f"{name}={value!r}", allowed, f"write {name}={example}")
+            normalise(self, **{name: found[0] if name == "modules" and len(found) == 1 else found})
+        elif choices:
+            boolean = "write a boolean, without quotes" if True in choices else ""
+            fix = boolean or did_you_mean(str(value), choices, f"write {default!r}, the default")
+            faults.one_of("nonfinite" if name == "action" else name, value, choices, fix)
+        elif name == "run_dir" and isinstance(value, os.PathLike):
+            normalise(self, run_dir=os.fspath(value))
+        elif name in _RANGES and not _RANGES[name][0](value):
+            fix = "write '*norm*' for every norm by name" if default is MISSING else f"write {default!r}, the default"
+            faults.add(f"{name}={value!r}", _RANGES[name][1], fix)
+
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        """Fields, each right alone, that are wrong together, and what to do."""
+        return iter(())
+
+    def __repr__(self) -> str:
+        values = {item.name: (getattr(self, item.name), item.default) for item in fields(cast("Any", self))}
+        given = {name: value for name, (value, default) in values.items() if default is MISSING or value != default}
+        return call(type(self).__name__, given)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Pin(_Piece):
     """One module-level dtype: every module that ``pattern`` covers is stored and run in ``dtype``.
 
     Args:
@@ -87,22 +152,17 @@ class Pin:
     dtype: str
     output: str | None = None
 
-    __repr__ = expression
-
     def __post_init__(self) -> None:
-        pattern: object = self.pattern
-        name = f"pin {pattern!r}"
         with Faults("Pin") as faults:
-            if not isinstance(pattern, str) or not pattern:
-                fix = "write a pattern: '*norm*' covers every norm by name"
-                faults.add(f"pattern={pattern!r}", "a non-empty fnmatch pattern", fix)
+            self._check("pattern", self.pattern, MISSING, faults)
+            name = f"pin {self.pattern!r}"
             normalise(self, dtype=storage_dtype(self.dtype, f"{name}: dtype", faults))
             if self.output not in (None, "pin", "input"):
                 normalise(self, output=storage_dtype(self.output, f"{name}: output", faults, ("pin", "input")))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpointing:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Checkpointing(_Piece):
     """Which modules recompute their activations in the backward pass instead of storing them.
 
     Args:
@@ -119,23 +179,9 @@ class Checkpointing:
     save_ops: tuple[str, ...] | None = None
     preserve_rng: bool = True
 
-    __repr__ = expression
-
-    def __post_init__(self) -> None:
-        with Faults("Checkpointing") as faults:
-            allowed, fix = "a pattern, a module class, or several", "write modules='*.h.*'"
-            names, save_ops = _several("modules", self.modules, faults, allowed, fix), self.save_ops
-            if not names:
-                faults.add(f"modules={self.modules!r}", allowed, fix)
-            faults.one_of("mode", self.mode, ("full", "selective"), "write 'full' to recompute everything")
-            faults.whole("every", self.every, 1, "write 2 to checkpoint every second module")
-            if save_ops is not None:
-                operators = "names of aten operators", "save_ops=('mm', 'addmm')"
-                save_ops = _several("save_ops", save_ops, faults, *operators)
-                if self.mode == "full":
-                    faults.add("save_ops with mode='full'", "save_ops with mode='selective'", "set mode='selective'")
-            faults.one_of("preserve_rng", self.preserve_rng, *_BOOLEAN)
-        normalise(self, modules=names[0] if len(names) == 1 else names, save_ops=save_ops)
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        if self.save_ops is not None and self.mode == "full":
+            yield "save_ops with mode='full'", "set mode='selective'"
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -143,8 +189,8 @@ class Checkpointing:
         return (self.modules,) if isinstance(self.modules, str) else self.modules
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FP8:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class FP8(_Piece):
     """The rule of the FP8 products of ``"fp8-mixed"``: which linear layers, with which scales, and when.
 
     Args:
@@ -171,27 +217,10 @@ class FP8:
     emulate: bool = False
     small: Literal["skip", "convert"] = "skip"
 
-    __repr__ = expression
-
-    def __post_init__(self) -> None:
-        with Faults("FP8") as faults:
-            faults.one_of("recipe", self.recipe, RECIPES, did_you_mean(str(self.recipe), RECIPES, "write 'rowwise'"))
-            allowed = "a non-empty fnmatch pattern, or several"
-            modules = _several("modules", self.modules, faults, allowed, "write modules='*'")
-            if modules == ():
-                faults.add("modules=(), which converts nothing", "a pattern, or several", "write modules='*'")
-            skip = _several("skip", self.skip, faults, allowed, "write skip=('lm_head',)")
-            normalise(self, modules=modules[0] if len(modules) == 1 else modules, skip=skip)
-            for name in ("all_gather", "emulate"):
-                faults.one_of(name, getattr(self, name), *_BOOLEAN)
-            faults.one_of("evaluate", self.evaluate, ("bf16", "fp8"), "write 'bf16', the default")
-            faults.one_of("small", self.small, ("skip", "convert"), "write 'convert' to convert small layers too")
-            if self.all_gather is True and self.recipe in RECIPES and self.recipe != "tensorwise":
-                faults.add(
-                    f"all_gather=True with recipe={self.recipe!r}, whose scales belong to rows of the whole weight",
-                    "all_gather=True with recipe='tensorwise'",
-                    "leave all_gather out, or write recipe='tensorwise'",
-                )
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        if self.all_gather and self.recipe != "tensorwise":
+            given = f"all_gather=True with recipe={self.recipe!r}, whose scales belong to rows of the whole weight"
+            yield given, "leave all_gather out, or write recipe='tensorwise'"
 
     @property
     def blocks(self) -> bool:
@@ -214,8 +243,8 @@ class FP8:
         return (self.modules,) if isinstance(self.modules, str) else self.modules
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NonFinite:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class NonFinite(_Piece):
     """What happens to a step whose gradients are not finite.
 
     With loss scaling an overflow is ordinary: only skips at the scale's floor count, and ``"ignore"`` still skips.
@@ -237,25 +266,11 @@ class NonFinite:
     save_batch: bool = False
     run_dir: str | None = None
 
-    __repr__ = expression
-
-    def __post_init__(self) -> None:
-        with Faults("NonFinite") as faults:
-            faults.one_of("nonfinite", self.action, ("skip", "raise", "ignore"), "write 'skip', the default")
-            faults.whole("max_consecutive", self.max_consecutive, 0, "write 100, the default")
-            faults.one_of("on_budget", self.on_budget, ("raise", "rewind"), "write 'raise', the default")
-            faults.one_of("save_batch", self.save_batch, *_BOOLEAN)
-            if self.run_dir is not None and not isinstance(cast("object", self.run_dir), (str, os.PathLike)):
-                faults.add(f"run_dir={self.run_dir!r}", "a path", "leave it out for a folder of the run's own")
-                return
-            if self.action != "skip" and self.on_budget == "rewind":
-                faults.add(
-                    f"on_budget='rewind' with action={self.action!r}", "a budget of skips", "write action='skip'"
-                )
-            if self.action == "ignore" and self.save_batch:
-                faults.add("save_batch=True with action='ignore'", "steps that are skipped", "write action='skip'")
-        if self.run_dir is not None:
-            normalise(self, run_dir=os.fspath(self.run_dir))
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        if self.action != "skip" and self.on_budget == "rewind":
+            yield f"on_budget='rewind' with action={self.action!r}, which has no budget", "write action='skip'"
+        if self.action == "ignore" and self.save_batch:
+            yield "save_batch=True with action='ignore', which skips no step", "write action='skip'"
 
     @property
     def watches(self) -> bool:
@@ -263,8 +278,8 @@ class NonFinite:
         return self.save_batch or self.on_budget == "rewind"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossScaling:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class LossScaling(_Piece):
     """How the loss scale of the fp16 modes moves.
 
     A clean step is one whose gradients are all finite. After ``growth_interval`` clean steps the scale is multiplied
@@ -300,36 +315,13 @@ class LossScaling:
     at_min: Literal["hold", "raise"] = "hold"
     dynamic: bool = True
 
-    __repr__ = expression
-
-    def __post_init__(self) -> None:
-        with Faults("LossScaling") as faults:
-            self._check_numbers(faults)
-            self._check_bounds(faults)
-            for name in ("dynamic", "consecutive_hysteresis"):
-                faults.one_of(name, getattr(self, name), (True, False), "write a boolean, without quotes")
-            faults.one_of(
-                "at_min", self.at_min, ("hold", "raise"), "write 'hold' to skip the step at min_scale, or 'raise'"
-            )
-
-    def _check_numbers(self, faults: Faults) -> None:
-        for name, (fits, allowed, fix) in _RANGES.items():
-            if not fits(getattr(self, name)):
-                faults.add(f"{name}={getattr(self, name)!r}", allowed, fix)
-        for name, least in (("growth_interval", 1), ("growth_delay", 0), ("hysteresis", 1)):
-            faults.whole(name, getattr(self, name), least, f"write a number of steps, at least {least}")
-
-    def _check_bounds(self, faults: Faults) -> None:
-        wrong = {fault.given.partition("=")[0] for fault in faults.found}
-        if wrong & {"min_scale", "max_scale"}:
-            return
-        least, most, allowed = self.min_scale, math.inf if self.max_scale is None else self.max_scale, "min_scale <= "
-        given = f"min_scale={least!r}, max_scale={self.max_scale!r}"
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        least, most = self.min_scale, math.inf if self.max_scale is None else self.max_scale
         if least > most:
-            faults.add(given.replace(",", " above"), f"{allowed}max_scale", "swap them, or leave max_scale out")
-        elif self.dynamic and "init_scale" not in wrong and not least <= self.init_scale <= most:
-            given, fix = f"init_scale={self.init_scale!r} with {given}", "move init_scale between the bounds"
-            faults.add(given, f"{allowed}init_scale <= max_scale", fix)
+            yield f"min_scale={least!r} above max_scale={self.max_scale!r}", "swap them, or leave max_scale out"
+        elif self.dynamic and not least <= self.init_scale <= most:
+            given = f"init_scale={self.init_scale!r} with min_scale={least!r}, max_scale={self.max_scale!r}"
+            yield given, "move init_scale between the bounds"
 
     @property
     def floor(self) -> float:
@@ -371,12 +363,11 @@ class LossScaling:
         """
         if is_number(loss_scale) and loss_scale > 0:
             return cls.static(loss_scale)
-        power = initial_scale_power
         with Faults("LossScaling.deepspeed") as faults:
             if loss_scale != 0 or isinstance(loss_scale, bool):
                 faults.add(f"loss_scale={loss_scale!r}", "0 (dynamic) or a number > 0 (static)", "write 0")
-            if not is_number(power) or not -126 <= power <= 127:
-                faults.add(f"initial_scale_power={power!r}", "a number from -126 to 127", "write 16 for 65536")
+            if not is_number(initial_scale_power) or not -126 <= initial_scale_power <= 127:
+                faults.add(f"initial_scale_power={initial_scale_power!r}", "a number from -126 to 127", "write 16")
         return cls(
             init_scale=2.0**initial_scale_power,
             growth_interval=loss_scale_window,
@@ -417,26 +408,3 @@ class LossScaling:
 
 def _fp32(value: float) -> float:
     return struct.unpack("<f", struct.pack("<f", value))[0] if is_number(value) and abs(value) <= FP32_MAX else value
-
-
-_MOVES = "use {}, or dynamic=False for a scale that stays"
-#: the fields that are numbers: whether one is in its range, how a message says that, and what to write instead
-_RANGES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
-    "init_scale": (
-        lambda value: is_number(value) and 2.0**-149 <= value <= FP32_MAX,
-        "a finite number > 0 that fp32 can hold",
-        "leave it out for the default, 65536",
-    ),
-    "growth_factor": (lambda value: is_number(value) and value > 1, "a finite number > 1", _MOVES.format(2.0)),
-    "backoff_factor": (
-        lambda value: is_number(value) and 0 < value < 1,
-        "a number between 0 and 1, both left out",
-        _MOVES.format(0.5),
-    ),
-    "min_scale": (lambda value: is_number(value) and value >= 0, "a finite number >= 0", "write 1, the default"),
-    "max_scale": (
-        lambda value: value is None or value == math.inf or (is_number(value) and value > 0),
-        "None or a number > 0",
-        "leave it out for torch's own ceiling",
-    ),
-}

@@ -12,6 +12,7 @@ from lightning_mp.policy.words import DTYPES_OF, PRECISIONS, precision_fix, prec
 
 SCALED_PRECISIONS = ("16-mixed", "16-true", "auto")
 
+_Kind = TypeVar("_Kind")
 _Piece = TypeVar("_Piece", LossScaling, Checkpointing, NonFinite, Pin, FP8)
 
 # what the arguments may be written as; jsonargparse reads these too
@@ -53,15 +54,27 @@ class PrecisionPolicy:
             normalise(self, precision=_precision(self.precision, faults))
             normalise(
                 self,
-                loss_scaling=_loss_scaling(self.loss_scaling, self.precision, faults),
+                loss_scaling=self._scoped(LossScaling, "loss_scaling", SCALED_PRECISIONS, faults),
                 pins=_pins(self.pins, faults),
                 tf32=_tf32(self.tf32, faults),
                 checkpointing=_piece(Checkpointing, self.checkpointing, "checkpointing", faults, "modules"),
-                fp8=_fp8(self.fp8, self.precision, faults),
+                fp8=self._scoped(FP8, "fp8", ("fp8-mixed",), faults, "recipe"),
                 nonfinite=_piece(NonFinite, self.nonfinite, "nonfinite", faults, "action") or NonFinite(),
                 reduce_dtype=storage_dtype(self.reduce_dtype or "fp32", "reduce_dtype", faults),
                 buffer_dtype=None if buffers is None else storage_dtype(buffers, "buffer_dtype", faults),
             )
+
+    def _scoped(
+        self, kind: type[_Piece], name: str, precisions: tuple[str, ...], faults: Faults, word: str = ""
+    ) -> _Piece | None:
+        """The piece that only some precisions have, which have it by default; ``"auto"`` is still to be decided."""
+        value = getattr(self, name)
+        if value is None:
+            return kind() if self.precision in precisions and self.precision != "auto" else None
+        if self.precision in PRECISIONS and self.precision not in precisions:
+            fix = f"remove {name}, or choose {precisions[0]!r}"
+            faults.add(f"{name} with precision={self.precision!r}", f"{name} with {', '.join(precisions)}", fix)
+        return _piece(kind, value, name, faults, word)
 
     def __repr__(self) -> str:
         return call(type(self).__name__, self.arguments())
@@ -95,40 +108,34 @@ class PrecisionPolicy:
         """The policy as plain values (str, int, float, bool, None, list, dict); ``from_dict`` is its inverse."""
         values = asdict(self)
         values["pins"] = [asdict(pin) for pin in self.pins]
-        if self.checkpointing is not None:
-            values["checkpointing"] |= {
-                "modules": list(self.checkpointing.patterns),
-                "save_ops": None if self.checkpointing.save_ops is None else list(self.checkpointing.save_ops),
-            }
-        if self.fp8 is not None:
-            values["fp8"] |= {"modules": list(self.fp8.patterns), "skip": list(self.fp8.skip)}
+        for name, piece in (("checkpointing", self.checkpointing), ("fp8", self.fp8)):
+            if piece is not None:
+                lists = {key: list(value) for key, value in values[name].items() if isinstance(value, tuple)}
+                values[name] |= {**lists, "modules": list(piece.patterns)}
         return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:
         """A policy from a mapping of its fields; unknown keys are refused with the nearest known ones."""
-        policy = None
         with Faults() as faults:
-            known = _known_fields(cls, values, "", faults)
-            try:
-                policy = cls(**known)
-            except PlanError as error:
-                faults.extend(error.faults)
+            policy = _built(cls, values, "", faults)
         return cast("PrecisionPolicy", policy)
 
 
-def _known_fields(kind: type[Any], values: Mapping[str, Any], prefix: str, faults: Faults) -> dict[str, Any]:
-    names = [item.name for item in fields(kind)]
+def _built(kind: type[_Kind], values: Mapping[str, Any], prefix: str, faults: Faults) -> _Kind | None:
+    """An instance of a dataclass from a mapping of its fields; its faults join the others."""
+    names = [item.name for item in fields(cast("Any", kind))]
     for key in [key for key in values if key not in names]:
         faults.add(f"unknown key {prefix}{key}", ", ".join(names), did_you_mean(str(key), names, "remove it"))
-    return {key: value for key, value in values.items() if key in names}
+    try:
+        return kind(**{key: value for key, value in values.items() if key in names})
+    except PlanError as error:
+        faults.extend(error.faults)
+    return None
 
 
 def _piece(kind: type[_Piece], value: object, what: str, faults: Faults, word: str = "") -> _Piece | None:
-    """A piece of the policy from an instance or a mapping of its fields; its faults join the others.
-
-    ``word`` is the field that a string alone says.
-    """
+    """A piece of the policy from an instance or a mapping; ``word`` is the field that a string alone says."""
     if isinstance(value, kind) or (value is None and kind is not Pin):
         return value
     if word and isinstance(value, str):
@@ -137,16 +144,11 @@ def _piece(kind: type[_Piece], value: object, what: str, faults: Faults, word: s
     if not isinstance(value, Mapping):
         faults.add(shown, f"{name}(...) or a mapping of its fields", f"write {name}(...)")
         return None
-    known = _known_fields(kind, cast("Mapping[str, Any]", value), f"{what}.", faults)
-    missing = [item.name for item in fields(kind) if item.default is MISSING and item.name not in known]
+    missing = [item.name for item in fields(kind) if item.default is MISSING and item.name not in value]
     if missing:
         faults.add(shown, f"the fields of {name}", f"add {' and '.join(map(repr, missing))}")
         return None
-    try:
-        return kind(**known)
-    except PlanError as error:
-        faults.extend(error.faults)
-    return None
+    return _built(kind, cast("Mapping[str, Any]", value), f"{what}.", faults)
 
 
 def _precision(value: object, faults: Faults) -> str:
@@ -158,39 +160,23 @@ def _precision(value: object, faults: Faults) -> str:
     return word or str(value)
 
 
-def _loss_scaling(value: object, precision: object, faults: Faults) -> LossScaling | None:
-    scaled = precision in SCALED_PRECISIONS
-    if value is None:
-        return LossScaling() if scaled and precision != "auto" else None
-    if not scaled and precision in PRECISIONS:
-        faults.add(
-            f"loss_scaling with precision={precision!r}, which has no loss scale",
-            "loss_scaling with " + ", ".join(SCALED_PRECISIONS),
-            "remove loss_scaling, or choose '16-mixed'",
-        )
-    return _piece(LossScaling, value, "loss_scaling", faults)
-
-
 def _pins(value: object, faults: Faults) -> tuple[Pin, ...]:
     if isinstance(value, Mapping):
-        entries = [_pin_entry(pattern, spec) for pattern, spec in cast("Mapping[Any, Any]", value).items()]
+        entries = [
+            replace(spec, pattern=pattern)
+            if isinstance(spec, Pin)
+            else {"pattern": pattern, **(spec if isinstance(spec, Mapping) else {"dtype": spec})}
+            for pattern, spec in cast("Mapping[Any, Any]", value).items()
+        ]
     elif value is None:
         entries = []
     elif isinstance(value, Iterable) and not isinstance(value, str):
         entries = list(cast("Iterable[Any]", value))
     else:
-        allowed = "a mapping of pattern to dtype, or a list of Pin"
-        faults.add(f"pins={value!r}", allowed, "write pins={'*norm*': 'fp32'}")
+        faults.add(f"pins={value!r}", "a mapping of pattern to dtype, or Pins", "write pins={'*norm*': 'fp32'}")
         return ()
     pins = [_piece(Pin, entry, "pins", faults) for entry in entries]
     return tuple(pin for pin in pins if pin is not None)
-
-
-def _pin_entry(pattern: Any, spec: Any) -> Pin | dict[str, Any]:
-    """An entry of a ``{pattern: dtype | Pin | fields}`` mapping as a Pin or the fields of one."""
-    if isinstance(spec, Pin):
-        return replace(spec, pattern=pattern)
-    return {"pattern": pattern, **(spec if isinstance(spec, Mapping) else {"dtype": spec})}
 
 
 def _tf32(value: object, faults: Faults) -> str | None:
@@ -198,15 +184,6 @@ def _tf32(value: object, faults: Faults) -> str | None:
         return cast("str | None", value)
     if isinstance(value, bool):
         return "high" if value else "highest"
-    faults.add(
-        f"tf32={value!r}", "None, True, False, " + ", ".join(map(repr, TF32_SETTINGS)), "write 'high' to turn TF32 on"
-    )
+    allowed = ", ".join(map(repr, (None, True, False, *TF32_SETTINGS)))
+    faults.add(f"tf32={value!r}", allowed, "write 'high' to turn TF32 on")
     return None
-
-
-def _fp8(value: object, precision: object, faults: Faults) -> FP8 | None:
-    if value is None:
-        return FP8() if precision == "fp8-mixed" else None
-    if precision != "fp8-mixed" and precision in PRECISIONS:
-        faults.add(f"fp8 with precision={precision!r}", "fp8 with 'fp8-mixed'", "remove fp8, or choose 'fp8-mixed'")
-    return _piece(FP8, value, "fp8", faults, "recipe")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-from lightning_mp.errors import Fault, PlanError, did_you_mean
+from lightning_mp.errors import Faults
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.pieces import LossScaling
 
@@ -39,7 +39,7 @@ def preset(name: str) -> PrecisionPolicy:
     Raises:
         PlanError: no preset has that name.
     """
-    if name not in PRESETS:
-        fix = did_you_mean(name, PRESETS, "choose one of these")
-        raise PlanError([Fault(f"preset {name!r}", ", ".join(PRESETS), fix)])
+    with Faults() as faults:
+        if name not in PRESETS:
+            faults.unknown("preset", name, PRESETS, "choose one of these")
     return PrecisionPolicy(**PRESETS[name])

@@ -67,10 +67,6 @@ def precision_fix(value: object, presets: Iterable[str] = (), others: Iterable[s
         return f"MixedPrecisionPlan.preset({text.replace('-', '_')!r}) is the plan of that name"
     if "64" in text or "double" in text:
         return "double precision is not offered: write '32-true', or use Trainer(precision='64-true') without a plan"
-    near, otherwise = list(dict.fromkeys([*PRECISIONS, *others])), "write one of these"
-    if "bf" in text or text.startswith("b"):
-        near, otherwise = [word for word in near if "bf16" in word], "did you mean 'bf16-mixed', 'bf16-true'?"
-    elif "16" in text or nearest(text, ["half"]):
-        near = [word for word in near if word.startswith(("16", "fp16"))]
-        otherwise = f"did you mean {', '.join(map(repr, near))}?"
-    return did_you_mean(text, near, otherwise)
+    half = "bf16" if "bf" in text or text.startswith("b") else "16" if "16" in text or nearest(text, ["half"]) else ""
+    near = [word for word in dict.fromkeys([*PRECISIONS, *others]) if word.startswith((half, f"fp{half}"))]
+    return did_you_mean(text, near, f"did you mean {', '.join(map(repr, near))}?" if half else "write one of these")

@@ -31,7 +31,7 @@ def test_a_recipe_a_mapping_and_the_class_say_the_same(written: Any) -> None:
     ("fields", "given", "fix"),
     [
         ({"recipe": "row"}, "recipe='row'", "did you mean 'rowwise'"),
-        ({"modules": ()}, "modules=()", "write modules='*'"),
+        ({"modules": ()}, "modules=()", "write modules="),
         ({"modules": 3}, "modules=3", ""),
         ({"skip": ["a", ""]}, "skip=['a', '']", ""),
         ({"skip": None}, "skip=None", ""),
@@ -39,7 +39,7 @@ def test_a_recipe_a_mapping_and_the_class_say_the_same(written: Any) -> None:
         ({"all_gather": True}, "all_gather=True with recipe='rowwise'", "recipe='tensorwise'"),
         ({"evaluate": "fp16"}, "evaluate='fp16'", "bf16"),
         ({"emulate": "no"}, "emulate='no'", "boolean"),
-        ({"small": True}, "small=True", "convert"),
+        ({"small": True}, "small=True", "skip"),
     ],
     ids=str,
 )
