@@ -28,7 +28,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_warn,
     trainer_of,
 )
-from lightning_mp.deepspeed_config import DeepSpeedJson
+from lightning_mp.deepspeed_config.merge import DeepSpeedJson, DeepSpeedNotes
 from lightning_mp.engines import diagnosis, for_strategy, optimizer_facts, plan_base
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase
@@ -74,8 +74,6 @@ def unpickled(
     plan._start_over()
     plan.load_state_dict(state)
     if notes is not None:
-        from lightning_mp.deepspeed_config.read import DeepSpeedNotes
-
         plan.deepspeed_notes = DeepSpeedNotes(**notes)
     return plan
 

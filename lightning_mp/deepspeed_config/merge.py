@@ -7,17 +7,22 @@ alone they are on: what it would carry out with other numbers is refused, what a
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, replace
 from operator import attrgetter
-from typing import Any, cast
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.deepspeed_config.read import (
     RULE,
     SENT,
     SUBJECT,
+    DeepSpeedNotes,
+    JsonLike,
     check,
     dtype_of,
     is_unset,
@@ -28,6 +33,9 @@ from lightning_mp.deepspeed_config.read import (
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.pieces import LossScaling
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _CLIP, _STEPS = "gradient_clipping", "gradient_accumulation_steps"
 _BATCH, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
@@ -234,46 +242,90 @@ def add_trainer(
 _MAY_DIFFER: Mapping[str, Any] = {"growth_delay": 0, "max_scale": None, "at_min": "hold"}
 
 
-def write_policy(policy: PrecisionPolicy, trainer: Mapping[str, Any], **sharding: Any) -> dict[str, Any]:
-    """The JSON that makes DeepSpeed alone do what ``policy`` says, as far as it can.
+class DeepSpeedJson:
+    """The part of a plan that reads and writes DeepSpeed's JSON."""
 
-    ``trainer`` has the keys of batch, accumulation and clipping, ``sharding`` is for ``compose``. Fields that read back
-    otherwise (pins, TF32, checkpointing, ``at_min``, …) stand as lines under ``_comment``.
+    policy: PrecisionPolicy
+    #: what became of every key of the JSON that the plan was read from; ``None`` where it was not
+    deepspeed_notes: DeepSpeedNotes | None = None
 
-    Raises:
-        PlanError: everything in the policy that DeepSpeed would carry out with other numbers, and bad arguments.
-    """
-    with Faults(SUBJECT) as faults:
-        itself = "run the plan itself, strategy='mp_deepspeed_zero2'"
-        if policy.precision == "auto" or policy.storage_dtype != "fp32":
-            given = f"precision={policy.precision!r}, which DeepSpeed's own engines do not have"
-            faults.add(given, f"write '32-true', 'bf16-mixed' or '16-mixed', or {itself}")
-        if policy.nonfinite.action == "raise":
-            faults.add("nonfinite='raise', where DeepSpeed goes on", f"write nonfinite='skip', or {itself}")
-        rule = policy.loss_scaling
-        back = read_rule(_said(rule), faults) if rule is not None and rule.dynamic else None
-        for name, there in asdict(back).items() if back is not None else ():
-            own = getattr(rule, name)
-            if own not in (there, _MAY_DIFFER.get(name, there)):
-                faults.add(f"loss_scaling.{name}={own!r}, where DeepSpeed has {there!r}", f"write that, or {itself}")
-        faults.extend(check("", trainer)[1].values())
-        mode = policy if policy.precision != "auto" else replace(policy, precision="32-true", loss_scaling=None)
+    @classmethod
+    def from_deepspeed(cls, config: JsonLike) -> Self:
+        """A plan from a DeepSpeed JSON: a mapping, an OmegaConf ``DictConfig`` or the path of a file.
+
+        ``fp16`` is ``"16-mixed"``, ``bf16`` ``"bf16-mixed"``, neither ``"32-true"``; ``"auto"`` that nothing decides is
+        ``"auto"``. ``deepspeed_notes`` says of every key whether the plan took it (``docs/how-to/deepspeed.md``).
+
+        Raises:
+            PlanError: no JSON, or one that asks for formats a plan cannot carry out; every fault is named at once.
+        """
+        policy, notes = read_policy(config)
+        plan: Self = cast("Any", cls).from_policy(policy)
+        plan.deepspeed_notes = notes
+        return plan
+
+    def to_deepspeed(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        stage: int = 2,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        train_micro_batch_size_per_gpu: int = 1,
+        gradient_accumulation_steps: int = 1,
+        gradient_clipping: float = 0.0,
+    ) -> dict[str, Any]:
+        """The JSON with which DeepSpeed alone does what the plan says; it is written to ``path`` too, if that is given.
+
+        What a DeepSpeed JSON has no key for (pins, TF32, checkpointing, …) stands as lines under ``_comment``.
+        Batch, accumulation and clipping (a norm; 0 is none) go into it as given: DeepSpeed has no Trainer to ask.
+
+        Raises:
+            PlanError: what DeepSpeed would carry out with other numbers (growth and backoff factors, true modes, …);
+                every fault is named at once, and no file is written.
+        """
+        policy = self.policy
+        first = {_MICRO: train_micro_batch_size_per_gpu, _STEPS: gradient_accumulation_steps, _CLIP: gradient_clipping}
         composed: dict[str, Any] = {}
-        try:
-            composed = compose(mode, **sharding)
-        except PlanError as error:
-            faults.extend(error.faults)
-    # What a plan carries out itself in its own strategies DeepSpeed alone has to be told.
-    if policy.compute_dtype == "bf16":
-        composed["bf16"] = {"enabled": True, "check_grad_overflow": policy.nonfinite.action == "skip"}
-    if policy.buffer_dtype is not None:
-        composed["data_types"]["buffer_dtype"] = policy.buffer_dtype
-    first = (_MICRO, _STEPS, _CLIP)
-    micro, steps, clip = (trainer[key] for key in first)
-    config = add_trainer(composed, clip_norm=clip, accumulate=steps, world_size=1, micro_batch=micro)
-    comment = _without_key(policy, read_policy(config)[0])
-    ordered = {key: config[key] for key in (*first, "fp16", "bf16")} | config
-    return {"_comment": comment, **ordered} if comment else ordered
+        with Faults(SUBJECT) as faults:
+            _refuse_other_numbers(policy, faults)
+            faults.extend(check("", first)[1].values())
+            # "auto", refused above, is here for what is wrong with the other arguments
+            mode = policy if policy.precision != "auto" else replace(policy, precision="32-true", loss_scaling=None)
+            try:
+                composed = compose(
+                    mode, stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters
+                )
+            except PlanError as error:
+                faults.extend(error.faults)
+        # What a plan carries out itself in its own strategies DeepSpeed alone has to be told.
+        if policy.compute_dtype == "bf16":
+            composed["bf16"] = {"enabled": True, "check_grad_overflow": policy.nonfinite.action == "skip"}
+        if policy.buffer_dtype is not None:
+            composed["data_types"]["buffer_dtype"] = policy.buffer_dtype
+        config = {**first, "fp16": composed["fp16"], "bf16": composed["bf16"], **composed}
+        comment = _without_key(policy, read_policy(config)[0])
+        if comment:
+            config = {"_comment": comment, **config}
+        if path is not None:
+            Path(path).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        return config
+
+
+def _refuse_other_numbers(policy: PrecisionPolicy, faults: Faults) -> None:
+    """Refuse what DeepSpeed does otherwise (of the scale: deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
+    itself = "run the plan itself, strategy='mp_deepspeed_zero2'"
+    if policy.precision == "auto" or policy.storage_dtype != "fp32":
+        given = f"precision={policy.precision!r}, which DeepSpeed's own engines do not have"
+        faults.add(given, f"write '32-true', 'bf16-mixed' or '16-mixed', or {itself}")
+    if policy.nonfinite.action == "raise":
+        faults.add("nonfinite='raise', where DeepSpeed goes on", f"write nonfinite='skip', or {itself}")
+    rule = policy.loss_scaling
+    back = read_rule(_said(rule), faults) if rule is not None and rule.dynamic else None
+    for name, there in asdict(back).items() if back is not None else ():
+        own = getattr(rule, name)
+        if own not in (there, _MAY_DIFFER.get(name, there)):
+            faults.add(f"loss_scaling.{name}={own!r}, where DeepSpeed has {there!r}", f"write that, or {itself}")
 
 
 def _without_key(policy: PrecisionPolicy, back: PrecisionPolicy) -> list[str]:
