@@ -116,12 +116,13 @@ class Faults:
 
     def __init__(self, subject: str = "MixedPrecisionPlan") -> None:
         self._subject = subject
-        self._found: list[Fault] = []
+        #: what was noted so far
+        self.found: list[Fault] = []
 
     def add(self, given: str, *rest: str) -> None:
         """Note one fault: what was given, what is allowed, where there is something to choose from, and what to do."""
         *allowed, fix = rest
-        self._found.append(Fault(given, "".join(allowed), fix))
+        self.found.append(Fault(given, "".join(allowed), fix))
 
     def unknown(self, what: str, word: object, known: Iterable[str], otherwise: str = "remove it") -> None:
         """Note a name that is none of ``known``; the fix names the nearest, or is ``otherwise`` where none is near."""
@@ -140,12 +141,12 @@ class Faults:
 
     def extend(self, faults: Iterable[Fault]) -> None:
         """Note faults found elsewhere."""
-        self._found.extend(faults)
+        self.found.extend(faults)
 
     def raise_if_any(self) -> None:
         """Raise :class:`PlanError` with everything noted so far."""
-        if self._found:
-            raise PlanError(self._found, self._subject)
+        if self.found:
+            raise PlanError(self.found, self._subject)
 
     def sound(self, value: T | None) -> T:
         """``value``, which is there where nothing was noted; else :class:`PlanError` with everything noted so far."""
@@ -159,11 +160,6 @@ class Faults:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.raise_if_any()
-
-    @property
-    def found(self) -> tuple[Fault, ...]:
-        """What was noted so far."""
-        return tuple(self._found)
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:

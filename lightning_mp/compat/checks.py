@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
 
 from lightning_mp.errors import Faults
 
@@ -21,9 +22,8 @@ VERSIONS = {
 def check_versions(faults: Faults, *names: str) -> None:
     """Note each of the named dependencies that is installed in a release outside of its bounds."""
     for name in names:
-        lowest, above = (_numbers(bound) for bound in VERSIONS[name].split(","))
         found = installed(name)
-        if not lowest <= _numbers(found) < above:
+        if not SpecifierSet(VERSIONS[name]).contains(found, prereleases=True):
             fix = f"run pip install '{name}{VERSIONS[name]}'"
             faults.add(f"{name} {found}, which is not tested", f"{name} {VERSIONS[name]}", fix)
 
@@ -44,9 +44,3 @@ def installed(name: str) -> str:
         return version(name)
     except PackageNotFoundError:  # under another name: pytorch-lightning
         return str(import_module("pytorch_lightning" if name == "lightning" else name).__version__)
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    """``"2.13.0a0+cpu"`` → ``(2, 13, 0)``."""
-    found = re.search(r"\d+(?:\.\d+)*", release)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()

@@ -4,6 +4,8 @@ They are two copies of the same classes, and a Trainer of one takes nothing that
 package uses of Lightning is therefore imported from here, from the copy that the program imported first.
 """
 
+# pyright: reportWildcardImportFromLibrary=false
+# ruff: noqa: F403, F405
 from __future__ import annotations
 
 import inspect
@@ -16,48 +18,23 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.errors import PlanError
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as default_pg_timeout
     from lightning.fabric.utilities.apply_func import move_data_to_device as move_data_to_device
     from lightning.fabric.utilities.cloud_io import get_filesystem as get_filesystem
     from lightning.fabric.utilities.seed import reset_seed as reset_seed
-    from lightning.pytorch import Callback as Callback
-    from lightning.pytorch import LightningDataModule as LightningDataModule
-    from lightning.pytorch import LightningModule as LightningModule
-    from lightning.pytorch import Trainer as Trainer
-    from lightning.pytorch import callbacks as callbacks
-    from lightning.pytorch import seed_everything as seed_everything
-    from lightning.pytorch.callbacks import Checkpoint as Checkpoint
-    from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpoint
-    from lightning.pytorch.callbacks import WeightAveraging as WeightAveraging
+    from lightning.pytorch import *
+    from lightning.pytorch.callbacks import *
     from lightning.pytorch.core.optimizer import LightningOptimizer as LightningOptimizer
     from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
-    from lightning.pytorch.plugins import Precision as Precision
-    from lightning.pytorch.plugins import TorchSyncBatchNorm as TorchSyncBatchNorm
-    from lightning.pytorch.plugins.environments import LightningEnvironment as LightningEnvironment
-    from lightning.pytorch.plugins.precision import DeepSpeedPrecision as DeepSpeedPrecision
-    from lightning.pytorch.plugins.precision import DoublePrecision as DoublePrecision
-    from lightning.pytorch.plugins.precision import FSDPPrecision as FSDPPrecision
-    from lightning.pytorch.plugins.precision import HalfPrecision as HalfPrecision
-    from lightning.pytorch.plugins.precision import MixedPrecision as MixedPrecision
-    from lightning.pytorch.strategies import DDPStrategy as DDPStrategy
-    from lightning.pytorch.strategies import DeepSpeedStrategy as DeepSpeedStrategy
-    from lightning.pytorch.strategies import FSDPStrategy as FSDPStrategy
-    from lightning.pytorch.strategies import ModelParallelStrategy as ModelParallelStrategy
-    from lightning.pytorch.strategies import ParallelStrategy as ParallelStrategy
-    from lightning.pytorch.strategies import SingleDeviceStrategy as SingleDeviceStrategy
-    from lightning.pytorch.strategies import Strategy as Strategy
-    from lightning.pytorch.strategies import StrategyRegistry as StrategyRegistry
+    from lightning.pytorch.plugins import *
+    from lightning.pytorch.plugins.environments import *
+    from lightning.pytorch.strategies import *
     from lightning.pytorch.strategies.deepspeed import remove_module_hooks as remove_module_hooks
-    from lightning.pytorch.trainer.states import RunningStage as RunningStage
-    from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
-    from lightning.pytorch.trainer.states import TrainerStatus as TrainerStatus
-    from lightning.pytorch.utilities import CombinedLoader as CombinedLoader
-    from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
-    from lightning.pytorch.utilities import rank_zero_only as rank_zero_only
-    from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
+    from lightning.pytorch.trainer.states import *
+    from lightning.pytorch.utilities import *
     from lightning.pytorch.utilities.exceptions import MisconfigurationException as MisconfigurationException
     from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 
@@ -139,12 +116,8 @@ def check_copy(thing: object, subject: str) -> None:
 
 
 def _refuse(what: str, subject: str) -> NoReturn:
-    fault = Fault(
-        f"{what} of {other()} where lightning_mp uses {host()}",
-        "one of the two in a process, the one imported first: neither takes what is made of the other",
-        f"write 'import {host()} as pl' throughout, or 'import {other()}' before every other import",
-    )
-    raise PlanError([fault], subject)
+    fix = f"write 'import {host()} as pl' throughout, or 'import {other()}' before every other import"
+    raise PlanError.of(f"{what} of {other()} where lightning_mp uses {host()}, imported first", fix, subject)
 
 
 # ------------------------------------------------------------------ private names

@@ -40,12 +40,13 @@ def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    plain, name = config, f"config {str(config)!r}" if isinstance(config, (str, PathLike)) else ""
-    if name and not Path(config).is_file():
-        near = "" if Path(config).suffix else precision_fix(config)
+    plain = cast("Any", config)
+    name = f"config {str(plain)!r}" if isinstance(config, (str, PathLike)) else ""
+    if name and not Path(plain).is_file():
+        near = "" if Path(plain).suffix else precision_fix(plain)
         raise PlanError.of(f"{name}, which is no file", near if "mean" in near else "give the path of a YAML file")
     try:
-        plain = cast("Any", OmegaConf.load(config) if name else config)
+        plain = cast("Any", OmegaConf.load(plain)) if name else plain
         if isinstance(plain, Container):
             plain = OmegaConf.to_container(plain, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

@@ -70,7 +70,7 @@ class PrecisionPolicy:
         """The piece that only some precisions have, which have it by default; ``"auto"`` is still to be decided."""
         value = getattr(self, name)
         if value is None:
-            return kind() if self.precision in precisions and self.precision != "auto" else None
+            return cast("Any", kind)() if self.precision in precisions and self.precision != "auto" else None
         if self.precision in PRECISIONS and self.precision not in precisions:
             fix = f"remove {name}, or choose {precisions[0]!r}"
             faults.add(f"{name} with precision={self.precision!r}", f"{name} with {', '.join(precisions)}", fix)
