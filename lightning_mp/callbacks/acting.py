@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, check_copy, rank_zero_info
+from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, rank_zero_info
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import checkpointing
 from lightning_mp.modules import pins as pinning
 from lightning_mp.modules.class_swap import call_with_original_classes
+from lightning_mp.monitor.callback_utils import RunCallback
 from lightning_mp.numerics.device import has_tf32, set_tf32
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.policy import Checkpointing, PinsLike, PrecisionPolicy
@@ -19,11 +20,12 @@ from lightning_mp.policy.words import DTYPES_OF
 from lightning_mp.precision import MixedPrecisionPlan
 
 
-class ActingCallback(Callback):
+class ActingCallback(RunCallback):
     """Applies something in ``setup`` and undoes it in ``teardown``, or in ``on_exception`` if the run failed."""
 
     #: the field of MixedPrecisionPlan that does the same
     plan_field: str
+    _of_run = ("_undo",)
 
     def __init__(self) -> None:
         self._undo: Callable[[], object] | None = None
@@ -43,28 +45,16 @@ class ActingCallback(Callback):
         if isinstance(trainer.precision_plugin, MixedPrecisionPlan):
             fix = f"remove {name} and set MixedPrecisionPlan({self.plan_field}=...)"
             raise PlanError.of(f"{name} beside {trainer.precision_plugin!r}", fix, name)
-        self._restore()
+        self._release(trainer)
         undo = self.apply(trainer, pl_module, Faults(name))
         if undo is not None:
             restore = call_with_original_classes(pl_module, "configure_optimizers")
             self._undo = lambda: (undo(), restore())
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Undo."""
-        self._restore()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Undo: Lightning calls no ``teardown`` of a callback after a failure."""
-        self._restore()
-
-    def _restore(self) -> None:
+    def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy (a spawned process, a sweep) has applied nothing.
-        return {**self.__dict__, "_undo": None}
 
 
 class EnableTF32(ActingCallback):

@@ -7,19 +7,17 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-import torch
-
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, check_copy, logged_step, rank_zero_info
+from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, logged_step, rank_zero_info
 from lightning_mp.engines.skip_aware import Override
 from lightning_mp.errors import Faults
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.callback_utils import StepTracker, log
+from lightning_mp.monitor.callback_utils import RunCallback, StepTracker, log
+from lightning_mp.monitor.health.measurement import Read, ToHost
 from lightning_mp.monitor.health.scale_sources import SkipCount, scale_source
-from lightning_mp.monitor.health.to_host import Read, ToHost
 from lightning_mp.monitor.run_log import IN_MEMORY, is_fresh
 
 
-class LossScaleMonitor(Callback):
+class LossScaleMonitor(RunCallback):
     """Logs the loss scale, its counters, and skipped steps: in total, in a row, and as a fraction of all steps.
 
     It reads the scaler of a MixedPrecisionPlan, of stock Lightning (torch's ``GradScaler``), and of DeepSpeed. ``rows``
@@ -34,6 +32,8 @@ class LossScaleMonitor(Callback):
     Raises:
         PlanError: ``every_n_steps`` is not a whole number >= 1.
     """
+
+    _of_run = ("_skips", "_bar", "_to_host")
 
     def __init__(self, every_n_steps: int = 1) -> None:
         with Faults("LossScaleMonitor") as faults:
@@ -55,7 +55,7 @@ class LossScaleMonitor(Callback):
         self._steps = StepTracker()
         self._skips: SkipCount | None = None
         self._until_reading = 0
-        self._to_host = ToHost(torch.device("cpu"))
+        self._to_host: ToHost | None = None
         if self._bar is not None:
             self._bar.remove()
         self._bar, self._on_bar = None, {}
@@ -94,7 +94,7 @@ class LossScaleMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Read and log, every n-th step."""
-        if self._skips is None or not self._steps.batch_ends():
+        if self._skips is None or self._to_host is None or not self._steps.batch_ends():
             return
         self._skips.after_batch()
         if self._until_reading == 0:
@@ -116,18 +116,10 @@ class LossScaleMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last steps."""
-        self._to_host.deliver(wait=True)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release the scaler."""
-        self._reset()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Log the last steps, and release the scaler: Lightning calls no ``teardown`` of a callback after a failure."""
-        with suppress(RuntimeError):  # of a device that has failed nothing arrives
+        if self._to_host is not None:
             self._to_host.deliver(wait=True)
-        self._reset()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy (a spawned process, a sweep) belongs to no run.
-        return {**self.__dict__, "_skips": None, "_bar": None, "_to_host": ToHost(torch.device("cpu"))}
+    def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
+        with suppress(RuntimeError):  # of a device that has failed nothing arrives
+            self.on_train_end(trainer, trainer.lightning_module)
+        self._reset()

@@ -60,6 +60,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
     """
 
     plan_field = "nonfinite"
+    _of_run = ("_undo", "_run")
 
     def __init__(self, on_trip: OnTrip = "skip", max_consecutive: int = 100, run_dir: RunDir = None) -> None:
         super().__init__()
@@ -108,10 +109,9 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         bad_steps.events = self.events
         self._run = _Run(trainer, pl_module, bad_steps, self)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Undo, and note how the run ended."""
-        self._end(exception)
-        super().on_exception(trainer, pl_module, exception)
+    def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
+        self._end(error)
+        super()._release(trainer, error)
 
     def _end(self, error: BaseException | None = None) -> None:
         run, self._run = self._run, None
@@ -187,9 +187,6 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         self.skipped_steps, self.applied_steps = state_dict["skipped_steps"], state_dict["applied_steps"]
         self._in_a_row = state_dict["in_a_row"]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_run": None}
-
 
 class _Run:
     """The state of one guarded run, and of the current batch; every rank makes the same calls."""
@@ -206,19 +203,16 @@ class _Run:
         hooks = SkipAwareHooks()
         self.overrides.callback(hooks.remove)
         hooks.install(trainer, module, lambda: self.dropped > 0)
-        self._start_batch()
+        self.dropped = 0
 
-    def _start_batch(self) -> None:
+    def begin(self, batch: Any, batch_idx: int) -> None:
+        """A batch begins."""
         #: in the current batch: steps that were let through, steps that were dropped
         self.tried = self.dropped = 0
         self.bad_loss = False
         self.scale: float | None = None
         #: what the gradients say, before they are dropped
         self.at_hand: Origin | None = None
-
-    def begin(self, batch: Any, batch_idx: int) -> None:
-        """A batch begins."""
-        self._start_batch()
         if not self.trainer.lightning_module.automatic_optimization or begins_window(self.trainer, batch_idx):
             self.losses.clear()
         self.bad_steps.remember(batch, batch_idx)

@@ -45,6 +45,8 @@ class PrecisionAudit(WritesRun):
         PlanError: an invalid argument; while training under ``on_mismatch="raise"``, every difference.
     """
 
+    _of_run = ("_watch", "_folder")
+
     def __init__(self, steps: int = 1, on_mismatch: Literal["warn", "raise"] = "warn", run_dir: RunDir = None) -> None:
         with Faults("PrecisionAudit") as faults:
             faults.whole("steps", steps, 1, "use steps=1 to audit the first step")
@@ -55,7 +57,7 @@ class PrecisionAudit(WritesRun):
         self.record: Record | None = None
         self._folder: RunFolder | None = None
         self._watch: Watch | None = None
-        self._began: int | None = None
+        self._began = 0
 
     @property
     def rows(self) -> list[AuditRow]:
@@ -67,7 +69,7 @@ class PrecisionAudit(WritesRun):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin anew."""
         check_copy(trainer, "PrecisionAudit")
-        self._end(trainer)
+        self._release(trainer)
         if stage == "fit":
             self.report = self.record = None
 
@@ -79,36 +81,26 @@ class PrecisionAudit(WritesRun):
         """
         self._folder = open_folder(trainer, self.run_dir, _NAME)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the folder."""
-        self._end(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report on a step that failed, and remove every hook: Lightning calls no ``teardown`` then."""
+    def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
+        """Report on a step that failed, and remove every hook."""
         try:
-            if self._watch is not None and self._began is not None:
+            if self._watch is not None:
                 self._watch.stop()
-                self._conclude(trainer, pl_module, self._watch, self._began, failed=True)
+                if error is not None:
+                    self._conclude(trainer, self._watch, failed=True)
         finally:
-            self._end(trainer, exception)
-
-    def _end(self, trainer: Trainer, error: BaseException | None = None) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-        if self._folder is not None:
-            end_run(self._folder, trainer, _NAME, error)
-        self._watch = self._folder = self._began = None
+            if self._folder is not None:
+                end_run(self._folder, trainer, _NAME, error)
+            self._watch = self._folder = None
 
     # ------------------------------------------------------------------ the steps looked at
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._began is None:
+        if self._watch is None:
             if self.report is not None:
                 return
-            self._began = trainer.global_step
-        if self._watch is None:
             zero = hasattr(trainer.strategy, "deepspeed_engine")
-            self._watch = Watch(modules_of(pl_module), gradient_hooks=zero)
+            self._watch, self._began = Watch(modules_of(pl_module), gradient_hooks=zero), trainer.global_step
         self._watch.start(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
@@ -123,30 +115,27 @@ class PrecisionAudit(WritesRun):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._watch is None or self._began is None:
-            return
-        self._watch.stop()
-        if trainer.global_step >= self._began + self.steps:
-            self._conclude(trainer, pl_module, self._watch, self._began)
+        if self._watch is not None:
+            self._watch.stop()
+            if trainer.global_step >= self._began + self.steps:
+                self._conclude(trainer, self._watch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._watch is not None:  # a batch that the module's on_train_batch_start left out has no end
             self._watch.stop()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._watch is not None and self._began is not None:  # fewer steps than were to be looked at
-            self._conclude(trainer, pl_module, self._watch, self._began)
+        if self._watch is not None:  # fewer steps than were to be looked at
+            self._conclude(trainer, self._watch)
 
     # ------------------------------------------------------------------ what came out
 
-    def _conclude(
-        self, trainer: Trainer, module: LightningModule, watch: Watch, began: int, failed: bool = False
-    ) -> None:
-        modules = modules_of(module)
+    def _conclude(self, trainer: Trainer, watch: Watch, failed: bool = False) -> None:
+        modules, began = modules_of(trainer.lightning_module), self._began
         note_parameters(watch.seen, modules, states_of(trainer.optimizers))
         watch.attribute_reductions()
         declaration = declared.by_trainer(trainer, modules)
-        self._watch = self._began = None
+        self._watch = None
         self.record = Record(declaration, watch.seen)
         steps = f"step {began}" if trainer.global_step <= began + 1 else f"steps {began} to {trainer.global_step - 1}"
         where = f"{steps}, {trainer.strategy.root_device.type}, {type(trainer.strategy).__name__}"
@@ -162,7 +151,3 @@ class PrecisionAudit(WritesRun):
             self.report.raise_if_different()
         elif not self.report.ok:
             rank_zero_warn(f"PrecisionAudit: {self.report.summary}\n{self.report.explanation()}")
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy belongs to no run.
-        return {**self.__dict__, "_watch": None, "_folder": None, "_began": None}

@@ -35,10 +35,9 @@ from lightning_mp.monitor.callback_utils import StepTracker, callbacks_of, log
 from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.health.measurement import StepMeasurement, Values
+from lightning_mp.monitor.health.measurement import LAG, Read, StepMeasurement, ToHost, Values
 from lightning_mp.monitor.health.scale_sources import Number, SkipCount, StockSource, scale_source
 from lightning_mp.monitor.health.throughput import FLOPS, SECONDS, Count, Throughput
-from lightning_mp.monitor.health.to_host import LAG, Read, ToHost
 from lightning_mp.monitor.nonfinite.bad_steps import NonFiniteClassifier, PlanRun, bad_step, has_bad_loss
 from lightning_mp.monitor.nonfinite.replay import Replayer
 from lightning_mp.monitor.run_log import RunDir, RunLog, WritesRun, is_fresh
@@ -111,6 +110,8 @@ class TrainingHealth(WritesRun):
     Raises:
         PlanError: an unknown kind, action or threshold, or ``"skip"`` where a step cannot be skipped.
     """
+
+    _of_run = ("_run",)
 
     def __init__(
         self,
@@ -254,8 +255,12 @@ class TrainingHealth(WritesRun):
         run = self._here
         run.throughput.batch_ends()
         if run.steps.batch_ends():
-            run.step_ends(self.every_n_steps)
+            run.count.after_batch()
+            run.step.ended = True
+            run.unread += 1
+            run.until_reading = (run.until_reading or self.every_n_steps) - 1
             if run.step.measures:
+                run.step.count, run.unread = run.unread, 0
                 self._send(run, run.step, trainer)
             run.to_host.deliver()
         self._reduce.after_batch(trainer)
@@ -278,7 +283,7 @@ class TrainingHealth(WritesRun):
             operands = {place: Operand(*numbers) for place, numbers in found.items()}
             values[metric_names.FP8_FLUSHED] = max((one.flushed for one in operands.values()), default=None)
         flops, peak = values[FLOPS], run.throughput.peak
-        values[metric_names.MFU] = flops / peak.flops_per_s if flops and peak is not None else None
+        values[metric_names.MFU] = flops / peak if flops and peak else None
         reading = replace(step.reading(values, run.floor), fp8=operands)
         row = {name: values.get(name) for name in _ROW}
         self._log.row(step.number, row)
@@ -344,22 +349,17 @@ class TrainingHealth(WritesRun):
             self._run.to_host.deliver(wait=True)
         self._close()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
         """Write how the run ended, and its report."""
-        self._close()
-        self._log.close(trainer, report=self.report)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same after a failure: Lightning calls no ``teardown`` of a callback then."""
         run = self._run
-        if run is not None:
+        if run is not None and error is not None:
             run.failed = True  # other ranks may go on: nothing is run again, and nobody is called
             with suppress(RuntimeError):  # of a device that has failed nothing arrives
                 run.to_host.deliver(wait=True)
-            if isinstance(exception, NonFiniteError) and run.guard is None:
-                self._log.event(trainer, _raised(exception, run))
+            if isinstance(error, NonFiniteError) and run.guard is None:
+                self._log.event(trainer, _raised(error, run))
         self._close()
-        self._log.close(trainer, report=self.report, error=exception)
+        self._log.close(trainer, report=self.report, error=error)
 
     def _close(self) -> None:
         self._reduce.release()
@@ -374,10 +374,6 @@ class TrainingHealth(WritesRun):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._run is not None and not self._run.failed:
             self._run.to_host.deliver(wait=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy (a spawned process, a sweep) belongs to no run.
-        return {**self.__dict__, "_run": None}
 
 
 @dataclass(slots=True)
@@ -456,22 +452,14 @@ class _Run:
         #: weights are as they were, which is not done on CUDA, where the look would wait for the device
         self.looks_before = skips or (self.automatic and self.applies_bad_steps and device.type != "cuda")
         self.steps, self.classifier = StepTracker(), NonFiniteClassifier()
-        self.step = self.last = _Step(measures=True, ended=True)
-        self.until_reading = 0
+        self.step = _Step(measures=True, ended=True)
+        #: optimizer steps to the next reading, and since the last
+        self.until_reading = self.unread = 0
         self.failed = False
 
     def _skipped(self) -> Number:
         skipped = 0 if self.source is None else self.source.skipped()
         return self.suppressed + (skipped if self.guard is None else self.guard.skipped_steps)
-
-    def step_ends(self, every_n_steps: int) -> None:
-        """An optimizer stepped in the batch that ends."""
-        step, before = self.step, self.last
-        self.count.after_batch()
-        step.ended = True
-        step.count = 1 if before.measures else before.count + 1
-        self.last = step
-        self.until_reading = (self.until_reading or every_n_steps) - 1
 
 
 def _raised(error: NonFiniteError, run: _Run) -> Event:

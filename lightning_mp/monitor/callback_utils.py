@@ -1,4 +1,4 @@
-"""Shared by the monitoring callbacks: which batches step an optimizer, and the run's loggers."""
+"""Shared by the monitoring callbacks: which batches step an optimizer, a run's end, and its loggers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,28 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from lightning_mp.compat.checks import require_versions
-from lightning_mp.compat.lightning import Callback, Trainer, accumulates
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, accumulates
+
+
+class RunCallback(Callback):
+    """A callback that gives up what belongs to a run when it is over or has failed; a copy has nothing of it."""
+
+    #: the attributes that a copy (a spawned process, a sweep) does not take along
+    _of_run: tuple[str, ...] = ()
+
+    def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
+        """Give up what belongs to the run, which has ended or failed; may be called again."""
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The run is over."""
+        self._release(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The run has failed: Lightning calls no ``teardown`` of a callback then."""
+        self._release(trainer, exception)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, **dict.fromkeys(self._of_run)}
 
 
 class StepTracker:

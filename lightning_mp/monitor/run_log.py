@@ -22,12 +22,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, logged_step, rank_zero_info
+from lightning_mp.compat.lightning import LightningModule, Trainer, logged_step, rank_zero_info
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import PlanError
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.alerts import Operand
-from lightning_mp.monitor.callback_utils import log
+from lightning_mp.monitor.callback_utils import RunCallback, log
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.run_folder import FINDINGS, RUN, InUseError, RunFolder, is_ours, is_validation
@@ -133,7 +133,7 @@ def _is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-class WritesRun(Callback):
+class WritesRun(RunCallback):
     """A callback that writes to the run's folder: a checkpoint names it, so that a run that resumes goes on there."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

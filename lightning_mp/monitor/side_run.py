@@ -89,13 +89,6 @@ def output_in(module: nn.Module, batch: Any, device: torch.device, *, autocast: 
         return step_output(module, cast_floating(batch, dtype))
 
 
-def shadow(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Give ``owner`` an attribute of its own until ``stack`` is closed."""
-    values = owner.__dict__
-    stack.callback(partial(values.__setitem__, name, values[name]) if name in values else partial(values.pop, name))
-    values[name] = value
-
-
 @contextmanager
 def untouched(root: nn.Module, device: torch.device) -> Generator[None, None, None]:
     """On exit, gradients, buffers and attributes of ``root``'s modules, and the generators, are as they were on entry.

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, TrainingHealth, loss_scale_monitor
 from lightning_mp.monitor import metric_names, run_log
-from lightning_mp.monitor.health import throughput, to_host
+from lightning_mp.monitor.health import measurement, throughput
 from lightning_mp.monitor.health.throughput import default_tokens, samples_in
 from support import health
 from support.counting import Counts
@@ -308,14 +308,14 @@ def test_numbers_that_arrive_late_say_the_same_of_the_same_steps(
         return repr((rows, events, scale.rows, sorted(row for row in written if row[1])))
 
     at_once = run("at once")
-    start = to_host.ToHost._start
+    start = measurement.ToHost._start
 
     def late(self: Any, *args: Any) -> Any:
         sent = start(self, *args)
         sent.event, self._ranks = Event(), ranks
         return sent
 
-    monkeypatch.setattr(to_host.ToHost, "_start", late)
+    monkeypatch.setattr(measurement.ToHost, "_start", late)
     assert run("late") == at_once
 
 

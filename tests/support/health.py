@@ -18,8 +18,7 @@ from torch.optim import AdamW
 from lightning_mp import LossScaling, make_strategy
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.health.measurement import StepMeasurement
-from lightning_mp.monitor.health.to_host import ToHost
+from lightning_mp.monitor.health.measurement import StepMeasurement, ToHost
 from support import sharded_hosts
 from support.models import Regression, batches
 from support.oracles import plan_for

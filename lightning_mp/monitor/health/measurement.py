@@ -1,13 +1,14 @@
 """The measurement of one step on whole or sharded parameters: norms, what the step changed, lost updates, memory.
 
-Everything stays on the device until :class:`~lightning_mp.monitor.health.to_host.ToHost` has brought it over.
+Everything stays on the device until :class:`ToHost` has brought it over, for which nothing waits.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -31,8 +32,11 @@ from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares
 
 Values = dict[str, float | None]
+Read = dict[str, Any]
 Measured = dict[str, Number | None]
 GIB = 2**30
+#: how many steps later numbers are looked at, at most
+LAG = 3
 #: of a larger local shard, so many evenly spaced pieces of so many elements are copied for the update ratio
 PIECES, PIECE = 16, 1024
 _CHANGE, _BEFORE, _LOST, _MOVED = "change", "before", "lost", "moved"
@@ -121,7 +125,9 @@ class StepMeasurement:
         names = ("bf16_stochastic_round", "master_weights", "kahan_sum")
         if self._layout.zero or any(getattr(own, name, None) or own.defaults.get(name) for name in names):
             return
-        still = {id(p) for group in optimizer.param_groups if _is_zero(group["lr"]) for p in group["params"]}
+        rates = [(group["lr"], group["params"]) for group in optimizer.param_groups]
+        # a rate on the device is not read; Adafactor may have none
+        still = {id(p) for rate, members in rates if isinstance(rate, float | int) and rate == 0 for p in members}
         moving = {id(parameter) for parameter in parameters} - still
         half = [parameter for parameter in self._trained.values() if parameter.dtype in HALF]
         moves: list[Tensor] = []
@@ -286,7 +292,7 @@ class SquareSums:
     def __init__(self, device: torch.device, order: Iterable[Groups]) -> None:
         self._device = device
         self._sums: dict[Groups, dict[str, Tensor]] = {groups: {} for groups in order}
-        self._counts: set[str] = set()
+        self._squared: set[str] = set()
 
     def add(self, shards: Sequence[Shard], name: str, divisor: Number | None = None) -> None:
         """Add the squares of ``shards`` (over ``divisor``); every rank adds shards with the same process groups."""
@@ -296,14 +302,11 @@ class SquareSums:
         for groups in dict.fromkeys(shard.groups for shard in shards):
             places = [place for place, shard in enumerate(shards) if shard.groups == groups]
             every = len(places) == len(shards)
-            self._add(groups, name, (values if every else torch.stack([values[place] for place in places])).sum())
+            self.count(groups, name, (values if every else torch.stack([values[place] for place in places])).sum())
+        self._squared.add(name)
 
     def count(self, groups: Groups, name: str, value: Tensor) -> None:
         """Add a number that is added up over ``groups`` as it is."""
-        self._counts.add(name)
-        self._add(groups, name, value)
-
-    def _add(self, groups: Groups, name: str, value: Tensor) -> None:
         sums = self._sums.setdefault(groups, {})
         sums[name] = sums[name] + value if name in sums else value
 
@@ -318,7 +321,7 @@ class SquareSums:
                 dist.all_reduce(values, group=group)
             for name, value in zip(sums, values, strict=True):
                 total[name] = total[name] + value if name in total else value
-        return {name: value if name in self._counts else value.sqrt() for name, value in total.items()}
+        return {name: value.sqrt() if name in self._squared else value for name, value in total.items()}
 
 
 Kind = tuple[Groups, torch.dtype, torch.device, int]
@@ -341,5 +344,81 @@ def some(tensor: Tensor) -> Tensor:
     return flat.as_strided((PIECES, PIECE), (flat.numel() // PIECES, 1))
 
 
-def _is_zero(lr: object) -> bool:
-    return isinstance(lr, float | int) and lr == 0  # a rate on the device is not read; Adafactor may have none
+# ---------------------------------------------------------------------- the way to the host
+
+
+@dataclass(slots=True)
+class Sent:
+    """Values of which some are still on their way into ``host``: pinned memory, and its view by numpy."""
+
+    values: Read
+    shapes: dict[str, torch.Size]
+    host: tuple[Tensor, Any]
+    event: Any
+    then: Callable[[Read], object]
+    age: int = 0
+
+
+class ToHost:
+    """Copies what is on ``device`` into pinned memory, and hands it on in order once it is there.
+
+    On CUDA that is at most ``lag`` steps later, on ``ranks`` of more than one always so many, for all have to do the
+    same; on any other device it is at once.
+    """
+
+    def __init__(self, device: torch.device, ranks: int = 1, lag: int = LAG) -> None:
+        self._device, self._ranks, self._lag = device, ranks, lag
+        self._under_way: deque[Sent] = deque()
+        self._free: list[tuple[Tensor, Any]] = []
+
+    def send(self, values: Mapping[str, Number | None], then: Callable[[Read], object]) -> None:
+        """Copy ``values``; :meth:`deliver` will call ``then`` with them, a table as lists."""
+        self._under_way.append(self._start(values, then))
+
+    def deliver(self, *, wait: bool = False) -> None:
+        """After every step: hand on what has arrived, or with ``wait`` everything."""
+        for sent in self._under_way:
+            sent.age += 1
+        while self._under_way:
+            sent = self._under_way[0]
+            if not (wait or sent.event is None or sent.age > self._lag or (self._ranks == 1 and sent.event.query())):
+                break
+            self._under_way.popleft()
+            sent.then(self._arrived(sent))
+
+    def read(self, values: Mapping[str, Number | None]) -> Read:
+        """``values`` at once: the one wait there is."""
+        return self._arrived(self._start(values, lambda _: None))
+
+    def _arrived(self, sent: Sent) -> Read:
+        if sent.event is not None:
+            sent.event.synchronize()
+        start, (_, numbers) = 0, sent.host
+        for name, shape in sent.shapes.items():
+            sent.values[name] = numbers[start : start + shape.numel()].reshape(shape).tolist()
+            start += shape.numel()
+        self._free.append(sent.host)
+        return sent.values
+
+    def _start(self, values: Mapping[str, Number | None], then: Callable[[Read], object]) -> Sent:
+        kind = self._device.type
+        there = {n: v.detach() for n, v in values.items() if isinstance(v, Tensor) and v.device.type == kind}
+        known = {n: v if v is None or n in there else float(v) for n, v in values.items()}
+        columns = [value.reshape(-1).to(torch.float32) for value in there.values()]
+        host = self._buffer(sum(map(len, columns)))
+        event = None
+        if columns:
+            flat = torch.cat(columns)
+            host[0][: len(flat)].copy_(flat, non_blocking=True)
+            if kind == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(self._device))
+        return Sent(known, {name: value.shape for name, value in there.items()}, host, event, then)
+
+    def _buffer(self, size: int) -> tuple[Tensor, Any]:
+        """One of those that are free, if it is large enough."""
+        for place, (tensor, _) in enumerate(self._free):
+            if len(tensor) >= size:
+                return self._free.pop(place)
+        tensor = torch.empty(max(size, 64), dtype=torch.float32, pin_memory=self._device.type == "cuda")
+        return tensor, tensor.numpy()

@@ -1,7 +1,11 @@
-"""How much a run processes, and how fast: samples, tokens, FLOPs and the time they took; what is not known is None."""
+"""How much a run processes, and how fast: samples, tokens, FLOPs and the time they took; what is not known is None.
+
+FLOPs are those of a forward and backward pass as the model defines them, counted operator by operator.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -9,11 +13,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.compat.lightning import Trainer, rank_zero_info
+from lightning_mp.compat.torchao import held_dtype
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.health.flops import CountFlops
 from lightning_mp.monitor.side_run import around_passes
 from lightning_mp.numerics.device import describe, has_tf32
 from lightning_mp.numerics.dtypes import tensors_in
@@ -39,7 +45,6 @@ class Throughput:
 
     def __init__(self, tokens: Count | None, samples: Count | None, peak_flops: float | None) -> None:
         self._tokens, self._samples = tokens, samples
-        self._given_peak = peak_flops
         self._counter: CountFlops | None = None
         self._uninstall: Callable[[], None] | None = None
         #: the FLOPs of the first batch, its tokens and its samples
@@ -47,22 +52,15 @@ class Throughput:
         self._last: float | None = None
         self._done = dict(_NOTHING)
         self._batch: tuple[Any, Any] = (None, None)
-        #: the peak FLOP/s of this rank's device, and its source
-        self.peak: hardware.Peak | None = None
+        #: the peak FLOP/s of this rank's device
+        self.peak = peak_flops
         self._fp8_peak: hardware.Peak | None = None
 
     def start(self, trainer: Trainer) -> None:
-        """Look the device's peak up."""
-        if self._given_peak is not None:
-            self.peak = hardware.Peak(float(self._given_peak), "given as peak_flops")
-            return
-        device, dtype = trainer.strategy.root_device, _compute_dtype(trainer)
-        known = describe(device)
-        self.peak = None if dtype is None else hardware.peak(known, dtype)
-        self._fp8_peak = hardware.peak(known, "fp8")
-        if self.peak is None:
-            what = f"{dtype or trainer.precision} on {known.name}"
-            rank_zero_info(f"TrainingHealth: no peak FLOP/s known for {what}, so no MFU; peak_flops= gives one")
+        """Look the device's peak up, if none was given."""
+        known, dtype = describe(trainer.strategy.root_device), _compute_dtype(trainer)
+        if self.peak is None and dtype is not None and (peak := hardware.peak(known, dtype)) is not None:
+            self.peak, self._fp8_peak = peak.flops_per_s, hardware.peak(known, "fp8")
 
     def pauses(self) -> None:
         """Time before the next batch (starting workers, validation) does not count."""
@@ -84,7 +82,7 @@ class Throughput:
         ids = _token_ids(batch)
         if self._tokens is None and ids is not None and ids.numel() and int(ids.max()) > 1:  # no multi-hot vectors
             self._tokens = default_tokens
-        held, drawn = samples_in(batch), getattr(trainer.train_dataloader, "batch_size", None)
+        held, drawn = samples_in(batch), cast("Any", getattr(trainer.train_dataloader, "batch_size", None))
         if self._samples is None and held is not None:  # as many as the loader puts into a batch, where that is known
             whole = not isinstance(drawn, int) or held == drawn
             self._samples = samples_in if whole or (held < drawn and trainer.num_training_batches == 1) else None
@@ -115,12 +113,9 @@ class Throughput:
         self._counted = float(counter.total), *self._batch
         if self.peak is not None and self._fp8_peak is not None and counter.fp8:
             share = counter.fp8 / counter.total  # each kind takes the time that its own peak allows
-            seconds = share / self._fp8_peak.flops_per_s + (1 - share) / self.peak.flops_per_s
-            self.peak = hardware.Peak(1 / seconds, f"{self.peak.source}; {share:.0%} at the peak of fp8")
+            self.peak = 1 / (share / self._fp8_peak.flops_per_s + (1 - share) / self.peak)
         if counter.uncounted:
             self.peak = None
-            names = ", ".join(sorted(counter.uncounted))
-            rank_zero_info(f"TrainingHealth: no MFU, since FLOPs are not known of {names}")
 
     def take(self) -> Processed:
         """What was processed since the last call."""
@@ -176,3 +171,92 @@ def _compute_dtype(trainer: Trainer) -> str | None:
     matmul: Any = torch.backends.cuda.matmul
     tf32 = dtype == "fp32" and has_tf32(trainer.strategy.root_device) and matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else dtype
+
+
+# ---------------------------------------------------------------------- FLOPs
+
+
+class CountFlops(compat.TorchDispatchMode):
+    """``with CountFlops() as flops: ...; flops.total``: floating-point operations of matrix products and convolutions.
+
+    A multiplication and an addition count as two, attention as its full products (masked halves included), two in
+    forward and four in backward, everything else as nothing: the rules of ``torch.utils.flop_counter``, plus attention
+    on a CPU. What activation checkpointing or a fused attention recomputes is left out. Of sharded tensors this rank's
+    own computation is counted. Kernels that hide their products (cuDNN's recurrent layers, Triton) are not seen.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        #: those of it that are products in FP8
+        self.fp8 = 0
+        #: an operator's FLOPs from its arguments
+        self.rules = _RULES
+        #: whether an operator's FLOPs could not be told
+        self.uncounted = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not Tensor and hasattr(kind, "to_local") for kind in types):
+            return NotImplemented  # a DTensor comes back here with its local parts
+        out = func(*args, **(kwargs or {}))
+        count = self.rules.get(getattr(func, "overloadpacket", None))
+        if count is not None and not _recomputes():
+            try:
+                flops = count(*args, **(kwargs or {}), out_val=out)
+                self.total += flops
+                self.fp8 += flops if args and held_dtype(args[0]).itemsize == 1 else 0
+            except Exception:  # a shape that a rule of torch's does not foresee is no reason to end a run
+                self.uncounted = True
+        return out
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let ``torch.compile`` trace as if this mode were not active."""
+        return True
+
+
+def _recomputes() -> bool:
+    """Whether the operator at hand runs again what forward ran already.
+
+    It does where Python code calls it, with gradients on, in the midst of a backward pass. A second derivative
+    (``create_graph=True``) has gradients on too, but is called by the autograd engine.
+    """
+    if not compat.in_backward() or not torch.is_grad_enabled():
+        return False
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code.co_filename.endswith((__file__, *compat.AROUND_MODES)):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.endswith(compat.ENGINE)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+def _without_scores(rule: Callable[..., int]) -> Callable[..., int]:
+    """Of the five products in a fused attention's backward, one recomputes the scores (head sizes are equal)."""
+
+    def count(*args: Any, **kwargs: Any) -> int:
+        return rule(*args, **kwargs) * 4 // 5
+
+    return count
+
+
+def _rules() -> dict[Any, Callable[..., int]]:
+    forward, backward = compat.cpu_attention()
+    rules: dict[Any, Callable[..., int]] = {
+        **cast("dict[Any, Callable[..., int]]", flop_registry),
+        forward: _attention,
+        backward: _attention_backward,
+    }
+    fused = {op for op in rules if "attention" in str(op) and str(op).endswith("backward")}
+    return {op: _without_scores(rule) if op in fused else rule for op, rule in rules.items()}
+
+
+_RULES = _rules()

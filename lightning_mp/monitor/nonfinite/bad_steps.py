@@ -323,13 +323,11 @@ class PlanRun(WritesRun):
         callbacks = callbacks_of(self._trainer)
         if self in callbacks:
             callbacks.remove(self)
-        if self._bad is not None:
-            self._bad.close()
+        self._release(self._trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Note how the run ended."""
+    def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
         if self._bad is not None:
-            self._bad.close(exception)
+            self._bad.close(error)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the folder, and have verdicts left here.

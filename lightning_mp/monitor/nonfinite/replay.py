@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -25,10 +25,10 @@ from lightning_mp.compat.torch_sharding import unsummed_gradients
 from lightning_mp.engines.diagnosis import Diagnosis, first_bad_rank
 from lightning_mp.modules import fp8
 from lightning_mp.modules.patterns import plain_name
-from lightning_mp.monitor.side_run import loss_of, shadow, untouched
+from lightning_mp.monitor.health.scale_sources import scale_source
+from lightning_mp.monitor.side_run import loss_of, untouched
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.dtypes import map_tensors
-from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import RngState, rng_state, set_rng_state
 
@@ -70,7 +70,8 @@ class Replayer:
             self._window.clear()
         if draws_batches_itself(trainer):
             return  # a batch cannot be drawn twice
-        device = trainer.strategy.root_device
+        device, source = trainer.strategy.root_device, scale_source(trainer)
+        scale = None if source is None else source.scale()
         if self._window:  # pinned, so that the copy from a CUDA device does not wait for it
             before = self._window[-1]
             there = map_tensors(before.batch, lambda one: one.detach().to("cpu", non_blocking=one.is_cuda))
@@ -82,7 +83,7 @@ class Replayer:
                 trainer.accumulate_grad_batches if module.automatic_optimization else 1,
                 trainer.global_step,
                 rng_state(device),
-                _scale(trainer, device),
+                None if scale is None else torch.as_tensor(scale.scale).clone(),  # it moves on
                 {name: value for name, value in vars(module).items() if type(value) in (int, float)},
             )
         )
@@ -136,9 +137,6 @@ class Replayer:
         note = "; ".join(notes) or "run again, no batch of the window was non-finite by itself"
         return replace(found, rank=None if distributed else found.rank, note=note)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_window": []}
-
 
 def _forward_only(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy, DeepSpeedStrategy)
@@ -148,13 +146,30 @@ def _replayed(
     trainer: Trainer, module: LightningModule, kept: KeptBatch, notes: list[str]
 ) -> tuple[Origin | None, bool]:
     """Where a value of the batch became non-finite, and whether its loss did."""
-    backward = not _forward_only(trainer)
+    strategy, backward = trainer.strategy, not _forward_only(trainer)
+    whole = isinstance(strategy.model, DistributedDataParallel)
+    if isinstance(strategy, DeepSpeedStrategy):
+        whole = not strategy.zero_stage_3
     losses: list[Tensor] = []
 
     def run() -> Tensor | None:
-        loss = _step(trainer, module, kept, backward=backward)
-        losses.extend([] if loss is None else [loss])
-        return loss
+        batch = map_tensors(kept.batch, lambda tensor: tensor.to(strategy.root_device))
+        inputs = step_inputs(trainer, batch, kept.batch_idx)
+        if whole:  # past the wrapper, which would sum over ranks
+            with trainer.precision_plugin.forward_context():
+                output = module.training_step(*inputs)
+        else:
+            output = strategy.training_step(*inputs)
+        loss: Tensor | None = loss_of(output)
+        if loss is None:
+            return None
+        losses.append(loss.detach())
+        if backward:
+            part = loss / kept.parts
+            if not whole:
+                strategy.pre_backward(part)
+            module.backward(part if kept.scale is None else part.float() * kept.scale)
+        return losses[0]
 
     try:
         with _aside(trainer, module, kept), torch.set_grad_enabled(backward):
@@ -165,29 +180,6 @@ def _replayed(
     return origin, not all(bool(torch.isfinite(loss).all()) for loss in losses)
 
 
-def _step(trainer: Trainer, module: LightningModule, kept: KeptBatch, *, backward: bool) -> Tensor | None:
-    """``training_step`` and the backward pass of its loss, which is returned."""
-    strategy = trainer.strategy
-    zero = isinstance(strategy, DeepSpeedStrategy)
-    whole = not strategy.zero_stage_3 if zero else isinstance(strategy.model, DistributedDataParallel)
-    batch = map_tensors(kept.batch, lambda tensor: tensor.to(strategy.root_device))
-    inputs = step_inputs(trainer, batch, kept.batch_idx)
-    if whole:  # past the wrapper, which would sum over ranks
-        with trainer.precision_plugin.forward_context():
-            output = module.training_step(*inputs)
-    else:
-        output = strategy.training_step(*inputs)
-    loss: Tensor | None = loss_of(output)
-    if loss is None:
-        return None
-    if backward:
-        part = loss / kept.parts
-        if not whole:
-            strategy.pre_backward(part)
-        module.backward(part if kept.scale is None else part.float() * kept.scale)
-    return loss.detach()
-
-
 @contextmanager
 def _aside(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Generator[None, None, None]:
     """Within, ``module`` is in the state in which it ran ``kept``; afterwards everything is as before."""
@@ -195,26 +187,15 @@ def _aside(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Genera
     with ExitStack() as stack:
         stack.enter_context(untouched(module, device))
         stack.enter_context(unsummed_gradients(module))
-        for name in ("log", "log_dict"):
-            shadow(stack, module, name, lambda *_args, **_kwargs: None)
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         done = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
         stack.callback(setattr, done, "completed", done.completed)
         done.completed -= trainer.global_step - kept.step
-        vars(module).update(kept.numbers)
+        nothing: Any = lambda *_args, **_kwargs: None  # noqa: E731
+        vars(module).update(kept.numbers, log=nothing, log_dict=nothing)
         set_rng_state(kept.rng, device)
         yield
-
-
-def _scale(trainer: Trainer, device: torch.device) -> Tensor | None:
-    """A copy of the scale: it has moved on by the time it is asked for."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None or not scaler.is_enabled():
-        return None
-    if isinstance(scaler, LossScaler):
-        return cast("Tensor", scaler.place(device).scale).clone()  # asking for it is not to look like a loss
-    return scaler.scale(torch.ones((), dtype=torch.float32, device=device))
 
 
 def _named(module: nn.Module, origin: Origin | None) -> Origin | None:

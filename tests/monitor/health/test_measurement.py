@@ -18,11 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import LossScaling
 from lightning_mp.monitor.health import measurement
-from lightning_mp.monitor.health.flops import CountFlops
 from lightning_mp.monitor.health.measurement import (
+    LAG,
     Layout,
+    Sent,
     Shard,
     SquareSums,
+    ToHost,
     copied,
     memory,
 )
@@ -33,7 +35,7 @@ from lightning_mp.monitor.health.scale_sources import (
     SkipCount,
     StockSource,
 )
-from lightning_mp.monitor.health.to_host import LAG, Sent, ToHost
+from lightning_mp.monitor.health.throughput import CountFlops
 from lightning_mp.numerics.loss_scale import LossScaler
 from support.counting import Asked
 from support.language import LENGTH, VOCABULARY, WIDTH, gpt2
