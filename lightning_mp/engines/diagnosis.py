@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_mp.compat.lightning import LightningModule, ParallelStrategy
 from lightning_mp.errors import LossScaleError, NonFiniteError, pinning
 from lightning_mp.modules import fp8
+from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 
@@ -127,14 +128,23 @@ def error(
     """
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
     # of which nothing is left once the batch is run again
-    at_hand = fp8.with_role(module, nonfinite.from_gradients(module))
-    origin = fp8.with_role(module, nonfinite.locate(module, replay)) if replay is not None else None
+    at_hand = named(module, nonfinite.from_gradients(module))
+    origin = None if replay is None else named(module, nonfinite.locate(module, replay))
     found = first_bad_rank(origin, bad_loss, distributed=distributed)
     if found.origin is None:  # on every rank: no batch to run again, or nothing in it was bad by itself
         if at_hand is not None and replay is not None and not found.bad_loss:
             at_hand = replace(at_hand, phase="after backward", role=None)
         found = first_bad_rank(at_hand, bad_loss, distributed=distributed)
     return found.error(verdict, bad_loss=found.bad_loss, step=step, scale=scale)
+
+
+def named(module: nn.Module, origin: Origin | None) -> Origin | None:
+    """With the operand of an FP8 layer, and names without those of wrappers."""
+    origin = fp8.with_role(module, origin)
+    if origin is None:
+        return None
+    parameter = None if origin.parameter is None else plain_name(origin.parameter)
+    return replace(origin, module=plain_name(origin.module), parameter=parameter)
 
 
 def first_bad_rank(origin: Origin | None, bad_loss: bool, *, distributed: bool) -> Diagnosis:

@@ -22,9 +22,7 @@ from lightning_mp.compat.lightning import (
     step_inputs,
 )
 from lightning_mp.compat.torch_sharding import unsummed_gradients
-from lightning_mp.engines.diagnosis import Diagnosis, first_bad_rank
-from lightning_mp.modules import fp8
-from lightning_mp.modules.patterns import plain_name
+from lightning_mp.engines.diagnosis import Diagnosis, first_bad_rank, named
 from lightning_mp.monitor.health.scale_sources import scale_source
 from lightning_mp.monitor.side_run import loss_of, untouched
 from lightning_mp.numerics import nonfinite
@@ -130,7 +128,7 @@ class Replayer:
             origin = at_hand or nonfinite.from_gradients(module)
             if self._window and not notes and origin is not None:
                 origin = replace(origin, phase="after backward")
-        found = first_bad_rank(_named(module, origin), False, distributed=distributed)
+        found = first_bad_rank(named(module, origin), False, distributed=distributed)
         found = replace(found, batch_idx=self._window[0].batch_idx if len(self._window) == 1 else None)
         if found.origin is not None and found.origin.phase == "after backward":
             return found
@@ -173,7 +171,7 @@ def _replayed(
 
     try:
         with _aside(trainer, module, kept), torch.set_grad_enabled(backward):
-            origin = _named(module, nonfinite.locate(module, run, backward=backward))
+            origin = named(module, nonfinite.locate(module, run, backward=backward))
     except Exception as error:  # a diagnosis must not end a run that would have gone on
         notes.append(f"the replay of batch {kept.batch_idx} failed: {type(error).__name__}: {error}")
         return None, False
@@ -192,16 +190,6 @@ def _aside(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Genera
         done = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
         stack.callback(setattr, done, "completed", done.completed)
         done.completed -= trainer.global_step - kept.step
-        nothing: Any = lambda *_args, **_kwargs: None  # noqa: E731
-        vars(module).update(kept.numbers, log=nothing, log_dict=nothing)
+        vars(module).update(kept.numbers, **dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
         set_rng_state(kept.rng, device)
         yield
-
-
-def _named(module: nn.Module, origin: Origin | None) -> Origin | None:
-    """With the operand of an FP8 layer, and names without those of wrappers."""
-    origin = fp8.with_role(module, origin)
-    if origin is None:
-        return None
-    parameter = None if origin.parameter is None else plain_name(origin.parameter)
-    return replace(origin, module=plain_name(origin.module), parameter=parameter)
