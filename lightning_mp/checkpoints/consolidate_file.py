@@ -6,7 +6,6 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mp.checkpoints import formats, sharded, zero
+from lightning_mp.checkpoints import formats
+from lightning_mp.checkpoints.folders import deepspeed_checkpoint, sharded_checkpoint, sharded_weights
 from lightning_mp.checkpoints.formats import ALLOWED, STORAGE, CheckpointFormatError, kind_of, plain_names
 from lightning_mp.errors import Faults, MissingExtraError
 from lightning_mp.policy import storage_dtype
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-_SHORT = {dtype: name for name, dtype in STORAGE.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Consolidated:
-    """What was written: ``size`` in bytes, the names of all dtypes, and the entries left out as no tensors."""
-
-    path: Path
-    tensors: int
-    size: int
-    dtypes: tuple[str, ...]
-    left_out: tuple[str, ...]
 
 
 def consolidate(
@@ -62,16 +50,16 @@ def consolidate(
         PlanError: ``dtype`` is none to store weights in.
         MissingExtraError: safetensors or DeepSpeed is needed and not installed.
     """
-    written = write_consolidated(checkpoint, output, dtype, prefix, weights_only)
-    if written.left_out:
-        warnings.warn(f"{written.path}: no tensors, so left out: {', '.join(written.left_out)}", stacklevel=2)
-    return written.path
+    _, left_out = write_consolidated(checkpoint, output, dtype, prefix, weights_only)
+    if left_out:
+        warnings.warn(f"{output}: no tensors, so left out: {', '.join(left_out)}", stacklevel=2)
+    return Path(output)
 
 
 def write_consolidated(
     checkpoint: str | os.PathLike[str], output: str | os.PathLike[str], dtype: object, prefix: str, weights_only: Any
-) -> Consolidated:
-    """As :func:`consolidate`, and say what was written."""
+) -> tuple[dict[str, Tensor], list[str]]:
+    """As :func:`consolidate`; what was written, and the names of what is no tensor."""
     source, target, wanted = Path(checkpoint), Path(output), None
     if dtype is not None:
         with Faults("dtype") as faults:
@@ -79,28 +67,20 @@ def write_consolidated(
         wanted = STORAGE[name]
     save = _writer(target)
     if target.is_dir() or (target.exists() and source.exists() and target.samefile(source)):
-        given, allowed = f"the output {str(target)!r}, a folder or the checkpoint itself", "another file"
-        raise CheckpointFormatError(given, allowed, "choose another name")
+        given = f"the output {str(target)!r} is a folder or the checkpoint itself"
+        raise CheckpointFormatError(given, "choose another name")
     weights = _under(read_weights(source, weights_only=weights_only), prefix, source)
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise CheckpointFormatError(f"{str(source)!r}, which has no tensor in it", "weights", "check the path")
+        raise CheckpointFormatError(f"{str(source)!r} has no tensor in it", "check the path")
     plain = _plain(tensors, wanted, tied=target.suffix != ".safetensors")
     _write_whole(plain, target, save)
-    return Consolidated(
-        path=target,
-        tensors=len(plain),
-        size=target.stat().st_size,
-        dtypes=tuple(sorted({_SHORT.get(t.dtype, str(t.dtype).removeprefix("torch.")) for t in plain.values()})),
-        left_out=tuple(name for name in weights if name not in tensors),
-    )
+    return plain, [name for name in weights if name not in tensors]
 
 
 def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], Any]:
     if output.suffix not in _SUFFIXES:
-        raise CheckpointFormatError(
-            f"the output {str(output)!r}", "a name ending in " + ", ".join(_SUFFIXES), "add one of these endings"
-        )
+        raise CheckpointFormatError(f"the output {str(output)!r}", "add an ending", ", ".join(_SUFFIXES))
     if output.suffix != ".safetensors":
         return torch.save
     try:
@@ -120,8 +100,7 @@ def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, A
     found = {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
     if not found:
         known = ", ".join(dict.fromkeys(name.partition(".")[0] + "." for name in weights if "." in name))
-        given = f"the prefix {prefix!r} of {str(source)!r}"
-        raise CheckpointFormatError(given, known or "none", "write one of these, or none")
+        raise CheckpointFormatError(f"the prefix {prefix!r} of {str(source)!r}", "write another", known or "none")
     return found
 
 
@@ -180,9 +159,9 @@ def read_full(path: str | os.PathLike[str], *, weights_only: bool | None = None)
     place = Path(path)
     kind = kind_of(place)
     if kind == "sharded":
-        return sharded.checkpoint(place, weights_only)
+        return sharded_checkpoint(place, weights_only)
     if kind == "deepspeed":
-        return zero.checkpoint(place)
+        return deepspeed_checkpoint(place)
     content = _file(place, weights_only, mmap=False)
     return {**content, "state_dict": plain_names(content["state_dict"])}
 
@@ -191,17 +170,14 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool | None = No
     """The ``state_dict`` of :func:`read_full`, without reading optimizer states where the format allows that."""
     place = Path(path)
     kind = kind_of(place)
-    if kind == "sharded":
-        return sharded.weights(place)
-    if kind == "deepspeed":
-        return zero.weights(place)
-    return plain_names(_file(place, weights_only, mmap=True)["state_dict"])
+    if kind == "file":
+        return plain_names(_file(place, weights_only, mmap=True)["state_dict"])
+    return sharded_weights(place) if kind == "sharded" else deepspeed_checkpoint(place)["state_dict"]
 
 
 def _file(path: Path, weights_only: bool | None, *, mmap: bool) -> dict[str, Any]:
     content = formats.load(path, weights_only=weights_only, mmap=mmap)
     if isinstance(content.get("state_dict"), dict):
         return content
-    raise CheckpointFormatError(
-        f"{str(path)!r}, a file without 'state_dict'", ALLOWED, "give a checkpoint that Lightning's Trainer wrote"
-    )
+    given = f"{str(path)!r}, a file without 'state_dict'"
+    raise CheckpointFormatError(given, "give a checkpoint that Lightning's Trainer wrote", ALLOWED)

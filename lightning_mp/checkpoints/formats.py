@@ -38,12 +38,12 @@ ALLOWED = (
 class CheckpointFormatError(ValueError):
     """A checkpoint that cannot be read, or an output that cannot be written from it."""
 
-    def __init__(self, given: str, allowed: str, fix: str) -> None:
+    def __init__(self, given: str, fix: str, allowed: str = "") -> None:
         self.fault = Fault(given, allowed, fix)
         super().__init__(str(self.fault))
 
     def __reduce__(self) -> tuple[type[CheckpointFormatError], tuple[str, str, str]]:
-        return type(self), (self.fault.given, self.fault.allowed, self.fault.fix)
+        return type(self), (self.fault.given, self.fault.fix, self.fault.allowed)
 
 
 def without_file_protocol(path: Any) -> Any:
@@ -73,9 +73,8 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
         return "deepspeed"
     what = "is not on this machine" if is_remote_path(path) else "does not exist"
     what = "is no checkpoint, or not all of one" if place.exists() else what
-    raise CheckpointFormatError(
-        f"{str(path)!r}, which {what}", ALLOWED, "give what ModelCheckpoint wrote; copy it to a local folder first"
-    )
+    fix = "give what ModelCheckpoint wrote; copy it to a local folder first"
+    raise CheckpointFormatError(f"{str(path)!r}, which {what}", fix, ALLOWED)
 
 
 def deepspeed_folder(place: Path) -> Path:
@@ -106,24 +105,20 @@ def load(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[s
         if weights_only is False:
             raise damaged(path, error) from error
         raise CheckpointFormatError(
-            f"{str(path)!r}, which holds objects besides tensors and plain values (hyperparameters, often)",
-            "plain checkpoints, unless weights_only=False",
+            f"{str(path)!r} holds objects besides tensors and plain values (hyperparameters, often)",
             "if you trust where it comes from, pass weights_only=False (--trust on the command line)",
         ) from error
     except (RuntimeError, EOFError) as error:
         raise damaged(path, error) from error
     if not isinstance(content, dict):
-        raise CheckpointFormatError(
-            f"{str(path)!r}, which holds a {type(content).__name__}", "a dict", "check the path"
-        )
+        raise CheckpointFormatError(f"{str(path)!r} holds a {type(content).__name__}, not a dict", "check the path")
     return content
 
 
 def damaged(path: Path, error: BaseException | str) -> CheckpointFormatError:
     """The error for a checkpoint whose reading ended in ``error``."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
-    what = f"{str(path)!r}, which cannot be read: {reason}"
-    return CheckpointFormatError(what, "a whole checkpoint", "copy it again, or take an earlier one")
+    return CheckpointFormatError(f"{str(path)!r} cannot be read: {reason}", "copy it again, or take an earlier one")
 
 
 # ------------------------------------------------------------------ names, and ONE numbering of optimizer state

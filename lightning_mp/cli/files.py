@@ -42,14 +42,16 @@ def consolidate(
     Example: lightning-mp consolidate last.ckpt weights.safetensors --dtype bf16
     """
     from lightning_mp.checkpoints.consolidate_file import write_consolidated
-    from lightning_mp.checkpoints.formats import CheckpointFormatError
+    from lightning_mp.checkpoints.formats import STORAGE, CheckpointFormatError
 
     with refusals("consolidate", OSError, CheckpointFormatError):
-        written = write_consolidated(checkpoint, output, dtype, prefix=prefix, weights_only=False if trust else None)
-    if written.left_out:
-        typer.echo(f"left out, since they are no tensors: {', '.join(written.left_out)}", err=True)
-    size = f"{counted(written.tensors, 'tensor')}, {in_bytes(written.size)}"
-    typer.echo(f"{written.path}: {size}, {', '.join(written.dtypes)}")
+        tensors, left_out = write_consolidated(checkpoint, output, dtype, prefix, False if trust else None)
+    if left_out:
+        typer.echo(f"left out, since they are no tensors: {', '.join(left_out)}", err=True)
+    short = {dtype: name for name, dtype in STORAGE.items()}
+    dtypes = sorted({short.get(one.dtype, str(one.dtype).removeprefix("torch.")) for one in tensors.values()})
+    size = f"{counted(len(tensors), 'tensor')}, {in_bytes(output.stat().st_size)}"
+    typer.echo(f"{output}: {size}, {', '.join(dtypes)}")
 
 
 def report(

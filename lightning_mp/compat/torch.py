@@ -195,16 +195,24 @@ def apply_to_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     cast("Any", module)._apply(fn)
 
 
-def load_own_tensors(
-    module: nn.Module,
-    state: Mapping[str, Any],
-    prefix: str,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """``load_state_dict`` for the tensors of ``module`` itself; what is wrong goes to the three lists."""
-    cast("Any", module)._load_from_state_dict(dict(state), prefix, {}, True, missing, unexpected, errors)
+def read_shards(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
+    """What torch.distributed.checkpoint wrote to a folder, or what is below ``keys``: whole tensors on the CPU.
+
+    Neither a model nor a process group is needed, and where there is a group, each rank reads for itself.
+    """
+    from torch.distributed.checkpoint import FileSystemReader, default_planner, state_dict_loader
+
+    content: dict[str, Any] = {}
+    planner = cast("Any", default_planner)._EmptyStateDictLoadPlanner(keys)
+    cast("Any", state_dict_loader)._load_state_dict(content, FileSystemReader(path), planner=planner, no_dist=True)
+    return content
+
+
+def load_own_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str) -> list[str]:
+    """``load_state_dict`` for the tensors of ``module`` itself, as far as they are there; what does not fit."""
+    errors: list[str] = []
+    cast("Any", module)._load_from_state_dict(dict(state), prefix, {}, False, [], [], errors)
+    return errors
 
 
 def own_reset(module: nn.Module) -> Callable[[], Any] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,13 +20,11 @@ from lightning_mp.checkpoints.formats import (
     plain_names,
     without_file_protocol,
 )
-from lightning_mp.checkpoints.sharded import entries
 from lightning_mp.compat.lightning import Strategy, TorchCheckpointIO, TrainerFn, rank_zero_info, trainer_of
 from lightning_mp.compat.torch import last_rates
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
-from lightning_mp.numerics.grads import parameters_of
 
 #: the checkpoint's key for what this package adds to Lightning's own
 NOTES = "lightning_mp"
@@ -69,7 +66,7 @@ class PortableCheckpoints(_Base):
         path = without_file_protocol(self.broadcast(filepath))
         if self.saves_folders and is_remote_path(path):
             fault = _remote(path)
-            raise CheckpointFormatError(fault.given, fault.allowed, fault.fix)
+            raise CheckpointFormatError(fault.given, fault.fix)
         if self.saves_folders or not (is_remote_path(path) or self._users_io):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         elif self.is_global_zero:  # Lightning's strategies of shards would take the path for that of a local file
@@ -93,7 +90,7 @@ class PortableCheckpoints(_Base):
             own = self.reads(path)
             if own and "file" not in self.own_formats:
                 return super().load_checkpoint(path, weights_only=weights_only)
-            if own or self._needs_io(path):
+            if own or self._format(path) is None:
                 # torch rebuilds tensors of a subclass (torchao's optimizer state) for a device that has a name only
                 device = {} if self._users_io else {"map_location": "cpu"}
                 checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only, **cast("Any", device))
@@ -102,8 +99,7 @@ class PortableCheckpoints(_Base):
                 checkpoint["state_dict"] = plain_names(checkpoint["state_dict"])
             else:
                 checkpoint = read_full(path, weights_only=weights_only)
-            left_out = checkpoint.pop("optimizer_left_out", None)
-            if left_out:
+            if left_out := checkpoint.pop("optimizer_left_out", None):
                 rank_zero_info(f"{left_out} The learning rate is the scheduler's.")
             self.load_full(checkpoint)
         return checkpoint
@@ -123,14 +119,15 @@ class PortableCheckpoints(_Base):
     def _users_io(self) -> bool:
         return type(self.checkpoint_io) is not TorchCheckpointIO
 
-    def _needs_io(self, path: Any) -> bool:
-        """Whether only the Trainer's CheckpointIO reads ``path``: it is remote, or a plugin of the user's wrote it."""
-        if is_remote_path(path) or not self._users_io:
-            return is_remote_path(path)
+    def _format(self, path: Any) -> Kind | None:
+        """What lies at ``path``; ``None`` if the Trainer's CheckpointIO alone reads it: remote, or a user's plugin."""
         try:
-            return kind_of(path) == "file"
+            kind = None if is_remote_path(path) else kind_of(path)
         except CheckpointFormatError:
-            return True
+            if self._users_io:
+                return None
+            raise
+        return None if kind == "file" and self._users_io else kind
 
     def reads(self, path: Any) -> bool:
         """Whether the host strategy can be left to read what lies at ``path``.
@@ -138,7 +135,7 @@ class PortableCheckpoints(_Base):
         Raises:
             CheckpointFormatError: nothing at the path is a checkpoint.
         """
-        return ("file" if self._needs_io(path) else kind_of(path)) in self.own_formats
+        return (self._format(path) or "file") in self.own_formats
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Load a full checkpoint where Lightning leaves that to the strategy."""
@@ -148,43 +145,6 @@ class PortableCheckpoints(_Base):
         super().load_optimizer_state_dict(checkpoint)
         if not checkpoint.get("optimizer_states"):
             set_learning_rates(self.optimizers, checkpoint)
-
-
-class PortableDTensorCheckpoints(PortableCheckpoints):
-    """The same where parameters are DTensors: full tensors are sharded as the parameters are.
-
-    Lightning's own loading of a file takes the numbers in an optimizer's state for positions in the *model*, which they
-    are not where an optimizer has several groups or leaves parameters out.
-    """
-
-    own_formats: frozenset[Kind] = frozenset({"sharded"})
-
-    def reads(self, path: Any) -> bool:
-        """Whether it is a folder of FSDP2's that holds a state for each parameter that has one here."""
-        if not super().reads(path):
-            return False
-        held = entries(Path(path))
-        module = self.lightning_module
-        assert module is not None
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        wanted = {
-            f"optimizer_{index}.state.{names[id(parameter)]}"
-            for index, optimizer in enumerate(self.optimizers)
-            for parameter in parameters_of(optimizer)
-        }
-        return "state_dict" in {entry.partition(".")[0] for entry in held} and wanted <= {
-            entry.rpartition(".")[0] for entry in held
-        }
-
-    def load_full(self, checkpoint: dict[str, Any]) -> None:
-        """Shard full weights, and while fitting full optimizer states."""
-        module = self.lightning_module
-        assert module is not None
-        here: dict[str, Any] = module.state_dict()
-        full: dict[str, Any] = checkpoint.pop("state_dict")
-        shards = {name: sharded_like(here.get(name), value) for name, value in full.items()}
-        module.load_state_dict(shards, strict=module.strict_loading)
-        load_states(self.optimizers, checkpoint)
 
 
 def _remote(path: Any) -> Fault:

@@ -1,24 +1,30 @@
-"""What the strategies share: the plan they need, who synchronizes batch norms, and how they end."""
+"""What the strategies share: the plan they need, who synchronizes batch norms, how they end, and what none can run."""
 
 from __future__ import annotations
 
 import atexit
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
 
 from lightning_mp.compat.lightning import (
     Precision,
     Strategy,
     SubprocessScriptLauncher,
     TorchSyncBatchNorm,
+    TrainerFn,
+    WeightAveraging,
+    callbacks,
     check_copy,
     give_new_trainer,
     precision_word,
     rank_zero_info,
+    trainer_of,
 )
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.precision import MixedPrecisionPlan
 
 _Base = Strategy if TYPE_CHECKING else object
@@ -118,19 +124,21 @@ class RunsPlan(_Base):
         if plugin is None or (plan is not None and plan.same_as(plugin)):
             return plugin
         word = precision_word(plugin)
-        if plan is None:
-            return plugin if word is None else self._plan_of(word)
-        if word == "32-true":
-            return plan  # also what a Trainer has where nothing is given
-        if word is not None and self.plan_name is not None:
+        if plan is None and word is not None:
+            plan = MixedPrecisionPlan(word)
+            note = "; fp16 on a CPU too" if plan.precision.startswith("16") else ""
+            rank_zero_info(f"{type(self).__name__} has no plan: it runs precision={word!r} as {plan!r}{note}")
+        elif plan is None:
+            return plugin
+        elif word is not None and self.plan_name is not None and word != "32-true":
             rank_zero_info(f"precision={word!r} is not used: the plan {self.plan_name!r} is the run's, {plan!r}")
-            return plan
-        raise PlanError([_another(plan, plugin)], "Trainer")
-
-    def _plan_of(self, word: Any) -> MixedPrecisionPlan:
-        plan = MixedPrecisionPlan(word)
-        note = "; fp16 on a CPU too" if plan.precision.startswith("16") else ""
-        rank_zero_info(f"{type(self).__name__} has no plan: it runs the Trainer's precision={word!r} as {plan!r}{note}")
+        elif word != "32-true":  # which a Trainer also has where nothing is given
+            theirs = repr(plugin) if isinstance(plugin, MixedPrecisionPlan) else _written(plugin)
+            raise PlanError.of(
+                f"{theirs} in a Trainer whose strategy was made for {plan!r}",
+                "remove plugins= or precision= from the Trainer, or make the strategy for the plan that is to run",
+                "Trainer",
+            )
         return plan
 
 
@@ -139,16 +147,6 @@ def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {key: _copied(item) for key, item in cast("dict[Any, Any]", value).items()}
     return [_copied(item) for item in cast("list[Any]", value)] if type(value) is list else value
-
-
-def _another(plan: MixedPrecisionPlan, plugin: Precision) -> Fault:
-    """What to say of a ``plugin``, given in ``plugins=`` or by ``precision=``, beside the strategy's ``plan``."""
-    theirs = repr(plugin) if isinstance(plugin, MixedPrecisionPlan) else _written(plugin)
-    return Fault(
-        f"{theirs} in a Trainer whose strategy was made for {plan!r}",
-        "",
-        "remove plugins= or precision= from the Trainer, or make the strategy for the plan that is to run",
-    )
 
 
 def _written(plugin: Precision) -> str:
@@ -162,3 +160,55 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()  # SIGTERM does not reach a process inside a collective; nothing happens to one that ended
         process.wait()
+
+
+# ------------------------------------------------------------------ what cannot work on weights that are not whole
+
+_AVERAGES: tuple[Any, ...] = (WeightAveraging, callbacks.StochasticWeightAveraging)
+# the learning-rate finder waits for ever where it restores what it saved
+_NEED_ALL: tuple[Any, ...] = (*_AVERAGES, callbacks.ModelPruning, callbacks.LearningRateFinder)
+# BaseFinetuning finds what an optimizer has by comparing numbers
+_UNFIT: dict[str, tuple[Any, ...]] = {
+    "sharded weights": _NEED_ALL,
+    "pipeline stages": (*_NEED_ALL, callbacks.BaseFinetuning),
+    "FSDP1's flat parameters": (*_AVERAGES, callbacks.ModelPruning, callbacks.BaseFinetuning),
+    "ZeRO, whose weights and schedule are DeepSpeed's": _NEED_ALL,
+}
+
+
+def refuse_callbacks(module: Any, why: str, faults: Faults) -> None:
+    """Note each callback of a fit that cannot work where weights are held as ``why``, a key of the table, says."""
+    trainer = trainer_of(module)
+    fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+    for callback in cast("Any", trainer).callbacks if fitting else ():
+        if isinstance(callback, _UNFIT[why]):
+            name = type(callback).__name__
+            faults.add(f"{name} with {why}", f"remove {name}, or use strategy='mp_ddp'")
+
+
+def refuse_weights(
+    module: nn.Module,
+    faults: Faults,
+    ignored: Iterable[Any] = (),
+    *,
+    why: str = "sharded weights",
+    whole: bool = False,
+) -> None:
+    """Note weights of which ranks cannot hold shards, and embeddings whose forward writes to weights not ``whole``.
+
+    The ``ignored`` ones are not sharded.
+    """
+    left_out = set(map(id, ignored))
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0 and id(parameter) not in left_out:
+            faults.add(
+                f"{name!r}, a parameter without a dimension, with {why}",
+                "make it nn.Parameter(value.view(1)) before the run, which computes the same, or use strategy='mp_ddp'",
+            )
+    for name, part in () if whole else module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            faults.add(
+                f"{name!r} with max_norm={part.max_norm:g}, with sharded weights: its forward scales rows of the "
+                "gathered copy, which the shards never see",
+                "leave max_norm out and limit the rows after each step, or use strategy='mp_ddp'",
+            )

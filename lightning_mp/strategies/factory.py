@@ -54,7 +54,7 @@ def register_plan(name: str, plan: MixedPrecisionPlan | Mapping[str, Any] | str 
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # pyright: ignore[reportUnnecessaryIsInstance]
             faults.add(f"name={name!r}", "letters, digits, '_' and '-'", "choose a name such as 'mine'")
     made = plan if isinstance(plan, MixedPrecisionPlan) else MixedPrecisionPlan.from_config(plan)
-    registry.register_named(name.lower(), partial(_named, plan=made, plan_name=name))
+    registry.register(f"@{name.lower()}", partial(_named, plan=made, plan_name=name))
 
 
 def _named(strategy: str, plan: MixedPrecisionPlan, plan_name: str) -> Strategy:
@@ -78,21 +78,23 @@ def trainer_kwargs(
     Raises:
         PlanError: an unknown strategy, an unknown Trainer argument, a second precision.
     """
-    faults = Faults("trainer_kwargs")
-    _check_plan(plan, faults)
-    faults.raise_if_any()
+    with Faults("trainer_kwargs") as faults:
+        _check_plan(plan, faults)
     plugins = trainer_args.pop("plugins", None) or []
     plugins = list(cast("Sequence[Any]", plugins)) if isinstance(plugins, (list, tuple)) else [plugins]
     others = [plugin for plugin in plugins if not plan.same_as(plugin)]
-    for other in (plugin for plugin in others if isinstance(plugin, Precision)):
-        faults.add(f"plugins=[{type(other).__name__}] beside the plan", "one precision plugin", "remove it")
-    _check_trainer_args(trainer_args, faults)
-    built = strategy
-    if not faults.found and isinstance(strategy, str):
-        built = _built(strategy, plan, {})
-    faults.raise_if_any()
-    given = {} if callbacks is None else {"callbacks": callbacks}
-    return {"plugins": [plan, *others], "strategy": built, "devices": devices, **given, **trainer_args}
+    given = [f"plugins=[{type(other).__name__}]" for other in others if isinstance(other, Precision)]
+    given += [f"precision={trainer_args['precision']!r}"] if "precision" in trainer_args else []
+    known = registry.trainer_arguments()
+    with Faults("trainer_kwargs") as faults:
+        for other in given:
+            faults.add(f"{other} beside the plan", "remove it")
+        for key in (key for key in trainer_args if key not in known):
+            otherwise = "give what the strategy takes to make_strategy(...), or remove it"
+            faults.unknown("Trainer argument", key, known, otherwise)
+    built = _built(strategy, plan, {}) if isinstance(strategy, str) else strategy
+    own = {} if callbacks is None else {"callbacks": callbacks}
+    return {"plugins": [plan, *others], "strategy": built, "devices": devices, **own, **trainer_args}
 
 
 def _built(name: str, plan: MixedPrecisionPlan, overrides: dict[str, Any]) -> Strategy:
@@ -107,13 +109,3 @@ def _check_plan(plan: object, faults: Faults) -> None:
             f"plan={plan!r}, not a MixedPrecisionPlan",
             "write MixedPrecisionPlan('bf16-mixed'), or MixedPrecisionPlan.from_config(...)",
         )
-
-
-def _check_trainer_args(given: dict[str, Any], faults: Faults) -> None:
-    known = registry.trainer_arguments()
-    for key in given:
-        if key == "precision":
-            faults.add(f"precision={given[key]!r} beside the plan", "the plan's precision", "remove it")
-        elif key not in known:
-            otherwise = "give what the strategy takes to make_strategy(...), or remove it"
-            faults.unknown("Trainer argument", key, known, otherwise)

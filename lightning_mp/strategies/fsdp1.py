@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 from torch import nn
@@ -34,17 +34,18 @@ from lightning_mp.errors import Faults
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
-from lightning_mp.strategies import unfit
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
-from lightning_mp.strategies.common import RunsPlan, plan_of
-from lightning_mp.strategies.shard_units import Wrap, units
-from lightning_mp.strategies.sharding import broadcast_from_first
+from lightning_mp.strategies.common import RunsPlan, plan_of, refuse_callbacks, refuse_weights
+from lightning_mp.strategies.sharding import Wrap, broadcast_from_first, units
 
 _INSTEAD = "use strategy='mp_fsdp2'"
-_DECIDED = ("mixed_precision", "activation_checkpointing", "activation_checkpointing_policy")
 _THE_PLANS = "remove it: MixedPrecisionPlan(reduce_dtype=..., checkpointing='TheBlock') says that"
-_BEYOND = ("ignored_states", "ignored_modules", "ignored_parameters", "param_init_fn")
-#: the attribute of a module in which the wrapper of an earlier run is kept, and how that run stored and sharded it
+#: keywords that are refused, and what to do
+_REFUSED = {
+    **dict.fromkeys(("mixed_precision", "activation_checkpointing", "activation_checkpointing_policy"), _THE_PLANS),
+    **dict.fromkeys(("ignored_states", "ignored_modules", "ignored_parameters", "param_init_fn"), _INSTEAD),
+}
+#: the attribute of a module in which its wrapper is kept
 _ROOT = "_lmp_fsdp1_root"
 
 
@@ -59,29 +60,23 @@ class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
 
     Raises:
         PlanError: at construction: keywords that the plan decides, replicas of shards; at start: pins, manual
-            optimization, parameters that one flat tensor cannot hold, a module that is wrapped already.
+            optimization, parameters that one flat tensor cannot hold, another fit of a module that is wrapped.
     """
 
     plan_engine = ShardedEngine
     own_formats: frozenset[Kind] = frozenset()
 
-    def __init__(
-        self,
-        *,
-        wrap: Wrap = None,
-        auto_wrap_policy: Any = None,
-        **host: Any,
-    ) -> None:
+    def __init__(self, *, wrap: Wrap = None, auto_wrap_policy: Any = None, **host: Any) -> None:
         with Faults("strategy") as faults:
-            for name in _DECIDED + _BEYOND:
+            for name, fix in _REFUSED.items():
                 if host.pop(name, None) is not None:
-                    faults.add(f"{name}= with FSDP1", _THE_PLANS if name in _DECIDED else _INSTEAD)
+                    faults.add(f"{name}= with FSDP1", fix)
             if not host.pop("use_orig_params", True):
-                faults.add("use_orig_params=False", "the module's own parameters in optimizers", "remove the keyword")
+                faults.add("use_orig_params=False, where optimizers take the module's own parameters", "remove it")
             if wrap is not None and auto_wrap_policy is not None:
-                faults.add(f"wrap={wrap!r} and auto_wrap_policy={auto_wrap_policy!r}", "one of the two", "remove one")
+                faults.add(f"wrap={wrap!r} and auto_wrap_policy={auto_wrap_policy!r}", "remove one")
             if host.get("device_mesh") is not None or "HYBRID" in str(host.get("sharding_strategy")):
-                faults.add("replicas of FSDP1's shards", "one group of shards under FSDP1", "use strategy='mp_hsdp'")
+                faults.add("replicas of FSDP1's shards", "use strategy='mp_hsdp'")
             if host.pop("state_dict_type", "full") != "full":
                 faults.add("state_dict_type='sharded' with FSDP1", _INSTEAD)
         super().__init__(auto_wrap_policy=auto_wrap_policy, **host)
@@ -105,19 +100,16 @@ class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
 
     def check_plan(self, engine: StepEngine, module: Any, faults: Faults) -> Any:
         """Decide what is wrapped: a policy for FSDP; ``None`` where a run before did. Changes nothing."""
-        unfit.refuse(module, "flat", faults)
+        refuse_callbacks(module, "FSDP1's flat parameters", faults)
+        fitting, stored = module.trainer.state.fn == TrainerFn.FITTING, to_torch(engine.policy.storage_dtype)
         if engine.policy.pins:
-            faults.add("pins with FSDP1, whose units have one dtype", "plans without pins under FSDP1", _INSTEAD)
-        if not module.automatic_optimization and module.trainer.state.fn == TrainerFn.FITTING:
+            faults.add("pins with FSDP1, whose units have one dtype", _INSTEAD)
+        if not module.automatic_optimization and fitting:
             # a backward pass inside training_step is one inside the root's forward, which FSDP1 does not survive
             faults.add("automatic_optimization=False under FSDP1", "use strategy='mp_fsdp2' or 'mp_ddp'")
-        before = vars(module).get(_ROOT)
-        if before is not None:
-            if before[1] != self._stored_as(engine):
-                faults.add(
-                    "a module that an earlier run under FSDP1 stored, reduced or sharded otherwise",
-                    f"make a new module, or {_INSTEAD}",
-                )
+        if _ROOT in vars(module):
+            if fitting or any(parameter.dtype != stored for parameter in module.parameters()):
+                faults.add("another fit, or plan, of a module that FSDP1 wrapped", f"make a new module, or {_INSTEAD}")
             return None
         if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
             faults.add(
@@ -125,33 +117,31 @@ class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
                 "remove it from configure_model, or call torch.distributed.fsdp.wrap.wrap() there, which waits",
             )
             return None
-        unfit.refuse_weights(module, faults)
-        _check_flat(module, engine, faults)
+        refuse_weights(module, faults)
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                faults.add(f"{name!r} on the meta device with FSDP1", _INSTEAD)
+            elif not parameter.is_floating_point() or engine.stored_dtypes()(parameter) != stored:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                faults.add(f"parameter {name!r} in {dtype} with FSDP1, whose units have one dtype", _INSTEAD)
         cut = units(module, self._wrap, engine.pin_map, engine.stored_dtypes(), faults)
         chosen = set(map(id, cut.inner))
         return self._policy or CustomPolicy(lambda submodule: id(submodule) in chosen)
 
-    def _stored_as(self, engine: StepEngine) -> tuple[Any, ...]:
-        return engine.policy.storage_dtype, engine.policy.reduce_dtype, self.sharding_strategy
-
     def setup(self, trainer: Trainer) -> None:
-        """Apply the plan, wrap, then make the optimizers on what is left here."""
+        """Apply the plan, make the optimizers on whole parameters, which wrapping keeps as objects, then wrap."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        plan, module = plan_of(self), cast("Any", self.model)
-        fitting, before = trainer.state.fn == TrainerFn.FITTING, vars(module).get(_ROOT)
-        if fitting and self._layer_sync and before is None:
+        plan, module, fitting = plan_of(self), cast("Any", self.model), trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
-        with nullcontext() if before is None else _unwrapped(module):
-            policy = plan.apply(module)
-        assert plan.engine is not None
-        if before is None:
-            before = vars(module)[_ROOT] = self._wrap_units(module, policy), self._stored_as(plan.engine)
-        self.model = before[0]
-        self.barrier()
+        policy = plan.apply(module)
         if fitting:
-            with _full_shapes(self._wrapped), _unwrapped(module):
-                self.setup_optimizers(trainer)
+            self.setup_optimizers(trainer)
+        if _ROOT not in vars(module):
+            vars(module)[_ROOT] = self._wrap_units(module, policy)
+        self.model = vars(module)[_ROOT]
+        self.barrier()
         self.setup_precision_plugin()
         if fitting and not self.cpu_offload.offload_params:
             optimizers_to_device(self.optimizers, self.root_device)
@@ -215,70 +205,9 @@ class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
             states: Sequence[Any] = checkpoint.get("optimizer_states") or ()
             if not states:
                 set_learning_rates(self.optimizers, checkpoint)
+            # Lightning takes the numbers for places in the *model*, which they are not where there are several groups.
+            names = {id(parameter): plain_name(name) for name, parameter in self._wrapped.named_parameters()}
             for optimizer, state in zip(self.optimizers if states else (), states, strict=True):
-                named = _by_name(state, optimizer, self._wrapped)
+                named = rekeyed(state, [names[id(parameter)] for parameter in parameters_of(optimizer)])
                 to_load = FullyShardedDataParallel.optim_state_dict_to_load(self._wrapped, optimizer, named)
                 optimizer.load_state_dict(to_load)
-
-
-# ------------------------------------------------------------------ the module
-
-
-@contextmanager
-def _unwrapped(module: nn.Module) -> Generator[None, None, None]:
-    """Take the wrappers out of the tree meanwhile, so that names and classes are those that the user wrote."""
-    taken = [
-        (parent, name, child)
-        for parent in list(module.modules())
-        if not isinstance(parent, FullyShardedDataParallel)
-        for name, child in parent.named_children()
-        if isinstance(child, FullyShardedDataParallel)
-    ]
-    for parent, name, child in taken:
-        setattr(parent, name, child.module)
-    try:
-        yield
-    finally:
-        for parent, name, child in taken:
-            setattr(parent, name, child)
-
-
-@contextmanager
-def _full_shapes(root: FullyShardedDataParallel) -> Generator[None, None, None]:
-    """Give every parameter its full shape meanwhile, without memory for it, for users who group by ``dim()``."""
-    units: Any = FullyShardedDataParallel.fsdp_modules(root)
-    members = [(one, one.data, shape) for unit in units for one, shape in sharding_compat.flat_members(unit)]
-    for parameter, shard, shape in members:
-        parameter.data = shard.new_zeros(()).expand(shape)
-    try:
-        yield
-    finally:
-        for parameter, shard, _ in members:
-            parameter.data = shard
-
-
-# ------------------------------------------------------------------ refusals
-
-
-def _check_flat(module: nn.Module, engine: StepEngine, faults: Faults) -> None:
-    """Note what one flat parameter of a unit cannot hold."""
-    stored = to_torch(engine.policy.storage_dtype)
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            faults.add(f"{name!r} on the meta device with FSDP1", _INSTEAD)
-        elif not parameter.is_floating_point() or engine.stored_dtypes()(parameter) != stored:
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            allowed = f"parameters that are stored in {engine.policy.storage_dtype}"
-            faults.add(f"parameter {name!r} in {dtype} with FSDP1", allowed, _INSTEAD)
-
-
-# ------------------------------------------------------------------ optimizer states
-
-
-def _by_name(state: Mapping[str, Any], optimizer: Optimizer, root: FullyShardedDataParallel) -> dict[str, Any]:
-    """A plain optimizer's state under the names of the parameters in equal places of ``optimizer``'s groups.
-
-    Lightning takes the numbers for places in the *model*, which they are not where an optimizer has several groups.
-    """
-    names = {id(parameter): plain_name(name) for name, parameter in root.named_parameters()}
-    return rekeyed(state, [names[id(parameter)] for parameter in parameters_of(optimizer)])

@@ -26,7 +26,7 @@ PREFIX = "mp_"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A class of this package, which of its keywords a name fixes, and to whom it passes on other keywords."""
+    """A class of this room, which of its keywords a name fixes, and to whom it passes on other keywords."""
 
     home: str
     description: str
@@ -37,40 +37,33 @@ class Entry:
 
 _DDP = ("lightning_mp.compat.lightning:DDPStrategy", "torch.nn.parallel:DistributedDataParallel")
 _FSDP1 = ("lightning_mp.compat.lightning:FSDPStrategy", "torch.distributed.fsdp:FullyShardedDataParallel")
-_DDP_HOME = "lightning_mp.strategies.ddp:PlanDDPStrategy"
-_FSDP2_HOME = "lightning_mp.strategies.fsdp2.strategy:PlanFSDP2Strategy"
-_FSDP1_HOME = "lightning_mp.strategies.fsdp1:PlanFSDP1Strategy"
-_DEEPSPEED = ("lightning_mp.compat.lightning:DeepSpeedStrategy",)
+_ZERO = ("lightning_mp.compat.lightning:DeepSpeedStrategy",)
 _OFFLOAD = {"cpu_offload": True}
-
-
-def _zero(stage: int, **fixed: Any) -> Entry:
-    where = " with CPU offload" if fixed else ""
-    home = "lightning_mp.strategies.deepspeed.strategy:PlanDeepSpeedStrategy"
-    return Entry(home, f"DeepSpeed ZeRO stage {stage}{where} under a plan", {"stage": stage, **fixed}, _DEEPSPEED)
-
+_STAGES: tuple[dict[str, Any], ...] = (
+    *({"stage": stage} for stage in (1, 2, 3)),
+    *({"stage": stage, "offload_optimizer": True} for stage in (1, 2)),
+    {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+)
 
 STRATEGIES: dict[str, Entry] = {
-    "auto": Entry(_DDP_HOME, "DDP, or one device where there is one", {}, _DDP),
-    "ddp": Entry(_DDP_HOME, "DistributedDataParallel under a plan", {}, _DDP),
-    "fsdp2": Entry(_FSDP2_HOME, "FSDP2 (fully_shard) under a plan"),
-    "fsdp": Entry(_FSDP2_HOME, "FSDP2 (fully_shard) under a plan"),
-    "hsdp": Entry(
-        "lightning_mp.strategies.fsdp2.strategy:PlanHSDPStrategy", "FSDP2 within a node, replicas across nodes"
-    ),
-    "fsdp1": Entry(_FSDP1_HOME, "FullyShardedDataParallel under a plan", {}, _FSDP1),
-    "fsdp2_offload": Entry(_FSDP2_HOME, "FSDP2 under a plan, shards on the CPU", _OFFLOAD),
-    "fsdp1_offload": Entry(_FSDP1_HOME, "FullyShardedDataParallel under a plan, shards on the CPU", _OFFLOAD, _FSDP1),
-    "pipeline": Entry(
-        "lightning_mp.strategies.pipeline.strategy:PlanPipelineStrategy",
-        "stages of layers over ranks (torch.distributed.pipelining) under a plan",
-    ),
-    "deepspeed_zero1": _zero(1),
-    "deepspeed_zero2": _zero(2),
-    "deepspeed_zero3": _zero(3),
-    "deepspeed_zero1_offload": _zero(1, offload_optimizer=True),
-    "deepspeed_zero2_offload": _zero(2, offload_optimizer=True),
-    "deepspeed_zero3_offload": _zero(3, offload_optimizer=True, offload_parameters=True),
+    "auto": Entry("ddp:PlanDDPStrategy", "DDP, or one device where there is one", {}, _DDP),
+    "ddp": Entry("ddp:PlanDDPStrategy", "DistributedDataParallel under a plan", {}, _DDP),
+    "fsdp2": Entry("fsdp2:PlanFSDP2Strategy", "FSDP2 (fully_shard) under a plan"),
+    "fsdp": Entry("fsdp2:PlanFSDP2Strategy", "FSDP2 (fully_shard) under a plan"),
+    "hsdp": Entry("fsdp2:PlanHSDPStrategy", "FSDP2 within a node, replicas across nodes"),
+    "fsdp1": Entry("fsdp1:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", {}, _FSDP1),
+    "fsdp2_offload": Entry("fsdp2:PlanFSDP2Strategy", "FSDP2 under a plan, shards on the CPU", _OFFLOAD),
+    "fsdp1_offload": Entry("fsdp1:PlanFSDP1Strategy", "FSDP1 under a plan, shards on the CPU", _OFFLOAD, _FSDP1),
+    "pipeline": Entry("pipeline.strategy:PlanPipelineStrategy", "stages of layers over ranks under a plan"),
+    **{
+        f"deepspeed_zero{fixed['stage']}{'_offload' * (len(fixed) > 1)}": Entry(
+            "deepspeed:PlanDeepSpeedStrategy",
+            f"DeepSpeed ZeRO stage {fixed['stage']}{' with CPU offload' * (len(fixed) > 1)} under a plan",
+            fixed,
+            _ZERO,
+        )
+        for fixed in _STAGES
+    },
 }
 
 #: Lightning's own words for them, and what they fix besides
@@ -102,7 +95,7 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
     name, also = LIGHTNINGS.get(name.lower(), (name, {})) if isinstance(name, str) else (name, {})
     overrides = {**also, **overrides}
     entry = _entry(name)
-    cls = _load(entry.home)
+    cls = _load(f"lightning_mp.strategies.{entry.home}")
     own = _keywords([cls])
     allowed = sorted({*own, *_keywords(map(_load, entry.hosts))})
     with Faults("make_strategy") as faults:
@@ -148,18 +141,10 @@ def _keywords(callables: Iterable[Callable[..., Any]]) -> list[str]:
     return [parameter.name for parameter in given if parameter.kind in kinds and parameter.name != "module"]
 
 
-def register() -> None:
-    """Make every name known to Lightning, as ``mp_<name>``; what is saved on any of them loads on any."""
-    _register("", lambda name: build(name, None, {}))
-
-
-def register_named(plan: str, builder: Callable[[str], Strategy]) -> None:
-    """Make ``mp_<name>@<plan>`` known for every name; ``builder`` is given the strategy's name."""
-    _register(f"@{plan}", builder)
-
-
-def _register(ending: str, builder: Callable[[str], Strategy]) -> None:
+def register(ending: str = "", builder: Callable[[str], Strategy] = lambda name: build(name, None, {})) -> None:
+    """Make every name known to Lightning, as ``mp_<name>`` with ``ending``; ``builder`` is given the name."""
     for name, entry in STRATEGIES.items():
         made: Any = partial(builder, name)
-        registered = f"{PREFIX}{name}{ending}"
-        lightning.StrategyRegistry.register(registered, made, description=entry.description, override=True)
+        lightning.StrategyRegistry.register(
+            f"{PREFIX}{name}{ending}", made, description=entry.description, override=True
+        )

@@ -1,25 +1,192 @@
-"""Turn a prepared model into an FSDP2 model: the same weights on every rank, compiled blocks, then shards."""
+"""How a prepared model becomes shards: its units, the same weights on every rank, tensors on the meta device made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from lightning_mp.compat.torch import saved_buffers
+from lightning_mp.compat.torch import own_reset, saved_buffers
 from lightning_mp.compat.torch_sharding import make_root
-from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.compat.transformers import IS_INITIALIZED, block_classes, initialiser
+from lightning_mp.errors import Faults
+from lightning_mp.modules.class_swap import original_class
+from lightning_mp.modules.patterns import called_in, has_own_forward, matches, named_submodules, no_match
+from lightning_mp.modules.pins import PinMap
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, to_torch
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.strategies import meta_device
-from lightning_mp.strategies.shard_units import Units
+
+#: what makes a module a unit where nothing else says so: torch.distributed.fsdp.wrap.size_based_auto_wrap_policy's
+SIZE_OF_A_UNIT = 100_000_000
+
+#: tells the dtype a parameter will be stored in
+Stored = Callable[[Tensor], torch.dtype]
+Wrap = str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """A model cut into shard units, inner ones first; the root takes what no other unit has."""
+
+    #: repeated blocks, in forward order: what is compiled
+    blocks: tuple[nn.Module, ...]
+    #: blocks and pinned modules, inner ones first, without the root
+    inner: tuple[nn.Module, ...]
+
+
+def units(
+    root: nn.Module, wrap: Wrap, pin_map: PinMap, stored: Stored, faults: Faults, *, together: str | None = None
+) -> Units:
+    """Cut ``root`` into units without changing anything.
+
+    ``wrap`` are module classes, their names, or patterns; ``None`` takes transformers' ``_no_split_modules``, else
+    modules of 100M parameters. ``stored`` tells the dtype a parameter will be stored in. What is pinned to ``together``
+    stays in the unit around it. Patterns that match nothing and units that would hold two dtypes are noted in
+    ``faults``.
+    """
+    blocks = _blocks(root, wrap, faults)
+    apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
+    # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
+    called = {id(one): one for module in apart for one in called_in(module, through_sequential=True)}
+    # an attention reads its children's weights without calling them, so that no hook of theirs would gather
+    attentions = [module for module in root.modules() if isinstance(module, nn.MultiheadAttention)]
+    read = {id(child) for attention in attentions for child in attention.children()}
+    pinned = [module for key, module in called.items() if _can_be_unit(module) and key not in read]
+    chosen = _keep_ties_together(root, blocks if wrap is not None else (), (*blocks, *pinned), faults)
+    depth = {id(module): name.count(".") for name, module in named_submodules(root)}
+    inner = sorted(chosen, key=lambda module: -depth[id(module)])
+    _check_dtypes(root, inner, stored, faults)
+    return Units(tuple(block for block in blocks if block in chosen), tuple(inner))
+
+
+# ------------------------------------------------------------------ candidates
+
+
+def _blocks(root: nn.Module, wrap: Wrap, faults: Faults) -> list[nn.Module]:
+    if wrap is None:  # what transformers models name themselves
+        present = {original_class(module).__name__ for module in root.modules()}
+        given: Sequence[Any] = [n for m in root.modules() for n in block_classes(m) if n in present]
+        if not given:
+            return _by_size(root)
+    else:
+        given = [wrap] if isinstance(wrap, (str, type)) else list(wrap)
+    found: list[nn.Module] = []
+    for item in dict.fromkeys(given):
+        matched = _matching(root, item)
+        if not matched and wrap is not None:
+            no_match(item if isinstance(item, str) else item.__name__, root, "wrap=", faults)
+        found += matched
+    return _in_order(root, found)
+
+
+def _matching(root: nn.Module, item: str | type[nn.Module]) -> list[nn.Module]:
+    """What ``item`` matches; of nested matches the outermost, and what a ``ModuleList`` or a ``Sequential`` holds."""
+    found: dict[int, nn.Module] = {}
+    covered: list[str] = []
+    for name, module in named_submodules(root):
+        cls = original_class(module)
+        means = matches(item, name, module) if isinstance(item, str) else issubclass(cls, item)
+        if not means or any(name.startswith(f"{above}.") for above in covered):
+            continue
+        covered.append(name)
+        # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
+        tops = module.children() if cls is nn.Sequential else (module,)
+        inside = (called for top in tops for called in called_in(top))
+        found.update((id(called), called) for called in inside if _can_be_unit(called))
+    return list(found.values())
+
+
+def _in_order(root: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules once, in definition order, which usually is the order they run in."""
+    ids = set(map(id, chosen))
+    return [module for module in root.modules() if id(module) in ids]
+
+
+def _by_size(root: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+
+    def left_over(module: nn.Module) -> int:
+        inside = sum(left_over(child) for child in module.children())
+        own = inside + sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if own < SIZE_OF_A_UNIT or module is root or not has_own_forward(module):
+            return own
+        found.append(module)
+        return 0
+
+    left_over(root)
+    return _in_order(root, found)
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    return has_own_forward(module) and any(True for _ in module.parameters())
+
+
+# ------------------------------------------------------------------ ties and dtypes
+
+
+def _held(root: nn.Module, chosen: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The unit, the name and the value of every parameter, at each of its places."""
+    ids, owner = set(map(id, chosen)), dict[str, nn.Module]()
+    for name, module in root.named_modules(remove_duplicate=False):
+        owner[name] = module if id(module) in ids or not name else owner[name.rpartition(".")[0]]
+        for key, parameter in module.named_parameters(recurse=False):
+            yield owner[name], f"{name}.{key}".strip("."), parameter
+
+
+def _keep_ties_together(
+    root: nn.Module, asked: Sequence[nn.Module], candidates: Sequence[nn.Module], faults: Faults
+) -> list[nn.Module]:
+    """Candidates less those that hold a weight some other unit holds as well, unless the user asked for them.
+
+    A tied weight is one tensor and lives in one unit: a pinned module, or a block that transformers names (BERT's
+    embeddings, whose table is its head), is then no unit, and its weights fall to the unit around it (in which their
+    dtype is checked).
+    """
+    chosen = list({id(module): module for module in candidates}.values())
+    fixed, names = set(map(id, asked)), {id(module): name for name, module in named_submodules(root)}
+    while True:
+        holders: dict[int, set[int]] = {}
+        for unit, _, parameter in _held(root, chosen):
+            holders.setdefault(id(parameter), set()).add(id(unit))
+        split = {key for units in holders.values() if len(units) > 1 for key in units} - {id(root)}
+        if not split - fixed:
+            break
+        chosen = [module for module in chosen if id(module) not in split - fixed]
+    for unit in (one for one in chosen if id(one) in split):
+        faults.add(
+            f"wrap= makes {names[id(unit)]!r} a shard unit, which shares a weight with another unit",
+            "wrap a module that holds all owners, or none of them",
+        )
+    return chosen
+
+
+def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, faults: Faults) -> None:
+    """One unit is gathered and reduced as one: its trainable parameters share a dtype."""
+    names: dict[int, str] = {id(module): name for name, module in named_submodules(root)}
+    held: dict[int, dict[torch.dtype, str]] = {}
+    for unit, name, parameter in _held(root, inner):
+        if parameter.requires_grad and parameter.is_floating_point():
+            held.setdefault(id(unit), {}).setdefault(stored(parameter), name)
+    for unit, dtypes in held.items():
+        if len(dtypes) > 1:
+            where = repr(names[unit]) if unit in names else "of the whole model"
+            given = " and ".join(f"{place} in {str(dtype).removeprefix('torch.')}" for dtype, place in dtypes.items())
+            faults.add(
+                f"the shard unit {where} would hold two dtypes, and cannot be split: {given}",
+                "pin a module that is called and shares no weight with others, or untie the weights "
+                "(transformers: tie_word_embeddings=False)",
+            )
+
+
+# ------------------------------------------------------------------ weights that every rank has alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +196,6 @@ class Sharding:
     compile: bool = False
     cpu_offload: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to any part of ``model``."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
@@ -76,24 +238,14 @@ def shard(
         for block in units.blocks:
             block.compile()
     for unit in units.inner:
-        meta_device.materialize(unit, model, place, device)
+        materialize(unit, model, place, device)
         fully_shard(unit, **options)
-    meta_device.materialize(model, model, place, device)
+    materialize(model, model, place, device)
     # The root's forward is the whole step, after which backward begins at once: nothing is to be freed in between, and
     # where the step calls self(x), what comes after that call still needs the root's weights.
     options.pop("reshard_after_forward", None)
     fully_shard(model, **options)
     make_root(model)  # a block that is called before a step must not become one
-
-
-def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with full tensors on the CPU; every rank calls it, those that ``keep`` get it."""
-    content = optimizer.state_dict()
-    state = {
-        number: {key: whole_on_cpu(value, keep=keep) for key, value in values.items()}
-        for number, values in content["state"].items()
-    }
-    return {**content, "state": state} if keep else {}
 
 
 def whole_on_cpu(value: Any, *, keep: bool = True) -> Any:
@@ -103,3 +255,84 @@ def whole_on_cpu(value: Any, *, keep: bool = True) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().cpu() if keep else None
+
+
+# ------------------------------------------------------------------ the meta device
+
+_FLOATING = (*TORCH_DTYPES.values(), torch.float64)
+
+
+def cannot_initialise(model: nn.Module, faults: Faults) -> None:
+    """Note modules on the meta device that nothing says how to initialise."""
+    for name, module in (("", model), *named_submodules(model)):
+        if any(one.is_meta for one in _own(module).values()) and not _initialisers(module, model):
+            faults.add(
+                f"module {name or type(model).__name__!r} on the meta device, which has no reset_parameters()",
+                "give the module reset_parameters(), or build it outside init_module(empty_init=True)",
+            )
+
+
+def materialize(
+    unit: nn.Module, root: nn.Module, place: torch.device, device: torch.device, *, recurse: bool = True
+) -> None:
+    """Make what ``unit`` has on the meta device at ``place``, initialise it, and broadcast rank 0's values.
+
+    Ties hold; the first owner of a tied weight decides its values. ``device`` is what the ranks communicate over.
+    Without ``recurse`` only what is ``unit``'s own is made, not what is in modules below it.
+
+    Raises:
+        PlanError: a module's initialisation left a tensor untouched.
+    """
+    every = list(unit.modules() if recurse else (unit,))
+    waiting = [module for module in every if any(one.is_meta for one in _own(module).values())]
+    if not waiting:
+        return
+    kept = {id(one): one for module in waiting for one in _own(module).values() if one.is_meta}
+    made = {key: _marked(one, place) for key, one in kept.items()}
+    for module in root.modules():  # wherever it is tied
+        for key, tensor in _own(module).items():
+            if id(tensor) in made:
+                setattr(module, key, made[id(tensor)])
+    with torch.no_grad():
+        for module in reversed(waiting):  # children before parents, as ``apply`` does
+            for initialiser in _initialisers(module, root):
+                initialiser()
+    untouched = {id(one) for one in made.values() if one.dtype in _FLOATING and bool(one.detach().isnan().any())}
+    with Faults("strategy") as faults:
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()) if untouched else ():
+            if id(tensor) in untouched:
+                faults.add(
+                    f"{name!r} on the meta device, which its module's initialisation leaves as it is",
+                    "set it in reset_parameters(), or build the module outside init_module(empty_init=True)",
+                )
+    for tensor in made.values():
+        _broadcast_(tensor, device)
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return dict([*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)])
+
+
+def _marked(tensor: Tensor, place: torch.device) -> Tensor:
+    """A tensor like it at ``place``, of NaN where it is floating: a mark of not being initialised."""
+    new: Tensor = torch.empty_like(tensor.detach(), device=place)
+    if new.dtype in _FLOATING:
+        new.fill_(float("nan"))
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    for key, value in vars(tensor).items():
+        if key != IS_INITIALIZED:
+            setattr(new, key, value)
+    return new
+
+
+def _initialisers(module: nn.Module, root: nn.Module) -> list[Callable[[], Any]]:
+    """The module's own ``reset_parameters``, then ``_init_weights`` of the innermost model around it that has it.
+
+    That is transformers' convention, and of many others.
+    """
+    own = own_reset(module)
+    inside = [one for one in root.modules() if initialiser(one) and any(part is module for part in one.modules())]
+    around = initialiser(inside[-1]) if inside else None
+    return [*([own] if own else []), *([partial(around, module)] if around else [])]

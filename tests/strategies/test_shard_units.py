@@ -13,7 +13,7 @@ from lightning_mp import PlanError
 from lightning_mp.errors import Faults
 from lightning_mp.modules import pins
 from lightning_mp.policy import Pin
-from lightning_mp.strategies import shard_units
+from lightning_mp.strategies import sharding
 from support import hf
 
 
@@ -63,7 +63,7 @@ def _units(root: nn.Module, wrap: Any, pinned: dict[str, str], storage: torch.dt
     def stored(parameter: Tensor) -> torch.dtype:
         return dtypes.get(id(parameter), storage)
 
-    return shard_units.units(root, wrap, pin_map, stored, faults), stored
+    return sharding.units(root, wrap, pin_map, stored, faults), stored
 
 
 def _names(root: nn.Module, modules: Any) -> list[str]:
@@ -104,7 +104,7 @@ def test_what_means_no_unit_is_refused(wrap: Any, words: tuple[str, ...]) -> Non
 
 
 def test_large_modules_are_blocks_in_the_models_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_units, "SIZE_OF_A_UNIT", 80)
+    monkeypatch.setattr(sharding, "SIZE_OF_A_UNIT", 80)
     assert cut(Model())[0] == ["layers.0", "layers.1"]
 
 

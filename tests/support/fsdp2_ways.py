@@ -76,7 +76,7 @@ class Attends(Ranked):
 
 @dataclass(frozen=True)
 class Again:
-    """The same module run more than once, evaluated before or after it is trained."""
+    """The same module run more than once, evaluated before or after it is trained; "once" it is trained once."""
 
     how: str
     host: str = "fsdp2"
@@ -98,7 +98,7 @@ class Again:
             with suppress(KeyError):
                 runner.fit(module, data)
             module.training_step = step
-        else:
+        elif self.how != "once":
             runner.fit(module, data, data)
         if self.how == "same trainer":
             runner.fit_loop.max_epochs = 2

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,9 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Faults
-from lightning_mp.strategies.meta_device import cannot_initialise
-from lightning_mp.strategies.shard_units import Units, units
-from lightning_mp.strategies.sharding import Sharding, shard
+from lightning_mp.strategies.sharding import Units, cannot_initialise, units
 
 #: makes stage ``index`` of ``count`` out of the module's own submodules
 MakeStage = Callable[[int, int], nn.Module]
@@ -28,15 +25,13 @@ MakeStage = Callable[[int, int], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a module is cut: what makes a stage, and the stage of each parameter and buffer by its name."""
+    """How a module is cut: what makes a stage, and the stage of each parameter and buffer that is in one, by name."""
 
     make: MakeStage
-    count: int
-    parameters: dict[str, int]
-    buffers: dict[str, int]
+    homes: dict[str, int]
 
 
-def maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
+def _maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
     """The module's own ``pipeline_stage``, or what does the same for the one transformers model in it."""
     own: Any = getattr(module, "pipeline_stage", None)
     if own is not None:
@@ -62,30 +57,33 @@ def maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
 
 def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
     """Where each parameter goes; notes what is tied across stages, what is in none, and what is not the module's."""
-    _check_plain(module, faults)
-    make = None if faults.found else maker(module, count, faults)
+    beside = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
+    wrapped = [one for one in module.modules() if isinstance(one, beside) or type(one).__name__ == "DeepSpeedEngine"]
+    if wrapped or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        faults.add(
+            "a module that is sharded or wrapped already cannot be cut into pipeline stages",
+            "leave out fully_shard, parallelize_module, FSDP1, DDP and DeepSpeed; shard=True shards each stage",
+        )
+    cannot_initialise(module, faults)
+    make = None if faults.found else _maker(module, count, faults)
     if make is None:
         return None
-    stages = [make(index, count) for index in range(count)]
+    held: dict[int, list[int]] = {}
     known = {id(parameter) for parameter in module.parameters()}
-    for index, stage in enumerate(stages):
+    for index in range(count):
+        stage = make(index, count)
         if any(id(parameter) not in known for parameter in stage.parameters()):
             faults.add(
                 f"pipeline_stage({index}, {count}) has a parameter which is not the module's own",
                 "use the module's submodules themselves, not copies or new ones, so that checkpoints keep its names",
             )
-    held = [{id(one) for one in (*stage.parameters(), *stage.buffers())} for stage in stages]
-
-    def homes(tensor: torch.Tensor) -> list[int]:
-        return [index for index, own in enumerate(held) if id(tensor) in own]
-
-    parameters: dict[str, int] = {}
+        for tensor in (*stage.parameters(), *stage.buffers()):
+            held.setdefault(id(tensor), []).append(index)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        where = homes(parameter)
+        where = held.get(id(parameter), [])
         if len(where) > 1:
-            stated = " and ".join(map(str, where))
             faults.add(
-                f"{name!r} is in the stages {stated}, as tied embeddings are",
+                f"{name!r} is in the stages {' and '.join(map(str, where))}, as tied embeddings are",
                 "untie them (transformers: tie_word_embeddings=False), or use strategy='mp_fsdp2'",
             )
         elif not where and parameter.requires_grad:
@@ -93,43 +91,28 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
                 f"{name!r} is trained, and in none of the {count} stages",
                 "put its module into the stage that uses it, or freeze it",
             )
-        parameters[name] = where[0] if where else -1
-    buffers = {name: (*homes(one), -1)[0] for name, one in module.named_buffers(remove_duplicate=False)}
-    return Cut(make, count, parameters, buffers)
-
-
-def _check_plain(module: nn.Module, faults: Faults) -> None:
-    beside = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
-    wrapped: list[str] = []
-    for name, part in module.named_modules():
-        if isinstance(part, beside) or type(part).__name__ == "DeepSpeedEngine":
-            wrapped.append(name or type(part).__name__)
-    wrapped += [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if wrapped:
-        faults.add(
-            f"{wrapped[0]!r} is sharded or wrapped already, and cannot be cut into pipeline stages",
-            "leave out fully_shard, parallelize_module, FSDP1, DDP and DeepSpeed; shard=True shards each stage",
-        )
-    cannot_initialise(module, faults)
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return Cut(make, {name: held[id(tensor)][0] for name, tensor in named if id(tensor) in held})
 
 
 class Part(nn.Module):
-    """One stage on this rank, run as the plan says: forward under autocast, backward outside of it."""
+    """One stage of ``module`` on this rank, run as the plan says: forward under autocast, backward outside of it."""
 
-    def __init__(self, stage: nn.Module, context: Callable[[], Any]) -> None:
+    def __init__(self, stage: nn.Module, module: nn.Module, context: Callable[[], Any]) -> None:
         super().__init__()
         self.stage, self._context = stage, context
+        others = set(map(id, module.modules()))
+        self._own = [one for one in self.modules() if id(one) not in others]
 
     def forward(self, *inputs: Any) -> Any:
         """What the stage makes of the inputs."""
         with self._context():
             return self.stage(*inputs)
 
-    def follow_mode(self, module: nn.Module) -> None:
-        """Train or evaluate what only the stage has as ``module`` is, which does not know of it."""
-        own = {id(one) for one in module.modules()}
-        for one in self.modules() if self.training != module.training else ():
-            one.training = one.training if id(one) in own else module.training
+    def train_own(self, mode: bool) -> None:
+        """Train or evaluate what only the stage has, of which the module does not know."""
+        for one in self._own:
+            one.training = mode
 
 
 def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> Units:
@@ -138,13 +121,6 @@ def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> Units:
     members = tuple(member for member in engine.pin_map.members if id(member.module) in inside)
     pins = replace(engine.pin_map, members=members)
     return units(stage, None, pins, engine.stored_dtypes(), faults, together=engine.policy.storage_dtype)
-
-
-def shard_part(part: Part, engine: StepEngine, mesh: DeviceMesh, device: torch.device) -> None:
-    """Shard a stage over ``mesh``, block by block."""
-    with Faults("strategy") as faults:
-        cut = units_of(part, engine, faults)
-    shard(part, cut, mesh, device, engine.policy, Sharding())
 
 
 # ------------------------------------------------------------------ transformers' decoders

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -12,15 +12,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
 
+from lightning_mp.checkpoints.formats import Kind, by_parameter
 from lightning_mp.compat.lightning import (
     LightningModule,
+    LightningOptimizer,
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
     accumulates,
     default_pg_timeout,
+    is_compiled,
+    is_overridden,
     keep_sampler,
     layer_sync_of,
     optimizers_to_device,
@@ -34,35 +39,31 @@ from lightning_mp.modules.remote import free_remote, is_remote
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.rng import Stream
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies.common import RunsPlan, plan_of
-from lightning_mp.strategies.meta_device import materialize
-from lightning_mp.strategies.pipeline import checks
-from lightning_mp.strategies.pipeline.checkpoints import PipelineCheckpoints
-from lightning_mp.strategies.pipeline.gradients import Replicas, StashedGradients, refuse_remote_gradients
-from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Batches, Layout, Pipeline
-from lightning_mp.strategies.pipeline.stages import Cut, Part, shard_part
-from lightning_mp.strategies.sharding import broadcast_from_first, share_buffers
+from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, load_states, sharded_like
+from lightning_mp.strategies.common import RunsPlan, plan_of, refuse_callbacks
+from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Pipeline, StashedGradients, average, refused
+from lightning_mp.strategies.pipeline.stages import Cut, Part, cut, units_of
+from lightning_mp.strategies.sharding import (
+    Sharding,
+    broadcast_from_first,
+    materialize,
+    shard,
+    share_buffers,
+    whole_on_cpu,
+)
+
+_MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+#: the steps that Lightning asks for and that are not called here
+_STEPS = ("training_step", "validation_step", "test_step")
 
 
-@dataclass(slots=True)
-class _Run:
-    """What one run of a Trainer uses."""
-
-    pipeline: Pipeline
-    batches: Batches
-    gradients: StashedGradients
-    averaged: Replicas | None
-    #: parameters of the other stages, by name
-    remote: dict[str, Tensor]
-    stream: Stream
-
-
-class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy):
+class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
     """``torch.distributed.pipelining`` under a plan: every rank holds a stage, a batch goes through in micro-batches.
 
     The module has ``pipeline_batch(batch) -> (inputs, target)``, a pure ``pipeline_loss(output, target) -> Tensor`` and
     ``pipeline_stage(index, count) -> nn.Module``, which is made for transformers' Llama-like models and GPT-2.
-    ``training_step`` and ``validation_step`` are not called: ``train_loss`` and ``val_loss`` are logged.
+    ``training_step`` and ``validation_step`` are not called: ``train_loss`` and ``val_loss`` are logged. A checkpoint
+    is one file with the plain model's names, whatever the number of stages.
 
     Args:
         stages: ranks of a pipeline; by default all processes that ``data_parallel_size`` leaves.
@@ -79,6 +80,7 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
     """
 
     plan_engine = PipelineEngine
+    own_formats: frozenset[Kind] = frozenset()
 
     def __init__(
         self,
@@ -95,23 +97,26 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
         super().__init__(
             save_distributed_checkpoint=False, process_group_backend=process_group_backend, timeout=timeout
         )
-        checks.arguments(stages, schedule, microbatches, data_parallel_size, virtual_stages)
-        self._stages, self._schedule, self._microbatches = stages, schedule, microbatches
+        with Faults("make_strategy") as faults:
+            if schedule not in SCHEDULES:
+                faults.unknown("schedule", schedule, SCHEDULES)
+            for name, value, least, fix in (
+                ("stages", stages, 2, "use 2 or more, or strategy='mp_ddp'"),
+                ("microbatches", microbatches, 1, "use a multiple of the stages"),
+                ("data_parallel_size", None if data_parallel_size == "auto" else data_parallel_size, 1, "use 1"),
+                ("virtual_stages", virtual_stages, 2, "use 2, or schedule='1f1b'"),
+            ):
+                if value is not None:
+                    faults.whole(name, value, least, fix)
+        self._stages, self._kind, self._microbatches = stages, SCHEDULES[schedule], microbatches
         self._replicas, self.shard, self._virtual = data_parallel_size, shard, virtual_stages
-        self._layout: Layout | None = None
+        #: the module that was cut, how, and its stages on this rank by index
+        self._cut_from: nn.Module | None = None
         self._cut: Cut | None = None
-        #: the module that was cut, and its stages on this rank by index
-        self._cut_from: weakref.ref[nn.Module] | None = None
         self._parts: dict[int, Part] = {}
-        self._run: _Run | None = None
+        self._pipeline: Pipeline | None = None
 
     # ------------------------------------------------------------------ processes
-
-    @property
-    def layout(self) -> Layout:
-        """Stages, schedule and micro-batches; known once the processes are."""
-        assert self._layout is not None, "before setup_environment()"
-        return self._layout
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
@@ -126,7 +131,7 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
     @property
     def parameter_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups over which what each rank holds of the parameters adds up to all of them."""
-        return (self.replica_group, self.stage_group) if self.shards_stages else (self.stage_group,)
+        return (self.replica_group, self.stage_group) if self._shards_stages else (self.stage_group,)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -156,13 +161,10 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
                 f"start {max(stages, 2) * replicas} processes, or choose sizes whose product is {world}",
                 "strategy",
             )
-        per_rank = self._virtual if SCHEDULES[self._schedule].several else 1
-        self._layout = Layout(self._schedule, stages, self._microbatches or 4 * stages, per_rank)
         self._setup_distributed()
         names = ("pipeline", "data_parallel")
         self._device_mesh = init_device_mesh(self.root_device.type, (stages, replicas), mesh_dim_names=names)
-        assert self.lightning_module is not None
-        set_mesh(self.lightning_module, self._device_mesh)
+        set_mesh(self._module, self._device_mesh)
 
     def degrees(self, world: int) -> tuple[int, int, int]:
         """Of ``world`` processes the replicas, the shards of each, and the stages."""
@@ -174,39 +176,102 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
         stages = self._stages or world // replicas
         return stages, max(world // max(stages, 1), 1) if self._replicas == "auto" else replicas
 
+    @property
+    def _count(self) -> int:
+        """Stages in all, virtual ones included."""
+        return self.stage_group.size() * (self._virtual if self._kind.several else 1)
+
+    @property
+    def _mine(self) -> range:
+        """The stages on this rank."""
+        return range(dist.get_rank(self.stage_group), self._count, self.stage_group.size())
+
+    @property
+    def _pieces(self) -> int:
+        return self._microbatches or 4 * self.stage_group.size()
+
+    @property
+    def _shards_stages(self) -> bool:
+        """Whether FSDP2 shards each stage over its replicas."""
+        return self.shard and self.replica_group.size() > 1
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     # ------------------------------------------------------------------ the model
 
     def connect(self, model: LightningModule) -> None:
         """As the host does; a module without ``training_step`` is trained all the same."""
         super().connect(model)
-        checks.install_steps(model)
+        vars(model).update({name: _never for name in _STEPS if not is_overridden(name, model)})
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Cut | None:
         """Decide which parameter goes where; notes what cannot be, changes nothing."""
-        return checks.module(
-            cast("LightningModule", module),
-            engine,
-            self.layout,
-            faults,
-            known=self.cut_of(module),
-            shards=self.shards_stages,
-            syncs_batch_norm=layer_sync_of(self) is not None,
-        )
+        model, known = cast("LightningModule", module), self._cut if self._cut_from is module else None
+        refuse_callbacks(model, "pipeline stages", faults)
+        name, precision = type(model).__name__, engine.policy.precision
+        if precision not in _MODES:
+            faults.add(f"precision={precision!r} under pipeline parallelism", ", ".join(_MODES), "use 'bf16-mixed'")
+        hooks = "move it to on_before_backward or on_after_backward: backward runs for each micro-batch"
+        for holds, given, fix in (
+            (not model.automatic_optimization, "manual optimization", "leave out automatic_optimization=False"),
+            (is_overridden("backward", model, LightningModule), "LightningModule.backward overridden", hooks),
+            (layer_sync_of(self), "sync_batchnorm=True", "leave it out: batch norms see a micro-batch"),
+            (is_compiled(model), "a compiled LightningModule", "leave out torch.compile"),
+            *(
+                (not callable(getattr(model, method, None)), f"{name} without {method}", f"define {method}{what}")
+                for method, what in (
+                    ("pipeline_batch", "(self, batch), which returns (inputs, target)"),
+                    ("pipeline_loss", "(self, output, target), which returns a scalar"),
+                )
+            ),
+        ):
+            if holds:
+                faults.add(f"{given} cannot run in pipeline stages", f"{fix}, or use strategy='mp_ddp'")
+        if known is None and any(map(is_remote, model.parameters())):
+            faults.add(
+                f"the other stages of {name} are on the ranks of an earlier run",
+                "make the module anew and load the checkpoint (ckpt_path=...)",
+            )
+        if faults.found or known is not None:
+            return known
+        found = cut(model, self._count, faults)
+        if found is not None and not faults.found and self._shards_stages:
+            for index in range(self._count):
+                units_of(found.make(index, self._count), engine, faults)
+        return found
 
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, keep this rank's stages, then make the optimizers."""
         assert self.accelerator is not None
-        assert isinstance(self.model, LightningModule)
         self.accelerator.setup(trainer)
         if self.replica_group.size() == 1:
             keep_sampler(trainer)
-        plan, fitting = plan_of(self), trainer.state.fn == TrainerFn.FITTING
-        cut: Cut = plan.apply(self.model)
-        self._keep_stages(self.model, cut, plan)
+        plan, module, fitting = plan_of(self), self._module, trainer.state.fn == TrainerFn.FITTING
+        found: Cut = plan.apply(module)
+        if self._cut_from is not module:
+            self._cut_from, self._cut = module, found
+            self._keep_stages(module, found, plan)
+        self._pipeline = Pipeline(
+            module,
+            self._kind,
+            self._parts,
+            count=self._count,
+            microbatches=self._pieces,
+            group=self.stage_group,
+            device=self.root_device,
+            context=plan.forward_context,
+        )
+        self._own = [parameter for part in self._parts.values() for parameter in part.parameters()]
+        self._gradients = StashedGradients(self._own, sharded=self._shards_stages)
+        # one seed serves all processes: without streams of their own the stages would draw the same dropout masks
+        self._stream = Stream(dist.get_rank(self.stage_group), self.root_device)
         self.barrier()
         if fitting:
             rank_zero_info(
-                f"{type(self.model).__name__} is trained in {self.layout.count} pipeline stages: pipeline_batch and "
+                f"{type(module).__name__} is trained in {self._count} pipeline stages: pipeline_batch and "
                 "pipeline_loss are called, training_step and validation_step are not."
             )
             self.setup_optimizers(trainer)
@@ -214,61 +279,25 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def cut_of(self, model: nn.Module) -> Cut | None:
-        """How an earlier run of this strategy cut ``model``, whose other stages are where they were."""
-        return self._cut if self._cut_from is not None and self._cut_from() is model else None
-
-    @property
-    def shards_stages(self) -> bool:
-        """Whether FSDP2 shards each stage over its replicas."""
-        return self.shard and self.replica_group.size() > 1
-
-    def _keep_stages(self, model: LightningModule, cut: Cut, plan: MixedPrecisionPlan) -> None:
-        if self.cut_of(model) is None:
-            self._cut, self._cut_from = cut, weakref.ref(model)
-            self._keep_local(model, cut)
-            made = {index: cut.make(index, cut.count) for index in self._mine}
-            self._parts = {index: Part(stage, plan.forward_context) for index, stage in made.items()}
-            for part in self._parts.values() if self.shards_stages else ():
-                assert plan.engine is not None
-                shard_part(part, plan.engine, self.device_mesh["data_parallel"], self.root_device)
-        layout, group, named = self.layout, self.stage_group, dict(model.named_parameters())
-        homes = [(one, cut.parameters.get(name, -1)) for name, one in named.items()]
-        batches = Batches(model, layout.microbatches, group, plan.forward_context)
-        own = [parameter for part in self._parts.values() for parameter in part.parameters()]
-        whole = not self.shards_stages and self.replica_group.size() > 1
-        self._run = _Run(
-            Pipeline(layout, self._parts, group, self.root_device, batches.loss, homes),
-            batches,
-            StashedGradients(own, sharded=self.shards_stages),
-            Replicas(own, self.replica_group, to_torch(plan.policy.reduce_dtype)) if whole else None,
-            {name: one for name, one in named.items() if is_remote(one)},
-            # one seed serves all processes: without streams of their own the stages would draw the same dropout masks
-            Stream(dist.get_rank(group), self.root_device),
-        )
-
-    @property
-    def _running(self) -> tuple[LightningModule, _Run]:
-        assert self.lightning_module is not None
-        assert self._run is not None
-        return self.lightning_module, self._run
-
-    @property
-    def _mine(self) -> range:
-        """The stages on this rank."""
-        return range(dist.get_rank(self.stage_group), self.layout.count, self.layout.stages)
-
-    def _keep_local(self, model: LightningModule, cut: Cut) -> None:
+    def _keep_stages(self, model: LightningModule, found: Cut, plan: MixedPrecisionPlan) -> None:
         """Keep what this rank's stages have; what is on the meta device every rank makes module by module."""
-        broadcast_from_first(model, self.root_device)
-        device, mine = self.root_device, (-1, *self._mine)
+        device, mine, engine = self.root_device, self._mine, plan.engine
+        assert engine is not None
+        broadcast_from_first(model, device)
         for name, module in model.named_modules():
             materialize(module, model, device, device, recurse=False)
             own = dict(module.named_parameters(recurse=False))
-            local = {key: one for key, one in own.items() if cut.parameters[f"{name}.{key}" if name else key] in mine}
+            homes = {key: found.homes.get(f"{name}.{key}" if name else key, mine[0]) for key in own}
+            local = {key: one for key, one in own.items() if homes[key] in mine}
             for tensor in (*local.values(), *module.buffers(recurse=False)):
                 tensor.data = tensor.data.to(device)
             free_remote(name, module, local, device)
+        made = {index: found.make(index, self._count) for index in mine}
+        self._parts = {index: Part(stage, model, plan.forward_context) for index, stage in made.items()}
+        for part in self._parts.values() if self._shards_stages else ():
+            with Faults("strategy") as faults:
+                units = units_of(part, engine, faults)
+            shard(part, units, self.device_mesh["data_parallel"], device, engine.policy, Sharding())
 
     def model_to_device(self) -> None:
         """It is there; what other stages hold must not be made here."""
@@ -277,33 +306,29 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
 
     def on_train_start(self) -> None:
         """Refuse a smaller last batch before the first one is drawn."""
-        assert self.lightning_module is not None
-        checks.loader(self.lightning_module.trainer)
+        trainer = self._module.trainer
+        loader: Any = trainer.train_dataloader
+        with suppress(AttributeError, TypeError):  # an iterable data set; each batch is checked when it comes
+            left = len(loader.sampler) % loader.batch_size
+            if left and trainer.num_training_batches >= len(loader) and not loader.drop_last:
+                given = f"a last batch of {left} rows after batches of {loader.batch_size}"
+                raise refused(f"{given} does not fit the pipeline's buffers", "use DataLoader(drop_last=True)")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the schedule on a batch; the backward pass of the loss that is returned restores its gradients."""
-        module, run = self._running
-        trainer, engine = module.trainer, plan_of(self).engine
-        assert engine is not None
-        inputs, target = self._taken(args[0], training=True)
+        trainer, plan, pipeline = self._module.trainer, plan_of(self), self._pipeline
+        assert plan.engine is not None
+        assert pipeline is not None
+        inputs, target = pipeline.batch(args[0], training=True)
+        scaler, pieces = plan.engine.scaler, self._pieces * trainer.accumulate_grad_batches
         afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        pieces = self.layout.microbatches * trainer.accumulate_grad_batches
-        with engine.training_step():
-            run.gradients.begin(afresh=afresh)
-            with run.stream.drawn():
-                loss = run.pipeline.train(inputs, target, lambda one: engine.scaler.scale(one / pieces))
-            refuse_remote_gradients(run.remote)
-            if run.averaged is not None and not accumulates(trainer):
-                run.averaged.average()
-            run.gradients.stash()
-        module.log("train_loss", loss, batch_size=len(inputs[0]))
-        return run.gradients.loss(loss)
-
-    def _taken(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
-        module, run = self._running
-        for part in self._parts.values():
-            part.follow_mode(module)
-        return run.batches.of(batch, training=training)
+        with plan.engine.training_step(), self._gradients.stashing(afresh=afresh):
+            with self._stream.drawn():
+                loss = pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
+            if self.replica_group.size() > 1 and not self.shard and not accumulates(trainer):
+                average(self._own, self.replica_group, to_torch(plan.policy.reduce_dtype))
+        self._module.log("train_loss", loss, batch_size=len(inputs[0]))
+        return self._gradients.loss(loss)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the schedule's forward on a batch; ``val_loss`` is logged on every rank."""
@@ -319,17 +344,15 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
         raise PlanError.of("trainer.predict under pipeline parallelism", fix, "strategy")
 
     def _evaluate(self, batch: Any, name: str) -> Tensor:
-        module, run = self._running
-        inputs, target = self._taken(batch, training=False)
-        with run.gradients.untouched():
-            loss = run.pipeline.evaluate(inputs, target)
+        assert self._pipeline is not None
+        inputs, target = self._pipeline.batch(batch, training=False)
+        with self._gradients.untouched():
+            loss = self._pipeline.evaluate(inputs, target)
         for part in self._parts.values():
             if isinstance(part, FSDPModule):  # what stays gathered hides the shards from a second fit's optimizer
                 part.reshard()
-        module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
+        self._module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
         return loss
-
-    # ------------------------------------------------------------------ buffers
 
     def _share_buffers(self) -> None:
         """The first replica's, as under DDP: the model is evaluated with what is saved."""
@@ -342,5 +365,69 @@ class PlanPipelineStrategy(RunsPlan, PipelineCheckpoints, ModelParallelStrategy)
     def teardown(self) -> None:
         """As the host does; the stages stay where they are."""
         super().teardown()
-        checks.remove_steps(self.lightning_module)
-        self._run = None
+        own: Any = {} if self.lightning_module is None else vars(self.lightning_module)
+        for name in [name for name in _STEPS if own.get(name) is _never]:
+            del own[name]
+        self._pipeline = None
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights of all stages on the CPU of rank 0; those of this rank on others."""
+        self._share_buffers()
+        assert self._cut is not None
+        homes, size, every = self._cut.homes, self.stage_group.size(), self._module.state_dict()
+        rank = dist.get_rank(self.stage_group)
+        mine = {name: whole_on_cpu(one) for name, one in every.items() if homes.get(name, rank) % size == rank}
+        whole = self._gathered(mine)
+        return {name: whole[name] for name in every if name in whole}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state for all parameters on rank 0, numbered as a plain model's optimizer numbers them."""
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        content = by_parameter(plain.state_dict(), plain, _local)
+        return {**content, "state": dict(sorted(self._gathered(content["state"]).items()))}
+
+    def _gathered(self, mine: dict[Any, Any]) -> dict[Any, Any]:
+        """On rank 0, what every stage of the first replica has; on others their own. One stage travels at a time."""
+        group = self.stage_group
+        if dist.get_rank(self.replica_group) > 0:
+            return mine
+        whole = dict(mine)
+        for rank in range(1, group.size()):
+            if dist.get_rank(group) == rank:
+                dist.send_object_list([mine], group_dst=0, group=group, device=self.root_device)
+            elif dist.get_rank(group) == 0:
+                received: list[Any] = [None]
+                dist.recv_object_list(received, group_src=rank, group=group, device=self.root_device)
+                whole = {**received[0], **whole}
+        return whole
+
+    def load_full(self, checkpoint: dict[str, Any]) -> None:
+        """Load this rank's part of the weights, and while fitting of the optimizer states.
+
+        Raises:
+            RuntimeError: under ``strict_loading``, names that the checkpoint or the module lacks.
+        """
+        module, full = self._module, checkpoint.pop("state_dict")
+        here: dict[str, Any] = module.state_dict()
+        if module.strict_loading and here.keys() != full.keys():
+            apart = ", ".join(sorted(here.keys() ^ full.keys()))
+            raise RuntimeError(f"only one of the checkpoint and {type(module).__name__} has {apart}")
+        gone = {name for name, one in module.named_parameters(remove_duplicate=False) if is_remote(one)}
+        kept = {name: sharded_like(here.get(name), value) for name, value in full.items() if name not in gone}
+        module.load_state_dict(kept, strict=False)
+        load_states(self.optimizers, checkpoint)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """They were loaded with the weights."""
+
+
+def _never(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("the schedule runs instead of this step")
+
+
+def _local(parameter: Tensor | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    if parameter is None or is_remote(parameter):
+        return None
+    return {key: whole_on_cpu(value) for key, value in values.items()}

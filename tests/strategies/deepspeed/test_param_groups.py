@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedules
 
-from lightning_mp.strategies.deepspeed.forward import regroup, split_by_dtype
+from lightning_mp.strategies.deepspeed import regroup, split_by_dtype
 
 
 def _weight(dtype: torch.dtype = torch.float32, trained: bool = True) -> nn.Parameter:

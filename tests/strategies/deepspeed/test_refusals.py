@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError, make_strategy
 from lightning_mp.strategies import registry
-from lightning_mp.strategies.deepspeed.forward import InsideEngine
+from lightning_mp.strategies.deepspeed import InsideEngine
 from support.models import Regression, same_weights, weights
 from support.running import trainer
 

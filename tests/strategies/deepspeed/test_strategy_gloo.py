@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from lightning_mp import LossScaling, NonFinite, make_strategy
-from lightning_mp.strategies.deepspeed import forward
+from lightning_mp.strategies import deepspeed as forward
 from support.collectives import Moved
 from support.comparing import of_sums, of_training, same, same_runs
 from support.deepspeed_json import WHOLE_FP16, fp16_supported

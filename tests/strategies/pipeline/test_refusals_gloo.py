@@ -101,7 +101,7 @@ CASES: dict[str, tuple[type[Staged], Callable[[], Any], dict[str, Any], Callable
         "6 stages of LlamaForCausalLM, which has 4 layers",
     ),
     "batch norms": (Staged, _one, {}, lambda: {"sync_batchnorm": True}, "sync_batchnorm=True cannot run in pipeline"),
-    "averages": (Staged, _one, {}, AVERAGES, "WeightAveraging with sharded weights"),
+    "averages": (Staged, _one, {}, AVERAGES, "WeightAveraging with pipeline stages"),
 }
 
 

@@ -1,22 +1,83 @@
-"""Folders that DeepSpeed wrote through Lightning: full fp32 weights out of each rank's part of the masters."""
+"""Checkpoints that are folders: shards of torch.distributed.checkpoint, and DeepSpeed's, whole again on the CPU."""
 
 from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_mp.checkpoints import formats
-from lightning_mp.checkpoints.formats import deepspeed_folder, plain_names
+from lightning_mp.checkpoints.formats import SHARDED_EXTRA, deepspeed_folder, plain_names, rekeyed
+from lightning_mp.compat.torch import read_shards
 from lightning_mp.errors import MissingExtraError
 from lightning_mp.modules.patterns import plain_name
+
+# ------------------------------------------------------------------ shards, as FSDP2 and Lightning's FSDP1 write them
+
+# where ModelParallelStrategy and FSDPStrategy put the weights
+_WEIGHTS = ("state_dict", "model")
+_OPTIMIZER = "optimizer_"
+
+
+def sharded_weights(path: Path) -> dict[str, Any]:
+    """The full state dict, whole tensors on the CPU; optimizer states are not read."""
+    key = _weights_key(path, _metadata(path))
+    return plain_names(_assembled(path, {key})[key])
+
+
+def entries(path: Path) -> list[str]:
+    """The dotted names of everything in the shards."""
+    return list(_metadata(path).state_dict_metadata)
+
+
+def sharded_checkpoint(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Everything, as Lightning's single file has it."""
+    key, content = _weights_key(path, _metadata(path)), _assembled(path)
+    indices = sorted(int(name.removeprefix(_OPTIMIZER)) for name in content if name.startswith(_OPTIMIZER))
+    return {
+        **formats.load(path / SHARDED_EXTRA, weights_only=weights_only),
+        "state_dict": plain_names(content[key]),
+        "optimizer_states": [rekeyed(content[f"{_OPTIMIZER}{index}"]) for index in indices],
+    }
+
+
+def _metadata(path: Path) -> Metadata:
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise formats.damaged(path, error) from error
+    stored: dict[Any, Any] = metadata.storage_data or {}
+    missing = sorted({str(info.relative_path) for info in stored.values() if not (path / info.relative_path).is_file()})
+    if missing:
+        raise formats.damaged(path, f"it lacks {', '.join(missing)}: copy the shards of all nodes into it")
+    return metadata
+
+
+def _weights_key(path: Path, metadata: Metadata) -> str:
+    roots = dict.fromkeys(str(place[0]) for place in (metadata.planner_data or {}).values())
+    found = [key for key in _WEIGHTS if key in roots]
+    if not found:
+        raise formats.damaged(path, f"its shards hold {', '.join(roots) or 'nothing'}, and no weights")
+    return found[0]
+
+
+def _assembled(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
+    try:
+        return read_shards(path, keys)
+    except CheckpointException as error:  # holds one error a rank; there is one rank here
+        raise formats.damaged(path, next(iter(error.failures.values()))[0]) from error
+
+
+# ------------------------------------------------------------------ DeepSpeed's: fp32 weights out of the masters
 
 LEFT_OUT = (
     "DeepSpeed stores optimizer state as one flat partition per rank, which only the same number of ranks at the same "
@@ -49,12 +110,7 @@ def loads_alike(path: Path, groups: list[list[str]]) -> bool:
     return [[plain_name(name) for name in group] for group in states.get("param_shapes") or ()] == groups
 
 
-def weights(path: Path) -> dict[str, Any]:
-    """The full state dict on the CPU."""
-    return checkpoint(path)["state_dict"]
-
-
-def checkpoint(path: Path) -> dict[str, Any]:
+def deepspeed_checkpoint(path: Path) -> dict[str, Any]:
     """Everything but the optimizer states, as Lightning's single file has it.
 
     Raises:
@@ -113,25 +169,18 @@ def _full(path: Path, states: Mapping[str, Any], masters: Callable[[], dict[str,
     # Under stage 3 the engine's own entries are empty: none may be left.
     wrong = [name for name, shape in shapes.items() if name in full and tuple(full[name].shape) != shape]
     if wrong:
-        raise formats.damaged(path, ValueError(f"its parts do not make up {wrong[0]!r}"))
+        raise formats.damaged(path, f"its parts do not make up {wrong[0]!r}")
     return full
 
 
 def _masters(path: Path, folder: Path, tool: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
     try:
-        with _silence():
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints, and draws progress bars
             found = tool(str(folder.parent), tag=folder.name)
     except (ValueError, OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
         raise formats.damaged(path, error) from error
     # The masters were saved as what the optimizer steps: with requires_grad, which what is cut out of them inherits.
     return {name: tensor.detach() for name, tensor in found.items()}
-
-
-@contextmanager
-def _silence() -> Generator[None, None, None]:
-    # The tool was a script: it prints, and draws progress bars.
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        yield
 
 
 def _as_recorded(state_dict: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from lightning_mp.errors import Faults
 from lightning_mp.modules.class_swap import original_class
-from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, no_match
+from lightning_mp.modules.patterns import Place, has_own_forward, matches, named_submodules, no_match, owners
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -76,9 +76,8 @@ def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> d
             made = _made(style, name, module, faults)
             if made is not None:
                 found[name] = made
-    modules = dict(named)
-    for owners in _ties(named):
-        ways = {f"{name}.{key}": _way(modules[name], found.get(name)) for name, key in owners}
+    for places in _ties(model):
+        ways = {f"{name}.{key}": _way(module, found.get(name)) for name, module, key in places}
         if len(set(ways.values())) > 1:
             faults.add(
                 f"a tied weight that tensor parallelism splits in two ways: {' and '.join(ways)}",
@@ -105,49 +104,36 @@ def parallelize(
     mesh: DeviceMesh,
     before: Callable[[nn.Module], None],
 ) -> None:
-    """Split ``model`` over ``mesh`` in place; what ``split`` does not name is computed in full by every rank.
+    """Split ``model`` over ``mesh`` in place; what ``split`` does not name every rank computes in full, from one seed.
 
     ``before`` is called with each module that is about to be split. Ties hold.
     """
-    named = dict(named_submodules(model))
+    group, seed = mesh.get_group(), [torch.random.initial_seed()]
+    dist.broadcast_object_list(seed, group_src=0, group=group)
+    if seed[0] != torch.random.initial_seed():  # what each computes in full must be the same on all
+        torch.manual_seed(seed[0])
+    named, ties = dict(named_submodules(model)), _ties(model)
     whole = {
         name: Replicated()
         for name, module in named.items()
         if name not in split and has_own_forward(module) and _owns(module)
     }
-    ties = _ties(named.items())
     for name, style in {**whole, **split}.items():
         before(named[name])
         parallelize_module(named[name], mesh, style)
-    for first, *others in ties:
-        for name, key in others:
-            setattr(named[name], key, getattr(named[first[0]], first[1]))
-
-
-def share_seed(mesh: DeviceMesh) -> None:
-    """Give the ranks of a group one random seed: what each computes in full must be the same on all."""
-    group = mesh.get_group()
-    first = dist.get_process_group_ranks(group)[0]
-    seed = [torch.random.initial_seed()]
-    dist.broadcast_object_list(seed, src=first, group=group)
-    if seed[0] != torch.random.initial_seed():
-        torch.manual_seed(seed[0])
+    for (_, first, key), *others in ties:
+        for _, module, other in others:
+            setattr(module, other, getattr(first, key))
 
 
 def _owns(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-Place = tuple[str, str]
-
-
-def _ties(named: Iterable[tuple[str, nn.Module]]) -> list[list[Place]]:
+def _ties(model: nn.Module) -> list[list[Place]]:
     """The places of every weight that more than one module holds."""
-    places: dict[int, dict[tuple[int, str], Place]] = {}
-    for name, module in named:
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), {}).setdefault((id(module), key), (name, key))
-    return [list(owners.values()) for owners in places.values() if len(owners) > 1]
+    every = [{(id(at[1]), at[2]): at for at in reversed(places)} for places in owners(model).values()]
+    return [[*reversed(places.values())] for places in every if len(places) > 1]
 
 
 def _way(module: nn.Module, style: ParallelStyle | None) -> Any:

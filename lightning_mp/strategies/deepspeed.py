@@ -1,10 +1,10 @@
-"""DeepSpeed's ZeRO stages under a plan: DeepSpeed shards and updates, the plan says what runs."""
+"""DeepSpeed's ZeRO stages under a plan: DeepSpeed shards and updates, the plan says what runs in its engine."""
 
 from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from os import PathLike
@@ -12,22 +12,25 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.checkpoints.folders import loads_alike, resumable
 from lightning_mp.checkpoints.formats import without_file_protocol
-from lightning_mp.checkpoints.zero import loads_alike, resumable
 from lightning_mp.compat.checks import require_versions
 from lightning_mp.compat.deepspeed import (
     FunctionalLinear,
     cast_partition,
     forget_gradients,
+    gather_as,
     halve_masters,
     initialize,
+    reduce_as_stored,
     trained_names,
 )
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
+    ForwardRedirection,
     LightningModule,
     Trainer,
     TrainerFn,
@@ -38,27 +41,48 @@ from lightning_mp.compat.lightning import (
     remove_module_hooks,
     reset_seed,
 )
+from lightning_mp.compat.torch import INNER_SCHEDULERS, load_own_tensors
 from lightning_mp.deepspeed_config import merge
 from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.zero import ZeroEngine
 from lightning_mp.errors import Faults, MissingExtraError, PlanError
+from lightning_mp.modules import half_weights
 from lightning_mp.modules.pins import PinMap
-from lightning_mp.numerics.dtypes import HALF
+from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.strategies import unfit
 from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
-from lightning_mp.strategies.common import RunsPlan, plan_of
-from lightning_mp.strategies.deepspeed.forward import (
-    InsideEngine,
-    by_dtype,
-    gather_halves,
-    load_full_state,
-    regroup,
-    split_by_dtype,
-)
+from lightning_mp.strategies.common import RunsPlan, plan_of, refuse_callbacks, refuse_weights
 
 Json = Mapping[str, Any] | str | PathLike[str]
+
+
+class InsideEngine(ForwardRedirection):
+    """Runs a step in the plan's context *inside* DeepSpeed's forward, which turns autocast off around its module."""
+
+    def __init__(self, plan: Any) -> None:
+        self._plan = plan
+
+    def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the method as the forward of ``wrapper_module``; the module's own forward is back before it runs."""
+        own = original_module.__dict__.get("forward")  # a user's, put onto the instance
+
+        def bring_back() -> None:
+            original_module.__dict__.pop("forward", None)
+            if own is not None:
+                original_module.forward = own
+
+        def step(*inner: Any, **named: Any) -> Any:
+            bring_back()
+            with self._plan.forward_context():
+                return getattr(original_module, method_name)(*inner, **named)
+
+        original_module.forward = step
+        try:
+            with torch.autocast(original_module.device.type, enabled=False):
+                return wrapper_module(*args, **kwargs)
+        finally:
+            bring_back()
 
 
 class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
@@ -79,6 +103,8 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
 
     plan_engine = ZeroEngine
     own_formats = frozenset({"deepspeed"})
+    #: by param group in the engine, the user's that it was split off
+    _came_from: Sequence[int] = ()
 
     def __init__(
         self,
@@ -97,16 +123,11 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
         require_versions("strategy", "deepspeed")
         if config is None:
             config = os.environ.get(self.DEEPSPEED_ENV_VAR)  # Lightning's own place for it
-        super().__init__(
-            stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters, **host
-        )
+        self._zero = {"stage": stage, "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
+        super().__init__(**cast("Any", self._zero), **host)
         self._host_defaults = self.config
         self._given = None if config is None else load_json(config)
-        self._stage, self._offloads = stage, (offload_optimizer, offload_parameters)
-        self._came_from: list[int] = []
-        self._groups_before = 0
-        self._linear = FunctionalLinear()
-        self._accumulated = False
+        self._stage, self._linear = stage, FunctionalLinear()
         if policy is not None and policy.precision != "auto":
             self.config = self._composed(policy)
 
@@ -114,14 +135,8 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
         """The JSON for ``policy``: the user's merged with the plan's, over Lightning's defaults."""
         from deepspeed.accelerator import get_accelerator
 
-        composed = merge.compose(
-            policy,
-            self._given,
-            stage=self._stage,
-            offload_optimizer=self._offloads[0],
-            offload_parameters=self._offloads[1],
-            fp16_supported=bool(cast("Any", get_accelerator()).is_fp16_supported()),
-        )
+        supported = bool(cast("Any", get_accelerator()).is_fp16_supported())
+        composed = merge.compose(policy, self._given, **cast("Any", self._zero), fp16_supported=supported)
         return merge.over(self._host_defaults, composed)
 
     def _load_config(self, config: Json | None) -> None:
@@ -139,10 +154,10 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
     def setup_distributed(self) -> None:
         if self.root_device.type == "cuda":
             super().setup_distributed()
-            return
-        reset_seed()
-        self.set_world_ranks()
-        self._init_deepspeed_distributed()
+        else:
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -153,6 +168,10 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         yield
 
+    @property
+    def _engine(self) -> ZeroEngine:
+        return cast("ZeroEngine", plan_of(self).engine)
+
     # ------------------------------------------------------------------ the model
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> dict[str, Any] | None:
@@ -162,17 +181,15 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
         self.check_remote_folders(faults)
         by_norm = trainer.gradient_clip_algorithm != "value"
         if not by_norm and trainer.gradient_clip_val:
-            faults.add(
-                "gradient_clip_algorithm='value' with ZeRO", "'norm'", "clip by norm, or use strategy='mp_fsdp2'"
-            )
+            faults.add("gradient_clip_algorithm='value' with ZeRO", "clip by norm, or use strategy='mp_fsdp2'")
         if is_overridden("backward", lightning_module, LightningModule):
             faults.add(
                 "LightningModule.backward overridden with ZeRO",
                 "move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
             )
-        _check_storage(engine.policy, engine.pin_map, self._stage, any(self._offloads), faults)
-        unfit.refuse(module, "ZeRO", faults)
-        unfit.refuse_weights(module, faults, why="ZeRO", whole=self._stage < 3)
+        _check_storage(engine.policy, engine.pin_map, self._zero, faults)
+        refuse_callbacks(module, "ZeRO, whose weights and schedule are DeepSpeed's", faults)
+        refuse_weights(module, faults, why="ZeRO", whole=self._stage < 3)
         try:
             composed = self._composed(engine.policy)
         except PlanError as error:
@@ -200,26 +217,24 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
         self.config, self._config_initialized = plan.apply(self.model), True
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-        self.init_deepspeed()
-        self.setup_precision_plugin()
-        self.barrier()
-
-    def init_deepspeed(self) -> None:
-        assert self.lightning_module is not None
-        assert self.model is not None
-        if self.lightning_module.trainer.training:
+        if trainer.training:
             self._initialize_deepspeed_train(self.model)
         else:
             self._initialize_deepspeed_inference(self.model)
+        self.setup_precision_plugin()
+        self.barrier()
 
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
-        step = cast("ZeroEngine", plan_of(self).engine)
         if optimizer is not None:
-            self._check_optimizer(step, optimizer, lr_scheduler)
-            self._groups_before = len(optimizer.param_groups)
-            self._came_from = split_by_dtype(optimizer, lr_scheduler)
+            with Faults("strategy") as faults:
+                self._engine.check_optimizers([optimizer], faults)
+                given: Any = (self.config or {}).get("scheduler")
+                if lr_scheduler is not None and given is not None:
+                    both = f"scheduler={given!r} in the JSON and {type(lr_scheduler).__name__} in configure_optimizers"
+                    faults.add(both, "remove one")
+            self._came_from = self._engine.came_from = split_by_dtype(optimizer, lr_scheduler)
         for parameter in model.parameters():
             cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
         trained = by_dtype(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -227,16 +242,7 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
         if self._stage < 3:
             halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
-        step.came_from = self._came_from
         return engine, zero
-
-    def _check_optimizer(self, step: ZeroEngine, optimizer: Optimizer, scheduler: Any) -> None:
-        with Faults("strategy") as faults:
-            step.check_optimizers([optimizer], faults)
-            if scheduler is not None and "scheduler" in (self.config or {}):
-                given = cast("Any", self.config)["scheduler"]
-                both = f"scheduler={given!r} in the JSON and {type(scheduler).__name__} in configure_optimizers"
-                faults.add(both, "one of the two", "remove one")
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         """An engine without an optimizer; stage 3 gathers, the others have whole parameters."""
@@ -258,7 +264,14 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
             lr_scheduler=scheduler,
         )
         if self._stage == 3:
-            gather_halves(model, plan_of(self), zero)
+            # Gather in the compute dtype what autocast alone computes with; partitions stay as stored.
+            policy, names = plan_of(self).policy, dict[int, str]()
+            for weight in half_weights.survey(model, self._engine.pin_map, policy):
+                halves = weight.reason is None and weight.tensor.dtype == torch.float32
+                if gather_as(weight.tensor, to_torch(policy.compute_dtype) if halves else None):
+                    names[id(weight.tensor)] = weight.name
+            self._engine.halves = names
+            reduce_as_stored(zero)
         return engine, zero
 
     @contextmanager
@@ -297,16 +310,14 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
         module = self.lightning_module
         assert module is not None
         accumulating = module.automatic_optimization and accumulates(module.trainer)
-        if self._accumulated and self._stage < 3 and begins_window(module.trainer, module.trainer.fit_loop.batch_idx):
+        if accumulating and self._stage < 3 and begins_window(module.trainer, module.trainer.fit_loop.batch_idx):
             forget_gradients(self.deepspeed_engine.optimizer)  # of a window that an epoch left out in its midst
-            self._accumulated = False
         self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulating)
-        self._accumulated = accumulating
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def on_train_end(self) -> None:
         """The last batch's hooks may have changed weights too."""
-        cast("ZeroEngine", plan_of(self).engine).check_weights()
+        self._engine.check_weights()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -316,10 +327,10 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save through DeepSpeed; schedulers as if no param group had been split."""
-        if len(self._came_from) != self._groups_before:
-            first = [self._came_from.index(group) for group in range(self._groups_before)]
-            for state in checkpoint.get("lr_schedulers", ()):
-                regroup(state, len(self._came_from), first)
+        came_from = self._came_from
+        first = [came_from.index(group) for group in range(len(set(came_from)))]
+        for state in checkpoint.get("lr_schedulers", ()) if len(first) < len(came_from) else ():
+            regroup(state, len(came_from), first)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -331,9 +342,11 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
         path = without_file_protocol(self.broadcast(checkpoint_path))
         with self._optimizers_while_fitting():
             checkpoint = super().load_checkpoint(path, weights_only=weights_only)
-            cast("ZeroEngine", plan_of(self).engine).override_zero_settings()
-            for state in checkpoint.get("lr_schedulers", ()) if len(self._came_from) != self._groups_before else ():
-                regroup(state, self._groups_before, self._came_from)
+            self._engine.override_zero_settings()
+            came_from = self._came_from
+            before = len(set(came_from))
+            for state in checkpoint.get("lr_schedulers", ()) if before < len(came_from) else ():
+                regroup(state, before, came_from)
             if not self.reads(path):
                 set_learning_rates(self.optimizers, checkpoint)
         return checkpoint
@@ -359,9 +372,9 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
             cast("Any", zero).refresh_fp32_params()
 
 
-def _check_storage(policy: PrecisionPolicy, pin_map: PinMap, stage: int, offload: bool, faults: Faults) -> None:
+def _check_storage(policy: PrecisionPolicy, pin_map: PinMap, zero: Mapping[str, int], faults: Faults) -> None:
     """Half-precision weights that are trained: only ZeRO-1/2 can be made to keep no fp32 copy of them."""
-    if stage < 3 and not offload:
+    if zero["stage"] < 3 and not zero["offload_optimizer"] and not zero["offload_parameters"]:
         return
     trained = (one for one in pin_map.members if any(p.requires_grad for p in one.module.parameters(recurse=False)))
     halves = [
@@ -369,10 +382,89 @@ def _check_storage(policy: PrecisionPolicy, pin_map: PinMap, stage: int, offload
         for pin in dict.fromkeys(one.pin for one in trained)
         if pin.dtype != "fp32"
     ]
-    why = "ZeRO-3" if stage == 3 else "ZeRO's optimizer offload"
+    why = "ZeRO-3" if zero["stage"] == 3 else "ZeRO's optimizer offload"
     for given in halves if policy.storage_dtype == "fp32" else [f"precision={policy.precision!r}"]:
         faults.add(
             f"{given} with {why}, which keeps fp32 weights and optimizer state of what is trained",
             f"use {policy.precision.replace('true', 'mixed')!r} without such pins, or strategy='mp_fsdp2' or "
             "'mp_deepspeed_zero2'",
         )
+
+
+def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """``module.load_state_dict(state)``, one submodule gathered at a time; every rank has all of ``state``.
+
+    Lightning's own way loads buffers on rank 0 alone, and says nothing of names that are missing or do not fit.
+
+    Raises:
+        RuntimeError: names are missing or unexpected and ``strict``, or shapes differ.
+    """
+    import deepspeed
+
+    apart = sorted(state.keys() ^ module.state_dict().keys())
+    errors = [f"only one of the checkpoint and the module has {', '.join(apart)}"] if strict and apart else []
+    for name, part in module.named_modules():
+        with deepspeed.zero.GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0):
+            errors += load_own_tensors(part, state, f"{name}." if name else "")
+    if errors:
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: " + "\n\t".join(errors))
+
+
+# ------------------------------------------------------------------ param groups of one dtype each
+
+#: how the names end of a scheduler's lists that hold an entry a group (torch's own, and what others call theirs)
+_PER_GROUP = ("lr", "lrs", "lambdas", "momentums")
+
+
+def by_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Trained parameters in lists of one dtype, fp32 first; frozen ones, which are not flattened, end the first list.
+
+    DeepSpeed takes the first parameter's dtype for that of the engine.
+    """
+    everything = list(parameters)
+    trained, frozen = ([one for one in everything if one.requires_grad == wanted] for wanted in (True, False))
+    dtypes = sorted({parameter.dtype for parameter in trained}, key=lambda dtype: (dtype != torch.float32, str(dtype)))
+    lists = [[parameter for parameter in trained if parameter.dtype == dtype] for dtype in dtypes] or [[]]
+    lists[0] += frozen
+    return lists
+
+
+def split_by_dtype(optimizer: Optimizer, scheduler: Any) -> list[int]:
+    """Split groups that hold several dtypes, in place; for each new group, the index of the one it came from.
+
+    A group whose trained parameters are fp32 comes first, one with none to train last. A scheduler's lists of one entry
+    a group follow.
+    """
+    old = optimizer.param_groups
+    pieces = [(index, members) for index, group in enumerate(old) for members in by_dtype(group["params"])]
+    pieces.sort(key=lambda piece: _rank(piece[1]))  # stable
+    came_from = [index for index, _ in pieces]
+    groups = [dict(old[at]) if at in came_from[:place] else old[at] for place, at in enumerate(came_from)]
+    for group, (_, members) in zip(groups, pieces, strict=True):
+        group["params"] = members
+    if scheduler is not None:
+        regroup(vars(scheduler), len(old), came_from)
+    optimizer.param_groups[:] = groups
+    return came_from
+
+
+def _rank(members: Sequence[Tensor]) -> int:
+    if not members or not members[0].requires_grad:
+        return 2
+    return int(members[0].dtype != torch.float32)
+
+
+def regroup(state: dict[str, Any], size: int, came_from: Sequence[int]) -> None:
+    """Reorder a scheduler's lists of ``size`` entries, one a group: group ``i`` gets that of ``came_from[i]``.
+
+    Milestones and phases may be as many as there are groups by chance: only lists named for what a group has follow.
+    """
+    for key, value in state.items():
+        entries = cast("list[Any]", value) if isinstance(value, list) else None
+        if entries is None:
+            continue
+        if key == INNER_SCHEDULERS:
+            for inner in entries:
+                regroup(cast("dict[str, Any]", inner) if isinstance(inner, dict) else vars(inner), size, came_from)
+        elif len(entries) == size and key.endswith(_PER_GROUP):
+            state[key] = [entries[index] for index in came_from]

@@ -1,22 +1,26 @@
-"""FSDP2 for any LightningModule: the plan is applied, then the model is cut into units and sharded."""
+"""FSDP2 for any LightningModule: the plan is applied, the model cut into units and sharded; when and how it gathers."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
+from lightning_mp.checkpoints.folders import entries
+from lightning_mp.checkpoints.formats import Kind
 from lightning_mp.compat import torch_sharding as sharding_compat
+from lightning_mp.compat import torchao
 from lightning_mp.compat.lightning import (
     LightningOptimizer,
     ModelParallelStrategy,
@@ -27,37 +31,148 @@ from lightning_mp.compat.lightning import (
     optimizers_to_device,
     set_mesh,
 )
+from lightning_mp.compat.torch import norms
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.for_strategy import check_users_sharding
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import half_weights
+from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.numerics.autocast_weight import AutocastWeight
 from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies import meta_device, unfit
-from lightning_mp.strategies.checkpoint_io import PortableDTensorCheckpoints
-from lightning_mp.strategies.common import RunsPlan, plan_of
-from lightning_mp.strategies.fsdp2 import tensor_parallel
-from lightning_mp.strategies.fsdp2.gathers import FP8Gather, RootUnit, check_fp8_gather
-from lightning_mp.strategies.shard_units import Units, Wrap, units
+from lightning_mp.strategies import tensor_parallel
+from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, load_states, sharded_like
+from lightning_mp.strategies.common import RunsPlan, plan_of, refuse_callbacks, refuse_weights
 from lightning_mp.strategies.sharding import (
     Sharding,
+    Units,
+    Wrap,
     broadcast_from_first,
-    full_optimizer_state,
-    is_sharded,
+    cannot_initialise,
+    materialize,
     shard,
     share_buffers,
+    units,
+    whole_on_cpu,
 )
 
+# ------------------------------------------------------------------ gathers
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a model will be sharded: its units, and the tensor-parallel style of each module by name."""
 
-    units: Units
-    split: Mapping[str, ParallelStyle]
+class RootUnit:
+    """Keeps the root's weights gathered where the step uses them.
+
+    ``fully_shard`` gathers the root for its forward, which here is the whole step, and shards it again in the backward
+    pass that starts from the forward's output. Manual optimization runs backward *inside* the step: that pass is
+    announced by ``before_backward``, and modules that use the root's weights after it gather them again.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._root = module if isinstance(module, FSDPModule) else None
+        self._module, self._backward_inside = module, False
+
+    @contextmanager
+    def step(self, *, backward_inside: bool) -> Generator[None, None, None]:
+        """Around one step of the user's."""
+        if self._root is None or not backward_inside:
+            yield
+            return
+        # the modules below the root whose own weights are in its unit
+        root, inner = self._root, (one for one in self._module.modules() if isinstance(one, FSDPModule))
+        others = {id(part) for unit in inner if unit is not self._module for part in unit.modules()} | {id(root)}
+        holders = (one for one in self._module.modules() if id(one) not in others and [*one.parameters(recurse=False)])
+        # unsharding does nothing where it is gathered
+        handles = [one.register_forward_pre_hook(lambda *_: root.unshard(), prepend=True) for one in holders]
+        self._backward_inside = True
+        try:
+            yield
+        finally:
+            self._backward_inside = False
+            for handle in handles:
+                handle.remove()
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Announce a backward pass from ``loss`` within the step."""
+        if self._backward_inside and loss.requires_grad:
+            assert self._root is not None
+            sharding_compat.before_backward_from(loss, self._root)
+
+    def reshard(self) -> None:
+        """Reshard what is gathered: weights that are written to afterwards are the sharded ones, which last."""
+        if self._root is not None:
+            self._root.reshard()
+
+
+@dataclass(eq=False)
+class _InFP8:
+    """What FSDP2 asks a shard for: what to send, and what to make of what came. Not copied with the shard."""
+
+    ways: sharding_compat.GatherWays
+    module: nn.Module
+    emulate: bool
+    local: Tensor = field(init=False)
+    scale: Tensor = field(init=False)
+
+    def __deepcopy__(self, memo: Any) -> _InFP8:
+        return self
+
+    def before(self, mesh: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        # As bytes: gloo has no FP8.
+        data = torchao.rounded(self.local.detach(), self.scale).view(torch.uint8)
+        missing = -(-self.ways.shard.shape[0] // mesh.size()) - data.shape[0]
+        return (nn.functional.pad(data, (0, 0, 0, missing)) if missing else data,), self.scale
+
+    def after(self, outputs: tuple[Tensor, ...], scale: Tensor, dtype: torch.dtype, *, out: Any = None) -> Any:
+        if out is None:
+            return torchao.weight(outputs[0], scale, dtype, emulate=self.emulate), ()
+        torchao.set_scale(out, scale)
+        return None
+
+
+def check_fp8_gather(how: Sharding, tensor_parallel: int, faults: Faults) -> None:
+    """Note with what else weights cannot be gathered in FP8."""
+    again = how.options.get("reshard_after_forward")
+    beside = {
+        f"tensor_parallel={tensor_parallel}": tensor_parallel > 1,
+        "cpu_offload=True": how.cpu_offload,
+        f"reshard_after_forward={again!r}": isinstance(again, int) and not isinstance(again, bool),
+        "compile=True": how.compile,
+    }
+    for given in (word for word, holds in beside.items() if holds):
+        faults.add(f"FP8(all_gather=True) beside {given}", f"leave out all_gather=True, or {given}")
+
+
+class FP8Gather:
+    """Switches between gathering ``modules``' weights in FP8, while the plan trains, and as they are stored.
+
+    The shards stay plain fp32 tensors: what FSDP2 asks for hangs on them as attributes, which no state dict has.
+    """
+
+    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], group: Any, *, emulate: bool) -> None:
+        owners = {id(module.weight): module for module in modules}
+        ways = (one for one in sharding_compat.GatherWays.of(root) if id(one.shard) in owners)
+        self._shards = [_InFP8(one, owners[id(one.shard)], emulate) for one in ways]
+        self._group = group
+
+    @torch.no_grad()
+    def before_step(self, *, in_fp8: bool) -> None:
+        """Before a step: weights do not change within one, so that no scale is ever of other weights than those."""
+        if in_fp8:
+            for one in self._shards:
+                one.local = one.ways.local()
+            amax = torch.stack(list(norms([one.local for one in self._shards], torch.inf)))
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._group)
+            for one, scale in zip(self._shards, torchao.scales(amax).unbind(), strict=True):
+                one.scale = scale
+        for one in self._shards:
+            as_fp8 = in_fp8 and is_converted(one.module)  # one that fell back to bf16 no longer is
+            one.ways.take("fp8" if as_fp8 else "stored", (one.before, one.after) if as_fp8 else None)
+
+
+# ------------------------------------------------------------------ the strategies
 
 
 def _step(name: str, context: str) -> Any:
@@ -68,7 +183,7 @@ def _step(name: str, context: str) -> Any:
     return step
 
 
-class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrategy):
+class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 
     Args:
@@ -96,6 +211,7 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
 
     gathers_fp8 = True
     plan_engine = ShardedEngine
+    own_formats: frozenset[Kind] = frozenset({"sharded"})
 
     def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
         self,
@@ -134,7 +250,7 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
         self._replicas_and_shards: tuple[int, int] | None = device_mesh
         self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
         self._shards, self._tp_plan = data_parallel_size, tp_plan
-        self._sharded = self._in_window = False
+        self._sharded = False
         self._root: RootUnit | None = None
         self._fp8_gather: FP8Gather | None = None
         self._evaluates_in_fp8 = False
@@ -152,20 +268,6 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
         Raises:
             PlanError: the mesh has not as many places as there are processes.
         """
-        shape, names = self._mesh_shape()
-        self._setup_distributed()
-        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        assert self.lightning_module is not None
-        set_mesh(self.lightning_module, self._device_mesh)
-
-    def degrees(self, world: int) -> tuple[int, int, int]:
-        """Of ``world`` processes the replicas, the shards of each, and the ranks that split each layer."""
-        size = max(self._tensor_parallel, 1)
-        shards = max(world // size, 1) if self._shards == "auto" else int(self._shards)
-        replicas, shards = self._replicas_and_shards or (1, shards)
-        return replicas, shards, size
-
-    def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         world = self.num_nodes * self.num_processes
         replicas, shards, size = self.degrees(world)
         if min(replicas, shards, self._tensor_parallel) < 1 or replicas * shards * size != world:
@@ -176,10 +278,20 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
                 f"use sizes whose product is {world}, or start {max(replicas * shards * size, 1)} processes",
                 "strategy",
             )
-        shape, names = ((replicas, shards), ("replicate", "shard"))
-        if self._replicas_and_shards is None:
-            shape, names = (shards,), ("data_parallel",)
-        return ((*shape, size), (*names, "tensor_parallel")) if size > 1 else (shape, names)
+        self._setup_distributed()
+        sizes = {"replicate": replicas, "shard": shards} if self._replicas_and_shards else {"data_parallel": shards}
+        sizes |= {"tensor_parallel": size} if size > 1 else {}
+        kind = self.root_device.type
+        self._device_mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        assert self.lightning_module is not None
+        set_mesh(self.lightning_module, self._device_mesh)
+
+    def degrees(self, world: int) -> tuple[int, int, int]:
+        """Of ``world`` processes the replicas, the shards of each, and the ranks that split each layer."""
+        size = max(self._tensor_parallel, 1)
+        shards = max(world // size, 1) if self._shards == "auto" else int(self._shards)
+        replicas, shards = self._replicas_and_shards or (1, shards)
+        return replicas, shards, size
 
     @property
     def _shard_mesh(self) -> DeviceMesh:
@@ -188,12 +300,14 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
 
     # ------------------------------------------------------------------ the model
 
-    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
-        """Decide how to shard; ``None`` where the model is sharded already. Notes what cannot be, changes nothing."""
-        unfit.refuse(module, "shards", faults)
-        unfit.refuse_weights(module, faults, self.sharding.options.get("ignored_params", ()))
+    def check_plan(
+        self, engine: StepEngine, module: nn.Module, faults: Faults
+    ) -> tuple[Units, dict[str, ParallelStyle]] | None:
+        """The units, and the tensor-parallel style of each module by name; ``None`` where it is sharded already."""
+        refuse_callbacks(module, "sharded weights", faults)
+        refuse_weights(module, faults, self.sharding.options.get("ignored_params", ()))
         self.check_remote_folders(faults)
-        if is_sharded(module):  # by the user's configure_model, or by a run before
+        if any(isinstance(one, FSDPModule) for one in module.modules()):  # by configure_model, or a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
             return None
@@ -203,8 +317,8 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
             split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
         if engine.policy.fp8 is not None and engine.policy.fp8.all_gather:
             check_fp8_gather(self.sharding, self._tensor_parallel, faults)
-        meta_device.cannot_initialise(module, faults)
-        return Layout(cut, split)
+        cannot_initialise(module, faults)
+        return cut, split
 
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, shard, then make the optimizers on what is left here."""
@@ -212,10 +326,10 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
         assert self.model is not None
         self.accelerator.setup(trainer)
         plan = plan_of(self)
-        layout: Layout | None = plan.apply(self.model)
+        layout = plan.apply(self.model)
         if layout is not None:
             with sharding_compat.hooks_kept(self.model):
-                self._shard(self.model, layout, plan.policy)
+                self._shard(self.model, layout[0], layout[1], plan.policy)
         assert plan.engine is not None
         self._gather_halves(half_weights.survey(self.model, plan.engine.pin_map, plan.policy), plan.policy)
         self._fp8_gather = self._gathers_fp8(plan)
@@ -229,13 +343,16 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
         if fitting and not self.sharding.cpu_offload:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _shard(self, model: nn.Module, layout: Layout, policy: PrecisionPolicy) -> None:
+    def _shard(self, model: nn.Module, cut: Units, split: Mapping[str, ParallelStyle], policy: PrecisionPolicy) -> None:
         broadcast_from_first(model, self.root_device)
         if self._tensor_parallel > 1:
-            mesh = self.device_mesh["tensor_parallel"]
-            tensor_parallel.share_seed(mesh)
-            tensor_parallel.parallelize(model, layout.split, mesh, partial(_materialize_on, self.root_device, model))
-        shard(model, layout.units, self._shard_mesh, self.root_device, policy, self.sharding)
+
+            def make(module: nn.Module) -> None:  # before it is split: a device holds one module in full at a time
+                materialize(module, model, self.root_device, self.root_device)
+                module.to(self.root_device)
+
+            tensor_parallel.parallelize(model, split, self.device_mesh["tensor_parallel"], make)
+        shard(model, cut, self._shard_mesh, self.root_device, policy, self.sharding)
         self._sharded = True
 
     def _gather_halves(self, weights: Iterable[half_weights.Weight], policy: PrecisionPolicy) -> None:
@@ -307,31 +424,22 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Within a window HSDP sums over shards alone, and over its replicas in the last micro-batch."""
         assert self.model is not None
-        self._in_window = self._replicas_and_shards is not None
-        if self._in_window:
-            sharding_compat.sum_over_replicas(self.model, now=False)
+        if self._replicas_and_shards is None:
+            yield
+            return
+        sharding_compat.sum_over_replicas(self.model, now=False)
         try:
             yield
         finally:
-            if self._in_window:
-                sharding_compat.sum_over_replicas(self.model, now=True)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning does; a window whose last micro-batch had no loss leaves nothing to the next one."""
-        try:
-            return super().optimizer_step(*args, **kwargs)
-        finally:
-            if self._in_window and self.model is not None:
-                sharding_compat.drop_sums_of_shards(self.model)
-            self._in_window = False
+            sharding_compat.sum_over_replicas(self.model, now=True)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         assert self._root is not None
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self._in_window and begins_window(trainer, trainer.fit_loop.batch_idx):
+        if self._replicas_and_shards is not None and begins_window(trainer, trainer.fit_loop.batch_idx):
             assert self.model is not None
-            # gradients are zero now: those of a window that an epoch left out in its midst wait no longer
+            # gradients are zero now: those of a window that had no end wait no longer
             sharding_compat.drop_sums_of_shards(self.model)
         self._root.before_backward(closure_loss)
 
@@ -367,26 +475,53 @@ class PlanFSDP2Strategy(RunsPlan, PortableDTensorCheckpoints, ModelParallelStrat
         """Collect the state; in a single file numbered by the optimizer's own groups, as any optimizer loads it."""
         if self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
-        assert self.model is not None
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return full_optimizer_state(plain, keep=self.global_rank == 0)
+        content, keep = plain.state_dict(), self.global_rank == 0
+        state = {
+            number: {key: whole_on_cpu(value, keep=keep) for key, value in values.items()}
+            for number, values in content["state"].items()
+        }
+        return {**content, "state": state} if keep else {}
+
+    def reads(self, path: Any) -> bool:
+        """Whether it is a folder of FSDP2's that holds a state for each parameter that has one here."""
+        if not super().reads(path):
+            return False
+        held = entries(Path(path))
+        assert self.lightning_module is not None
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        wanted = {
+            f"optimizer_{index}.state.{names[id(parameter)]}"
+            for index, optimizer in enumerate(self.optimizers)
+            for parameter in parameters_of(optimizer)
+        }
+        return "state_dict" in {entry.partition(".")[0] for entry in held} and wanted <= {
+            entry.rpartition(".")[0] for entry in held
+        }
+
+    def load_full(self, checkpoint: dict[str, Any]) -> None:
+        """Shard full weights, and while fitting full optimizer states.
+
+        Lightning's own way takes the numbers in an optimizer's state for positions in the *model*, which they are not
+        where an optimizer has several groups or leaves parameters out.
+        """
+        module = self.lightning_module
+        assert module is not None
+        here, full = module.state_dict(), checkpoint.pop("state_dict")
+        shards = {name: sharded_like(here.get(name), value) for name, value in full.items()}
+        module.load_state_dict(shards, strict=module.strict_loading)
+        load_states(self.optimizers, checkpoint)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         yield
 
 
-def _materialize_on(place: torch.device, model: nn.Module, module: nn.Module) -> None:
-    """Make ``module`` and move it before it is split, so that a device holds one module in full at a time."""
-    meta_device.materialize(module, model, place, place)
-    if place.type != "cpu":
-        module.to(place)
-
-
 class PlanHSDPStrategy(PlanFSDP2Strategy):
     """Shards within a node and replicas across nodes; ``device_mesh=(replicas, shards)`` lays them otherwise."""
 
-    def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    def setup_environment(self) -> None:
+        """As without replicas, over the nodes where no mesh is given."""
         if self._replicas_and_shards is None:
             self._replicas_and_shards = (self.num_nodes, max(self.num_processes // max(self._tensor_parallel, 1), 1))
-        return super()._mesh_shape()
+        super().setup_environment()

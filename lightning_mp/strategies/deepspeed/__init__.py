@@ -1,1 +1,0 @@
-"""DeepSpeed ZeRO under a plan."""

@@ -1,1 +1,0 @@
-"""FSDP2 (fully_shard), HSDP and tensor parallel under a plan."""
