@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 from torch import nn
@@ -135,7 +135,8 @@ class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
         plan, module, fitting = plan_of(self), cast("Any", self.model), trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
-        policy = plan.apply(module)
+        with _unwrapped(module) if _ROOT in vars(module) else nullcontext():
+            policy = plan.apply(module)
         if fitting:
             self.setup_optimizers(trainer)
         if _ROOT not in vars(module):
@@ -211,3 +212,22 @@ class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
                 named = rekeyed(state, [names[id(parameter)] for parameter in parameters_of(optimizer)])
                 to_load = FullyShardedDataParallel.optim_state_dict_to_load(self._wrapped, optimizer, named)
                 optimizer.load_state_dict(to_load)
+
+
+@contextmanager
+def _unwrapped(module: nn.Module) -> Generator[None, None, None]:
+    """Take the wrappers of an earlier run out of the tree meanwhile: names and classes are those the user wrote."""
+    taken = [
+        (parent, name, child)
+        for parent in list(module.modules())
+        if not isinstance(parent, FullyShardedDataParallel)
+        for name, child in parent.named_children()
+        if isinstance(child, FullyShardedDataParallel)
+    ]
+    for parent, name, child in taken:
+        setattr(parent, name, child.module)
+    try:
+        yield
+    finally:
+        for parent, name, child in taken:
+            setattr(parent, name, child)

@@ -46,8 +46,7 @@ def test_what_is_none_of_them_is_refused(tmp_path: Path, names: tuple[str, ...],
         kind_of(place)
     message = str(caught.value)
     assert says in message
-    assert message.startswith(f"Got {str(place)!r}")
-    assert " Allowed: " in message
+    assert repr(str(place)) in message
     assert message.endswith(f"{caught.value.fault.fix[1:]}.")
     assert "\n" not in message
 
