@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from lightning_mp.compat.lightning import (
+    LightningModule,
     Precision,
     Strategy,
     SubprocessScriptLauncher,
@@ -92,6 +93,11 @@ class RunsPlan(_Base):
         self.given_layer_sync = value
 
     _layer_sync: Any = cast("Any", property(_shown_layer_sync, _take_layer_sync))
+
+    @property
+    def _user_module(self) -> LightningModule:
+        assert self.lightning_module is not None, "outside of a run"
+        return self.lightning_module
 
     def on_exception(self, exception: BaseException) -> None:
         """As the host does; the children are waited for at exit, when this rank's own message has been printed.

@@ -210,17 +210,16 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, then hand the module and its optimizer to DeepSpeed."""
         assert self.accelerator is not None
-        assert self.model is not None
-        plan = plan_of(self)
+        plan, module = plan_of(self), self._user_module
         self._forward_redirection = InsideEngine(plan)
         self.accelerator.setup(trainer)
-        self.config, self._config_initialized = plan.apply(self.model), True
+        self.config, self._config_initialized = plan.apply(module), True
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         if trainer.training:
-            self._initialize_deepspeed_train(self.model)
+            self._initialize_deepspeed_train(module)
         else:
-            self._initialize_deepspeed_inference(self.model)
+            self._initialize_deepspeed_inference(module)
         self.setup_precision_plugin()
         self.barrier()
 
@@ -307,8 +306,7 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Backward through DeepSpeed, told whether it is the last one before a step."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._user_module
         accumulating = module.automatic_optimization and accumulates(module.trainer)
         if accumulating and self._stage < 3 and begins_window(module.trainer, module.trainer.fit_loop.batch_idx):
             forget_gradients(self.deepspeed_engine.optimizer)  # of a window that an epoch left out in its midst
@@ -353,14 +351,13 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
 
     def reads(self, path: Any) -> bool:
         alike = super().reads(path) and resumable(Path(path), self._stage, self.world_size)
-        module = cast("nn.Module", self.lightning_module)
+        module = self._user_module
         groups = [group for zero in self.optimizers for group in trained_names(zero, module)] if self._stage < 3 else []
         return alike and (not groups or loads_alike(Path(path), groups))
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Load whole weights into the partitions."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._user_module
         if checkpoint.pop("optimizer_states", None):
             rank_zero_info("Optimizer state of another strategy does not fit ZeRO's partitions: it starts at zero.")
         state = checkpoint["state_dict"]

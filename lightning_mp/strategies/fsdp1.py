@@ -197,8 +197,7 @@ class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Shard whole weights, and while fitting whole optimizer states, into what this rank holds."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._user_module
         with self._whole_states(loading=True):
             self._wrapped.load_state_dict(checkpoint.pop("state_dict"), strict=module.strict_loading)
             if module.trainer.state.fn != TrainerFn.FITTING:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -283,8 +283,7 @@ class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
         sizes |= {"tensor_parallel": size} if size > 1 else {}
         kind = self.root_device.type
         self._device_mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        assert self.lightning_module is not None
-        set_mesh(self.lightning_module, self._device_mesh)
+        set_mesh(self._user_module, self._device_mesh)
 
     def degrees(self, world: int) -> tuple[int, int, int]:
         """Of ``world`` processes the replicas, the shards of each, and the ranks that split each layer."""
@@ -323,17 +322,16 @@ class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, shard, then make the optimizers on what is left here."""
         assert self.accelerator is not None
-        assert self.model is not None
         self.accelerator.setup(trainer)
-        plan = plan_of(self)
-        layout = plan.apply(self.model)
+        plan, module = plan_of(self), self._user_module
+        layout = plan.apply(module)
         if layout is not None:
-            with sharding_compat.hooks_kept(self.model):
-                self._shard(self.model, layout[0], layout[1], plan.policy)
+            with sharding_compat.hooks_kept(module):
+                self._shard(module, layout[0], layout[1], plan.policy)
         assert plan.engine is not None
-        self._gather_halves(half_weights.survey(self.model, plan.engine.pin_map, plan.policy), plan.policy)
+        self._gather_halves(half_weights.survey(module, plan.engine.pin_map, plan.policy), plan.policy)
         self._fp8_gather = self._gathers_fp8(plan)
-        self._root = RootUnit(self.model)
+        self._root = RootUnit(module)
         self.model_to_device()
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -362,10 +360,9 @@ class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
         that is used twice in half precision. Here every number is the one that autocast makes of fp32 weights; and
         autocast keeps no copy of them until the backward pass.
         """
-        assert self.model is not None
         free = [weight for weight in weights if weight.reason is None]
         names = {(id(module), key): weight.name for weight in free for module, key in weight.places}
-        sharding_compat.gather_halves(self.model, names, to_torch(policy.compute_dtype), AutocastWeight)
+        sharding_compat.gather_halves(self._user_module, names, to_torch(policy.compute_dtype), AutocastWeight)
 
     def _gathers_fp8(self, plan: MixedPrecisionPlan) -> FP8Gather | None:
         rule, conversion = plan.policy.fp8, plan.engine and plan.engine.fp8
@@ -373,20 +370,19 @@ class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
             return None
         self._evaluates_in_fp8 = rule.evaluate == "fp8"
         group = self._shard_mesh.get_group(-1)
-        return FP8Gather(cast("Any", self.model), conversion.modules, group, emulate=rule.emulate)
+        return FP8Gather(self._user_module, conversion.modules, group, emulate=rule.emulate)
 
     def teardown(self) -> None:
         """As the host does; the units are left as ``fully_shard`` made them."""
         super().teardown()
-        if self._root is not None and self.model is not None:
+        if self._root is not None:
             self._gather_halves((), plan_of(self).policy)
 
     def model_to_device(self) -> None:
-        assert self.model is not None
         if not self.sharding.cpu_offload:
             super().model_to_device()
             return
-        for buffer in self.model.buffers():  # parameters stay where they are offloaded to
+        for buffer in self._user_module.buffers():  # parameters stay where they are offloaded to
             buffer.data = buffer.data.to(self.root_device)
 
     # ------------------------------------------------------------------ steps
@@ -398,9 +394,8 @@ class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
 
     def _as_forward(self, method: str, args: Any, kwargs: Any) -> Any:
         """Run a step as the forward of the root unit, whose parameters can be used anywhere in it, as under DDP."""
-        module, root = self.lightning_module, self._root
+        module, root = self._user_module, self._root
         assert root is not None
-        assert module is not None
         training, engine = method == "training_step", plan_of(self).engine
         assert isinstance(engine, ShardedEngine)
         manual = training and not module.automatic_optimization
@@ -423,24 +418,21 @@ class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Within a window HSDP sums over shards alone, and over its replicas in the last micro-batch."""
-        assert self.model is not None
         if self._replicas_and_shards is None:
             yield
             return
-        sharding_compat.sum_over_replicas(self.model, now=False)
+        sharding_compat.sum_over_replicas(self._user_module, now=False)
         try:
             yield
         finally:
-            sharding_compat.sum_over_replicas(self.model, now=True)
+            sharding_compat.sum_over_replicas(self._user_module, now=True)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         assert self._root is not None
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._user_module.trainer
         if self._replicas_and_shards is not None and begins_window(trainer, trainer.fit_loop.batch_idx):
-            assert self.model is not None
             # gradients are zero now: those of a window that had no end wait no longer
-            sharding_compat.drop_sums_of_shards(self.model)
+            sharding_compat.drop_sums_of_shards(self._user_module)
         self._root.before_backward(closure_loss)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -455,8 +447,7 @@ class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
 
     def _share_buffers(self) -> None:
         """Rank 0's, as under DDP: the model is evaluated with what is saved."""
-        assert self.model is not None
-        share_buffers(self.model, self.root_device)
+        share_buffers(self._user_module, self.root_device)
 
     on_validation_start = on_test_start = on_predict_start = on_train_end = _share_buffers
 
@@ -488,8 +479,7 @@ class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
         if not super().reads(path):
             return False
         held = entries(Path(path))
-        assert self.lightning_module is not None
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        names = {id(parameter): name for name, parameter in self._user_module.named_parameters()}
         wanted = {
             f"optimizer_{index}.state.{names[id(parameter)]}"
             for index, optimizer in enumerate(self.optimizers)
@@ -505,8 +495,7 @@ class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
         Lightning's own way takes the numbers in an optimizer's state for positions in the *model*, which they are not
         where an optimizer has several groups or leaves parameters out.
         """
-        module = self.lightning_module
-        assert module is not None
+        module = self._user_module
         here, full = module.state_dict(), checkpoint.pop("state_dict")
         shards = {name: sharded_like(here.get(name), value) for name, value in full.items()}
         module.load_state_dict(shards, strict=module.strict_loading)

@@ -164,7 +164,7 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
         self._setup_distributed()
         names = ("pipeline", "data_parallel")
         self._device_mesh = init_device_mesh(self.root_device.type, (stages, replicas), mesh_dim_names=names)
-        set_mesh(self._module, self._device_mesh)
+        set_mesh(self._user_module, self._device_mesh)
 
     def degrees(self, world: int) -> tuple[int, int, int]:
         """Of ``world`` processes the replicas, the shards of each, and the stages."""
@@ -194,11 +194,6 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
     def _shards_stages(self) -> bool:
         """Whether FSDP2 shards each stage over its replicas."""
         return self.shard and self.replica_group.size() > 1
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     # ------------------------------------------------------------------ the model
 
@@ -249,7 +244,7 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
         self.accelerator.setup(trainer)
         if self.replica_group.size() == 1:
             keep_sampler(trainer)
-        plan, module, fitting = plan_of(self), self._module, trainer.state.fn == TrainerFn.FITTING
+        plan, module, fitting = plan_of(self), self._user_module, trainer.state.fn == TrainerFn.FITTING
         found: Cut = plan.apply(module)
         if self._cut_from is not module:
             self._cut_from, self._cut = module, found
@@ -306,7 +301,7 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
 
     def on_train_start(self) -> None:
         """Refuse a smaller last batch before the first one is drawn."""
-        trainer = self._module.trainer
+        trainer = self._user_module.trainer
         loader: Any = trainer.train_dataloader
         with suppress(AttributeError, TypeError):  # an iterable data set; each batch is checked when it comes
             left = len(loader.sampler) % loader.batch_size
@@ -316,7 +311,7 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the schedule on a batch; the backward pass of the loss that is returned restores its gradients."""
-        trainer, plan, pipeline = self._module.trainer, plan_of(self), self._pipeline
+        trainer, plan, pipeline = self._user_module.trainer, plan_of(self), self._pipeline
         assert plan.engine is not None
         assert pipeline is not None
         inputs, target = pipeline.batch(args[0], training=True)
@@ -327,7 +322,7 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
                 loss = pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
             if self.replica_group.size() > 1 and not self.shard and not accumulates(trainer):
                 average(self._own, self.replica_group, to_torch(plan.policy.reduce_dtype))
-        self._module.log("train_loss", loss, batch_size=len(inputs[0]))
+        self._user_module.log("train_loss", loss, batch_size=len(inputs[0]))
         return self._gradients.loss(loss)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -351,7 +346,7 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
         for part in self._parts.values():
             if isinstance(part, FSDPModule):  # what stays gathered hides the shards from a second fit's optimizer
                 part.reshard()
-        self._module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
+        self._user_module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
         return loss
 
     def _share_buffers(self) -> None:
@@ -376,7 +371,7 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
         """The weights of all stages on the CPU of rank 0; those of this rank on others."""
         self._share_buffers()
         assert self._cut is not None
-        homes, size, every = self._cut.homes, self.stage_group.size(), self._module.state_dict()
+        homes, size, every = self._cut.homes, self.stage_group.size(), self._user_module.state_dict()
         rank = dist.get_rank(self.stage_group)
         mine = {name: whole_on_cpu(one) for name, one in every.items() if homes.get(name, rank) % size == rank}
         whole = self._gathered(mine)
@@ -409,7 +404,7 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
         Raises:
             RuntimeError: under ``strict_loading``, names that the checkpoint or the module lacks.
         """
-        module, full = self._module, checkpoint.pop("state_dict")
+        module, full = self._user_module, checkpoint.pop("state_dict")
         here: dict[str, Any] = module.state_dict()
         if module.strict_loading and here.keys() != full.keys():
             apart = ", ".join(sorted(here.keys() ^ full.keys()))
