@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,24 +20,24 @@ from lightning_mp.checkpoints.formats import (
     plain_names,
     without_file_protocol,
 )
-from lightning_mp.compat.lightning import Strategy, TorchCheckpointIO, TrainerFn, rank_zero_info, trainer_of
+from lightning_mp.compat.lightning import TorchCheckpointIO, TrainerFn, rank_zero_info, trainer_of
 from lightning_mp.compat.torch import last_rates
-from lightning_mp.errors import Fault, Faults
+from lightning_mp.errors import Faults
+from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
+from lightning_mp.strategies.common import RunsPlan
 
 #: the checkpoint's key for what this package adds to Lightning's own
 NOTES = "lightning_mp"
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-_Base = Strategy if TYPE_CHECKING else object
 
+class PlanStrategy(RunsPlan):
+    """Runs a plan; writes the dtypes beside the weights, and loads checkpoints of other strategies."""
 
-class PortableCheckpoints(_Base):
-    """Writes the dtypes beside the weights, and loads checkpoints of other strategies."""
-
-    #: the formats that the host strategy reads itself
-    own_formats: frozenset[Kind] = frozenset({"file"})
+    #: the format that the host strategy reads itself, if any
+    own_format: Kind | None = "file"
 
     @property
     def saves_folders(self) -> bool:
@@ -50,7 +50,8 @@ class PortableCheckpoints(_Base):
         if not self.saves_folders or trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         folders: set[Any] = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
-        faults.extend([_remote(folder) for folder in sorted(filter(None, folders)) if is_remote_path(folder)])
+        for folder in (folder for folder in sorted(filter(None, folders)) if is_remote_path(folder)):
+            faults.add(*_remote(folder))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save as the host does, with the dtypes that parameters and buffers are stored in.
@@ -65,8 +66,7 @@ class PortableCheckpoints(_Base):
         }
         path = without_file_protocol(self.broadcast(filepath))
         if self.saves_folders and is_remote_path(path):
-            fault = _remote(path)
-            raise CheckpointFormatError(fault.given, fault.fix)
+            raise CheckpointFormatError(*_remote(path))
         if self.saves_folders or not (is_remote_path(path) or self._users_io):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         elif self.is_global_zero:  # Lightning's strategies of shards would take the path for that of a local file
@@ -74,10 +74,8 @@ class PortableCheckpoints(_Base):
 
     def stored_dtypes(self) -> dict[str, str]:
         """The short dtype name of every floating parameter and buffer."""
-        module = self.lightning_module
-        assert module is not None
-        named = (*module.named_parameters(), *module.named_buffers())
-        return {name: _NAMES[tensor.dtype] for name, tensor in named if tensor.dtype in _NAMES}
+        named = (*self._user_module.named_parameters(), *self._user_module.named_buffers())
+        return {plain_name(name): _NAMES[tensor.dtype] for name, tensor in named if tensor.dtype in _NAMES}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load as the host does; every rank reads all of a checkpoint of another strategy.
@@ -88,7 +86,7 @@ class PortableCheckpoints(_Base):
         path = without_file_protocol(self.broadcast(checkpoint_path))
         with self._optimizers_while_fitting():
             own = self.reads(path)
-            if own and "file" not in self.own_formats:
+            if own and self.own_format != "file":
                 return super().load_checkpoint(path, weights_only=weights_only)
             if own or self._format(path) is None:
                 # torch rebuilds tensors of a subclass (torchao's optimizer state) for a device that has a name only
@@ -135,7 +133,7 @@ class PortableCheckpoints(_Base):
         Raises:
             CheckpointFormatError: nothing at the path is a checkpoint.
         """
-        return (self._format(path) or "file") in self.own_formats
+        return (self._format(path) or "file") == self.own_format
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Load a full checkpoint where Lightning leaves that to the strategy."""
@@ -147,13 +145,10 @@ class PortableCheckpoints(_Base):
             set_learning_rates(self.optimizers, checkpoint)
 
 
-def _remote(path: Any) -> Fault:
-    return Fault(
-        f"{str(path)!r} for checkpoints that are folders, a file or more a rank",
-        "",
-        "give ModelCheckpoint(dirpath=...) a local folder, or write one file: strategy='mp_fsdp2' with "
-        "save_distributed_checkpoint=False",
-    )
+def _remote(path: Any) -> tuple[str, str]:
+    one_file = "strategy='mp_fsdp2' with save_distributed_checkpoint=False"
+    fix = f"give ModelCheckpoint(dirpath=...) a local folder, or write one file: {one_file}"
+    return f"{str(path)!r} for checkpoints that are folders, a file or more a rank", fix
 
 
 def sharded_like(target: Any, full: Any) -> Any:

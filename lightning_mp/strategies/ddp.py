@@ -7,11 +7,10 @@ from torch import nn
 
 from lightning_mp.compat.lightning import DDPStrategy, Trainer, keep_sampler
 from lightning_mp.engines.eager import EagerEngine
-from lightning_mp.strategies.checkpoint_io import PortableCheckpoints
-from lightning_mp.strategies.common import RunsPlan
+from lightning_mp.strategies.checkpoint_io import PlanStrategy
 
 
-class PlanDDPStrategy(RunsPlan, PortableCheckpoints, DDPStrategy):
+class PlanDDPStrategy(PlanStrategy, DDPStrategy):
     """Lightning's ``DDPStrategy``, which also resumes from sharded and DeepSpeed checkpoints.
 
     One process runs as Lightning's single device: no launcher, no process group, no wrapper, the user's own sampler.

@@ -51,8 +51,8 @@ from lightning_mp.modules import half_weights
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
-from lightning_mp.strategies.common import RunsPlan, plan_of, refuse_callbacks, refuse_weights
+from lightning_mp.strategies.checkpoint_io import PlanStrategy, set_learning_rates
+from lightning_mp.strategies.common import plan_of, refuse_callbacks, refuse_weights
 
 Json = Mapping[str, Any] | str | PathLike[str]
 
@@ -85,7 +85,7 @@ class InsideEngine(ForwardRedirection):
             bring_back()
 
 
-class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
+class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     """ZeRO stage 1, 2 or 3 under a plan, on CUDA, and on the CPU with gloo.
 
     Args:
@@ -102,7 +102,7 @@ class PlanDeepSpeedStrategy(RunsPlan, PortableCheckpoints, DeepSpeedStrategy):
     """
 
     plan_engine = ZeroEngine
-    own_formats = frozenset({"deepspeed"})
+    own_format = "deepspeed"
     #: by param group in the engine, the user's that it was split off
     _came_from: Sequence[int] = ()
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import Kind, plain_names, rekeyed
+from lightning_mp.checkpoints.formats import rekeyed
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
     FSDPStrategy,
@@ -34,8 +34,8 @@ from lightning_mp.errors import Faults
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
-from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, set_learning_rates
-from lightning_mp.strategies.common import RunsPlan, plan_of, refuse_callbacks, refuse_weights
+from lightning_mp.strategies.checkpoint_io import PlanStrategy, set_learning_rates
+from lightning_mp.strategies.common import plan_of, refuse_callbacks, refuse_weights
 from lightning_mp.strategies.sharding import Wrap, broadcast_from_first, units
 
 _INSTEAD = "use strategy='mp_fsdp2'"
@@ -49,7 +49,7 @@ _REFUSED = {
 _ROOT = "_lmp_fsdp1_root"
 
 
-class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
+class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
     """``FullyShardedDataParallel`` under a plan without pins, on CUDA and on the CPU (gloo).
 
     Args:
@@ -64,7 +64,7 @@ class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
     """
 
     plan_engine = ShardedEngine
-    own_formats: frozenset[Kind] = frozenset()
+    own_format = None
 
     def __init__(self, *, wrap: Wrap = None, auto_wrap_policy: Any = None, **host: Any) -> None:
         with Faults("strategy") as faults:
@@ -168,9 +168,6 @@ class PlanFSDP1Strategy(RunsPlan, PortableCheckpoints, FSDPStrategy):
         yield
 
     # ------------------------------------------------------------------ checkpoints
-
-    def stored_dtypes(self) -> dict[str, str]:
-        return plain_names(super().stored_dtypes())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self._whole_states():

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.folders import entries
-from lightning_mp.checkpoints.formats import Kind
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat import torchao
 from lightning_mp.compat.lightning import (
@@ -44,8 +43,8 @@ from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies import tensor_parallel
-from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, load_states, sharded_like
-from lightning_mp.strategies.common import RunsPlan, plan_of, refuse_callbacks, refuse_weights
+from lightning_mp.strategies.checkpoint_io import PlanStrategy, load_states, sharded_like
+from lightning_mp.strategies.common import plan_of, refuse_callbacks, refuse_weights
 from lightning_mp.strategies.sharding import (
     Sharding,
     Units,
@@ -183,7 +182,7 @@ def _step(name: str, context: str) -> Any:
     return step
 
 
-class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
+class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 
     Args:
@@ -211,7 +210,7 @@ class PlanFSDP2Strategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
 
     gathers_fp8 = True
     plan_engine = ShardedEngine
-    own_formats: frozenset[Kind] = frozenset({"sharded"})
+    own_format = "sharded"
 
     def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
         self,

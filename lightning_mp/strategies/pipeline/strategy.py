@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
 
-from lightning_mp.checkpoints.formats import Kind, by_parameter
+from lightning_mp.checkpoints.formats import by_parameter
 from lightning_mp.compat.lightning import (
     LightningModule,
     LightningOptimizer,
@@ -39,8 +39,8 @@ from lightning_mp.modules.remote import free_remote, is_remote
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.rng import Stream
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies.checkpoint_io import PortableCheckpoints, load_states, sharded_like
-from lightning_mp.strategies.common import RunsPlan, plan_of, refuse_callbacks
+from lightning_mp.strategies.checkpoint_io import PlanStrategy, load_states, sharded_like
+from lightning_mp.strategies.common import plan_of, refuse_callbacks
 from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Pipeline, StashedGradients, average, refused
 from lightning_mp.strategies.pipeline.stages import Cut, Part, cut, units_of
 from lightning_mp.strategies.sharding import (
@@ -57,7 +57,7 @@ _MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 _STEPS = ("training_step", "validation_step", "test_step")
 
 
-class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy):
+class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
     """``torch.distributed.pipelining`` under a plan: every rank holds a stage, a batch goes through in micro-batches.
 
     The module has ``pipeline_batch(batch) -> (inputs, target)``, a pure ``pipeline_loss(output, target) -> Tensor`` and
@@ -80,7 +80,7 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
     """
 
     plan_engine = PipelineEngine
-    own_formats: frozenset[Kind] = frozenset()
+    own_format = None
 
     def __init__(
         self,
@@ -119,21 +119,6 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
     # ------------------------------------------------------------------ processes
 
     @property
-    def stage_group(self) -> dist.ProcessGroup:
-        """The ranks of this pipeline, in the order of their stages."""
-        return self.device_mesh.get_group("pipeline")
-
-    @property
-    def replica_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same stage as this one."""
-        return self.device_mesh.get_group("data_parallel")
-
-    @property
-    def parameter_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups over which what each rank holds of the parameters adds up to all of them."""
-        return (self.replica_group, self.stage_group) if self._shards_stages else (self.stage_group,)
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Every stage of a replica draws the same batches."""
         group = self.replica_group
@@ -165,6 +150,16 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
         names = ("pipeline", "data_parallel")
         self._device_mesh = init_device_mesh(self.root_device.type, (stages, replicas), mesh_dim_names=names)
         set_mesh(self._user_module, self._device_mesh)
+        #: the ranks of this pipeline, in the order of their stages, and those that hold the same stage as this one
+        self.stage_group, self.replica_group = map(self._device_mesh.get_group, names)
+        #: whether FSDP2 shards each stage over its replicas
+        self._shards_stages = self.shard and replicas > 1
+        #: the groups over which what each rank holds of the parameters adds up to all of them
+        self.parameter_groups = (*((self.replica_group,) if self._shards_stages else ()), self.stage_group)
+        #: stages in all, virtual ones included, and those on this rank
+        self._count = stages * (self._virtual if self._kind.several else 1)
+        self._mine = range(dist.get_rank(self.stage_group), self._count, stages)
+        self._pieces = self._microbatches or 4 * stages
 
     def degrees(self, world: int) -> tuple[int, int, int]:
         """Of ``world`` processes the replicas, the shards of each, and the stages."""
@@ -175,25 +170,6 @@ class PlanPipelineStrategy(RunsPlan, PortableCheckpoints, ModelParallelStrategy)
         replicas = 1 if self._replicas == "auto" else int(self._replicas)
         stages = self._stages or world // replicas
         return stages, max(world // max(stages, 1), 1) if self._replicas == "auto" else replicas
-
-    @property
-    def _count(self) -> int:
-        """Stages in all, virtual ones included."""
-        return self.stage_group.size() * (self._virtual if self._kind.several else 1)
-
-    @property
-    def _mine(self) -> range:
-        """The stages on this rank."""
-        return range(dist.get_rank(self.stage_group), self._count, self.stage_group.size())
-
-    @property
-    def _pieces(self) -> int:
-        return self._microbatches or 4 * self.stage_group.size()
-
-    @property
-    def _shards_stages(self) -> bool:
-        """Whether FSDP2 shards each stage over its replicas."""
-        return self.shard and self.replica_group.size() > 1
 
     # ------------------------------------------------------------------ the model
 
