@@ -84,57 +84,45 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
 
 
 def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_json: bool) -> None:
-    """The memory of the run that a config describes, on a GPU."""
+    """The memory of the run that a config describes, without its callbacks, on a GPU."""
+    from lightning_mp.cli import parts
     from lightning_mp.planner.memory import USABLE
     from lightning_mp.policy.hardware import find
-    from lightning_mp.tracing.predict import MOST_ROWS
+    from lightning_mp.tracing.predict import MOST_ROWS, fits, predict_memory, rows_of
+    from lightning_mp.tracing.run import LEFT_OUT
 
+    faults = Faults("advise")
+    ways: list[Fit] = []
     with refusals("advise"), redirect_stdout(sys.stderr):
-        faults = Faults("advise")
         device = faults.sound(find(gpu, faults))
-        name, found = _advised(arguments, config_dirs, faults, device.memory * USABLE)
-    prediction, ways = found["prediction"], found["fits"]
+        with parts.one_run(arguments, faults, "advise", config_dirs, callbacks=None) as (config, regime):
+            model, loaders = parts.parts(config, faults)
+            batch = next(iter(parts.training_batches(loaders, model)))
+            trainer, rows = dict(regime.trainer), rows_of(batch)
+            devices = _count(trainer.get("devices")) * _count(trainer.get("num_nodes", 1))
+            written: Any = config.get("strategy") or "auto"
+            name = str(written if isinstance(written, str) else written.get("name", written.get("_target_", "auto")))
+            given = {key: value for key, value in trainer.items() if key not in {*LEFT_OUT, "strategy", "devices"}}
+            how: dict[str, Any] = {"devices": devices, "trainer_args": given}
+            progress("tracing two steps without memory ...")
+            prediction = predict_memory(model, batch, regime.plan, strategy=trainer["strategy"], **how)
+            if prediction.parts["activations"]:
+                make = partial(parts.strategy_of, written, faults=faults)
+                for way in fits(model, batch, regime.plan, device.memory * USABLE, make, **how):
+                    progress(f"checkpointing {way.checkpointing}: {counted(way.rows, 'row')}")
+                    ways.append(way)
     if as_json:
-        plain = {**found, "strategy": name, "prediction": asdict(prediction), "fits": list(map(asdict, ways))}
-        typer.echo(json.dumps(plain, indent=2))
+        plain = {"strategy": name, "devices": devices, "rows": rows, "prediction": asdict(prediction)}
+        typer.echo(json.dumps({**plain, "fits": list(map(asdict, ways))}, indent=2))
         return
-    devices, rows = counted(found["devices"], "device"), counted(found["rows"], "row")
-    typer.echo(f"Memory of one rank: {name} on {devices}, {rows} a micro-batch\n")
-    typer.echo(prediction.to_markdown())
+    where = f"{name} on {counted(devices, 'device')}, {counted(rows, 'row')} a micro-batch"
+    typer.echo(f"Memory of one rank: {where}\n\n{prediction.to_markdown()}")
     for each in ways:
         most = counted(each.rows, "row") + " or more" * (each.rows == MOST_ROWS)
         size = in_bytes(each.prediction.peak_bytes)
         typer.echo(f"checkpointing {each.checkpointing}: {size}; up to {most} on {device.word}")
     if not ways:
         typer.echo("the largest micro-batch is not known, since activations were not counted")
-
-
-def _advised(
-    arguments: list[str], config_dirs: list[Path], faults: Faults, memory: float
-) -> tuple[str, dict[str, Any]]:
-    """The strategy's name, and what is predicted of the run as it is written, without its callbacks."""
-    from lightning_mp.cli import parts
-    from lightning_mp.tracing.predict import fits, predict_memory, rows_of
-    from lightning_mp.tracing.run import LEFT_OUT
-
-    with parts.one_run(arguments, faults, "advise", config_dirs, callbacks=None) as (config, regime):
-        model, loaders = parts.parts(config, faults)
-        batch = next(iter(parts.training_batches(loaders, model)))
-        trainer = dict(regime.trainer)
-        devices = _count(trainer.get("devices")) * _count(trainer.get("num_nodes", 1))
-        written: Any = config.get("strategy") or "auto"
-        name = str(written if isinstance(written, str) else written.get("name", written.get("_target_", "auto")))
-        given = {key: value for key, value in trainer.items() if key not in {*LEFT_OUT, "strategy", "devices"}}
-        how: dict[str, Any] = {"devices": devices, "trainer_args": given}
-        progress("tracing two steps without memory ...")
-        prediction = predict_memory(model, batch, regime.plan, strategy=trainer["strategy"], **how)
-        ways: list[Fit] = []
-        if prediction.parts["activations"]:
-            make = partial(parts.strategy_of, written, faults=faults)
-            for way in fits(model, batch, regime.plan, memory, make, **how):
-                progress(f"checkpointing {way.checkpointing}: {counted(way.rows, 'row')}")
-                ways.append(way)
-        return name, {"prediction": prediction, "devices": devices, "rows": rows_of(batch), "fits": ways}
 
 
 def _count(given: Any) -> int:

@@ -66,24 +66,20 @@ def _compared(
     arguments: list[str], plans: str, config_dirs: list[Path], asked: dict[str, Any]
 ) -> tuple[Comparison, Path]:
     """The config's own plan and its callbacks are left out."""
-    from omegaconf import open_dict
-
     from lightning_mp.cli import parts
-    from lightning_mp.cli.config import checked, composed
+    from lightning_mp.cli.config import composed
     from lightning_mp.comparison.compare import check_numbers, compare, read_plans
     from lightning_mp.comparison.run import OWN
 
     faults = Faults("compare")
     read_plans(plans, faults)
     check_numbers(asked["seeds"], _STEPS if asked["steps"] is None else asked["steps"], asked["margin"], faults)
-    with composed(arguments, "compare", faults, config_dirs) as (job,):
-        with open_dict(job.config):
-            job.config.plan = {"precision": "bf16-mixed"}  # what refers to it there is given one of the compared
-            job.config.callbacks = None
-        config = checked(job, faults)
+    # what refers to the plan is given one of the compared
+    replaced: dict[str, Any] = {"plan": {"precision": "bf16-mixed"}, "callbacks": None}
+    with composed(arguments, "compare", faults, config_dirs, **replaced) as (job,):
+        config = job.config
         if config.get("ckpt_path"):
-            given = f"ckpt_path={config['ckpt_path']}"
-            faults.add(given, "runs that begin with the module's own weights", "have the module load them")
+            faults.add("ckpt_path: compared runs begin with the module's own weights", "have the module load them")
         trainer = parts.trainer_arguments(config, faults)
         faults.raise_if_any()
         folder = asked["out"] or Path(config["run_dir"])

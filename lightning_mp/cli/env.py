@@ -11,20 +11,6 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-#: distributions whose versions decide what runs
-_PACKAGES = (
-    "lightning-mp",
-    "torch",
-    "lightning",
-    "pytorch-lightning",
-    "transformers",
-    "peft",
-    "deepspeed",
-    "torchao",
-    "omegaconf",
-    "hydra-core",
-)
-
 
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, to paste into an issue.")] = False,
@@ -38,7 +24,7 @@ def env(
         typer.echo(json.dumps(found, indent=2))
         return
     for name, version in found["versions"].items():
-        typer.echo(f"{name:18} {version or 'not installed'}")
+        typer.echo(f"{name:18} {version}")
     for device in found["devices"]:
         typer.echo(f"\n{device['device']}: {device['name']}")
         for mode, says in device["modes"].items():
@@ -46,27 +32,19 @@ def env(
 
 
 def collect() -> dict[str, Any]:
-    """Versions by distribution (``None``: not installed), and what each mode does on each device; plain values."""
+    """The versions of what is installed, and what each mode does on each device; plain values."""
     import platform
 
     import torch
 
-    versions: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
-    versions |= {name: _version(name) for name in _PACKAGES}
-    versions["torch"] = str(torch.__version__)  # which says for what it was built
+    from lightning_mp.monitor.run_log import versions
+
+    # torch says in its own for what it was built
+    found = {"system": platform.platform(), **versions(), "torch": str(torch.__version__)}
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append(torch.device("mps"))
-    return {"versions": versions, "devices": [_on(device) for device in (*devices, torch.device("cpu"))]}
-
-
-def _version(name: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return {"versions": found, "devices": [_on(device) for device in (*devices, torch.device("cpu"))]}
 
 
 def _on(device: torch.device) -> dict[str, Any]:

@@ -61,41 +61,35 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
     step are told on stderr.
     """
     from lightning_mp.cli import parts
-    from lightning_mp.cli.config import checked, composed
+    from lightning_mp.cli.config import composed
     from lightning_mp.compat.lightning import LightningModule
     from lightning_mp.monitor.doctor import doctor as examine
 
-    faults, missing = Faults("doctor"), Faults("doctor")
-    with composed(arguments, "doctor", faults, config_dirs) as (job,):
-        planned, strategy = bool(job.config.get("plan")), job.config.get("strategy")
-        sections = ["plan", "model", "trainer", "run_dir"]
-        if planned or not parts.is_ours(strategy):  # the package's own, which is the default, is for a plan
-            sections.append("strategy")
-        config = checked(job, faults, needed=["model"], only=sections)
-        config |= checked(job, missing, needed=(), only=("data",))
-        regime = parts.regime(config, job.places, faults) if planned else None
+    faults = Faults("doctor")
+    with composed(arguments, "doctor", faults, config_dirs, needed=["model"], callbacks=None) as (job,):
+        config = job.config
+        regime = parts.regime(config, job.places, faults)
         faults.raise_if_any()
         model = parts.instantiated(config["model"], "model", faults)
         if regime is not None:
             _check_patterns(model, regime.plan.policy, faults)
             plan, trainer, strategy = regime.plan, regime.trainer, regime.trainer["strategy"]
         else:
-            plan, trainer, strategy = None, parts.trainer_arguments(config, faults), config.get("strategy")
-            strategy = strategy if parts.is_ours(strategy) else parts.instantiated(strategy, "strategy", faults)
+            plan, trainer = None, parts.trainer_arguments(config, faults)
+            strategy = parts.instantiated(config.get("strategy"), "strategy", faults)
         faults.raise_if_any()
-        steps = isinstance(model, LightningModule) and not missing.found
-        batch = _batch(config, model, missing) if steps else None
+        batch = _batch(config, model) if isinstance(model, LightningModule) else None
         return examine(model, plan, strategy, trainer, device=device, batch=batch)
 
 
-def _batch(config: dict[str, Any], model: Any, faults: Faults) -> Any:
+def _batch(config: dict[str, Any], model: Any) -> Any:
     """The first batch of the data; ``None`` where there is none, or a step would take minutes, which is told."""
     from lightning_mp.cli import parts
     from lightning_mp.numerics.dtypes import tensors_in
 
     try:
-        loaders = parts.data(config, faults)
-        faults.raise_if_any()
+        with Faults("doctor") as faults:
+            loaders = parts.data(config, faults)
         batch = next(iter(parts.training_batches(loaders, model)))
         weights, numbers = (sum(one.numel() for one in each) for each in (model.parameters(), tensors_in(batch)))
         if weights <= MOST_WEIGHTS and numbers <= MOST_NUMBERS:
@@ -165,7 +159,7 @@ def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) 
         model, data = parts.parts(config, faults)
         trainer.fit(model, **data)
     if callback.report is None:
-        faults.add("a run without a step", "data for a batch at least", "look at the data section")
+        faults.add("the run made no step", "look at the data section")
     return faults.sound(callback.report), folder
 
 

@@ -32,7 +32,7 @@ Arguments = Annotated[
 ]
 ConfigDirs = Annotated[
     Optional[list[Path]],  # noqa: UP045
-    typer.Option("--config-dir", help="A folder with groups of your own; may be given several times."),
+    typer.Option("--config-dir", exists=True, help="A folder with groups of your own; may be given several times."),
 ]
 
 
@@ -74,41 +74,32 @@ def run(
         MissingExtraError: an optional package that is needed is not installed.
         NonFiniteError: the run met more non-finite steps than its plan allows.
     """
+    from lightning_mp.cli import parts
     from lightning_mp.cli.config import composed
     from lightning_mp.errors import Faults
 
     faults = Faults("train")
     with composed(arguments, "train", faults, config_dirs, multirun=multirun) as jobs:
+        config = jobs[0].config
         with redirect_stdout(sys.stderr) if only_show else nullcontext():  # what others print is no part of the config
-            found = [_checked(job, faults) for job in jobs]
-        faults.raise_if_any()
+            _check_settings(config, faults)
+            regime = faults.sound(parts.regime(config, jobs[0].places, faults))
         if only_show:
-            say("---\n".join(_as_yaml(config) for config, _ in found).rstrip())
+            say("---\n".join(_as_yaml(job.config) for job in jobs).rstrip())
             return 0
-        if jobs[0].swept:
-            return _sweep(jobs, config_dirs, say)
-        ((config, regime),) = found
-        return _train(config, faults.sound(regime), say)
+        return _sweep(jobs, config_dirs, say) if jobs[0].swept else _train(config, regime, say)
 
 
-def _checked(job: Composed, faults: Faults) -> tuple[dict[str, Any], Regime | None]:
-    from lightning_mp.cli import config as composing
-    from lightning_mp.cli import parts
-    from lightning_mp.errors import Faults
+def _check_settings(config: dict[str, Any], faults: Faults) -> None:
+    from lightning_mp.errors import is_whole
 
-    mine = Faults()
-    config = composing.checked(job, mine)
-    seed = config.get("seed")
-    if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**32):
-        mine.add(f"seed={seed!r}", "an integer from 0 to 2**32 - 1, or null", "write seed=0")
-    checkpoint = str(config.get("ckpt_path"))
+    seed, checkpoint = config.get("seed"), str(config.get("ckpt_path"))
+    if seed is not None and not (is_whole(seed) and 0 <= seed < 2**32):
+        faults.add(f"seed={seed!r}", "an integer from 0 to 2**32 - 1, or null", "write seed=0")
     # with a colon it is an address (s3://…) or a model of a registry
     is_path = checkpoint not in ("None", "last", "hpc", "registry") and ":" not in checkpoint
     if is_path and not Path(checkpoint).exists():
-        mine.add(f"ckpt_path={checkpoint}, which does not exist", "a checkpoint, or 'last'", "check the path")
-    regime = parts.regime(config, job.places, mine)
-    faults.extend(fault for fault in mine.found if fault not in faults.found)
-    return config, regime
+        faults.add(f"ckpt_path={checkpoint}, which does not exist", "check the path, or write 'last'")
 
 
 def _as_yaml(config: dict[str, Any]) -> str:
@@ -124,8 +115,7 @@ def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
 
     faults, folder = Faults("train"), Path(config["run_dir"])
     with parts.running(folder, faults):
-        watch = parts.LastLoss()
-        trainer = parts.trainer({**regime.trainer, "callbacks": [*regime.trainer["callbacks"], watch]}, faults)
+        trainer = parts.trainer(dict(regime.trainer), faults)
         model, data = parts.parts(config, faults)
         if getattr(rank_zero_only, "rank", 0) == 0:
             _write_config(config, folder, say, faults)
@@ -134,7 +124,7 @@ def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
         page, skipped = folder / "report.html", int(regime.plan.skipped_steps)
         lost = f", {skipped} of them skipped" if skipped else ""
         report = f"; report: {page}" if page.exists() else ""
-        say(f"{folder}: {counted(trainer.global_step, 'step')}{lost}{watch.in_words()}{report}")
+        say(f"{folder}: {counted(trainer.global_step, 'step')}{lost}{report}")
     return 1 if trainer.interrupted else 0
 
 
@@ -149,7 +139,7 @@ def _write_config(config: dict[str, Any], folder: Path, say: Say, faults: Faults
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(_as_yaml(config), encoding="utf-8")
     except OSError as error:
-        faults.add(f"run_dir={folder}: {error}", "a folder that can be written", "choose another")
+        faults.add(f"run_dir={folder}: {error}", "choose another")
         faults.raise_if_any()
 
 
@@ -158,7 +148,7 @@ def _sweep(jobs: Sequence[Composed], config_dirs: Sequence[Path], say: Say) -> i
     from lightning_mp.errors import MissingExtraError, PlanError
     from lightning_mp.monitor.report import write_report
 
-    failed, folders = 0, [Path(str(job.config.run_dir)) for job in jobs]
+    failed, folders = 0, [Path(job.config["run_dir"]) for job in jobs]
     options = [part for each in config_dirs for part in ("--config-dir", str(each))]
     for number, (job, folder) in enumerate(zip(jobs, folders, strict=True), 1):
         say(f"[{number}/{len(jobs)}] {' '.join(job.swept)}")

@@ -78,7 +78,7 @@ def compare(
     check_numbers(seeds, steps, margin, faults)
     _check(module, trainer, out, faults)
     faults.raise_if_any()
-    runs = Runs(module, data, strategy, trainer, steps=steps, last=max(1, steps // _LAST))
+    runs = Runs(module, data, strategy, trainer, steps, max(1, steps // _LAST))
     with process_kept(torch.device("cuda" if torch.cuda.is_available() else "cpu")), quiet():
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the console
         warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
@@ -109,8 +109,7 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
     if not isinstance(module, LightningModule) and (not callable(module) or isinstance(module, torch.nn.Module)):
         faults.add(f"module, a {type(module).__name__}", "a LightningModule, or a function that makes one", "give one")
     for name in (name for name in OWN if name in trainer):
-        fix = "write steps=" if "steps" in name else "remove it"
-        faults.add(f"{name}={trainer[name]!r}", "Trainer arguments that compare has not its own of", fix)
+        faults.add(f"{name}={trainer[name]!r}, which compare sets itself", "remove it, or write steps=")
     known = [*(name for name in signature(compare).parameters if name != "trainer"), *trainer_arguments()]
     for name in trainer.keys() - set(known):
         faults.unknown("keyword", name, known)
@@ -119,56 +118,55 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
 
         plotly_script()
         if Path(out).exists() and not Path(out).is_dir():
-            faults.add(f"out={str(out)!r}, a file", "a folder, new or not", "choose another")
+            faults.add(f"out={str(out)!r} is a file", "name a folder, new or not")
 
 
 # ---------------------------------------------------------------------- the runs
+
+
+def _first_steps(runs: Runs, named: Mapping[str, PrecisionPolicy]) -> dict[str, int | Exception | None]:
+    """The trial of every plan in seed 0; what refuses any of them is raised together."""
+    refused: dict[Fault, list[str]] = {}
+
+    def tried(name: str, policy: PrecisionPolicy) -> int | Exception | None:
+        try:
+            return _attempt(partial(runs.trial, policy, 0))
+        except PlanError as error:
+            for fault in error.faults:
+                refused.setdefault(fault, []).append(name)
+
+    peaks = {name: tried(name, policy) for name, policy in named.items()}
+    with Faults(SUBJECT) as faults:
+        for fault, names in refused.items():
+            whose = "" if len(names) == len(named) else f"{', '.join(names)}: "
+            faults.extend([replace(fault, given=f"{whose}{fault.given}")])
+    first, *others = peaks.values()
+    if isinstance(first, Exception) and all(isinstance(other, Exception) for other in others):
+        raise first  # the user's own, with its traceback
+    return peaks
 
 
 def _run_all(
     runs: Runs, named: Mapping[str, PrecisionPolicy], seeds: int, say: Callable[[str], object]
 ) -> dict[str, list[RunResult]]:
     """The results of every plan, by seed."""
-    results = {name: list[RunResult]() for name in named}
-    _refuse(named, lambda policy: runs.arguments(MixedPrecisionPlan.from_policy(policy)))
     if getattr(rank_zero_only, "rank", 0) == 0:
         say(f"{counted(len(named), 'plan')}, two steps of each first ...")
-    peaks = _refuse(named, lambda policy: _attempt(partial(runs.trial, policy, 0)))
-    if all(isinstance(peak, Exception) for peak in peaks.values()):
-        raise next(iter(peaks.values()))  # the user's own, with its traceback
-    names = list(named)
+    peaks, names = _first_steps(runs, named), list(named)
+    results = {name: list[RunResult]() for name in named}
     for seed in range(seeds):
         turn = seed % len(names)
         for name in names[turn:] + names[:turn]:
             peak = peaks[name] if seed == 0 else _attempt(partial(runs.trial, named[name], seed))
             outcome = peak if isinstance(peak, Exception) else _attempt(partial(runs.run, named[name], seed))
             if isinstance(outcome, Exception):
-                result = RunResult(seed, error=f"{type(outcome).__name__}: {one_line(outcome)}")
-            else:
-                result = replace(outcome, peak_bytes=peak) if isinstance(peak, int) else outcome
-            results[name].append(result)
+                outcome = RunResult(seed, error=f"{type(outcome).__name__}: {one_line(outcome)}")
+            elif isinstance(peak, int):
+                outcome = replace(outcome, peak_bytes=peak)
+            results[name].append(outcome)
             if runs.is_global_zero:
-                say(f"seed {seed + 1} of {seeds}, {name}: {_in_words(result)}")
+                say(f"seed {seed + 1} of {seeds}, {name}: {_in_words(outcome)}")
     return results
-
-
-def _refuse(named: Mapping[str, PrecisionPolicy], call: Callable[[PrecisionPolicy], Any]) -> dict[str, Any]:
-    """What ``call`` returns for every plan; what refuses any of them is raised together."""
-    said: dict[Fault, list[str]] = {}
-
-    def called(name: str, policy: PrecisionPolicy) -> Any:
-        try:
-            return call(policy)
-        except PlanError as error:
-            for fault in error.faults:
-                said.setdefault(fault, []).append(name)
-
-    found = {name: called(name, policy) for name, policy in named.items()}
-    with Faults(SUBJECT) as faults:
-        for fault, names in said.items():
-            whose = "" if len(names) == len(named) else f"{', '.join(names)}: "
-            faults.add(f"{whose}{fault.given}", fault.allowed, fault.fix)
-    return found
 
 
 def _attempt(call: Callable[[], T]) -> T | Exception:
@@ -213,7 +211,7 @@ def read_plans(plans: Plans | str, faults: Faults) -> dict[str, PrecisionPolicy]
 
 def _name(plan: PlanLike) -> str:
     if isinstance(plan, (PrecisionPolicy, MixedPrecisionPlan)):
-        return plan.precision if isinstance(plan, PrecisionPolicy) else plan.policy.precision
+        return str(getattr(plan, "policy", plan).precision)
     if isinstance(plan, Mapping):
         return str(plan.get("precision", "plan"))
     return Path(plan).stem if _is_file(plan) else str(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_mp.errors import counted, is_number
+from lightning_mp.errors import counted, in_bytes, is_number
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.report.charts import Panel, draw
 from lightning_mp.monitor.report.load import Run, Series
@@ -257,25 +257,22 @@ def interval_of(values: list[float]) -> tuple[float, float] | None:
 
 
 def student_t(confidence: float, freedom: int) -> float:
-    """The t beyond which, on both sides together, ``1 - confidence`` of Student's distribution lies."""
-    low, high = 0.0, 1e4  # enough for 99.99 % at one degree of freedom
+    """The t beyond which, on both sides together, ``1 - confidence`` of Student's distribution lies.
+
+    The share between -t and t is a sum (Abramowitz and Stegun, 26.7.3 and 26.7.4), which is halved down to.
+    """
+    odd, low, high = freedom % 2, 0.0, 1e4  # enough for 99.99 % at one degree of freedom
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+        angle = math.atan(middle / math.sqrt(freedom))
+        total, term = 0.0, math.cos(angle) if odd else 1.0
+        for index in range(1 + odd, freedom, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * index / (index + 1)
+        within = total * math.sin(angle)
+        within = 2 / math.pi * (angle + within) if odd else within
+        low, high = (middle, high) if within < confidence else (low, middle)
     return high
-
-
-def _within(t: float, freedom: int) -> float:
-    """The share of Student's distribution between -t and t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(freedom))
-    odd = freedom % 2
-    term = math.cos(angle) if odd else 1.0
-    total = 0.0
-    for index in range(1 + odd, freedom, 2):
-        total += term
-        term *= math.cos(angle) ** 2 * index / (index + 1)
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
 
 
 # ---------------------------------------------------------------------- the table
@@ -283,27 +280,20 @@ def _within(t: float, freedom: int) -> float:
 
 def heads(comparison: Comparison) -> list[str]:
     """The columns' names; a comma is where a narrow one may break."""
-    first = comparison.plans[0]
-    peak = f"peak {_memory_unit(first)[0]}, mean ± sd"
-    return ["plan", f"{first.unit}/s, mean ± sd", "speed", peak, "final loss, mean ± sd", *_PAIRED]
-
-
-def _memory_unit(first: PlanResult) -> tuple[str, int]:
-    """MiB; KiB for a model that takes less than one."""
-    return ("KiB", 2**10) if first.peak_bytes and first.peak_bytes.mean < 2**20 else ("MiB", 2**20)
+    rate = f"{comparison.plans[0].unit}/s, mean ± sd"
+    return ["plan", rate, "speed", "peak memory, mean ± sd", "final loss, mean ± sd", *_PAIRED]
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
     """The cells of every plan, the first without a difference."""
-    first = comparison.plans[0]
-    base, unit = first.rate, _memory_unit(first)[1]
+    base = comparison.plans[0].rate
     found = [
         [
             plan.name,
-            _with_sd(plan.rate, "{:,.0f}" if plan.rate and plan.rate.mean >= _FEW else "{:.3g}"),
+            _with_sd(plan.rate, "{:,.0f}".format if plan.rate and plan.rate.mean >= _FEW else "{:.3g}".format),
             f"{plan.rate.mean / base.mean:.2f}x" if plan.rate and base else NOTHING,
-            _with_sd(plan.peak_bytes, "{:,.1f}", unit),
-            _with_sd(plan.final_loss, "{:.4f}"),
+            _with_sd(plan.peak_bytes, in_bytes),
+            _with_sd(plan.final_loss, "{:.4f}".format),
         ]
         for plan in comparison.plans
     ]
@@ -314,11 +304,10 @@ def rows(comparison: Comparison) -> list[list[str]]:
     return found
 
 
-def _with_sd(spread: Spread | None, form: str, unit: float = 1) -> str:
+def _with_sd(spread: Spread | None, form: Callable[[float], str]) -> str:
     if spread is None:
         return NOTHING
-    mean = form.format(spread.mean / unit)
-    return mean if spread.sd is None else f"{mean} ± {form.format(spread.sd / unit)}"
+    return form(spread.mean) + ("" if spread.sd is None else f" ± {form(spread.sd)}")
 
 
 def signed(value: float) -> str:
@@ -346,8 +335,6 @@ def notes(comparison: Comparison) -> list[str]:
 
 # ---------------------------------------------------------------------- as files
 
-JSON, PAGE = "compare.json", "compare.html"
-
 
 def write(comparison: Comparison, folder: Path) -> None:
     """Write both files into ``folder``.
@@ -357,24 +344,27 @@ def write(comparison: Comparison, folder: Path) -> None:
         OSError: they cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    put(folder / JSON, to_json(comparison.to_dict(), indent=2) + "\n")
-    put(folder / PAGE, render(comparison))
+    put(folder / "compare.json", to_json(comparison.to_dict(), indent=2) + "\n")
+    put(folder / "compare.html", render(comparison))
 
 
 def render(comparison: Comparison) -> str:
-    """The page.
+    """The page; its curves are means over the seeds that ran to their end, step by step.
 
     Raises:
         MissingExtraError: plotly is not installed.
     """
     plans, about = comparison.plans, comparison.about
-    runs = [Run(Path(plan.name), plan.name, {metric_names.LOSS: _mean(plan)}) for plan in plans]
+    runs: list[Run] = []
+    for plan in plans:
+        losses = zip(*(run.losses for run in plan.runs if run.losses), strict=False)
+        means = [mean if math.isfinite(mean) else None for mean in map(statistics.fmean, losses)]
+        runs.append(Run(Path(plan.name), plan.name, {metric_names.LOSS: Series(list(range(1, len(means) + 1)), means)}))
     seeds = f"mean of {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "one seed"
     drawn = [draw(Panel(f"Loss, {seeds}", "loss", {metric_names.LOSS: "loss"}), runs)]
-    names = [plan.name for plan in plans]
     return document(
         Path(__file__).with_name("compare.html.j2"),
-        title=f"{' and '.join(names)} compared" if len(names) == 2 else f"{len(names)} plans compared",
+        title=f"{len(plans)} plans compared",
         payload={"charts": drawn, "steps": [1, comparison.steps]},
         runs=runs,
         words=[about["module"], about["machine"]["device"], seeds, f"{comparison.steps} steps a run"],
@@ -385,10 +375,3 @@ def render(comparison: Comparison) -> str:
         about=about,
         plans=plans,
     )
-
-
-def _mean(plan: PlanResult) -> Series:
-    """The mean over the seeds that ran to their end, step by step."""
-    runs = [run.losses for run in plan.runs if run.losses]
-    means = [statistics.fmean(losses) for losses in zip(*runs, strict=False)]
-    return Series(list(range(1, len(means) + 1)), [value if math.isfinite(value) else None for value in means])

@@ -29,7 +29,7 @@ from lightning_mp.compat.lightning import (
     Trainer,
     seed_everything,
 )
-from lightning_mp.errors import Fault, NonFiniteError, PlanError
+from lightning_mp.errors import NonFiniteError, PlanError
 from lightning_mp.monitor.health.throughput import default_tokens, samples_in
 from lightning_mp.monitor.side_run import BARE, loss_of
 from lightning_mp.numerics.dtypes import tensors_in
@@ -99,10 +99,6 @@ class _Watch(Callback):
     _step: int = 0
     _start: float | None = None
 
-    @property
-    def state_key(self) -> str:
-        return "lightning_mp.comparison"
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Whatever random numbers a plan needed until here, the first order of the data is the same."""
         self._seed(0)
@@ -157,33 +153,27 @@ def _now(trainer: Trainer) -> float:
     return time.perf_counter()
 
 
+@dataclass(eq=False)
 class Runs:
     """The runs of a comparison; within a seed they begin from the same weights and see the same batches.
 
     ``module`` and ``data`` may be factories, which are called anew for each; ``strategy`` is a name of
-    ``make_strategy``'s or makes one for a plan; ``trainer`` has the Trainer's arguments.
+    ``make_strategy``'s or makes one for a plan; ``trainer_args`` are the Trainer's.
     """
 
-    def __init__(
-        self,
-        module: Callable[[], LightningModule] | LightningModule,
-        data: Any,
-        strategy: str | Callable[[MixedPrecisionPlan], Strategy],
-        trainer: Mapping[str, Any],
-        *,
-        steps: int,
-        last: int,
-    ) -> None:
-        self._module, self._source, self._strategy, self._trainer = module, data, strategy, trainer
-        self.steps = steps
-        #: how many of the last losses the final loss is the mean of
-        self.last = last
-        self.device = torch.device("cpu")
-        self.is_global_zero = True
-        self.module_name = ""
-        #: of each seed, the weights and the batches of the run that came first
-        self._weights: dict[int, int] = {}
-        self._batches: dict[int, list[int]] = {}
+    module: Callable[[], LightningModule] | LightningModule
+    data: Any
+    strategy: str | Callable[[MixedPrecisionPlan], Strategy]
+    trainer_args: Mapping[str, Any]
+    steps: int
+    #: how many of the last losses the final loss is the mean of
+    last: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    is_global_zero: bool = True
+    module_name: str = ""
+    #: of each seed, the weights and the batches of the run that came first
+    _weights: dict[int, int] = field(default_factory=dict[int, int])
+    _batches: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     def trial(self, policy: PrecisionPolicy, seed: int) -> int | None:
         """Two steps that are not timed; the CPU allocator's peak in bytes, ``None`` on another device.
@@ -191,21 +181,18 @@ class Runs:
         Raises:
             Exception: whatever the run raises; a ``PlanError`` where the plan refuses it.
         """
-        data = self._data(seed)
-        steps = min(TRIAL_STEPS, self.steps)
 
         def fit() -> None:
             with suppress(NonFiniteError):  # the run that is timed will say so
-                self._fit(policy, seed, steps, data)
+                self._fit(policy, seed, min(TRIAL_STEPS, self.steps))
 
-        if self._trainer.get("accelerator", "auto") == "cpu" or not torch.cuda.is_available():
-            if not self._weights:
-                fit()  # what a process makes once, as data that is read and kept, is not the first plan's memory
-            with PeakMemory() as peak:
-                fit()
-            return peak.bytes
-        fit()
-        return None
+        if self.trainer_args.get("accelerator", "auto") != "cpu" and torch.cuda.is_available():
+            return fit()
+        if not self._weights:
+            fit()  # what a process makes once, as data that is read and kept, is not the first plan's memory
+        with PeakMemory() as peak:
+            fit()
+        return peak.bytes
 
     def run(self, policy: PrecisionPolicy, seed: int) -> RunResult:
         """All steps, timed.
@@ -216,7 +203,7 @@ class Runs:
         cuda = self.device.type == "cuda"
         try:
             with PeakMemory("cuda") if cuda else nullcontext() as peak:
-                trainer, plan, watch = self._fit(policy, seed, self.steps, self._data(seed))
+                trainer, plan, watch = self._fit(policy, seed, self.steps)
         except NonFiniteError:
             return RunResult(seed, final_loss=math.nan)
         losses = watch.read(trainer)
@@ -224,9 +211,8 @@ class Runs:
         first = self._batches.setdefault(seed, seen)
         both = min(len(first), len(seen))
         if first[:both] != seen[:both]:
-            allowed = "data that comes in the same order whenever it is read after the same seed"
             fix = "give data as a function that makes it, with its generators and iterators"
-            raise _differs("batches", seed, allowed, fix)
+            raise PlanError.of(f"one plan met other batches than another in seed {seed}", fix, "compare")
         work, unit = (watch.samples, "samples") if watch.tokens is None else (watch.tokens, "tokens")
         # ranks of one replica, as the stages of a pipeline, share its batches
         replicas: int = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
@@ -242,44 +228,27 @@ class Runs:
             error=None if tail else "no step with a loss",
         )
 
-    def _fit(
-        self, policy: PrecisionPolicy, seed: int, steps: int, data: Mapping[str, Any]
-    ) -> tuple[Trainer, _Noting, _Watch]:
+    def _fit(self, policy: PrecisionPolicy, seed: int, steps: int) -> tuple[Trainer, _Noting, _Watch]:
         seed_everything(seed, workers=True, verbose=False)
-        module = copy.deepcopy(self._module) if isinstance(self._module, LightningModule) else self._module()
+        data = fit_arguments(self.data)
+        seed_everything(seed, workers=True, verbose=False)
+        module = copy.deepcopy(self.module) if isinstance(self.module, LightningModule) else self.module()
         self.module_name = type(module).__name__
         weights = _checksum(module.parameters())
         if self._weights.setdefault(seed, weights) != weights:
-            allowed = "a module that is the same whenever it is made after the same seed"
             fix = "draw its weights from torch's own generator, or give a module instead of a factory"
-            raise _differs("initial weights", seed, allowed, fix)
-        plan = _Noting.from_policy(policy)
-        assert isinstance(plan, _Noting)
+            raise PlanError.of(f"one plan began with other weights than another in seed {seed}", fix, "compare")
+        plan, watch = cast("_Noting", _Noting.from_policy(policy)), _Watch(seed, steps)
         plan.batches = []
-        watch = _Watch(seed, steps)
-        arguments = {**self.arguments(plan), "max_steps": steps, "callbacks": self._callbacks(watch)}
-        trainer = Trainer(**cast("dict[str, Any]", arguments))
+        strategy = self.strategy if isinstance(self.strategy, str) else self.strategy(plan)
+        callbacks = self.trainer_args.get("callbacks") or []
+        callbacks = copy.deepcopy(callbacks if isinstance(callbacks, list) else [callbacks])
+        given: dict[str, Any] = {"devices": 1, **self.trainer_args, **_ALONE, "max_steps": steps}
+        given["callbacks"] = [*callbacks, watch]
+        trainer = Trainer(**trainer_kwargs(plan, strategy=strategy, **given))
         self.device, self.is_global_zero = trainer.strategy.root_device, trainer.is_global_zero
         trainer.fit(module, **data)
         return trainer, plan, watch
-
-    def arguments(self, plan: MixedPrecisionPlan) -> dict[str, Any]:
-        """The Trainer's, for ``plan``.
-
-        Raises:
-            PlanError: an unknown strategy or argument; a plan that the strategy refuses.
-        """
-        strategy = self._strategy
-        built = strategy if isinstance(strategy, str) else strategy(plan)
-        return trainer_kwargs(plan, strategy=built, **{"devices": 1, **self._trainer, **_ALONE})
-
-    def _callbacks(self, watch: _Watch) -> list[Callback]:
-        given = self._trainer.get("callbacks") or []
-        return [*copy.deepcopy(given if isinstance(given, list) else [given]), watch]
-
-    def _data(self, seed: int) -> dict[str, Any]:
-        seed_everything(seed, workers=True, verbose=False)
-        return fit_arguments(self._source)
 
 
 def fit_arguments(data: Any) -> dict[str, Any]:
@@ -301,7 +270,3 @@ def _checksum(tensors: Iterable[Tensor]) -> int:
             plain = tensor.detach().cpu().contiguous().reshape(-1)
             value = zlib.crc32(cast("Any", plain.view(torch.uint8).numpy()), value)
     return value
-
-
-def _differs(what: str, seed: int, allowed: str, fix: str) -> PlanError:
-    return PlanError([Fault(f"other {what} of one plan than of another in seed {seed}", allowed, fix)], "compare")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_mp.compat import torchao
 from lightning_mp.compat.lightning import LightningModule
-from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, did_you_mean, one_line
+from lightning_mp.errors import MissingExtraError, PlanError, did_you_mean, one_line
 
 _HERE = "lightning_mp.demo.language_model.CausalLM"
 
@@ -55,12 +54,8 @@ class CausalLM(LightningModule):
             except ImportError as error:
                 raise MissingExtraError("transformers", "hf", _HERE) from error
             if architecture not in CONFIG_MAPPING:
-                with Faults("CausalLM") as faults:
-                    faults.add(
-                        f"architecture={architecture!r}",
-                        "a model_type of transformers",
-                        did_you_mean(architecture, CONFIG_MAPPING),
-                    )
+                fix = did_you_mean(architecture, CONFIG_MAPPING)
+                raise PlanError.of(f"architecture={architecture!r} is no model_type of transformers", fix, "CausalLM")
             settings = AutoConfig.for_model(architecture, **{**ids, **config})
             model: nn.Module = AutoModelForCausalLM.from_config(settings)
         self.model = model if lora is None else _with_lora(model, lora)
@@ -89,17 +84,14 @@ class CausalLM(LightningModule):
         options: dict[str, Any] = {"lr": self._lr, "betas": self._betas, "weight_decay": self._weight_decay}
         # fused: the others divide by an eps that fp16 rounds to 0
         optimizer = torch.optim.AdamW(parameters, **options, fused=True)
-        schedule = self.make_schedule(optimizer, max(1, self._warmup_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def make_schedule(self, optimizer: torch.optim.Optimizer, warm_up: int) -> Any:
-        """The rate of ``warm_up`` steps and of the rest."""
+        warm_up = max(1, self._warmup_steps)
         rest = max(1, int(self.trainer.estimated_stepping_batches) - warm_up)
         schedulers: list[Any] = [
             torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm_up, total_iters=warm_up),
             torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, rest, eta_min=self._lr / 10),
         ]
-        return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[warm_up])
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[warm_up])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _loss(self, batch: Tensor) -> Tensor:
         tokens, wanted = self.pipeline_batch(batch)
@@ -112,12 +104,7 @@ def _with_lora(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MissingExtraError("peft", "hf", f"lora= of {_HERE}") from error
-    faults = Faults("CausalLM")
-    for name in lora.keys() - {field.name for field in fields(LoraConfig)}:
-        faults.unknown("key", f"lora.{name}", [f"lora.{field.name}" for field in fields(LoraConfig)])
-    faults.raise_if_any()
     try:
         return get_peft_model(cast("Any", model), cast("Any", LoraConfig)(**{"task_type": "CAUSAL_LM", **lora}))
     except (TypeError, ValueError, NotImplementedError) as error:
-        fault = Fault(f"lora={dict(lora)!r}: {one_line(error)}", "what peft's LoraConfig takes", "fix what it names")
-        raise PlanError([fault], "CausalLM") from error
+        raise PlanError.of(f"lora={dict(lora)!r}: {one_line(error)}", "see peft's LoraConfig", "CausalLM") from error

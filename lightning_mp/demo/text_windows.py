@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 import sysconfig
-from codecs import getincrementaldecoder
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mp.compat.lightning import LightningDataModule
-from lightning_mp.errors import Fault, MissingExtraError, PlanError
+from lightning_mp.errors import MissingExtraError, PlanError
 
 # Enough for hundreds of steps without seeing a token twice on a CPU, and tokenized in two seconds.
 MAX_BYTES = 4_000_000
-# bytes, in UTF-8
-_LONGEST_CHARACTER = 4
 # Tests and installed packages are no part of the language's library; encodings and pydoc_data are tables and
 # generated prose, which a model learns at once and which would drown the code.
 _SKIPPED = frozenset(
     {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__"}
 )
 _VALIDATION_SHARE = 0.05
-# windows that training and validation need together at the very least
-_MIN_WINDOWS = 4
 
 
 class TextWindows(LightningDataModule):
@@ -58,17 +53,17 @@ class TextWindows(LightningDataModule):
     ) -> None:
         super().__init__()
         self._documents = _standard_library() if text is None else _from_path(Path(text))
-        self._vocab, self._context, self._source = vocab, context, text or "Python's standard library"
+        self._vocab, self._context = vocab, context
         self._batch_size, self._val_batches, self._num_workers = batch_size, val_batches, num_workers
         self._train = self._val = torch.empty(0, context + 1, dtype=torch.int64)
 
     def setup(self, stage: str) -> None:
         """Tokenize, and cut the windows."""
         tokens, window = encoded(self._documents, self._vocab), self._context + 1
-        least = _MIN_WINDOWS * window
+        least = 4 * window  # for training and validation together
         if tokens.numel() < least:
-            given = f"text of {tokens.numel()} tokens ({self._source})"
-            _refuse(given, f"at least {least} tokens, some {least * 4 // 1000 + 1} kB", "give a longer text")
+            said = f"the text has {tokens.numel()} tokens, and windows of {window} need at least {least} tokens"
+            raise PlanError.of(said, "give a longer text", "TextWindows")
         held_out = max(int(tokens.numel() * _VALIDATION_SHARE), window)
         train, val = tokens[:-held_out], tokens[-held_out:]
         self._train, self._val = (part.unfold(0, window, self._context) for part in (train, val))
@@ -77,20 +72,14 @@ class TextWindows(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Shuffled windows of the training text."""
-        return self._loader(self._train, shuffle=True)
+        return self._loader(self._train, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Windows of the held-out text, in order."""
-        return self._loader(self._val, shuffle=False)
+        return self._loader(self._val)
 
-    def _loader(self, windows: Tensor, *, shuffle: bool) -> DataLoader[Tensor]:
-        return DataLoader(
-            windows,  # pyright: ignore[reportArgumentType]  a tensor has what a map-style dataset needs
-            batch_size=self._batch_size,
-            shuffle=shuffle,
-            drop_last=shuffle,
-            num_workers=self._num_workers,
-        )
+    def _loader(self, windows: Any, **options: Any) -> DataLoader[Tensor]:
+        return DataLoader(windows, batch_size=self._batch_size, num_workers=self._num_workers, **options)
 
 
 @lru_cache(maxsize=2)
@@ -116,23 +105,21 @@ def encoded(documents: tuple[str, ...], vocab: int) -> Tensor:
 def _standard_library(folder: Path | None = None) -> tuple[str, ...]:
     """The ``.py`` files of the running Python's standard library, in sorted order, at most ``MAX_BYTES`` of them."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    documents = _read(
+    found = _read(
         folder, (path for path in folder.rglob("*.py") if not _SKIPPED.intersection(path.relative_to(folder).parts))
     )
-    if not documents:  # as in some trimmed or zipped installations
-        given = f"a Python {sys.version_info.major}.{sys.version_info.minor} without library sources in {folder}"
-        _refuse(given, "a file or folder of text", "give text=")
-    return documents
+    if not found:  # as in some trimmed or zipped installations
+        raise PlanError.of(f"this Python has no library sources in {folder}", "give text=", "TextWindows")
+    return found
 
 
 def _from_path(path: Path) -> tuple[str, ...]:
     """A text file, or every text file of a folder in sorted order (hidden ones left out), up to ``MAX_BYTES``."""
-    documents = _read(path, path.rglob("*") if path.is_dir() else [path])
-    if not documents:
-        problem = "a folder without a text file" if path.is_dir() else "empty, or not readable as UTF-8 text"
-        given = f"text {path}, {problem if path.exists() else 'which does not exist'}"
-        _refuse(given, "a UTF-8 text file, or a folder with some", "check the path, or leave it out")
-    return documents
+    found = _read(path, path.rglob("*") if path.is_dir() else [path])
+    if not found:
+        said = "has no UTF-8 text" if path.exists() else "does not exist"
+        raise PlanError.of(f"text {path} {said}", "check the path, or leave it out", "TextWindows")
+    return found
 
 
 def _read(folder: Path, paths: Iterable[Path]) -> tuple[str, ...]:
@@ -141,19 +128,12 @@ def _read(folder: Path, paths: Iterable[Path]) -> tuple[str, ...]:
     left = MAX_BYTES
     for names, path in sorted((path.relative_to(folder).parts, path) for path in paths):
         hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
-        if hidden or left < _LONGEST_CHARACTER or not path.is_file():
+        if hidden or left < 4 or not path.is_file():
             continue
-        try:
-            with path.open("rb") as file:
-                data = file.read(left + 1)
-            text = getincrementaldecoder("utf-8")().decode(data[:left], final=len(data) <= left)
-        except (OSError, UnicodeDecodeError):
-            continue
-        if "\0" not in text and text and not text.isspace():
-            documents.append(text)
-            left -= len(text.encode())
+        with suppress(OSError, UnicodeDecodeError):
+            data = path.read_bytes()
+            text = data[:left].decode(errors="ignore" if len(data) > left else "strict")
+            if "\0" not in text and text and not text.isspace():
+                documents.append(text)
+                left -= len(text.encode())
     return tuple(documents)
-
-
-def _refuse(given: str, allowed: str, fix: str) -> NoReturn:
-    raise PlanError([Fault(given, allowed, fix)], "TextWindows")

@@ -7,7 +7,7 @@ the doctor, which is below it too, asks for.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_mp.planner.advise import Advice, Choice, advise
+from lightning_mp.planner.advise import Advice, advise
 from lightning_mp.planner.estimate import Estimate, Range, estimate
 from lightning_mp.planner.layout import Layout
 from lightning_mp.planner.memory import MemoryPrediction
@@ -16,7 +16,6 @@ from lightning_mp.planner.shape import CONVENTIONS, ModelShape, flops_per_token
 __all__ = [
     "CONVENTIONS",
     "Advice",
-    "Choice",
     "Estimate",
     "Layout",
     "MemoryPrediction",

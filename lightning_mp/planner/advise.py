@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lightning_mp.errors import Faults, in_short, is_number
+from lightning_mp.errors import Faults, PlanError, in_short, is_number
 from lightning_mp.planner.estimate import Estimate, bubble, of_layout
 from lightning_mp.planner.layout import CHECKPOINTING, Layout, checked
 from lightning_mp.planner.memory import STRATEGIES
@@ -24,34 +24,9 @@ _DEGREES = tuple(2**power for power in range(13))
 _MARGIN = 1.03
 #: the counts of GPUs that are tried where a model does not fit
 _MOST_GPUS = 65536
-#: what is told of a choice
-_OF_A_LAYOUT = ("precision", "strategy", "data", "tensor", "pipeline", "checkpointing", "micro_batch", "accumulate")
-_FIGURES = ("memory_bytes", "reason", "blocked", "mfu", "convention", "parts")
 _CAUSAL_LM = "lightning_mp.demo.language_model.CausalLM"
 #: of a config.json what says how it was saved
 _NOT_OF_A_MODEL = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "quantization_config")
-
-
-@dataclass(frozen=True)
-class Choice(Estimate):
-    """One way to run that fits: an estimate, which has the fields of its layout as its own, and why it was chosen."""
-
-    reason: str
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _OF_A_LAYOUT:
-            raise AttributeError(name)
-        return getattr(self.layout, name)
-
-    @property
-    def blocked(self) -> str:
-        """Why this release cannot run it, or an empty string."""
-        return _blocked(self.layout)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        plain = {name: getattr(self, name) for name in (*_OF_A_LAYOUT, *_FIGURES)}
-        return {**plain, "tokens_per_s": self.tokens_per_s._asdict()}
 
 
 @dataclass(frozen=True)
@@ -64,7 +39,7 @@ class Advice:
     shape: ModelShape
     module: Any
     gpu: GPU
-    choices: tuple[Choice, ...]
+    choices: tuple[Estimate, ...]
     lost: tuple[str, ...]
     precision_reason: str
     #: to train on, as asked for; ``None``: 20 a parameter
@@ -73,20 +48,21 @@ class Advice:
     nearest_gpus: int | None = None
 
     @cached_property
-    def best(self) -> Choice:
+    def best(self) -> Estimate:
         """The first choice.
 
         Raises:
             PlanError: nothing fits.
         """
         if not self.choices:
-            with Faults("advise") as faults:
-                fix = f"use {self.nearest_gpus} GPUs" if self.nearest_gpus else "use a larger GPU, or offload=True"
-                given = f"{in_short(self.shape.params)} parameters, {self.missing_bytes / _GIB:,.1f} GiB too many a GPU"
-                faults.add(given, f"{self.gpu.memory / _GIB:.1f} GiB on {self.gpu.word}", fix)
+            given = (
+                f"{in_short(self.shape.params)} parameters do not fit: {self.missing_bytes / _GIB:,.1f} GiB too many"
+            )
+            fix = f"use {self.nearest_gpus} GPUs" if self.nearest_gpus else "use a larger GPU, or offload=True"
+            raise PlanError.of(f"{given} on each {self.gpu.word}", fix, "advise")
         return self.choices[0]
 
-    def yaml(self, choice: Choice | None = None) -> str:
+    def yaml(self, choice: Estimate | None = None) -> str:
         """A file that ``lightning-mp train`` runs as it is; of a bare size it names a Llama of it.
 
         Raises:
@@ -94,8 +70,7 @@ class Advice:
         """
         choice = choice or self.best
         if choice.blocked:
-            with Faults("advise") as faults:
-                faults.add(_label(choice.layout), "what this release runs", choice.blocked)
+            raise PlanError.of(f"this release does not run {_label(choice.layout)}", choice.blocked, "advise")
         return _yaml(choice, self.module, self.tokens)
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,8 +123,11 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
     """
     shape, module = _shape_of(shape_or_module, seq_len)
     with Faults("advise") as faults:
-        found = GPUS.get(str(gpu).lower())  # an unknown one is noted below
-        mode, why = _precision(found, shape, precision)
+        mode, why = precision, f"precision={precision!r} was asked for"
+        if precision == "auto":
+            known = GPUS.get(str(gpu).lower(), GPUS["h100-80"])  # an unknown one is noted below
+            chosen = hardware.choose(known.device, shape.params)
+            mode, why = chosen.precision, chosen.reason
         for name, value in {"global_batch": global_batch, "micro_batch": micro_batch}.items():
             if value is not None:
                 faults.whole(name, value, 1, "write a positive whole number")
@@ -159,13 +137,14 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
         links["interconnect_gbps"] = interconnect_gbps
         base = checked(shape, faults, STRATEGIES, gpu=gpu, gpus=gpus, precision=mode, **links)
     assert base is not None
-    layouts = list(_layouts(shape, base, global_batch, offload))
+    layouts = _layouts(shape, base, global_batch, offload)
     tried = [_best_of(shape, layout, global_batch, micro_batch) for layout in layouts]
     kept = [each for each in tried if each is not None]
     if not kept:
-        _refuse_batch(global_batch, micro_batch, layouts)
+        fix = "write a multiple of the micro-batch times the data-parallel ranks"
+        raise PlanError.of(f"no split of {gpus} GPUs divides global_batch={global_batch}", fix, "advise")
     fitting = sorted((each for each in kept if each.fits), key=_rank)
-    choices = tuple(Choice(**_fields(each), reason=_reason(each, why)) for each in fitting)
+    choices = tuple(replace(each, reason=_reason(each, why)) for each in fitting)
     missing = 0 if choices else min(each.missing_bytes for each in kept)
     nearest = None if choices else _nearest(shape, base, offload)
     return Advice(shape, module, base.gpu, choices, _lost(kept, fitting), why, tokens, missing, nearest)
@@ -177,21 +156,11 @@ def _shape_of(given: Any, seq_len: int | None) -> tuple[ModelShape, Any]:
     if isinstance(given, Mapping):
         return ModelShape.from_config(given, seq_len=seq_len), given
     config = getattr(given, "config", getattr(getattr(given, "model", None), "config", None))
-    with Faults("advise") as faults:
-        if config is None or not hasattr(given, "parameters"):
-            allowed = "a ModelShape, or a transformers config as a mapping, or a module that has one"
-            faults.add(f"{type(given).__name__}", allowed, "give ModelShape(params, layers, hidden, ...)")
+    if config is None or not hasattr(given, "parameters"):
+        said = f"a {type(given).__name__} is neither a ModelShape, nor a transformers config as a mapping, nor has one"
+        raise PlanError.of(said, "give ModelShape(params, layers, hidden, ...)", "advise")
     params = sum(parameter.numel() for parameter in given.parameters())
     return ModelShape.from_config(config, params=params, seq_len=seq_len), given
-
-
-def _precision(gpu: GPU | None, shape: ModelShape, precision: str) -> tuple[str, str]:
-    if precision != "auto":
-        return precision, f"precision={precision!r} was asked for"
-    if gpu is None:
-        return "32-true", ""
-    chosen = hardware.choose(gpu.device, shape.params)
-    return chosen.precision, chosen.reason
 
 
 def _layouts(shape: ModelShape, base: Layout, global_batch: int | None, offload: bool) -> Iterator[Layout]:
@@ -205,11 +174,10 @@ def _layouts(shape: ModelShape, base: Layout, global_batch: int | None, offload:
         data, rest = divmod(base.gpus, tensor * pipeline)
         if rest or (global_batch is not None and global_batch % data):
             continue
+        accumulate = 4 * pipeline if pipeline > 1 else 1
         for strategy in _strategies(base, data, tensor, pipeline, offload):
-            micro_batches = 4 * pipeline if pipeline > 1 else 1
-            yield replace(
-                base, strategy=strategy, data=data, tensor=tensor, pipeline=pipeline, accumulate=micro_batches
-            )
+            split = {"data": data, "tensor": tensor, "pipeline": pipeline}
+            yield replace(base, strategy=strategy, accumulate=accumulate, **split)
 
 
 def _strategies(base: Layout, data: int, tensor: int, pipeline: int, offload: bool) -> Iterator[str]:
@@ -229,18 +197,13 @@ def _strategies(base: Layout, data: int, tensor: int, pipeline: int, offload: bo
 def _best_of(shape: ModelShape, layout: Layout, global_batch: int | None, micro_batch: int | None) -> Estimate | None:
     """The fastest that fits, over checkpointing and micro-batch, or the smallest; ``None``: none divides the batch."""
     found: list[Estimate] = []
-    for size, kind in itertools.product(_sizes(layout, global_batch, micro_batch), CHECKPOINTING):
-        accumulate = layout.accumulate if global_batch is None else global_batch // (layout.data * size)
-        found.append(of_layout(shape, replace(layout, micro_batch=size, checkpointing=kind, accumulate=accumulate)))
+    sizes = [micro_batch] if micro_batch else [size for size in _DEGREES if size <= _LARGEST_MICRO_BATCH]
+    for size, kind in itertools.product(sizes, CHECKPOINTING):
+        accumulate, rest = divmod(global_batch or layout.accumulate, layout.data * size if global_batch else 1)
+        if not rest:
+            found.append(of_layout(shape, replace(layout, micro_batch=size, checkpointing=kind, accumulate=accumulate)))
     fitting = [each for each in found if each.fits]
-    if fitting:
-        return min(fitting, key=_rank)
-    return min(found, key=lambda each: each.memory_bytes, default=None)
-
-
-def _sizes(layout: Layout, global_batch: int | None, micro_batch: int | None) -> list[int]:
-    sizes = [size for size in _DEGREES if size <= _LARGEST_MICRO_BATCH] if micro_batch is None else [micro_batch]
-    return sizes if global_batch is None else [size for size in sizes if global_batch % (layout.data * size) == 0]
+    return min(fitting, key=_rank) if fitting else min(found, key=lambda each: each.memory_bytes, default=None)
 
 
 def _rank(each: Estimate) -> tuple[float, ...]:
@@ -249,7 +212,7 @@ def _rank(each: Estimate) -> tuple[float, ...]:
     steps = round(math.log(each.tokens_per_s.mid, _MARGIN))
     parts = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.strategy not in ("auto", "ddp"))
     kind = CHECKPOINTING.index(layout.checkpointing)
-    return bool(_blocked(layout)), -steps, parts, kind, -layout.micro_batch, -each.tokens_per_s.mid
+    return bool(each.blocked), -steps, parts, kind, -layout.micro_batch, -each.tokens_per_s.mid
 
 
 def _label(layout: Layout) -> str:
@@ -274,10 +237,6 @@ def _reason(each: Estimate, why: str) -> str:
     return "; ".join([why, *parts])
 
 
-def _fields(each: Estimate) -> dict[str, Any]:
-    return {field.name: getattr(each, field.name) for field in fields(each)}
-
-
 def _lost(kept: Iterable[Estimate], fitting: list[Estimate]) -> tuple[str, ...]:
     lines: list[str] = []
     for each in kept:
@@ -287,7 +246,7 @@ def _lost(kept: Iterable[Estimate], fitting: list[Estimate]) -> tuple[str, ...]:
     for each in fitting[1:]:
         slower = round(100 * (1 - each.tokens_per_s.mid / fitting[0].tokens_per_s.mid))
         speed = f"{slower}% slower" if slower > 0 else f"{-slower}% faster" if slower else "as fast"
-        why = _blocked(each.layout) or ("" if slower > 0 else "it has more parts, or a smaller batch")
+        why = each.blocked or ("" if slower > 0 else "it has more parts, or a smaller batch")
         lines.append(f"{_label(each.layout)}: {speed}{why and '; '}{why}")
     return tuple(lines)
 
@@ -308,25 +267,10 @@ def _nearest(shape: ModelShape, base: Layout, offload: bool) -> int | None:
     return next((gpus for gpus in range(enough // 2 + step, enough, step) if fits(gpus)), enough)
 
 
-def _refuse_batch(global_batch: int | None, micro_batch: int | None, layouts: list[Layout]) -> None:
-    with Faults("advise") as faults:
-        given = f"global_batch={global_batch}" + (f", micro_batch={micro_batch}" if micro_batch else "")
-        ranks = sorted({layout.data for layout in layouts}) or ["the data-parallel ranks"]
-        allowed = f"a multiple of micro_batch x data, data one of {', '.join(map(str, ranks))}"
-        faults.add(given, allowed, "write a global batch that the number of GPUs divides")
-
-
 # ---------------------------------------------------------------------- a choice as a file for ``lightning-mp train``
 
 
-def _blocked(layout: Layout) -> str:
-    """Why this release cannot run ``layout`` from a file, as a fix; an empty string where it can."""
-    if layout.pipeline > 1 and layout.strategy != "pipeline":
-        return "no strategy of this release has tensor and pipeline parallelism at once: use fsdp2 with tensor"
-    return ""
-
-
-def _yaml(choice: Choice, module: Any, tokens: float | None) -> str:
+def _yaml(choice: Estimate, module: Any, tokens: float | None) -> str:
     """The file: groups that the package ships, and what this run sets in them.
 
     Raises:
@@ -335,12 +279,9 @@ def _yaml(choice: Choice, module: Any, tokens: float | None) -> str:
     import yaml
 
     shape, layout, staged = choice.shape, choice.layout, choice.layout.pipeline > 1
-    with Faults("advise") as faults:
-        if module is not None and not isinstance(module, Mapping):
-            allowed = "a ModelShape or a transformers config"
-            faults.add(type(module).__name__, allowed, "write the model section yourself")
-        elif module is not None and not module.get("model_type"):
-            faults.add("a config without model_type", "one that a model can be made from", "add model_type to it")
+    if module is not None and not (isinstance(module, Mapping) and module.get("model_type")):
+        said = "there is a file for a ModelShape or a transformers config with model_type alone"
+        raise PlanError.of(said, "write the model section yourself", "advise")
     groups = {"plan": "auto", "strategy": layout.strategy, **({} if module else {"model": "llama_tiny"})}
     groups |= {"data": "library_text", "trainer": "gpu", "callbacks": "health"}
     found: dict[str, Any] = {"defaults": [*({group: name} for group, name in groups.items()), "_self_"]}

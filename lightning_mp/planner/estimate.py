@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lightning_mp.errors import Faults, is_number
+from lightning_mp.errors import Faults, PlanError, is_number
 from lightning_mp.planner.layout import Layout, checked
 from lightning_mp.planner.memory import HELD, STRATEGIES, compute_bytes, memory, usable
 from lightning_mp.planner.shape import CONVENTIONS, ModelShape, flops_per_token
@@ -47,9 +47,14 @@ class Range(NamedTuple):
     high: float
 
 
+#: fields of the layout that an estimate has too
+_OF_A_LAYOUT = ("precision", "strategy", "data", "tensor", "pipeline", "checkpointing", "micro_batch", "accumulate")
+_FIGURES = ("memory_bytes", "reason", "blocked", "mfu", "convention", "parts")
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What is expected of a run.
+    """What is expected of a run, which has the fields of its layout as its own.
 
     ``tokens_per_s`` is for each GPU; ``parts`` are bytes on the fullest rank. ``mfu`` is of the middle of the range:
     FLOPs by ``convention`` over the peak of the mode's dtype.
@@ -62,6 +67,25 @@ class Estimate:
     convention: str
     #: whether runs on this GPU in this mode were published
     measured: bool
+    #: why ``advise`` chose it
+    reason: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_A_LAYOUT:
+            raise AttributeError(name)
+        return getattr(self.layout, name)
+
+    @property
+    def blocked(self) -> str:
+        """Why this release cannot run it from a file, as a fix; empty where it can."""
+        if self.layout.pipeline > 1 and self.layout.strategy != "pipeline":
+            return "no strategy of this release has tensor and pipeline parallelism at once: use fsdp2 with tensor"
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plain = {name: getattr(self, name) for name in (*_OF_A_LAYOUT, *_FIGURES)}
+        return {**plain, "tokens_per_s": self.tokens_per_s._asdict()}
 
     @property
     def memory_bytes(self) -> int:
@@ -97,9 +121,8 @@ class Estimate:
         Raises:
             PlanError: a price that is no finite number of at least 0.
         """
-        with Faults("estimate") as faults:
-            if not is_number(price) or price < 0:
-                faults.add(f"price={price!r}", "what a GPU costs for an hour, 0 or more", "write 2.5")
+        if not is_number(price) or price < 0:
+            raise PlanError.of(f"price={price!r} is no price of a GPU for an hour", "write 2.5", "estimate")
         hourly = 24 * price * self.layout.gpus
         low, mid, high = self.days(tokens)
         return low * hourly, mid * hourly, high * hourly
@@ -167,12 +190,9 @@ def roofline(shape: ModelShape, layout: Layout) -> float:
     return (seconds + _offload(shape, layout)) / (1 - bubble(layout.pipeline, layout.accumulate))
 
 
-def bubble(pipeline: int, microbatches: int, per_rank: int = 1) -> float:
-    """The part of a step in which a stage waits: (p - 1) / (m + p - 1) under 1F1B and GPipe (Narayanan et al. 2021).
-
-    With v stages on each rank, interleaved, what is waited for is as much shorter: (p - 1) / (v m + p - 1).
-    """
-    return (pipeline - 1) / (per_rank * microbatches + pipeline - 1)
+def bubble(pipeline: int, microbatches: int) -> float:
+    """The part of a step in which a stage waits: (p - 1) / (m + p - 1) under 1F1B and GPipe (Narayanan et al. 2021)."""
+    return (pipeline - 1) / (microbatches + pipeline - 1)
 
 
 def _compute(shape: ModelShape, layout: Layout) -> float:

@@ -163,13 +163,6 @@ def held(precision: str, strategy: str, ranks: int) -> tuple[float, float, float
     )
 
 
-def activations_per_token(shape: ModelShape, precision: str) -> float:
-    """Bytes that one block keeps of one token for its backward pass, attention fused."""
-    kept = 6 * shape.hidden + 2 * shape.hidden * shape.kv_heads / shape.heads
-    kept += (4 if shape.gated else 2) * shape.intermediate
-    return kept * compute_bytes(precision)
-
-
 def memory(shape: ModelShape, layout: Layout) -> dict[str, float]:
     """Bytes on the fullest rank by part: ``parameters gradients optimizer_state activations other``, which add up."""
     sharded = STRATEGIES[layout.strategy]
@@ -180,7 +173,10 @@ def memory(shape: ModelShape, layout: Layout) -> dict[str, float]:
         ranks = max(1, min(ranks, layout.gpus_per_node // layout.tensor))
     weights, gradients, moments = (own * each for each in held(layout.precision, layout.strategy, ranks))
     tokens = layout.micro_batch * shape.seq_len / (layout.context * layout.tensor)
-    block, half = activations_per_token(shape, layout.precision), compute_bytes(layout.precision)
+    half = compute_bytes(layout.precision)
+    # what a block keeps of a token for its backward pass, attention fused; a gate makes an MLP of three matrices
+    kept = 6 * shape.hidden + 2 * shape.hidden * shape.kv_heads / shape.heads
+    block = half * (kept + (4 if shape.intermediate != 4 * shape.hidden else 2) * shape.intermediate)
     # The first stage of 1F1B holds as many micro-batches as there are stages, of a stage's layers each.
     layers = shape.layers / layout.pipeline * min(layout.pipeline, layout.accumulate)
     per_layer, working = {

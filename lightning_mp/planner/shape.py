@@ -132,11 +132,6 @@ class ModelShape:
         return cls(counted, layers, hidden, hidden // head, hidden // head, wide, vocab, seq_len or _SEQUENCE)
 
     @property
-    def gated(self) -> bool:
-        """Whether the MLP has a gate, so three matrices (Llama); GPT's has two, four times the width."""
-        return self.intermediate != 4 * self.hidden
-
-    @property
     def tokens(self) -> int:
         """Chinchilla's budget of training tokens."""
         return TOKENS_PER_PARAMETER * self.params

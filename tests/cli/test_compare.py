@@ -62,8 +62,8 @@ def test_every_fault_before_a_model_is_built(tmp_path: Path, own_folder: None) -
         "'no.yaml', which is no file",
         "seeds=0",
         "steps=0",
-        "ckpt_path=x",
-        "unknown key model.wdth",
+        "ckpt_path: ",
+        "got an unexpected keyword argument 'wdth'",
     ):
         assert text in result.stderr
     assert not Path("runs").exists()

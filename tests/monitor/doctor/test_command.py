@@ -15,7 +15,6 @@ HEALTHY = """
 plan: {precision: 16-mixed, pins: {LayerNorm: fp32}}
 model: {_target_: support.hf.gpt2}
 trainer: {accelerator: cpu, accumulate_grad_batches: 4}
-data: ???
 """
 
 
