@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.numerics.autocast_weight import AutocastWeight
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
-from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy import FP8, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies import tensor_parallel
 from lightning_mp.strategies.checkpoint_io import PlanStrategy, load_states, sharded_like
@@ -58,51 +58,7 @@ from lightning_mp.strategies.sharding import (
     whole_on_cpu,
 )
 
-# ------------------------------------------------------------------ gathers
-
-
-class RootUnit:
-    """Keeps the root's weights gathered where the step uses them.
-
-    ``fully_shard`` gathers the root for its forward, which here is the whole step, and shards it again in the backward
-    pass that starts from the forward's output. Manual optimization runs backward *inside* the step: that pass is
-    announced by ``before_backward``, and modules that use the root's weights after it gather them again.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._root = module if isinstance(module, FSDPModule) else None
-        self._module, self._backward_inside = module, False
-
-    @contextmanager
-    def step(self, *, backward_inside: bool) -> Generator[None, None, None]:
-        """Around one step of the user's."""
-        if self._root is None or not backward_inside:
-            yield
-            return
-        # the modules below the root whose own weights are in its unit
-        root, inner = self._root, (one for one in self._module.modules() if isinstance(one, FSDPModule))
-        others = {id(part) for unit in inner if unit is not self._module for part in unit.modules()} | {id(root)}
-        holders = (one for one in self._module.modules() if id(one) not in others and [*one.parameters(recurse=False)])
-        # unsharding does nothing where it is gathered
-        handles = [one.register_forward_pre_hook(lambda *_: root.unshard(), prepend=True) for one in holders]
-        self._backward_inside = True
-        try:
-            yield
-        finally:
-            self._backward_inside = False
-            for handle in handles:
-                handle.remove()
-
-    def before_backward(self, loss: Tensor) -> None:
-        """Announce a backward pass from ``loss`` within the step."""
-        if self._backward_inside and loss.requires_grad:
-            assert self._root is not None
-            sharding_compat.before_backward_from(loss, self._root)
-
-    def reshard(self) -> None:
-        """Reshard what is gathered: weights that are written to afterwards are the sharded ones, which last."""
-        if self._root is not None:
-            self._root.reshard()
+# ------------------------------------------------------------------ gathers in FP8
 
 
 @dataclass(eq=False)
@@ -150,15 +106,16 @@ class FP8Gather:
     The shards stay plain fp32 tensors: what FSDP2 asks for hangs on them as attributes, which no state dict has.
     """
 
-    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], group: Any, *, emulate: bool) -> None:
+    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], group: Any, rule: FP8) -> None:
         owners = {id(module.weight): module for module in modules}
         ways = (one for one in sharding_compat.GatherWays.of(root) if id(one.shard) in owners)
-        self._shards = [_InFP8(one, owners[id(one.shard)], emulate) for one in ways]
-        self._group = group
+        self._shards = [_InFP8(one, owners[id(one.shard)], rule.emulate) for one in ways]
+        self._group, self._rule = group, rule
 
     @torch.no_grad()
-    def before_step(self, *, in_fp8: bool) -> None:
+    def before_step(self, *, training: bool) -> None:
         """Before a step: weights do not change within one, so that no scale is ever of other weights than those."""
+        in_fp8 = training or self._rule.evaluate == "fp8"
         if in_fp8:
             for one in self._shards:
                 one.local = one.ways.local()
@@ -249,10 +206,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self._replicas_and_shards: tuple[int, int] | None = device_mesh
         self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
         self._shards, self._tp_plan = data_parallel_size, tp_plan
-        self._sharded = False
-        self._root: RootUnit | None = None
+        self._sharded = self._backward_inside = False
         self._fp8_gather: FP8Gather | None = None
-        self._evaluates_in_fp8 = False
 
     # ------------------------------------------------------------------ processes
 
@@ -330,7 +285,6 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         assert plan.engine is not None
         self._gather_halves(half_weights.survey(module, plan.engine.pin_map, plan.policy), plan.policy)
         self._fp8_gather = self._gathers_fp8(plan)
-        self._root = RootUnit(module)
         self.model_to_device()
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -367,14 +321,12 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         rule, conversion = plan.policy.fp8, plan.engine and plan.engine.fp8
         if rule is None or not rule.all_gather or not conversion or not self._sharded:
             return None
-        self._evaluates_in_fp8 = rule.evaluate == "fp8"
-        group = self._shard_mesh.get_group(-1)
-        return FP8Gather(self._user_module, conversion.modules, group, emulate=rule.emulate)
+        return FP8Gather(self._user_module, conversion.modules, self._shard_mesh.get_group(-1), rule)
 
     def teardown(self) -> None:
         """As the host does; the units are left as ``fully_shard`` made them."""
         super().teardown()
-        if self._root is not None:
+        if self.lightning_module is not None:
             self._gather_halves((), plan_of(self).policy)
 
     def model_to_device(self) -> None:
@@ -393,26 +345,50 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
 
     def _as_forward(self, method: str, args: Any, kwargs: Any) -> Any:
         """Run a step as the forward of the root unit, whose parameters can be used anywhere in it, as under DDP."""
-        module, root = self._user_module, self._root
-        assert root is not None
+        module = self._user_module
         training, engine = method == "training_step", plan_of(self).engine
         assert isinstance(engine, ShardedEngine)
         manual = training and not module.automatic_optimization
         if self._fp8_gather is not None:
-            self._fp8_gather.before_step(in_fp8=training or self._evaluates_in_fp8)
+            self._fp8_gather.before_step(training=training)
         patched, fast = "forward" in module.__dict__, torch.backends.mha.get_fastpath_enabled()
         # Torch's attention layers call their children, whose hooks gather and cast, instead of reading their weights.
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with root.step(backward_inside=manual), nullcontext() if training else engine.watch_reads(method):
+            with self._gathered_again() if manual else nullcontext() if training else engine.watch_reads(method):
                 output = self._forward_redirection(module, module, method, *args, **kwargs)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
             if not patched:  # Lightning leaves a bound forward on the instance, which a copy would take along
                 module.__dict__.pop("forward", None)
-        if not training or manual or output is None:  # else backward follows, and shards again
-            root.reshard()
+        # else backward follows, and shards again: weights that are written to afterwards are the sharded ones
+        if isinstance(module, FSDPModule) and (not training or manual or output is None):
+            module.reshard()
         return output
+
+    @contextmanager
+    def _gathered_again(self) -> Generator[None, None, None]:
+        """Around a step that runs backward *inside*: modules that use the root's weights after it gather them again.
+
+        ``fully_shard`` gathers the root for its forward, which here is the whole step, and shards it again in the
+        backward pass that starts from the forward's output, or is announced by ``pre_backward``.
+        """
+        root = cast("Any", self._user_module)
+        inner = [one for one in root.modules() if isinstance(one, FSDPModule) and one is not root]
+        others = {id(root), *(id(part) for unit in inner for part in cast("Any", unit).modules())}
+        holders = [one for one in root.modules() if id(one) not in others and [*one.parameters(recurse=False)]]
+        handles = [  # to unshard does nothing where it is gathered
+            one.register_forward_pre_hook(lambda *_: root.unshard(), prepend=True)
+            for one in holders
+            if isinstance(root, FSDPModule)
+        ]
+        self._backward_inside = True
+        try:
+            yield
+        finally:
+            self._backward_inside = False
+            for handle in handles:
+                handle.remove()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -427,12 +403,12 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
             sharding_compat.sum_over_replicas(self._user_module, now=True)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        assert self._root is not None
-        trainer = self._user_module.trainer
+        module, trainer = self._user_module, self._user_module.trainer
         if self._replicas_and_shards is not None and begins_window(trainer, trainer.fit_loop.batch_idx):
             # gradients are zero now: those of a window that had no end wait no longer
-            sharding_compat.drop_sums_of_shards(self._user_module)
-        self._root.before_backward(closure_loss)
+            sharding_compat.drop_sums_of_shards(module)
+        if self._backward_inside and closure_loss.requires_grad and isinstance(module, FSDPModule):
+            sharding_compat.before_backward_from(closure_loss, module)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """As the host does; what fails for a sharded weight in the loss names it."""
