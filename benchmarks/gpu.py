@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.harness import MODES, WARM_UP, StepTimes, fit, interleaved, plan, quietly, stock
 from benchmarks.planner_pages import table
 from lightning_mp import FP8, MixedPrecisionPlan
-from lightning_mp.numerics.device import describe
+from lightning_mp.numerics.dtypes import describe
 from lightning_mp.policy import hardware
 
 ROOT = Path(__file__).resolve().parents[1]

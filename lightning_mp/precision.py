@@ -20,6 +20,7 @@ from lightning_mp.compat.lightning import (
     FSDPPrecision,
     LightningModule,
     RunningStage,
+    Strategy,
     Trainer,
     TrainerFn,
     TrainerStatus,
@@ -34,9 +35,8 @@ from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks, may_change_gradients
 from lightning_mp.errors import Faults, PlanError, near_keywords
-from lightning_mp.modules.class_swap import call_with_original_classes
-from lightning_mp.numerics.device import describe
-from lightning_mp.numerics.dtypes import cast_floating, default_dtype, to_torch
+from lightning_mp.modules.patterns import call_with_original_classes
+from lightning_mp.numerics.dtypes import cast_floating, default_dtype, describe, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.policy import (
     CheckpointingLike,
@@ -56,13 +56,7 @@ if TYPE_CHECKING:
     from lightning_mp.monitor.nonfinite.bad_steps import PlanRun
 
 _NOTHING = nullcontext()
-
-
-#: what belongs to the run of one Trainer, and is put aside while another Trainer has the plan
-_OF_A_RUN = (
-    *("policy", "precision", "loss_scaler", "scaler", "_looks_again", "_desired_input_dtype", "_autocast_dtype"),
-    *("_half_storage", "_device", "_trainer", "_stepped", "_engine", "_fp8", "_hooks", "_run", "_undo"),
-)
+_OF_ALL_RUNS = ("_declared", "_others", "_around", "_original", "_latest", "_ran")
 
 
 def unpickled(
@@ -133,11 +127,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     def _declare(self, policy: PrecisionPolicy) -> None:
         self.policy = self._declared = policy
         self._device = torch.device("cpu")
-        self._trainer: weakref.ref[Trainer] | None = None
-        self._ran = False
         #: the present call of optimizer_step came to a step: not so where training_step returned None
         self._stepped = False
-        self._engine = None
         #: what keeps schedulers still on a skip, from the first step on
         self._hooks: SkipAwareHooks | None = None
         self._looks_again = False
@@ -181,8 +172,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         self._half_storage = self._desired_input_dtype != torch.float32
 
     def _on_users_step(self) -> None:
-        if self._engine is not None:
-            self._engine.check_budget(None)
+        if self.engine is not None:
+            self.engine.check_budget(None)
 
     def _global_step(self) -> int:
         trainer = self.trainer
@@ -190,7 +181,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to no run: neither what it runs on nor what would have to be put back.
-        detached = dict.fromkeys(("_trainer", "_engine", "_fp8", "_run", "_hooks", "_original", "_latest"))
+        detached = dict.fromkeys(("_trainer", "engine", "_fp8", "_run", "_hooks", "_original", "_latest"))
         others = {"_others": WeakKeyDictionary[Any, Any](), "_around": []}
         return {**self.__dict__, **detached, **others, "_undo": ExitStack()}
 
@@ -228,15 +219,14 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """
         check_copy(module, type(self).__name__)
         trainer = trainer_of(module)
-        for_strategy.check_hosts(None if trainer is None else trainer.strategy)
+        strategy = None if trainer is None else trainer.strategy
+        for_strategy.check_hosts(strategy)
         self._attach(trainer, module)
-        faults = Faults()
-        device = describe(self._device)
-        self._resolve(device, module, trainer)
-        if self._around and self._around[-1].strategy.lightning_module is module and not for_strategy.shards(trainer):
+        faults, device = Faults(), describe(self._device)
+        self._resolve(device, module, strategy)
+        if self._around and self._around[-1].strategy.lightning_module is module and not for_strategy.shards(strategy):
             return None  # prepared already, by the run around this one
         for_strategy.check_device(self.policy, device, faults)
-        strategy = None if trainer is None else trainer.strategy
         engine = for_strategy.engine_of(strategy)(
             self.policy,
             device=self._device,
@@ -245,42 +235,45 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             global_step=self._global_step,
         )
         engine.check(module, faults)
-        if engine.fp8 is not None and trainer is not None:
-            engine.fp8.stages = trainer.state, RunningStage.TRAINING
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        if strategy is not None:
-            engine.synced = for_strategy.synced(strategy, module, faults) if fitting else []
-        run = None
-        if fitting and trainer is not None:
-            # here: much to load for a plan that runs no fit
-            from lightning_mp.monitor.nonfinite.bad_steps import PlanRun
+        run = layout = None
+        if trainer is not None and strategy is not None:
+            if engine.fp8 is not None:
+                engine.fp8.stages = trainer.state, RunningStage.TRAINING
+            if fitting:
+                engine.synced = for_strategy.synced(strategy, module, faults)
+                # here: much to load for a plan that runs no fit
+                from lightning_mp.monitor.nonfinite.bad_steps import PlanRun
 
-            run = PlanRun(self, trainer, faults)
-        layout = None if strategy is None else for_strategy.check(strategy, engine, module, faults)
+                run = PlanRun(self, trainer, faults)
+            layout = for_strategy.check(strategy, engine, module, faults)
         faults.raise_if_any()
+        self._begin(engine, module, run, device)
+        return layout
+
+    def _begin(self, engine: StepEngine, module: nn.Module, run: PlanRun | None, device: hardware.Device) -> None:
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
         self._run = run  # before it begins: a logger that fails then is no reason to leave its callback behind
         if run is not None:
             run.begin(module, engine)
-        self._engine, self._fp8 = engine, engine.fp8
+        self.engine, self._fp8 = engine, engine.fp8
         engine.prepare(module)
         restore_tf32 = for_strategy.switch_tf32(self.policy, device)
         if restore_tf32 is not None:
             self._undo.callback(restore_tf32)
-        if self.policy.pins and trainer is not None:
+        if self.policy.pins and trainer_of(module) is not None:
             # Else torch's encoder layers read their children's weights in evaluation, past the pins.
             self._undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
-        if fitting:
+        if run is not None:
             self._undo.callback(call_with_original_classes(module, "configure_optimizers"))
-        return layout
 
     def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:
-        before = self.trainer
-        running = before is not None and before.state.status == TrainerStatus.RUNNING and self._engine is not None
-        if running and before is not trainer:
-            self._around.append(cast("Trainer", before))  # until the teardown of this one
+        before = None if self._trainer is None else self._trainer()
+        running = before is not None and before.state.status == TrainerStatus.RUNNING and self.engine is not None
+        if before is not None and running and before is not trainer:
+            self._around.append(before)  # until the teardown of this one
         else:
             self._release()
         if trainer is None:
@@ -301,16 +294,17 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             original._latest = self  # its counts are asked for, which only a copy has
 
     def _put_aside(self, trainer: Trainer | None) -> None:
+        """Keep what the run of one Trainer left here, while another Trainer has the plan."""
         if trainer is not None:
-            self._others[trainer] = {name: self.__dict__.get(name) for name in _OF_A_RUN}
-        self._engine, self._fp8, self._run = None, None, None
+            self._others[trainer] = {name: one for name, one in vars(self).items() if name not in _OF_ALL_RUNS}
+        self.engine, self._fp8, self._run = None, None, None
         self._hooks, self._undo = None, ExitStack()
 
-    def _resolve(self, device: hardware.Device, module: nn.Module, trainer: Trainer | None) -> None:
+    def _resolve(self, device: hardware.Device, module: nn.Module, strategy: Strategy | None) -> None:
         policy = self.policy
         if policy.precision == "auto":
             policy = for_strategy.resolved(policy, device, module)
-        policy = for_strategy.completed(None if trainer is None else trainer.strategy, policy)
+        policy = for_strategy.completed(strategy, policy)
         if policy != self.policy:
             self.policy = policy
             self._start_over()
@@ -323,8 +317,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         Raises:
             PlanError: an optimizer that evaluates its closure again, under loss scaling.
         """
-        if self._engine is not None:
-            self._engine.connect(model, optimizers)
+        if self.engine is not None:
+            self.engine.connect(model, optimizers)
             for optimizer in optimizers:
                 optimizer_facts.warn_of_eps(optimizer)
         return model, optimizers, lr_schedulers
@@ -349,7 +343,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """The forward context; in the first step a pinned weight that is read from outside its module is refused."""
-        engine = self._engine
+        engine = self.engine
         with self.forward_context(), _NOTHING if engine is None else engine.training_step():
             yield
         if engine is not None and engine.scaler.enabled:
@@ -368,15 +362,18 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Scale the loss; a ``PlanError`` under Lightning Fabric, which has no Trainer."""
         if self._trainer is None and trainer_of(module) is None:
-            raise PlanError([plan_base.IN_FABRIC])
-        if self._engine is not None:
-            self._engine.manual = not module.automatic_optimization
-            tensor = self._engine.before_backward(tensor)
+            raise PlanError.of(
+                "Fabric(plugins=[MixedPrecisionPlan(...)]), or a backward pass without a Trainer",
+                "use a Trainer, or Fabric(precision=...) without the plan",
+            )
+        if self.engine is not None:
+            self.engine.manual = not module.automatic_optimization
+            tensor = self.engine.before_backward(tensor)
         return super(FSDPPrecision, self).pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward, outside autocast: manual optimization calls it from within ``training_step``."""
-        engine = self._engine
+        engine = self.engine
         if engine is not None and engine.runs_backward:
             engine.backward(tensor, *args, **kwargs)
         elif self._autocast_dtype is None or (engine is not None and not engine.manual):
@@ -387,7 +384,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Under manual optimization, unscale gradients before users see them."""
-        engine = self._engine
+        engine = self.engine
         if engine is not None:
             engine.after_backward()
         with _NOTHING if engine is None else engine.hook_watch:
@@ -399,9 +396,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         Raises:
             NonFiniteError: more non-finite steps in a row than ``nonfinite`` allows.
         """
-        engine = self._engine
+        engine = self.engine
         if engine is None:
-            raise RuntimeError(str(plan_base.OUTSIDE_OF_A_RUN))
+            raise RuntimeError("An optimizer step outside of a run, after fit. Call trainer.fit(...) again.")
         if self._hooks is None:
             self._hooks, self._looks_again = SkipAwareHooks(), may_change_gradients(model)
             self._hooks.install(model.trainer, model, lambda: self._stepped and self.step_skipped)
@@ -431,13 +428,13 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the global norm, taken in fp32."""
-        if self._engine is not None:
-            self._engine.clip_norm(optimizer, float(clip_val))
+        if self.engine is not None:
+            self.engine.clip_norm(optimizer, float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip every entry of the unscaled gradients."""
-        if self._engine is not None:
-            self._engine.clip_value(optimizer, float(clip_val))
+        if self.engine is not None:
+            self.engine.clip_value(optimizer, float(clip_val))
 
     # ------------------------------------------------------------------ checkpoints and the end
 
@@ -458,7 +455,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if self._run is not None:
             self._run.end()
             self._run = None
-        if self._engine is not None:
-            self._engine.release()
-            self._engine = None
+        if self.engine is not None:
+            self.engine.release()
+            self.engine = None
         self._undo.close()

@@ -41,7 +41,7 @@ from lightning_mp.monitor.health.throughput import FLOPS, SECONDS, Count, Throug
 from lightning_mp.monitor.nonfinite.bad_steps import NonFiniteClassifier, PlanRun, bad_step, has_bad_loss
 from lightning_mp.monitor.nonfinite.replay import Replayer
 from lightning_mp.monitor.run_log import RunDir, RunLog, WritesRun, is_fresh
-from lightning_mp.numerics.device import describe
+from lightning_mp.numerics.dtypes import describe
 
 _NAME = "TrainingHealth"
 #: what LightningModules log it under

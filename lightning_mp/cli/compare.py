@@ -142,7 +142,7 @@ def _demo(steps: int | None, out: Path) -> Comparison:
     from lightning_mp.compat import torch as compat
     from lightning_mp.demo.language_model import CausalLM
     from lightning_mp.demo.text_windows import TextWindows
-    from lightning_mp.numerics.device import describe
+    from lightning_mp.numerics.dtypes import describe
 
     cuda = torch.cuda.is_available()
     device = describe(torch.device("cuda" if cuda else "cpu"))

@@ -48,7 +48,7 @@ def collect() -> dict[str, Any]:
 
 
 def _on(device: torch.device) -> dict[str, Any]:
-    from lightning_mp.numerics.device import describe
+    from lightning_mp.numerics.dtypes import describe
     from lightning_mp.policy import PRECISIONS, hardware
 
     facts = describe(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -173,9 +173,9 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
-def versions(tensors: Iterable[Tensor | None]) -> list[int | None]:
-    """How often each was written to; tensors made in inference mode do not count it."""
-    return [None if one is None or one.is_inference() else one._version for one in tensors]
+def version(tensor: Tensor | None) -> int | None:
+    """How often it was written to; tensors made in inference mode do not count it."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def saved_buffers(model: nn.Module) -> Iterator[Tensor]:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat.lightning import rank_zero_info
 from lightning_mp.compat.torch import cpu_has, has_step_hooks, makes_optimizer_state
@@ -36,8 +35,10 @@ class StepEngine(ABC):
     holds: ClassVar[str]
     #: whether the strategy's own engine runs backward, by ``backward``
     runs_backward: ClassVar[bool] = False
-    #: whether the optimizer may be given a closure (LBFGS, SAM and its kind)
+    #: whether the optimizer may be given a closure (LBFGS, SAM and its kind), and why it may not evaluate it again;
+    #: without a reason it may where no loss scale can change in between
     gives_closure: ClassVar[bool] = True
+    evaluates_once: ClassVar[str] = ""
     #: around hooks in which users may look at gradients
     hook_watch: AbstractContextManager[Any] = _NOTHING
 
@@ -52,7 +53,6 @@ class StepEngine(ABC):
     ) -> None:
         self.policy, self.device, self.scaler = policy, device, scaler
         scaler.checks = scaler.enabled or policy.nonfinite.action != "ignore"
-        scaler.place(device)
         self.distributed, self._global_step = distributed, global_step
         #: gradients are unscaled after each backward pass, for users who clip and step by hand
         self.manual = False
@@ -76,7 +76,8 @@ class StepEngine(ABC):
         self._applied = ExitStack()
         self._loss: Tensor | None = None
         self._said_again = False
-        self._step_hooks: list[RemovableHandle] = []
+        #: what ends what ``connect`` put in the place of others' functions
+        self._connected = ExitStack()
         #: the number of steps after which the budget can first be spent
         self._next_look = 0
         #: of each parameter, whether it is trained
@@ -130,17 +131,24 @@ class StepEngine(ABC):
         if self.fp8 is not None:
             self.fp8.apply(to_torch(policy.compute_dtype), self.device.type)
         pins.apply(
-            self.pin_map,
-            mixed=policy.mixed,
-            compute_dtype=to_torch(policy.compute_dtype),
-            device_type=self.device.type,
+            self.pin_map, mixed=policy.mixed, compute_dtype=to_torch(policy.compute_dtype), device_type=self.device.type
         )
         if policy.checkpointing is not None:
             self._applied = checkpointing.apply(module, self.recomputed, policy.checkpointing)
 
-    @abstractmethod
+    def shards(self) -> Iterable[tuple[optimizer_facts.Shards, str]]:
+        """What optimizers are given to step where that is no whole parameters, and how to call it."""
+        return ()
+
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Note which optimizers cannot step under the policy."""
+        for optimizer in optimizers:
+            once = self.scaler.enabled or self.evaluates_once
+            if once and optimizer_facts.is_known_to_evaluate_again(optimizer):
+                faults.extend([self._again(optimizer)])
+            else:
+                for shards, where in self.shards():
+                    optimizer_facts.check_shards(optimizer, shards, where, faults)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, and the model as the strategy wrapped it.
@@ -151,19 +159,17 @@ class StepEngine(ABC):
         with Faults() as faults:
             self.check_optimizers(optimizers, faults)
         self.optimizers = list(optimizers)
-        self._close_hooks()
+        self._connected.close()
+        self.scaler.place(self.device)
         self.scaler.forget()
         if self.scaler.enabled:
             self.scaler.within_run = True
-            with_hooks = filter(has_step_hooks, self.optimizers)
-            self._step_hooks = [one.register_step_pre_hook(self._refuse_untracked) for one in with_hooks]
-        self.scaler.sync_with(max_over_ranks_ if self.distributed else None)
+            for optimizer in filter(has_step_hooks, self.optimizers):
+                self._connected.callback(optimizer.register_step_pre_hook(self._refuse_untracked).remove)
+        self.scaler.sync = max_over_ranks_ if self.distributed else None
         self._next_look = 0
         self._parameters = [] if self._module is None else list(self._module.parameters())
-        self._trained = self._are_trained()
-
-    def _are_trained(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
 
     def release(self) -> None:
         """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
@@ -174,15 +180,11 @@ class StepEngine(ABC):
         self.synced = []
         if self.scaler.enabled:
             self.scaler.within_run = False
-        self._close_hooks()
+        self._connected.close()
         self._module, self._loss = None, None
         self.pin_map, self.recomputed = pins.PinMap((), ()), []
         self.optimizers, self.pending = [], False
         self._parameters, self._trained = [], []
-
-    def _close_hooks(self) -> None:
-        while self._step_hooks:
-            self._step_hooks.pop().remove()
 
     # ------------------------------------------------------------------ the step
 
@@ -191,7 +193,7 @@ class StepEngine(ABC):
 
         The first is watched: whatever computes with a pinned weight outside of its module is refused.
         """
-        trained = self._are_trained()
+        trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
             self._trained = trained
             self.train_others()
@@ -257,10 +259,10 @@ class StepEngine(ABC):
         """The optimizer asks for another evaluation in its step: its gradients are not checked.
 
         Raises:
-            PlanError: under loss scaling.
+            PlanError: under loss scaling, and where the engine cannot run another one.
         """
-        if self.scaler.enabled:
-            raise PlanError([self._again_under_scaling(optimizer)])
+        if self.scaler.enabled or self.evaluates_once:
+            raise PlanError([self._again(optimizer)])
         if not self._said_again:
             self._said_again = True
             rank_zero_info(
@@ -268,9 +270,11 @@ class StepEngine(ABC):
                 "evaluation are checked for non-finite values, further ones are applied as they are"
             )
 
-    def _again_under_scaling(self, optimizer: Optimizer) -> Fault:
-        where = f"with precision={self.policy.precision!r}, whose loss scale may change in between"
-        return optimizer_facts.evaluates_again(optimizer, where, "'bf16-mixed' or '32-true'")
+    def _again(self, optimizer: Optimizer) -> Fault:
+        where = self.evaluates_once or f"with precision={self.policy.precision!r}, whose loss scale may change"
+        instead = "strategy='mp_ddp'" if self.evaluates_once else "'bf16-mixed' or '32-true'"
+        given = f"{type(optimizer).__name__}, which evaluates its closure again, {where}"
+        return Fault(given, "", f"use an optimizer that steps once a batch (AdamW, SGD), or {instead}")
 
     def _require_tracked(self, reduces: str) -> None:
         """Refuse steps of a run that never called ``manual_backward``, in which alone ``reduces`` reduces gradients."""
@@ -300,7 +304,7 @@ class StepEngine(ABC):
 
     def close_group(self) -> None:
         """``training_step`` is over: optimizers that did not step in it are not waited for."""
-        if self.scaler.group_open:
+        if any(map(self.scaler.stepped, self.optimizers)):
             self.scaler.update()
             self.check_budget(None)
 
@@ -309,9 +313,9 @@ class StepEngine(ABC):
     def check_budget(self, replay: Replay) -> None:
         """Raise if the budget of skips, or the floor under ``at_min="raise"``, was passed."""
         verdict = self.verdict()
-        if verdict is not None and self.deferred is None:
-            raise self._error(replay, verdict)
-        if verdict is not None and self.deferred is not None:
+        if verdict is not None:
+            if self.deferred is None:
+                raise self._error(replay, verdict)
             self.deferred.append(verdict)
 
     def verdict(self) -> Verdict | None:
@@ -320,7 +324,7 @@ class StepEngine(ABC):
         if scaler.attempts < self._next_look:
             return None
         raises = rule.action == "raise"
-        if scaler.enabled and raises and scaler.step_skipped and is_nonfinite(self._loss, self.distributed):
+        if scaler.enabled and raises and scaler.step_skipped and self._loss_is_bad():
             return BAD_LOSS
         allowed = 0 if raises else rule.max_consecutive
         streak = scaler.streak if scaler.checks else 0
@@ -331,6 +335,15 @@ class StepEngine(ABC):
             return AT_MIN
         self._next_look = scaler.attempts + 1 + min(allowed - streak, scaler.backoffs_left())
         return None
+
+    def _loss_is_bad(self) -> bool:
+        """Whether the loss, before it was scaled, is not finite on some rank; a device sync."""
+        if self._loss is None:
+            return False
+        bad = (~torch.isfinite(self._loss)).any().float()
+        if self.distributed:
+            max_over_ranks_(bad)
+        return bool(bad.item())
 
     def start_over(self) -> None:
         """The skips so far count no more: the run was rewound."""
@@ -358,13 +371,3 @@ class StepEngine(ABC):
 def max_over_ranks_(flag: Tensor) -> None:
     """Replace ``flag`` by its maximum over all ranks."""
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-
-
-def is_nonfinite(loss: Tensor | None, distributed: bool) -> bool:
-    """Whether the loss, before it was scaled, is not finite on some rank; a device sync."""
-    if loss is None:
-        return False
-    bad = (~torch.isfinite(loss)).any().float()
-    if distributed:
-        max_over_ranks_(bad)
-    return bool(bad.item())

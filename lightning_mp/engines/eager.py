@@ -2,7 +2,7 @@
 
 # No postponed annotations here: DDP checks those of a communication hook, and refuses strings.
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.optimizer_facts import is_known_to_evaluate_again
-from lightning_mp.errors import Faults
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
 
@@ -24,11 +22,6 @@ class EagerEngine(StepEngine):
 
     holds = "every process holds all parameters"
     _ddp: DistributedDataParallel | None = None
-
-    def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
-        """Refuse optimizers that evaluate the closure themselves under loss scaling."""
-        if self.scaler.enabled:
-            faults.extend(self._again_under_scaling(one) for one in optimizers if is_known_to_evaluate_again(one))
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, and set in which dtype DDP sums gradients."""

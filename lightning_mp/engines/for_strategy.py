@@ -20,7 +20,6 @@ from lightning_mp.compat.lightning import (
     SingleDeviceStrategy,
     Strategy,
     TorchSyncBatchNorm,
-    Trainer,
     ddp_hooks,
     layer_sync_of,
     mesh_of,
@@ -33,8 +32,7 @@ from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.errors import Faults
 from lightning_mp.modules import sync_batchnorm
 from lightning_mp.modules.pins import PinMap
-from lightning_mp.numerics.device import set_tf32
-from lightning_mp.numerics.dtypes import TORCH_DTYPES, to_torch
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, set_tf32, to_torch
 from lightning_mp.policy import PrecisionPolicy, hardware
 
 _INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after the plan is applied"
@@ -94,9 +92,9 @@ def is_distributed(strategy: Strategy | None) -> bool:
     return isinstance(strategy, ParallelStrategy) and strategy.world_size > 1
 
 
-def shards(trainer: Trainer | None) -> bool:
-    """Whether the Trainer's strategy lays the module out anew for each run."""
-    return trainer is not None and engine_of(trainer.strategy) is not EagerEngine
+def shards(strategy: Strategy | None) -> bool:
+    """Whether ``strategy`` lays the module out anew for each run."""
+    return engine_of(strategy) is not EagerEngine
 
 
 def describe(strategy: Strategy) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import rank_zero_warn
-from lightning_mp.errors import Fault, Faults, is_number
+from lightning_mp.errors import Faults, is_number
 from lightning_mp.numerics import grads
 
 # ------------------------------------------------------------------ closures
@@ -60,15 +60,6 @@ class Evaluated:
         if first and any(parameter.grad is not None for parameter in grads.parameters_of(self._optimizer)):
             return self._result
         return self._again()
-
-
-def evaluates_again(optimizer: Optimizer, where: str, instead: str = "strategy='mp_ddp'") -> Fault:
-    """What to say of an optimizer that evaluates its closure again, ``where`` that cannot be done."""
-    return Fault(
-        f"{type(optimizer).__name__}, which evaluates its closure again, {where}",
-        "optimizers that step once a batch, with the gradients at hand",
-        f"use AdamW or SGD, or {instead}",
-    )
 
 
 # ------------------------------------------------------------------ shards

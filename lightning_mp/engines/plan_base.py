@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_mp.compat.lightning import Trainer, TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_mp.engines import for_strategy
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.errors import PlanError
 from lightning_mp.modules import describe
 from lightning_mp.modules.fp8 import Conversion, FP8Layer
 from lightning_mp.numerics.loss_scale import LossScaler
@@ -19,15 +19,6 @@ from lightning_mp.policy import PrecisionPolicy
 #: the keys under which stock Lightning's plugins keep a GradScaler's state
 _STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
 
-IN_FABRIC = Fault(
-    "Fabric(plugins=[MixedPrecisionPlan(...)]), or a backward pass without a Trainer",
-    "",
-    "use a Trainer, or Fabric(precision=...) without the plan",
-)
-AMONG_CALLBACKS = Fault("callbacks=[MixedPrecisionPlan(...)]", "plugins=[plan]", "write Trainer(plugins=[plan])")
-OUTSIDE_OF_A_RUN = Fault(
-    "an optimizer step outside of a run, as trainer.fit_loop makes one after fit", "", "call trainer.fit(...) again"
-)
 #: fp16's smallest normal number is 2**-14, and half of its smallest one, 2**-25, is rounded to 0
 IN_FP16 = (
     "16-true divides gradients by the loss scale in fp16: below 6e-5 they lose bits, below 3e-8 they become 0; "
@@ -44,7 +35,8 @@ class PlanBase:
     loss_scaler: LossScaler
     #: the same; ``None`` in a mode without loss scaling
     scaler: LossScaler | None
-    _engine: StepEngine | None = None
+    #: what carries the plan out on the strategy at hand, while a run lasts
+    engine: StepEngine | None = None
     _trainer: weakref.ref[Trainer] | None = None
     _fp8: Conversion | None = None
     #: the plan that this one is a deep copy of; of the original, the copy that ran last while it ran nothing itself
@@ -79,11 +71,6 @@ class PlanBase:
         return self._counted.applied_steps
 
     @property
-    def engine(self) -> StepEngine | None:
-        """What carries the plan out on the strategy at hand, while a run lasts."""
-        return self._engine
-
-    @property
     def trainer(self) -> Trainer | None:
         """The Trainer of the present run, or of the last one while it lives."""
         return None if self._trainer is None else self._trainer()
@@ -91,7 +78,7 @@ class PlanBase:
     @property
     def last_grad_norm(self) -> Tensor | None:
         """The global gradient norm of the last clipping by norm, before it: an fp32 scalar on the device."""
-        return None if self._engine is None else self._engine.last_norm
+        return None if self.engine is None else self.engine.last_norm
 
     def same_as(self, other: object) -> bool:
         """Whether ``other`` is a plan of the same class that declares the same policy: either may run for the other."""
@@ -119,7 +106,7 @@ class PlanBase:
     @property
     def state_key(self) -> str:
         """What a Trainer asks its callbacks for: always a ``PlanError``."""
-        raise PlanError([AMONG_CALLBACKS], "Trainer")
+        raise PlanError.of("callbacks=[MixedPrecisionPlan(...)]", "write Trainer(plugins=[plan])", "Trainer")
 
     def describe(self, module: nn.Module | None = None) -> str:
         """What is declared, as a table: what is stored, computed, reduced and kept in which dtype, and by what rules.
@@ -132,7 +119,7 @@ class PlanBase:
         return describe.as_html(self._described(None))
 
     def _described(self, module: nn.Module | None) -> describe.Rows:
-        trainer = None if self._engine is None else self.trainer
+        trainer = None if self.engine is None else self.trainer
         if trainer is None:
             return describe.rows(self.policy, module)
         module = module or trainer.lightning_module

@@ -5,12 +5,11 @@ A part is unscaled, checked and stepped as whole parameters are; the norm and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -22,7 +21,7 @@ from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import Replay, StepEngine
 from lightning_mp.engines.diagnosis import Verdict
 from lightning_mp.engines.shard_watch import FirstForward, ShardReads, WholeNorms, sum_total_norms
-from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
+from lightning_mp.errors import NonFiniteError, PlanError
 from lightning_mp.numerics import grads
 
 
@@ -30,36 +29,29 @@ class ShardedEngine(StepEngine):
     """Carries a policy out on sharded parameters."""
 
     holds = "every process holds a shard of every parameter"
+    evaluates_once = "on sharded parameters"
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        #: what ends what was put in the place of torch's functions
-        self._undo: list[Callable[[], None]] = []
         #: the groups that plain gradients are split over
         self._flat_groups: grads.Groups = ()
         self._unused: sharding_compat.UnusedParameters | None = None
-        self._first: FirstForward | None = None
         self._reads: ShardReads | None = None
         self._seen: set[str] = set()
 
-    def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
-        """Refuse optimizers that cannot update shards, and those that evaluate the closure again (LBFGS, SAM)."""
-        for optimizer in optimizers:
-            if optimizer_facts.is_known_to_evaluate_again(optimizer):
-                faults.extend([optimizer_facts.evaluates_again(optimizer, "on sharded parameters")])
-            else:
-                shards = "flat pieces" if self._flat_groups else "DTensors"
-                optimizer_facts.check_shards(optimizer, shards, "sharded parameters", faults)
+    def shards(self) -> Iterable[tuple[optimizer_facts.Shards, str]]:
+        """DTensors, or under FSDP1 flat pieces."""
+        return [("flat pieces" if self._flat_groups else "DTensors", "sharded parameters")]
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, and watch the units of FSDP1 or FSDP2."""
         self._flat_groups = flat_groups(model)
         super().connect(model, optimizers)
-        self._release_units()
+        self._unused = None
         if optimizers:
-            self._undo = [sharding_compat.keep_alike(model)]
+            self._connected.callback(sharding_compat.keep_alike(model))
             if self._flat_groups:
-                self._undo.append(sum_total_norms(self, lambda: self._flat_groups))
+                self._connected.callback(sum_total_norms(self, lambda: self._flat_groups))
         if self.distributed:
             self.hook_watch = WholeNorms()
             units: dict[str, Any] = {
@@ -69,8 +61,10 @@ class ShardedEngine(StepEngine):
             }
             compiled = any(map(is_compiled, model.modules()))
             self._reads, self._seen = None if compiled else self._reads_of(model), set()
-            self._first = FirstForward(model, units, self.device, compiled=compiled)
-            self._unused = sharding_compat.UnusedParameters(model, self.device) if optimizers else None
+            self._connected.callback(FirstForward(model, units, self.device, compiled=compiled).release)
+            if optimizers:
+                self._unused = sharding_compat.UnusedParameters(model, self.device)
+                self._connected.callback(self._unused.release)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the local shards; the flag is reduced over every rank of every mesh dimension."""
@@ -127,16 +121,7 @@ class ShardedEngine(StepEngine):
         if self._module is not None:
             sharding_compat.reset_units(self._module)
         super().release()
-        self._release_units()
-        self._reads = None
-
-    def _release_units(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-        for watching in (self._unused, self._first):
-            if watching is not None:
-                watching.release()
-        self._unused = self._first = None
+        self._reads = self._unused = None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all shards, in fp32."""
@@ -146,19 +131,13 @@ class ShardedEngine(StepEngine):
 
     def _error(self, replay: Replay, verdict: Verdict) -> NonFiniteError:
         assert self._module is not None
-        alone = None if replay is None else partial(_alone, self._module, replay)
-        error = super()._error(alone, verdict)
+        with sharding_compat.unsummed_gradients(self._module):  # each rank sees its own
+            error = super()._error(replay, verdict)
         error.args = (str(error).replace(FSDP1_WRAPPER, ""), *error.args[1:])
         error.module, error.parameter = (
             name and name.replace(FSDP1_WRAPPER, "") for name in (error.module, error.parameter)
         )
         return error
-
-
-def _alone(module: nn.Module, replay: Callable[[], Tensor | None]) -> Tensor | None:
-    """Replay without summing gradients over ranks, so that each rank sees its own."""
-    with sharding_compat.unsummed_gradients(module):
-        return replay()
 
 
 def flat_groups(model: nn.Module | None) -> grads.Groups:
@@ -174,38 +153,22 @@ class PipelineEngine(StepEngine):
     """Carries a policy out where gradients are those of one stage; the flag is the maximum over all of them."""
 
     holds = "every process holds a stage of the layers"
-    _undo_norm: Callable[[], None] | None = None
+    evaluates_once = "under pipeline parallelism, which would run the schedule again"
 
-    def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
-        """Refuse those that evaluate a closure, which would run the schedule again, and those that need all weights."""
-        for optimizer in optimizers:
-            if optimizer_facts.calls_closure_again(optimizer):
-                faults.extend([_again(optimizer)])
-            optimizer_facts.check_shards(optimizer, "a stage", "a stage's parameters alone", faults)
-            optimizer_facts.check_shards(optimizer, "DTensors", "sharded parameters", faults)
+    def shards(self) -> Iterable[tuple[optimizer_facts.Shards, str]]:
+        """Those of one stage, which may be sharded too."""
+        return [("a stage", "a stage's parameters alone"), ("DTensors", "sharded parameters")]
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers; from then on ``clip_grad_norm_`` on a stage's gradients is by the norm of all."""
         super().connect(model, optimizers)
-        if optimizers and self._undo_norm is None:
-            self._undo_norm = sum_total_norms(self, lambda: self._stages)
-
-    def release(self) -> None:
-        """Let go of ``clip_grad_norm_`` too."""
-        super().release()
-        if self._undo_norm is not None:
-            self._undo_norm()
-            self._undo_norm = None
-
-    def evaluates_again(self, optimizer: Optimizer) -> None:
-        """Refused: another evaluation would run the schedule again."""
-        raise PlanError([_again(optimizer)])
+        if optimizers:
+            self._connected.callback(sum_total_norms(self, lambda: self._stages))
 
     @property
     def _stages(self) -> grads.Groups:
         trainer = trainer_of(self._module)
-        strategy: Any = None if trainer is None else trainer.strategy
-        return () if strategy is None else (strategy.stage_group,)
+        return () if trainer is None else (cast("Any", trainer.strategy).stage_group,)
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all stages, in fp32."""
@@ -213,7 +176,3 @@ class PipelineEngine(StepEngine):
         own = grads.global_norm(parameters, self.device)
         self.last_norm = grads.over_shards(own, 2.0, self._stages)
         grads.clip_to_(parameters, max_norm, self.last_norm)
-
-
-def _again(optimizer: Optimizer) -> Fault:
-    return optimizer_facts.evaluates_again(optimizer, "under pipeline parallelism")

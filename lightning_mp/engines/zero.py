@@ -20,12 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_mp.compat.deepspeed import (
-    Zero,
-    after_gathered_change,
-    gathers,
-    is_partitioned,
-)
+from lightning_mp.compat.deepspeed import Zero, after_gathered_change, gathers, is_partitioned
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import is_compiled
 from lightning_mp.engines import optimizer_facts
@@ -48,13 +43,13 @@ class ZeroEngine(StepEngine):
     holds = "DeepSpeed partitions optimizer state, gradients and parameters by its stage"
     runs_backward = True
     gives_closure = False  # a ZeRO optimizer takes none
+    evaluates_once = "with ZeRO"
     _zero: Zero | None = None
     #: the norm to clip by where the Trainer says nothing
     _default_clip = 0.0
     _weights: Weights | None = None
     #: DeepSpeed's engine is in its step
     _in_step = False
-    _first: FirstForward | None = None
     #: by ``id``, names of the weights that are gathered in half precision, until a step was watched
     halves: Mapping[int, str] = MappingProxyType({})
     #: by param group, the index of the user's that it came from
@@ -73,39 +68,43 @@ class ZeroEngine(StepEngine):
         if self.policy.nonfinite.action == "ignore":
             faults.add("nonfinite='ignore' with ZeRO", "use nonfinite='skip', or strategy='mp_fsdp2'")
 
+    def shards(self) -> Iterable[tuple[optimizer_facts.Shards, str]]:
+        """Pieces of flat tensors."""
+        return [("flat pieces", "ZeRO's pieces of flat tensors")]
+
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse what does not step pieces of flat tensors; asked before a ZeRO optimizer takes its place."""
         for optimizer in optimizers:
             groups: list[dict[str, Any]] = optimizer.param_groups
             self._decayed |= {id(p): bool(group.get("weight_decay")) for group in groups for p in group["params"]}
-            if optimizer_facts.calls_closure_again(optimizer):
-                faults.extend([optimizer_facts.evaluates_again(optimizer, "with ZeRO")])
-            elif len(list(optimizer_facts.parts(optimizer))) > 1:
-                faults.add(
-                    f"{type(optimizer).__name__} with ZeRO, an optimizer that holds another",
-                    "use AdamW or SGD, or strategy='mp_ddp'",
-                )
+            if len(list(optimizer_facts.parts(optimizer))) > 1:
+                given = f"{type(optimizer).__name__} with ZeRO, an optimizer that holds another"
+                faults.add(given, "use AdamW or SGD, or strategy='mp_ddp'")
             else:
-                optimizer_facts.check_shards(optimizer, "flat pieces", "ZeRO's pieces of flat tensors", faults)
+                super().check_optimizers([optimizer], faults)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the DeepSpeedEngine and its optimizer, and put the plan's scale in place of DeepSpeed's."""
         super().connect(model, [])
         self.optimizers = list(optimizers)
-        parts: dict[str, nn.Module] = {} if self._module is None else dict(self._module.named_modules())
+        module = nn.Module() if self._module is None else self._module
         parted = {
-            name: part for name, part in parts.items() if any(map(is_partitioned, part.parameters(recurse=False)))
+            name: part
+            for name, part in module.named_modules()
+            if any(map(is_partitioned, part.parameters(recurse=False)))
         }
         if parted and self.distributed:
-            self._first = FirstForward(model, parted, self.device, gathers=gathers)
+            self._connected.callback(FirstForward(model, parted, self.device, gathers=gathers).release)
         if not optimizers:  # validation
             return
         zero = self._zero = Zero(model, optimizers[0])
         trainer = trainer_of(self._module)
         if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
             self._default_clip = zero.clip_of_json
-        self._weights = Weights(() if self._module is None else self._module.named_parameters(), self._decayed)
+        self._weights = Weights(module.named_parameters(), self._decayed)
+        self._connected.callback(self._weights.release)
         zero.patch(self._weights.refuse_apart, self._raw_step)
+        self._connected.callback(zero.restore)
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:
@@ -144,8 +143,8 @@ class ZeroEngine(StepEngine):
         The first sees what half weights are used for.
         """
         self.check_weights()
-        watch = CastAlone(self.halves, to_torch(self.policy.compute_dtype)) if self.halves else nullcontext()
-        self.halves = MappingProxyType({})
+        halves, self.halves = self.halves, {}
+        watch = CastAlone(halves, to_torch(self.policy.compute_dtype)) if halves else nullcontext()
         try:
             with super().training_step(), watch:
                 yield
@@ -154,12 +153,9 @@ class ZeroEngine(StepEngine):
 
     @contextmanager
     def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
-        reads = super()._first_step(module)
-        if self._weights is None or not self._weights.partitioned or any(map(is_compiled, module.modules())):
-            with reads:
-                yield
-            return
-        with reads, ShardReads(module.named_parameters(), lambda one: not one.numel(), silent=True):
+        split = self._weights is not None and self._weights.partitioned and not any(map(is_compiled, module.modules()))
+        away = ShardReads(module.named_parameters(), lambda one: not one.numel(), silent=True)
+        with super()._first_step(module), away if split else nullcontext():
             yield
 
     def _tell_no_more(self) -> None:
@@ -227,11 +223,7 @@ class ZeroEngine(StepEngine):
         return self._zero
 
     def check_weights(self) -> None:
-        """Look whether a user changed weights where nothing holds them.
-
-        Raises:
-            RuntimeError: the name of one.
-        """
+        """Raise a RuntimeError where a user changed weights that ZeRO-3 has split."""
         if self._weights is not None:
             self._weights.refuse_lost()
 
@@ -244,12 +236,7 @@ class ZeroEngine(StepEngine):
     def release(self) -> None:
         """Drop the DeepSpeedEngine too."""
         super().release()
-        if self._first is not None:
-            self._first.release()
-        if self._weights is not None:
-            self._weights.release()
-            self._running.restore()
-        self._zero = self._weights = self._first = None
+        self._zero = self._weights = None
 
 
 # ------------------------------------------------------------------ what a ZeRO optimizer never hears of
@@ -267,9 +254,11 @@ class GradientsElsewhere(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        touched = func in (_GRAD.__get__, _GRAD.__set__) and isinstance(args[0], nn.Parameter)
-        if touched and args[0].requires_grad and (func == _GRAD.__set__ or result is None):
-            self._meet(_reader(), func == _GRAD.__set__)
+        sets = func == _GRAD.__set__
+        touched = (sets or (func == _GRAD.__get__ and result is None)) and isinstance(args[0], nn.Parameter)
+        if touched and args[0].requires_grad:
+            frame: Any = inspect.currentframe()
+            self._meet(str(frame.f_back.f_globals.get("__name__", "")), sets)
         return result
 
     def _meet(self, reader: str, sets: bool) -> None:
@@ -296,36 +285,8 @@ def refuse(given: str, fix: str) -> NoReturn:
     raise RuntimeError(str(Fault(given, "", fix)))
 
 
-def _reader() -> str:
-    """The module whose code reads or sets a gradient."""
-    frame: Any = inspect.currentframe()  # this, the mode, and who reads
-    return str(frame.f_back.f_back.f_globals.get("__name__", ""))
-
-
-#: what may have become of parameters between two steps, and what to do
-_FAULTS = {
-    "unfrozen": (
-        "unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
-        "unfreeze before trainer.fit(), and begin a second run there, or use strategy='mp_fsdp2'",
-    ),
-    "left out": (
-        "without a gradient in this step, with ZeRO, which would decay them, or move them by earlier gradients",
-        "freeze what is not used, requires_grad_(False), or use strategy='mp_ddp'",
-    ),
-    "written": (
-        "written to between steps with ZeRO-3, which holds them in partitions: nothing was changed",
-        "write within deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
-    ),
-    "apart": (
-        "with a gradient on some ranks only, or in another order, with ZeRO, which sums what every rank has",
-        "add 0 times what a rank does not use to its loss, or use strategy='mp_ddp' with find_unused_parameters=True",
-    ),
-}
-
-
-def _refuse(names: Sequence[str], fault: str) -> None:
+def _refuse(names: Sequence[str], given: str, fix: str) -> None:
     if names:
-        given, fix = _FAULTS[fault]
         refuse(f"{names[0]!r} and {len(names) - 1} others {given}", fix)
 
 
@@ -369,18 +330,17 @@ class Weights:
         return changed
 
     def refuse_lost(self) -> None:
-        """Look whether a user changed what is no longer there.
-
-        Raises:
-            RuntimeError: a weight was written to while it was partitioned, which changes nothing (ZeRO-3).
-        """
-        _refuse(self._written() if self.partitioned else (), "written")
+        """Raise a RuntimeError where a weight was written to while it was partitioned, which changes nothing."""
+        _refuse(
+            self._written() if self.partitioned else (),
+            "written to between steps with ZeRO-3, which holds them in partitions: nothing was changed",
+            "write within deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
+        )
 
     def refuse_apart(self) -> None:
-        """After the first backward pass, ask whether all ranks have gradients of the same parameters, in one order.
+        """After the first backward pass, raise a RuntimeError on every rank where they have not the same gradients.
 
-        Raises:
-            RuntimeError: they have not, on every rank: ZeRO would add up different parameters, or wait for ever.
+        ZeRO would add up different parameters, or wait for ever.
         """
         if self._compared or not dist.is_initialized():
             return
@@ -391,19 +351,28 @@ class Weights:
         extremes = torch.stack([mask, -mask])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         differ = (extremes[0] != -extremes[1]).tolist()
-        _refuse([name for name, apart in zip(self._named, differ, strict=True) if apart], "apart")
+        _refuse(
+            [name for name, apart in zip(self._named, differ, strict=True) if apart],
+            "with a gradient on some ranks only, or in another order, with ZeRO, which sums what every rank has",
+            "add 0 times what a rank does not use to its loss, or use strategy='mp_ddp' with "
+            "find_unused_parameters=True",
+        )
 
     def refuse(self, *, moves: bool) -> None:
-        """Look whether a step would do to each what it does on one device; ``moves``: the optimizer keeps moments.
+        """Raise a RuntimeError where a step would do to a weight what it does not do on one device.
 
-        Raises:
-            RuntimeError: one was unfrozen after ZeRO had taken what was trained; one had no gradient, and would be
-                decayed or moved by what is left of earlier gradients; one was written to while it was partitioned.
+        ``moves``: the optimizer keeps moments.
         """
-        _refuse([name for name, parameter in self._frozen.items() if parameter.requires_grad], "unfrozen")
+        _refuse(
+            [name for name, parameter in self._frozen.items() if parameter.requires_grad],
+            "unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
+            "unfreeze before trainer.fit(), and begin a second run there, or use strategy='mp_fsdp2'",
+        )
         without = {name: id(one) for name, one in self._named.items() if id(one) not in self._seen}
         _refuse(
-            [n for n, one in without.items() if self._decayed.get(one) or (moves and one in self._ever)], "left out"
+            [n for n, one in without.items() if self._decayed.get(one) or (moves and one in self._ever)],
+            "without a gradient in this step, with ZeRO, which would decay them, or move them by earlier gradients",
+            "freeze what is not used, requires_grad_(False), or use strategy='mp_ddp'",
         )
         self.refuse_lost()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -16,12 +17,19 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_mp.compat import torch as compat
 from lightning_mp.compat.torch_fake import is_fake
 from lightning_mp.errors import Faults, did_you_mean
-from lightning_mp.modules import class_swap
-from lightning_mp.modules.patterns import called_in, matches, named_submodules, no_match, not_scripted
+from lightning_mp.modules.patterns import (
+    Swapped,
+    called_in,
+    matches,
+    named_submodules,
+    no_match,
+    not_scripted,
+    swap_in,
+    swap_out,
+)
 from lightning_mp.numerics.dtypes import default_dtype
 from lightning_mp.policy import Checkpointing
 
-Values = dict[str, Tensor | None]
 #: What ``mode="selective"`` keeps by default: matrix products and attention, whose recomputation costs the most for
 #: what it saves (the list of torchtitan's distributed/activation_checkpoint.py, for one device).
 DEFAULT_SAVE_OPS = (
@@ -57,7 +65,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-class CheckpointedForward(class_swap.Swapped):
+class CheckpointedForward(Swapped):
     """Stores the inputs of a module's forward and runs it again in the backward pass."""
 
     lmp_state = ("_lmp_checkpoint", "_lmp_changing")
@@ -71,106 +79,77 @@ class CheckpointedForward(class_swap.Swapped):
         if state is None or not torch.is_grad_enabled() or (state.in_container and (compiling or _running.on)):
             return run(*args, **kwargs)
         options: dict[str, Any] = {"preserve_rng_state": state.preserve_rng}
-        if compiling:  # a compiled graph changes buffers at its end, once
-            if state.save_ops is not None:
-                options["context_fn"] = partial(_selective_contexts, state.save_ops)
-        else:
-            options["context_fn"] = partial(_contexts, state.save_ops, _Buffers(cast("nn.Module", self)))
-            run = partial(_marked, run)
+        if state.save_ops is not None:
+            options["context_fn"] = partial(_selective_contexts, state.save_ops)
+        if not compiling:  # a compiled graph changes buffers at its end, once
+            run = _Forward(cast("nn.Module", self), run, once=state.save_ops is not None)
         # Not the reentrant form: with frozen inputs (LoRA) it computes no gradients at all.
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
 
-def _marked(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    before, _running.on = _running.on, True
-    try:
-        return run(*args, **kwargs)
-    finally:
-        _running.on = before
-
-
-class _Buffers:
-    """The buffers below a module as they were before a forward, for where it is run again.
+class _Forward:
+    """A module's forward which, called again, finds the buffers and the default dtype as they were the first time.
 
     Else the recomputation would count a batch twice in the statistics of a batch norm, and compute something else where
     an output depends on a buffer that forward changes (the vectors of a spectral norm, an EMA). Copied are those that
-    changed in the first forward, in training and in evaluation, or in a later one.
+    changed in the first forward, in training and in evaluation, or in a later one. What is called again ``once``, as
+    torch's selective checkpointing does, is given the copies: that allows no further operator such as a clone.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        learnt: dict[tuple[str, bool], dict[str, bool]] = module.__dict__.setdefault("_lmp_changing", {})
-        #: which change, by name; the buffers themselves; as they were; copies of those that may change
-        self._found: list[tuple[dict[str, bool], Values, Values, Values]] = []
-        for name, one in module.named_modules():
-            buffers = compat.buffers_of(one)
-            if buffers:
-                known = learnt.setdefault((name, one.training), {})
-                may_change = {key: old for key, old in buffers.items() if known.get(key, True)}
-                self._found.append((known, buffers, dict(buffers), _copied(may_change)))
-        self._versions = [compat.versions(before.values()) for _, _, before, _ in self._found]
+    def __init__(self, module: nn.Module, run: Callable[..., Any], *, once: bool) -> None:
+        # a true mode sets the default dtype for the forward alone, and the backward pass runs after it
+        self._run, self._once, self._dtype, self._again = run, once, torch.get_default_dtype(), False
+        #: by module, key and training mode, whether a buffer changes
+        self._learnt: dict[tuple[str, str, bool], bool] = vars(module).setdefault("_lmp_changing", {})
+        #: the dict that holds each buffer, itself, and how often it was written to
+        self._before: dict[tuple[str, str, bool], tuple[dict[str, Any], Tensor | None, int | None]] = {
+            (name, key, one.training): (buffers, tensor, compat.version(tensor))
+            for name, one in module.named_modules()
+            for buffers in [compat.buffers_of(one)]
+            for key, tensor in buffers.items()
+        }
+        may_change = [place for place in self._before if self._learnt.get(place, True)]
+        self._copies = {place: _copied(self._before[place][1]) for place in may_change}
 
-    def learn(self) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        again, self._again = self._again, True
+        before, _running.on = _running.on, True
+        try:
+            with self._as_before() if again else nullcontext():
+                output = self._run(*args, **kwargs)
+        finally:
+            _running.on = before
+        if not again:
+            self._learn()
+        return output
+
+    def _learn(self) -> None:
         """After the forward: let go of the copies of what it left as it was."""
-        for (known, buffers, before, copies), versions in zip(self._found, self._versions, strict=True):
-            written = [one != two for one, two in zip(versions, compat.versions(before.values()), strict=True)]
-            for (key, old), changed in zip(before.items(), written, strict=True):
-                moved = changed or buffers.get(key) is not old
-                if key not in known and not moved and old is not None and not is_fake(old):
-                    moved = not torch.equal(old, cast("Tensor", copies[key]))  # written to through .data
-                known[key] = known.get(key, False) or moved
-                if not known[key]:
-                    copies.pop(key, None)
+        for place, (buffers, old, version) in self._before.items():
+            changed = buffers.get(place[1]) is not old or compat.version(old) != version
+            if place not in self._learnt and not changed and old is not None and not is_fake(old):
+                changed = not torch.equal(old, cast("Tensor", self._copies[place]))  # written to through .data
+            self._learnt[place] = changed = changed or self._learnt.get(place, False)
+            if not changed:
+                self._copies.pop(place, None)
 
     @contextmanager
-    def restored(self) -> Generator[None, None, None]:
-        """Within, they are as they were; afterwards as they were before."""
+    def _as_before(self) -> Generator[None, None, None]:
         # Other tensors for the time being: to write into those that are there would spoil what autograd has saved.
-        now = [dict(buffers) for _, buffers, _, _ in self._found]
-        for _, buffers, before, copies in self._found:
-            buffers.update({**before, **_copied(copies)})
+        now = {place: buffers.get(place[1]) for place, (buffers, _, _) in self._before.items()}
+        for place, (buffers, old, _) in self._before.items():
+            copy = self._copies.get(place, old)
+            buffers[place[1]] = copy if self._once or place not in self._copies else _copied(copy)
         try:
-            yield
+            with default_dtype(self._dtype):
+                yield
         finally:
-            for (_, buffers, _, _), values in zip(self._found, now, strict=True):
-                buffers.update(values)
+            for place, (buffers, _, _) in self._before.items():
+                buffers[place[1]] = now[place]
 
 
-@contextmanager
-def _learning(buffers: _Buffers) -> Generator[None, None, None]:
-    yield
-    buffers.learn()
-
-
-class _Again:
-    """A context as often as it is entered, made anew each time."""
-
-    def __init__(self, *contexts: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._contexts = contexts
-        self._entered: list[ExitStack] = []
-
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        for make in self._contexts:
-            stack.enter_context(make())
-        self._entered.append(stack)
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
-
-
-def _contexts(save_ops: frozenset[str] | None, buffers: _Buffers) -> tuple[Any, Any]:
-    """Around the forward, and around each time it is run again."""
-    learning = _learning(buffers)
-    # a true mode sets the default dtype for the forward alone, and the backward pass runs after it
-    same_dtype = partial(default_dtype, torch.get_default_dtype())
-    if save_ops is None:
-        return learning, _Again(buffers.restored, same_dtype)
-    forward, again = _selective_contexts(save_ops)
-    return _Again(lambda: learning, lambda: forward), _Again(buffers.restored, same_dtype, lambda: again)
-
-
-def _copied(buffers: Mapping[str, Tensor | None]) -> Values:
-    return {name: None if tensor is None else tensor.detach().clone() for name, tensor in buffers.items()}
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
 
 
 def _selective_contexts(save_ops: frozenset[str]) -> tuple[Any, Any]:
@@ -191,8 +170,12 @@ def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Mo
     for pattern in config.patterns:
         if not any(matches(pattern, name, module) for name, module in named):
             no_match(pattern, root, "checkpointing pattern", faults)
-    if config.save_ops is not None:
-        _check_ops(config.save_ops, faults)
+    for name in config.save_ops or ():
+        if not _overloads(name):
+            known = dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS)
+            faults.add(
+                f"save_ops {name!r}", did_you_mean(name.removeprefix("aten."), known, "write 'mm', for instance")
+            )
     outermost: dict[int, nn.Module] = {}
     covered: list[str] = []
     for name, module in named:
@@ -212,12 +195,13 @@ def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) 
     (LoRA).
     """
     applied = ExitStack()
-    names = None if config.mode == "full" else frozenset(_op_names(config.save_ops or DEFAULT_SAVE_OPS))
+    ops = config.save_ops or DEFAULT_SAVE_OPS
+    names = None if config.mode == "full" else frozenset(chain.from_iterable(map(_overloads, ops)))
     state = CheckpointState(names, config.preserve_rng)
     chosen = list(modules)
     for module, each in [*((module, state) for module in chosen), *_iterated(chosen, state)]:
-        class_swap.swap_in(module, CheckpointedForward, _lmp_checkpoint=each)
-        applied.callback(class_swap.swap_out, module, CheckpointedForward)
+        swap_in(module, CheckpointedForward, _lmp_checkpoint=each)
+        applied.callback(swap_out, module, CheckpointedForward)
     _without_cache(root, applied)
     _with_input_gradients(root, applied)
     return applied
@@ -266,24 +250,11 @@ def _input_embeddings(model: Any) -> nn.Module | None:
     return found if isinstance(found, nn.Embedding) else None
 
 
-def _overloads(name: str) -> dict[str, Any]:
-    """``"mm"``, ``"aten.mm"`` or ``"aten.mm.default"`` → the overloads it means, by their full names."""
+def _overloads(name: str) -> list[str]:
+    """``"mm"``, ``"aten.mm"`` or ``"aten.mm.default"`` → the full names of the overloads it means."""
     parts = name.replace("::", ".").removeprefix("aten.").split(".")
     packet = getattr(torch.ops.aten, parts[0], None)
     if not isinstance(packet, compat.OpOverloadPacket):
-        return {}
+        return []
     wanted = parts[1:] or packet.overloads()
-    return {str(getattr(packet, overload)): packet for overload in wanted if overload in packet.overloads()}
-
-
-def _op_names(names: Iterable[str]) -> Iterable[str]:
-    for name in names:
-        yield from _overloads(name)
-
-
-def _check_ops(names: Iterable[str], faults: Faults) -> None:
-    for name in names:
-        if not _overloads(name):
-            known = dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS)
-            fix = did_you_mean(name.removeprefix("aten."), known, "write 'mm', for instance")
-            faults.add(f"save_ops {name!r}", "names of aten operators", fix)
+    return [str(getattr(packet, overload)) for overload in wanted if overload in packet.overloads()]

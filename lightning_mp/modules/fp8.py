@@ -17,8 +17,17 @@ from torch.nn.parameter import is_lazy
 from lightning_mp.compat import torchao
 from lightning_mp.compat.transformers import conv1d
 from lightning_mp.errors import Faults
-from lightning_mp.modules import class_swap, fp8_watch
-from lightning_mp.modules.patterns import matches, named_submodules, no_match, owners
+from lightning_mp.modules import fp8_watch
+from lightning_mp.modules.patterns import (
+    Swapped,
+    matches,
+    named_submodules,
+    no_match,
+    original_class,
+    owners,
+    swap_in,
+    swap_out,
+)
 from lightning_mp.numerics.dtypes import is_plain
 from lightning_mp.numerics.grads import local
 from lightning_mp.numerics.nonfinite import Origin
@@ -89,7 +98,7 @@ def select(
         if reason is None:
             chosen.append(module)
         elif reason == "kind":
-            kinds[name] = class_swap.original_class(module).__name__
+            kinds[name] = original_class(module).__name__
     if not chosen:
         faults.add(*_nothing(layers, kinds, rule.multiple))
     return layers, chosen
@@ -121,7 +130,7 @@ def _covered(named: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) ->
 
 def _is_plain_linear(module: nn.Module) -> bool:
     """Whether calling it is what computes with its weight, and as ``nn.Linear`` does."""
-    kind = class_swap.original_class(module)
+    kind = original_class(module)
     # MultiheadAttention reads the weight of its projection and never calls it.
     other = kind.forward is not nn.Linear.forward or issubclass(kind, NonDynamicallyQuantizableLinear)
     weight = cast("Tensor", module.weight)
@@ -216,7 +225,7 @@ class Running:
         return self.evaluate or run.stage == training
 
 
-class FP8Forward(class_swap.Swapped):
+class FP8Forward(Swapped):
     """Multiplies in FP8 where the plan trains, and is the Linear that it was everywhere else."""
 
     lmp_state = ("_lmp_fp8", fp8_watch.SEEN)
@@ -297,7 +306,7 @@ class Conversion:
         evaluate = self.rule.evaluate == "fp8"
         running = Running(product, self.rule.multiple, dtype, device_type, self.stages, evaluate, self.watch)
         for module in self.modules:
-            class_swap.swap_in(module, FP8Forward, _lmp_fp8=running)
+            swap_in(module, FP8Forward, _lmp_fp8=running)
 
     @property
     def converted(self) -> dict[str, nn.Module]:
@@ -307,5 +316,5 @@ class Conversion:
     def undo(self) -> None:
         """Give the layers their own forward back."""
         for module in self.modules:
-            class_swap.swap_out(module, FP8Forward)
+            swap_out(module, FP8Forward)
         self.modules = []

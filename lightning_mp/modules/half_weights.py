@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_mp.compat.transformers import conv1d
 from lightning_mp.modules import fp8
-from lightning_mp.modules.class_swap import original_class
+from lightning_mp.modules.patterns import original_class
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import is_plain
 from lightning_mp.policy import PrecisionPolicy

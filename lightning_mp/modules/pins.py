@@ -18,16 +18,19 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat.torch import apply_to_tensors, base_of, is_compiled
 from lightning_mp.errors import Fault, Faults, PlanError
-from lightning_mp.modules import class_swap
 from lightning_mp.modules.patterns import (
     NORMS,
     Place,
+    Swapped,
     has_own_forward,
     matches,
     named_submodules,
     no_match,
     not_scripted,
+    original_class,
     owners,
+    swap_in,
+    swap_out,
 )
 from lightning_mp.numerics.dtypes import (
     HALF,
@@ -103,7 +106,7 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
         if not (callers and isinstance(modules[callers[0]], torch.jit.ScriptModule)):
             not_scripted(name, module, f"pin {pins[index].pattern!r}", faults)
         inside = None if outer is None else pins[outer].dtype
-        attends = callers[:1] and _ATTENTION.search(class_swap.original_class(modules[callers[0]]).__name__)
+        attends = callers[:1] and _ATTENTION.search(original_class(modules[callers[0]]).__name__)
         members.append(PinnedModule(name, module, pins[index], around[:1] != [index], inside, bool(attends)))
     used = set(index_of.values())
     unused = [pin.pattern for index, pin in enumerate(pins) if index not in used]
@@ -211,7 +214,7 @@ def _inside(dtype: torch.dtype) -> Generator[None, None, None]:
         _region.dtype = before
 
 
-class PinnedForward(class_swap.Swapped):
+class PinnedForward(Swapped):
     """Runs a module in its pin's dtype and keeps it stored in it, whatever ``.to`` is called on the model."""
 
     lmp_state = ("_lmp_pin", "_lmp_pin_inside")
@@ -273,7 +276,7 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
         module.__dict__.pop("_lmp_pin_inside", None)  # of an earlier run
         state = _state(member, mixed, compute_dtype, device_type)
         if state.owns or has_own_forward(module):
-            class_swap.swap_in(module, PinnedForward, _lmp_pin=state)
+            swap_in(module, PinnedForward, _lmp_pin=state)
 
 
 def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
@@ -304,7 +307,7 @@ def remove(modules: Iterable[nn.Module]) -> None:
     """Undo the forward of every pinned module among ``modules``; what is stored stays as it is."""
     for module in modules:
         if "_lmp_pin" in module.__dict__:
-            class_swap.swap_out(module, PinnedForward)
+            swap_out(module, PinnedForward)
 
 
 # ------------------------------------------------------------------ what no pin covers
@@ -352,7 +355,7 @@ def check_attention(root: nn.Module, pin_map: PinMap, compute: str, faults: Faul
     pinned = {id(member.module): member for member in pin_map.members}
     for name, module in root.named_modules():
         attends = isinstance(module, nn.MultiheadAttention)
-        if not attends or class_swap.original_class(module).forward is not nn.MultiheadAttention.forward:
+        if not attends or original_class(module).forward is not nn.MultiheadAttention.forward:
             continue
         member = pinned.get(id(module.out_proj))
         around = pinned[id(module)].pin.dtype if id(module) in pinned else compute

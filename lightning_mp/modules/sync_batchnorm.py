@@ -11,11 +11,10 @@ from torch.distributed.nn.functional import all_reduce
 
 from lightning_mp.compat.torch import is_batch_norm
 from lightning_mp.errors import Faults
-from lightning_mp.modules import class_swap
-from lightning_mp.modules.patterns import named_submodules
+from lightning_mp.modules.patterns import Swapped, named_submodules, original_class, swap_in, swap_out
 
 
-class SyncedForward(class_swap.Swapped):
+class SyncedForward(Swapped):
     """Normalizes by the mean and variance of the whole batch, that of every process together, in training."""
 
     lmp_state = ("_lmp_synced",)
@@ -70,7 +69,7 @@ def select(root: nn.Module, faults: Faults) -> list[nn.Module]:
         if not is_batch_norm(module):
             continue
         found[id(module)] = module
-        own = class_swap.original_class(module)
+        own = original_class(module)
         if own.forward not in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward):
             faults.add(
                 f"sync_batchnorm=True with {name!r}, a {own.__name__} with a forward of its own",
@@ -83,10 +82,10 @@ def select(root: nn.Module, faults: Faults) -> list[nn.Module]:
 def apply(modules: list[nn.Module]) -> None:
     """Synchronize ``modules``, in place."""
     for module in modules:
-        class_swap.swap_in(module, SyncedForward, innermost=True, _lmp_synced=True)
+        swap_in(module, SyncedForward, innermost=True, _lmp_synced=True)
 
 
 def remove(modules: list[nn.Module]) -> None:
     """Give ``modules`` their own forward back."""
     for module in modules:
-        class_swap.swap_out(module, SyncedForward)
+        swap_out(module, SyncedForward)

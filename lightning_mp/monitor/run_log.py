@@ -31,7 +31,7 @@ from lightning_mp.monitor.callback_utils import RunCallback, log
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.run_folder import FINDINGS, RUN, InUseError, RunFolder, is_ours, is_validation
-from lightning_mp.numerics.device import describe
+from lightning_mp.numerics.dtypes import describe
 
 #: for alerts: as a Python warning each would begin with a file and a line of this package
 _LOGGER = logging.getLogger("lightning_mp")

@@ -6,6 +6,7 @@ else, such as a key-value cache, is not looked into.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_mp.compat import torch as compat
 from lightning_mp.compat.torch_fake import is_fake
+from lightning_mp.policy.hardware import Device
 
 T = TypeVar("T")
 HALF = (torch.float16, torch.bfloat16)
@@ -163,6 +166,85 @@ def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+# ------------------------------------------------------------------ the device
+
+Restore = Callable[[], None]
+
+
+def describe(device: torch.device) -> Device:
+    """The facts about ``device`` that decide which precision it can run."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        emulated = torch.cuda.is_bf16_supported(including_emulation=True)
+        bf16 = "native" if native else "emulated" if emulated else "none"
+        return Device("cuda", properties.name, (properties.major, properties.minor), bf16, properties.total_memory)
+    if device.type == "mps":
+        return Device("mps", "Apple GPU", None, "native" if torch.backends.mps.is_macos_or_newer(14, 0) else "none")
+    if device.type == "cpu":
+        return Device("cpu", "CPU", None, "native" if compat.cpu_has(torch.bfloat16) else "emulated")
+    return Device(device.type, device.type, None, "none")
+
+
+# ------------------------------------------------------------------ TF32
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether products on ``device`` can run in TF32: CUDA with compute capability 8.0 (Ampere) or newer."""
+    return device.type == "cuda" and describe(device).tf32
+
+
+def set_tf32(setting: str) -> Restore:
+    """Set matmul (``"highest"``, ``"high"`` or ``"medium"``) and cuDNN precision; calling the result undoes it.
+
+    ``"highest"`` is IEEE fp32 for both; the others allow TF32 for both. ``torch.get_float32_matmul_precision()`` is
+    always readable meanwhile: it raises where only the newer per-backend switch was set, which this never does.
+    """
+    # the per-operation switches of torch 2.9 and newer, which the two older calls move along with themselves
+    owners: dict[str, Any] = {
+        "cuda.matmul": torch.backends.cuda.matmul,
+        "mkldnn.matmul": getattr(torch.backends.mkldnn, "matmul", None),
+        "cudnn.conv": getattr(torch.backends.cudnn, "conv", None),
+        "cudnn.rnn": getattr(torch.backends.cudnn, "rnn", None),
+    }
+    switches = {name: owner for name, owner in owners.items() if hasattr(owner, "fp32_precision")}
+    before = {name: switch.fp32_precision for name, switch in switches.items()}
+    matmul, cudnn = _matmul_precision(), None
+    with contextlib.suppress(RuntimeError):  # where the newer switches disagree it cannot be read
+        cudnn = torch.backends.cudnn.allow_tf32
+
+    def restore() -> None:
+        torch.set_float32_matmul_precision(matmul)
+        if cudnn is not None:
+            torch.backends.cudnn.allow_tf32 = cudnn
+        for name, switch in switches.items():
+            switch.fp32_precision = before[name]
+
+    torch.set_float32_matmul_precision(setting)
+    torch.backends.cudnn.allow_tf32 = setting != "highest"
+    for name in ("cudnn.conv", "cudnn.rnn"):
+        if name in switches:  # "not allowed" by the older call only means that a wider switch decides
+            switches[name].fp32_precision = "ieee" if setting == "highest" else "tf32"
+    return restore
+
+
+def _matmul_precision() -> str:
+    """``torch.get_float32_matmul_precision()``, also where it raises because the newer switch disagrees."""
+    with contextlib.suppress(RuntimeError):
+        return torch.get_float32_matmul_precision()
+    switch: Any = torch.backends.cuda.matmul
+    current = switch.fp32_precision
+    try:
+        # The older value is one of two kinds; reading it needs the newer switch to agree with it for a moment.
+        for agreeing in ("ieee", "tf32"):
+            switch.fp32_precision = agreeing
+            with contextlib.suppress(RuntimeError):
+                return torch.get_float32_matmul_precision()
+        return "highest"
+    finally:
+        switch.fp32_precision = current
 
 
 # ------------------------------------------------------------------ nested data

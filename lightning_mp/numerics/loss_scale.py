@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
-from enum import IntEnum
-from functools import cache
-from typing import Any, cast
+from functools import partialmethod
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -15,12 +14,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_mp.compat import torch as compat
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.errors import PlanError
 from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.numerics.grads import gradients, parameters_of, step_unless, unscale_and_check_
 from lightning_mp.policy.pieces import LossScaling
-
-_UNSCALED = LossScaling.static(1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,37 +41,28 @@ def init(config: LossScaling, device: torch.device | str | None = None) -> LossS
 
 def place(state: LossScaleState, device: torch.device | str, dtype: torch.dtype = torch.float32) -> LossScaleState:
     """The same state as 0-d tensors on ``device``; what is there already is kept, not copied."""
-
-    def placed(value: float | Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(value, dtype=dtype, device=device)
-
-    return LossScaleState(
-        placed(state.scale, dtype),
-        placed(state.growth_tracker, torch.int32),
-        placed(state.hysteresis_left, torch.int32),
-        placed(state.overflowed_at_min, torch.bool),
-    )
+    values = state.scale, state.growth_tracker, state.hysteresis_left, state.overflowed_at_min
+    dtypes = dtype, torch.int32, torch.int32, torch.bool
+    tensors = (torch.as_tensor(one, dtype=of, device=device) for one, of in zip(values, dtypes, strict=True))
+    return LossScaleState(*tensors)
 
 
 def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor) -> LossScaleState:
     """The state after one step whose gradients were finite (``found_inf`` false) or not.
 
     ``found_inf`` is a bool, a bool tensor, or a 0/1 float tensor. On a tensor state nothing is read back to the host.
+
     The rule is the union of ``torch._amp_update_scale_`` (ATen/native/cuda/AmpKernels.cu), DeepSpeed's
     ``DynamicLossScaler.update_scale`` and Megatron-LM's ``DynamicGradScaler.update``.
     """
-    if isinstance(state.scale, Tensor):
-        return _adjusted(config, state, found_inf)
-    values = astuple(_adjusted(config, place(state, "cpu", torch.float64), found_inf))
-    return LossScaleState(*(value.item() for value in values))
-
-
-def _adjusted(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor) -> LossScaleState:
-    scale, tracker, left = (cast("Tensor", one) for one in (state.scale, state.growth_tracker, state.hysteresis_left))
+    if not isinstance(state.scale, Tensor):
+        values = astuple(adjust(config, place(state, "cpu", torch.float64), found_inf))
+        return LossScaleState(*(value.item() for value in values))
+    scale, tracker, left = state.scale, cast("Tensor", state.growth_tracker), cast("Tensor", state.hysteresis_left)
     found = torch.as_tensor(found_inf, device=scale.device).to(torch.bool).reshape(())
-    exhausted = found & (left <= 1)
     if not config.dynamic:
         return LossScaleState(scale, tracker, left, found)
+    exhausted = found & (left <= 1)
     ticked = torch.where(found, -config.growth_delay, tracker + 1)
     grows = ticked == config.growth_interval  # never on an overflow: the tracker is then <= 0
     lowered = _times(scale, config.backoff_factor).clamp(min=config.min_scale)
@@ -84,12 +72,11 @@ def _adjusted(config: LossScaling, state: LossScaleState, found_inf: bool | Tens
     if config.max_scale is None or scale.dtype is torch.float32:  # there "no ceiling" still ends where fp32 does
         raised = torch.where(raised.float().isinf(), scale, raised)
     refills = grows | ~found if config.consecutive_hysteresis else grows
+    spent = torch.where(found, (left - 1).clamp(min=1), left)
     return LossScaleState(
         scale=torch.where(exhausted, lowered, torch.where(grows, raised, scale)),
         growth_tracker=torch.where(grows, 0, ticked).to(tracker.dtype),
-        hysteresis_left=torch.where(refills, config.hysteresis, torch.where(found, (left - 1).clamp(min=1), left)).to(
-            left.dtype
-        ),
+        hysteresis_left=torch.where(refills, config.hysteresis, spent).to(left.dtype),
         overflowed_at_min=exhausted & (scale <= config.min_scale),
     )
 
@@ -103,55 +90,15 @@ def _times(scale: Tensor, factor: float) -> Tensor:
     return rounded if scale.dtype is torch.float32 else torch.where(rounded.isinf(), product, rounded.double())
 
 
-def adjust_(config: LossScaling, state: LossScaleState, found_inf: Tensor) -> LossScaleState:
-    """The same as :func:`adjust` on a state of tensors, which it may overwrite; ``found_inf`` is a 0/1 fp32 scalar.
-
-    The common rule is torch's fused kernel and a bound: the same sequence in fewer launches.
-    """
-    plain = config.dynamic and config.hysteresis == 1 and not config.growth_delay
-    if not plain or config.max_scale is not None or config.at_min != "hold":
-        return adjust(config, state, found_inf)
-    scale, tracker = cast("Tensor", state.scale), cast("Tensor", state.growth_tracker)
-    factors = config.growth_factor, config.backoff_factor, config.growth_interval
-    compat.update_scale_(scale, tracker, found_inf, *factors)
-    if config.min_scale > 0:
-        scale.clamp_(min=config.min_scale)
-    return state
-
-
-def resume(config: LossScaling, saved: Mapping[str, Any]) -> LossScaleState:
-    """The state that a checkpoint (this package's, or a ``GradScaler``'s) holds, within the bounds of ``config``."""
-    scale = float(saved["scale"])
-    if config.dynamic:
-        scale = max(scale, config.min_scale)
-        scale = scale if config.max_scale is None else min(scale, config.max_scale)
-    else:
-        scale = config.init_scale
-    left = min(max(int(saved.get("hysteresis_left", config.hysteresis)), 1), config.hysteresis)
-    tracker = min(int(saved.get(compat.GROWTH_TRACKER, 0)), config.growth_interval - 1)
-    return LossScaleState(scale, max(tracker, -config.growth_delay), left)
-
-
 # ------------------------------------------------------------------ the scaler
-
-
-class _Stage(IntEnum):
-    """How far an optimizer's gradients have come since its last backward pass."""
-
-    SCALED = 0
-    #: divided by the scale
-    UNSCALED = 1
-    #: the same by a user's ``unscale_``, which may be called once
-    CHECKED = 2
-    #: ``step`` was called; the next backward pass begins anew
-    STEPPED = 3
 
 
 @dataclass(slots=True)
 class _Gradients:
     """What is known of one optimizer's gradients, and of its steps since the scale was adjusted last."""
 
-    stage: _Stage = _Stage.SCALED
+    #: how far they have come since the last backward pass; "checked" is unscaled by a user, who may do so once
+    stage: Literal["scaled", "unscaled", "checked", "stepped"] = "scaled"
     #: fp32, on the gradients' device: 1 where they are not finite on some rank, else 0
     flag: Tensor | None = None
     #: they wait unscaled, to be multiplied back before a backward pass adds to them
@@ -161,7 +108,7 @@ class _Gradients:
 
     def begin_anew(self) -> None:
         """The next gradients are scaled, and nothing is known of them."""
-        self.stage, self.flag = _Stage.SCALED, None
+        self.stage, self.flag = "scaled", None
 
 
 class LossScaler(GradScaler):
@@ -177,11 +124,15 @@ class LossScaler(GradScaler):
     """
 
     def __init__(self, config: LossScaling | None = None, *, on_step: Callable[[], None] | None = None) -> None:
-        self.config, self.enabled = config or _UNSCALED, config is not None
-        rule = self.config.init_scale, self.config.growth_factor, self.config.backoff_factor
-        super().__init__("cpu", *rule, self.config.growth_interval, enabled=self.enabled)
-        self._state, self._floor = init(self.config), self.config.floor
+        self.enabled = config is not None
+        self.config = rule = config or LossScaling.static(1.0)
+        factors = rule.init_scale, rule.growth_factor, rule.backoff_factor
+        super().__init__("cpu", *factors, rule.growth_interval, enabled=self.enabled)
+        #: scale and counters: on the device once training has begun, Python numbers before
+        self.state, self._floor = init(rule), rule.floor
         self._on_step = on_step
+        #: reduces a flag in place, by its maximum over ranks
+        self.sync: Callable[[Tensor], None] | None = None
         #: whether gradients are checked and steps held back; without it all are applied
         self.checks = True
         #: a plan's, in a fit: gradients come from losses that it scaled, and others are refused
@@ -191,75 +142,76 @@ class LossScaler(GradScaler):
         #: a loss was scaled since the scale was adjusted last
         self._scaled = False
         self._known: dict[int, _Gradients] = {}
-        self._sync: Callable[[Tensor], None] | None = None
         #: steps, applied and skipped
         self.attempts = 0
-        #: how many were skipped: a number where the host knows it, else a scalar on the device
+        #: how many were skipped, how many of them in a row count against the budget, and whether the last one was:
+        #: numbers where the host knows them, else scalars on the device
         self.skipped: Tensor | int = 0
         self._streak: Tensor | int = 0
-        self._last: Tensor | None = None
-        self._last_read: bool | None = False
-
-    def sync_with(self, sync: Callable[[Tensor], None] | None) -> None:
-        """Reduce flags with ``sync`` (in place, maximum over ranks) from now on."""
-        self._sync = sync
+        self._last: Tensor | bool = False
 
     # ------------------------------------------------------------------ the state
 
-    def place(self, device: torch.device | str) -> LossScaleState:
-        """The state as 0-d tensors on ``device``."""
-        scale = self._state.scale
-        if not isinstance(scale, Tensor) or scale.device != torch.device(device):
-            self._set_state(place(self._state, device))
-        return self._state
-
-    def _on_device(self) -> Tensor:
-        scale = self._state.scale
-        return scale if isinstance(scale, Tensor) else cast("Tensor", self.place("cpu").scale)
+    def place(self, device: torch.device | str | None = None) -> LossScaleState:
+        """The state as 0-d tensors on ``device``; without one where it is, on the CPU at first."""
+        scale = self.state.scale
+        if not isinstance(scale, Tensor) or not (device is None or scale.device == torch.device(device)):
+            self._set_state(place(self.state, device or "cpu"))
+        return self.state
 
     def _set_state(self, state: LossScaleState) -> None:
-        self._state = state
+        self.state = state
         compat.set_scale(self, cast("Tensor", state.scale), cast("Tensor", state.growth_tracker))
-
-    @property
-    def state(self) -> LossScaleState:
-        """Scale and counters as they stand: on the device once training has begun, Python numbers before."""
-        return self._state
 
     @property
     def overflowed_at_min(self) -> bool:
         """Whether the last update met an overflow at the floor, under ``at_min="raise"``; a device sync."""
-        return self.config.at_min == "raise" and bool(self._state.overflowed_at_min)
+        return self.config.at_min == "raise" and bool(self.state.overflowed_at_min)
 
     def backoffs_left(self) -> float:
         """Overflows until the floor is hit, where that raises, else ``inf``; a device sync."""
-        floor, scale = self.config.min_scale, self.get_scale()
         if self.config.at_min != "raise":
             return math.inf
+        floor, scale = self.config.min_scale, self.get_scale()
         away = math.log(scale / floor, 1 / self.config.backoff_factor) if floor > 0 and scale > floor else 0
         return math.ceil(away - 1e-9)
 
     def get_scale(self) -> float:
         """The scale as a Python number; a device sync once training has begun."""
-        return float(self._state.scale)
+        return float(self.state.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """``GradScaler``'s keys, so that stock Lightning can take the checkpoint over, and ``hysteresis_left``."""
         return {
             "scale": self.get_scale(),
-            "growth_factor": self.config.growth_factor,
-            "backoff_factor": self.config.backoff_factor,
-            "growth_interval": self.config.growth_interval,
-            compat.GROWTH_TRACKER: int(self._state.growth_tracker),
-            "hysteresis_left": int(self._state.hysteresis_left),
+            **{name: getattr(self.config, name) for name in ("growth_factor", "backoff_factor", "growth_interval")},
+            compat.GROWTH_TRACKER: int(self.state.growth_tracker),
+            "hysteresis_left": int(self.state.hysteresis_left),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a checkpoint (this package's or ``GradScaler``'s); the rule itself stays the one declared."""
-        if state_dict:
-            before, self._state = self._state.scale, resume(self.config, state_dict)
-            if isinstance(before, Tensor):
-                self.place(before.device)
+        if not state_dict:
+            return
+        rule, before = self.config, self.state.scale
+        scale = rule.init_scale
+        if rule.dynamic:
+            ceiling = math.inf if rule.max_scale is None else rule.max_scale
+            scale = min(max(float(state_dict["scale"]), rule.min_scale), ceiling)
+        tracker = min(int(state_dict.get(compat.GROWTH_TRACKER, 0)), rule.growth_interval - 1)
+        left = min(max(int(state_dict.get("hysteresis_left", rule.hysteresis)), 1), rule.hysteresis)
+        self.state = LossScaleState(scale, max(tracker, -rule.growth_delay), left)
+        if isinstance(before, Tensor):
+            self.place(before.device)
+
+    def _set_rule(self, name: str, value: float) -> None:
+        getattr(super(), f"set_{name}")(value)
+        self.config = replace(self.config, **{name: value})
+
+    # torch's, which change the rule from the next update on
+    set_growth_factor: Any = partialmethod(_set_rule, "growth_factor")
+    set_backoff_factor: Any = partialmethod(_set_rule, "backoff_factor")
+    set_growth_interval: Any = partialmethod(_set_rule, "growth_interval")
 
     # ------------------------------------------------------------------ the loss and the gradients
 
@@ -281,14 +233,13 @@ class LossScaler(GradScaler):
         Raises:
             RuntimeError: a second call for the optimizer since the last ``update``, as torch's scaler does.
         """
-        optimizer = _plain(optimizer)
         known = self._of(optimizer)
-        if known.stage is _Stage.STEPPED:
+        if known.stage == "stepped":
             raise RuntimeError("unscale_() is being called after step().")
-        if known.stage is _Stage.CHECKED:
+        if known.stage == "checked":
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         self.check_finite_(optimizer)
-        known.stage = _Stage.CHECKED
+        known.stage = "checked"
 
     def check_finite_(self, optimizer: Optimizer) -> None:
         """Note whether the gradients are finite on this rank; unscale them, in the same pass, if nothing did yet.
@@ -301,21 +252,24 @@ class LossScaler(GradScaler):
         if not self.checks:
             return
         known, parameters = self._of(optimizer), parameters_of(optimizer)
-        if self.enabled and self._are_scaled(known):
-            if self.within_run and not self._scaled:
-                _refuse_bare(parameters)
-            self._divide(known, parameters, ())
-        else:
-            self._check(known, gradients(parameters))
+        if not self._are_scaled(known):
+            self._check(known, parameters)
+            return
+        if self.within_run and not self._scaled and any(parameter.grad is not None for parameter in parameters):
+            raise PlanError.of(
+                "gradients of a loss that was not scaled, as a bare loss.backward() leaves them, under a loss scale",
+                "write self.manual_backward(loss), or choose a precision without loss scaling ('bf16-mixed')",
+            )
+        self._divide(known, parameters)
 
     def found_inf(self, optimizer: Optimizer) -> Tensor:
         """1 where the optimizer's gradients, when last looked at, were not finite on some rank, else 0."""
         known = self._of(optimizer)
-        if self.enabled and self._are_scaled(known):
+        if self._are_scaled(known):
             self.check_finite_(optimizer)
         flag = self._flag(known)
-        if self._sync is not None and self.checks:
-            self._sync(flag)
+        if self.sync is not None and self.checks:
+            self.sync(flag)
         return flag
 
     def multiply_back_(self, optimizers: Iterable[Optimizer]) -> None:
@@ -328,19 +282,22 @@ class LossScaler(GradScaler):
             elif known.waiting:
                 known.waiting = False
                 known.begin_anew()
-                waiting = gradients(_apart(optimizer, seen)[0])
+                waiting = gradients(_fresh(parameters_of(optimizer), seen))
                 if waiting:
-                    unscale_and_check_(waiting, self._on_device(), self._flag(known))
+                    unscale_and_check_(waiting, cast("Tensor", self.place().scale), self._flag(known))
 
     def divide_(self, optimizers: Iterable[Optimizer]) -> None:
         """After a backward pass: unscale every optimizer's gradients, for users who clip them."""
         seen: set[int] = set()
         for optimizer in optimizers if self.enabled else ():
-            known = self._of(optimizer)
-            if known.stage is _Stage.STEPPED:
+            known, parameters = self._of(optimizer), parameters_of(optimizer)
+            if known.stage == "stepped":
                 known.begin_anew()
             if self._are_scaled(known):
-                self._divide(known, *_apart(optimizer, seen))
+                fresh = _fresh(parameters, seen)
+                self._divide(known, fresh)
+                if len(fresh) < len(parameters):  # the others are divided, with an optimizer before this one
+                    self._check(known, parameters)
             known.waiting = True
 
     # ------------------------------------------------------------------ the step
@@ -366,10 +323,9 @@ class LossScaler(GradScaler):
 
         Returns what the optimizer returned, ``None`` where the host knows of a skip.
         """
-        if self._of(optimizer).stage is _Stage.STEPPED:
+        if self._of(optimizer).stage == "stepped":
             raise RuntimeError("step() has already been called since the last update().")
         flag = self._last = self.found_inf(optimizer)
-        self._last_read = None
         before, self.stepping = self.stepping, True
         try:
             result = step_unless(optimizer, flag, self._read, **kwargs) if self.checks else optimizer.step(**kwargs)
@@ -380,22 +336,26 @@ class LossScaler(GradScaler):
 
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Count a step that DeepSpeed unscaled, checked and made, with its flag."""
-        self._last, self._last_read = found_inf, None
+        self._last = found_inf
         self._count(optimizer, found_inf)
+
+    def _read(self, flag: Tensor) -> bool:
+        self._last = found = bool(flag.item())
+        return found
 
     def _count(self, optimizer: Optimizer, flag: Tensor) -> None:
         self.attempts += 1
         known = self._of(optimizer)
         if self.enabled:
-            known.stage = _Stage.STEPPED
+            known.stage = "stepped"
             known.stepped = flag if known.stepped is None else torch.maximum(known.stepped, flag)
-        elif self.checks and self._last_read is not False:  # else it is still 0, and serves again
+        elif self.checks and self._last is not False:  # else it is still 0, and serves again
             known.flag = None
-        if self._last_read is False:  # an optimizer that cannot take the flag: the host has asked
+        if self._last is False:  # an optimizer that cannot take the flag: the host has asked
             self._streak = 0
             return
         # An overflow is ordinary, except at the floor: only there it counts against the budget.
-        counts = self._state.scale <= self._floor if self.enabled else 1
+        counts = self.state.scale <= self._floor if self.enabled else 1
         self.skipped = self.skipped + flag
         self._streak = (self._streak + counts) * flag
 
@@ -403,15 +363,10 @@ class LossScaler(GradScaler):
         """Whether the optimizer stepped since the scale was adjusted last, where there is one."""
         return self._of(optimizer).stepped is not None
 
-    @property
-    def group_open(self) -> bool:
-        """Whether any optimizer did."""
-        return any(known.stepped is not None for known in self._known.values())
-
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
         if new_scale is not None:
-            self._on_device().copy_(torch.as_tensor(new_scale))
+            cast("Tensor", self.place().scale).copy_(torch.as_tensor(new_scale))
             self._scaled = False
             for known in self._known.values():
                 known.begin_anew()
@@ -422,47 +377,36 @@ class LossScaler(GradScaler):
             if known.stepped is not None:
                 flags.append(known.stepped)
                 known.stepped = None
-            if known.stage is _Stage.STEPPED:
+            if known.stage == "stepped":
                 known.begin_anew()
         if flags:
             self._scaled = False
-            found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-            state = adjust_(self.config, self.place(found.device), found)
-            if state is not self._state:
-                self._set_state(state)
+            self._adjust(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
+
+    def _adjust(self, found_inf: Tensor) -> None:
+        """:func:`adjust`, in place; the common rule by torch's fused kernel and a bound, which are fewer launches."""
+        rule, state = self.config, self.place(found_inf.device)
+        plain = rule.dynamic and rule.hysteresis == 1 and not rule.growth_delay
+        if not plain or rule.max_scale is not None or rule.at_min != "hold":
+            self._set_state(adjust(rule, state, found_inf))
+            return
+        scale = cast("Tensor", state.scale)
+        factors = rule.growth_factor, rule.backoff_factor, rule.growth_interval
+        compat.update_scale_(scale, state.growth_tracker, found_inf, *factors)
+        if rule.min_scale > 0:
+            scale.clamp_(min=rule.min_scale)
 
     def forget(self) -> None:
         """Drop what is known of gradients, and of steps since the last update."""
         self._scaled = False
         self._known.clear()
 
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Change the rule from the next update on."""
-        super().set_growth_factor(new_factor)
-        self.config = replace(self.config, growth_factor=new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Change the rule from the next update on."""
-        super().set_backoff_factor(new_factor)
-        self.config = replace(self.config, backoff_factor=new_factor)
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Change the rule from the next update on."""
-        super().set_growth_interval(new_interval)
-        self.config = replace(self.config, growth_interval=new_interval)
-
     # ------------------------------------------------------------------ the counts
 
     @property
     def step_skipped(self) -> bool:
         """Whether the last step was skipped; a device sync, once a step."""
-        if self._last_read is None:
-            self._last_read = bool(cast("Tensor", self._last).item())
-        return self._last_read
-
-    def _read(self, flag: Tensor) -> bool:
-        self._last_read = found = bool(flag.item())
-        return found
+        return self._last if isinstance(self._last, bool) else self._read(self._last)
 
     def _counts(self) -> tuple[int, int]:
         if isinstance(self.skipped, Tensor):
@@ -491,18 +435,14 @@ class LossScaler(GradScaler):
 
     def counts(self) -> dict[str, int | bool]:
         """The counts as Python numbers."""
-        return {
-            "applied_steps": self.applied_steps,
-            "skipped_steps": self.skipped_steps,
-            "streak": self.streak,
-            "step_skipped": self.step_skipped,
-        }
+        names = "applied_steps", "skipped_steps", "streak", "step_skipped"
+        return {name: getattr(self, name) for name in names}
 
     def load_counts(self, counts: Mapping[str, int | bool]) -> None:
         """Resume from the counts of a checkpoint."""
         self.skipped, self._streak = int(counts["skipped_steps"]), int(counts["streak"])
         self.attempts = int(counts["applied_steps"]) + self.skipped
-        self._last, self._last_read = None, bool(counts.get("step_skipped"))
+        self._last = bool(counts.get("step_skipped"))
 
     # ------------------------------------------------------------------ helpers
 
@@ -514,53 +454,35 @@ class LossScaler(GradScaler):
 
     def _are_scaled(self, known: _Gradients) -> bool:
         # Without a scaled loss, gradients that are left from before, and what was added to them, are unscaled.
-        return known.stage is _Stage.SCALED and (self._scaled or not known.waiting)
+        return self.enabled and known.stage == "scaled" and (self._scaled or not known.waiting)
 
     def _flag(self, known: _Gradients) -> Tensor:
         if known.flag is None:
             # the dtype is written out: manual optimization runs where the default dtype may be a half one
-            known.flag = torch.zeros((), dtype=torch.float32, device=self._on_device().device)
+            known.flag = torch.zeros((), dtype=torch.float32, device=cast("Tensor", self.place().scale).device)
         return known.flag
 
-    def _check(self, known: _Gradients, grads: list[Tensor]) -> None:
+    def _check(self, known: _Gradients, parameters: Iterable[Tensor]) -> None:
         flag = self._flag(known)
-        unscale_and_check_(grads, torch.ones_like(flag) if self.enabled else self._on_device(), flag)
+        one = torch.ones_like(flag) if self.enabled else cast("Tensor", self.place().scale)
+        unscale_and_check_(gradients(parameters), one, flag)
 
-    def _divide(self, known: _Gradients, parameters: Iterable[Tensor], shared: Iterable[Tensor]) -> None:
-        """Divide the gradients of ``parameters``, and check those of ``shared``, which were divided before."""
-        scale = self._on_device()
+    def _divide(self, known: _Gradients, parameters: Iterable[Tensor]) -> None:
+        scale = cast("Tensor", self.place().scale)
         # the reciprocal in fp64, as torch's scaler takes it; mps has none
         inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
         unscale_and_check_(gradients(parameters), inverse, self._flag(known))
-        if shared:
-            self._check(known, gradients(shared))
-        known.stage = _Stage.UNSCALED
+        known.stage = "unscaled"
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
     """The optimizer itself, where a trainer's wrapper around it was given."""
-    return getattr(optimizer, "optimizer") if _is_wrapper(type(optimizer)) else optimizer  # noqa: B009  of no type
+    wrapped = any(kind.__name__ == "LightningOptimizer" for kind in type(optimizer).__mro__)
+    return cast("Any", optimizer).optimizer if wrapped else optimizer
 
 
-@cache
-def _is_wrapper(kind: type[Any]) -> bool:
-    return any(one.__name__ == "LightningOptimizer" for one in kind.__mro__)
-
-
-def _apart(optimizer: Optimizer, seen: set[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """The optimizer's parameters: those that no optimizer before it had, and the others, divided once already."""
-    parameters = parameters_of(optimizer)
+def _fresh(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
+    """The parameters that no optimizer before this one had."""
     fresh = [parameter for parameter in parameters if id(parameter) not in seen]
-    shared = [parameter for parameter in parameters if id(parameter) in seen]
     seen.update(map(id, fresh))
-    return fresh, shared
-
-
-def _refuse_bare(parameters: Iterable[Tensor]) -> None:
-    if any(parameter.grad is not None for parameter in parameters):
-        fault = Fault(
-            "gradients of a loss that was not scaled, as a bare loss.backward() leaves them, under a loss scale",
-            "self.manual_backward(loss), or scaler.scale(loss).backward() with the plan's scaler",
-            "write self.manual_backward(loss), or choose a precision without loss scaling ('bf16-mixed', '32-true')",
-        )
-        raise PlanError([fault])
+    return fresh

@@ -18,8 +18,14 @@ from lightning_mp.compat.torch import own_reset, saved_buffers
 from lightning_mp.compat.torch_sharding import make_root
 from lightning_mp.compat.transformers import IS_INITIALIZED, block_classes, initialiser
 from lightning_mp.errors import Faults
-from lightning_mp.modules.class_swap import original_class
-from lightning_mp.modules.patterns import called_in, has_own_forward, matches, named_submodules, no_match
+from lightning_mp.modules.patterns import (
+    called_in,
+    has_own_forward,
+    matches,
+    named_submodules,
+    no_match,
+    original_class,
+)
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import TORCH_DTYPES, to_torch
 from lightning_mp.policy import PrecisionPolicy

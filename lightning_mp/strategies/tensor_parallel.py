@@ -14,8 +14,15 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from lightning_mp.errors import Faults
-from lightning_mp.modules.class_swap import original_class
-from lightning_mp.modules.patterns import Place, has_own_forward, matches, named_submodules, no_match, owners
+from lightning_mp.modules.patterns import (
+    Place,
+    has_own_forward,
+    matches,
+    named_submodules,
+    no_match,
+    original_class,
+    owners,
+)
 
 Plan = Mapping[str, str | ParallelStyle]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lightning_mp.cli import app
 from lightning_mp.cli.env import collect
-from lightning_mp.numerics import device as devices
+from lightning_mp.numerics import dtypes as devices
 from lightning_mp.policy import PRECISIONS
 from lightning_mp.policy.hardware import Device
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_mp.numerics.device import set_tf32
+from lightning_mp.numerics.dtypes import set_tf32
 from support.docs import blocks, commands, pages, text
 from support.docs_run import SETUPS, PageRun, Setup
 

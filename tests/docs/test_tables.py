@@ -14,7 +14,7 @@ import pytest
 from conformance import expected
 from conformance.strategies import STRATEGIES
 from lightning_mp import MixedPrecisionPlan
-from lightning_mp.numerics.device import set_tf32
+from lightning_mp.numerics.dtypes import set_tf32
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
 from support import docs_run
 from support.docs import tables, text

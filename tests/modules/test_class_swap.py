@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.errors import Faults
 from lightning_mp.modules import checkpointing, pins
-from lightning_mp.modules.class_swap import Swapped, swap_in, swap_out
-from lightning_mp.modules.patterns import matches
+from lightning_mp.modules.patterns import Swapped, matches, swap_in, swap_out
 from lightning_mp.policy import Checkpointing, Pin
 from support.models import Regression
 from support.ranks import in_a_process

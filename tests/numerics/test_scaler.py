@@ -232,7 +232,7 @@ def test_the_flag_is_reduced_once_for_each_optimizer() -> None:
         flag.fill_(1.0)
 
     model, scaler = net(), LossScaler(LossScaling(init_scale=8))
-    scaler.sync_with(another_rank_overflowed)
+    scaler.sync = another_rank_overflowed
     optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), weights(model)
     backward(model, scaler, 0, overflow=False)
     scaler.unscale_(optimizer)

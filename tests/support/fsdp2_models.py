@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import LBFGS
 
-from lightning_mp.modules.class_swap import original_class
+from lightning_mp.modules.patterns import original_class
 from support import hf
 from support.collectives import recorded
 from support.models import FEATURES, batches

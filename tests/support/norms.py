@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mp import MixedPrecisionPlan, make_strategy
 from lightning_mp.modules import sync_batchnorm
-from lightning_mp.modules.class_swap import original_class
+from lightning_mp.modules.patterns import original_class
 from support.models import FEATURES
 from support.oracles import plan_for
 from support.running import fit

@@ -23,8 +23,7 @@ from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Faults
 from lightning_mp.modules import fp8, pins
 from lightning_mp.monitor.audit.judge import AS_STORED, Declaration
-from lightning_mp.numerics.device import describe
-from lightning_mp.numerics.dtypes import dtype_name
+from lightning_mp.numerics.dtypes import describe, dtype_name
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.words import DTYPES_OF
 

@@ -17,12 +17,10 @@ from lightning_mp.compat.deepspeed import partitions
 from lightning_mp.compat.lightning import Trainer
 from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward_formula, is_compiled
 from lightning_mp.compat.torchao import held_dtype, product_node
-from lightning_mp.modules.class_swap import original_class
 from lightning_mp.modules.fp8 import is_converted
-from lightning_mp.modules.patterns import plain_name
+from lightning_mp.modules.patterns import original_class, plain_name
 from lightning_mp.monitor.side_run import around_passes
-from lightning_mp.numerics.device import has_tf32
-from lightning_mp.numerics.dtypes import dtype_name, floating_in, left_alone
+from lightning_mp.numerics.dtypes import dtype_name, floating_in, has_tf32, left_alone
 
 Kind = Literal["product", "norm", "lookup", "statistic", "pointwise"]
 

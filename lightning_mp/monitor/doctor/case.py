@@ -14,8 +14,7 @@ from lightning_mp.compat.lightning import check_copy
 from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import pins
-from lightning_mp.numerics import device
-from lightning_mp.numerics.dtypes import dtype_name, to_torch
+from lightning_mp.numerics.dtypes import describe, dtype_name, to_torch
 from lightning_mp.policy import FP8, PrecisionPolicy, hardware
 from lightning_mp.policy.pieces import LossScaling
 from lightning_mp.policy.words import DTYPES_OF, STOCK_PRECISIONS, precision_fix, precision_word
@@ -153,10 +152,10 @@ def device_of(trainer: Mapping[str, Any]) -> hardware.Device:
     accelerator = str(trainer.get("accelerator") or "auto").lower()
     for kind, backend in (("cuda", torch.cuda), ("mps", torch.backends.mps)):
         if accelerator in ("auto", "gpu", kind) and backend.is_available():
-            return device.describe(torch.device(kind))
+            return describe(torch.device(kind))
     if accelerator in ("gpu", "cuda"):
         return hardware.Device("cuda", "a GPU that is not in this machine")
-    return device.describe(torch.device("cpu"))
+    return describe(torch.device("cpu"))
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:

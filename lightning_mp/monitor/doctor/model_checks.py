@@ -15,7 +15,7 @@ from lightning_mp.compat.transformers import checkpointing_function, conv1d
 from lightning_mp.engines import for_strategy
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults, counted, pinning
-from lightning_mp.modules.class_swap import original_class
+from lightning_mp.modules.patterns import original_class
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest, below, listed
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.numerics.dtypes import dtype_name, to_torch

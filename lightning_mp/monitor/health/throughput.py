@@ -21,8 +21,7 @@ from lightning_mp.compat.torchao import held_dtype
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.side_run import around_passes
-from lightning_mp.numerics.device import describe, has_tf32
-from lightning_mp.numerics.dtypes import tensors_in
+from lightning_mp.numerics.dtypes import describe, has_tf32, tensors_in
 from lightning_mp.policy import hardware
 from lightning_mp.policy.words import DTYPES_OF
 
