@@ -20,8 +20,8 @@ from lightning_mp.compat.torch import in_backward
 from lightning_mp.compat.torch_sharding import ranks_apart, take_total_norms_by
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.errors import Fault, PlanError
+from lightning_mp.modules.half_weights import reads_no_value
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.autocast_weight import reads_no_value
 from lightning_mp.numerics.dtypes import map_tensors, tensors_in
 
 _NORM: Any = Tensor.norm

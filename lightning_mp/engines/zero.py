@@ -27,7 +27,7 @@ from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.shard_watch import FirstForward, ShardReads
 from lightning_mp.errors import Fault, Faults
-from lightning_mp.numerics.autocast_weight import CastAlone
+from lightning_mp.modules.half_weights import CastAlone
 from lightning_mp.numerics.dtypes import to_torch
 
 _GRAD: Any = cast("Any", Tensor.grad)

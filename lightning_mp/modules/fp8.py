@@ -177,19 +177,12 @@ def summary(layers: Sequence[FP8Layer]) -> str:
     return f"{len(layers) - len(reasons)} of {many} in fp8" + (f"; left in bf16: {left}" if left else "")
 
 
-def _nothing(layers: Sequence[FP8Layer], kinds: Mapping[str, str], multiple: int) -> tuple[str, str, str]:
-    found = "; ".join(table(layers, kinds)) or "it has no Linear"
-    fixes: list[str] = []
-    if any(layer.reason == "size" for layer in layers):
-        fixes.append("write FP8(small='convert') to convert small layers too, which is slower than bf16")
-    if any(layer.reason == "shape" for layer in layers):
-        fixes.append(f"round dimensions up to a multiple of {multiple}")
-    fixes.append("use precision='bf16-mixed'")
-    return (
-        f"precision='fp8-mixed' on a model of which nothing can be converted: {found}",
-        f"a model with a plain, trained Linear whose dimensions are multiples of {multiple}",
-        ", or ".join(fixes),
-    )
+def _nothing(layers: Sequence[FP8Layer], kinds: Mapping[str, str], multiple: int) -> tuple[str, str]:
+    found, reasons = "; ".join(table(layers, kinds)) or "it has no Linear", {layer.reason for layer in layers}
+    small = "write FP8(small='convert') to convert small layers too, which is slower than bf16, or "
+    odd = f"round dimensions up to a multiple of {multiple}, or "
+    fix = f"{small if 'size' in reasons else ''}{odd if 'shape' in reasons else ''}use precision='bf16-mixed'"
+    return f"precision='fp8-mixed' on a model of which nothing can be converted: {found}", fix
 
 
 # ------------------------------------------------------------------ running
@@ -294,27 +287,24 @@ class Conversion:
         torchao.require()
         self.rule = rule
         #: every Linear and Conv1D, once
-        self.layers, self.modules = select(root, rule, pinned, faults)
-        self._names = [layer.name for layer in self.layers if layer.converted]
+        self.layers, modules = select(root, rule, pinned, faults)
+        #: the converted layers of the run by name
+        self.converted = dict(zip((layer.name for layer in self.layers if layer.converted), modules, strict=True))
         #: what has the stage of the Trainer's run as ``stage``, and that of training
         self.stages: tuple[Any, Any] | None = None
         self.watch = fp8_watch.Watch(rule.recipe)
 
     def apply(self, dtype: torch.dtype, device_type: str) -> None:
         """Convert in place; parameters stay what they are. ``dtype`` is autocast's."""
-        product = torchao.product(self.rule.recipe, emulate=self.rule.emulate)
-        evaluate = self.rule.evaluate == "fp8"
-        running = Running(product, self.rule.multiple, dtype, device_type, self.stages, evaluate, self.watch)
-        for module in self.modules:
+        rule = self.rule
+        product = torchao.product(rule.recipe, emulate=rule.emulate)
+        evaluate = rule.evaluate == "fp8"
+        running = Running(product, rule.multiple, dtype, device_type, self.stages, evaluate, self.watch)
+        for module in self.converted.values():
             swap_in(module, FP8Forward, _lmp_fp8=running)
-
-    @property
-    def converted(self) -> dict[str, nn.Module]:
-        """The converted layers of the run by name."""
-        return dict(zip(self._names, self.modules, strict=bool(self.modules)))
 
     def undo(self) -> None:
         """Give the layers their own forward back."""
-        for module in self.modules:
+        for module in self.converted.values():
             swap_out(module, FP8Forward)
-        self.modules = []
+        self.converted = {}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat.torch import apply_to_tensors, base_of, is_compiled
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules.patterns import (
     NORMS,
     Place,
@@ -150,19 +150,13 @@ def _check_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: Seq
         dtypes = {f"{name}.{key}": pins[index_of[name]].dtype for name, _, key in places if name in index_of}
         if len(set(dtypes.values())) > 1:
             given = " and ".join(f"{place} pinned to {dtype}" for place, dtype in dtypes.items())
-            faults.add(
-                f"contradicting pins on tied weights: {given}",
-                "one dtype for a tied weight, since it is a single tensor",
-                "pin both to the same dtype, or untie them (transformers: tie_word_embeddings=False)",
-            )
+            fix = "pin both to the same dtype, or untie them (transformers: tie_word_embeddings=False)"
+            faults.add(f"contradicting pins on tied weights: {given}", fix)
         # The root itself is never pinned: a weight it owns directly could not keep a pin's dtype.
         own = next((key for name, _, key in places if not name), None)
         if own is not None and dtypes:
-            faults.add(
-                f"a pin on {next(iter(dtypes))}, which is tied to the root module's own {own!r}",
-                "pins on weights that only modules below the root own",
-                "let the root reach it through the module instead of owning the parameter itself",
-            )
+            given = f"a pin on {next(iter(dtypes))}, which is tied to the root module's own {own!r}"
+            faults.add(given, "let the root reach it through the module instead of owning the parameter itself")
 
 
 #: in the name of a class
@@ -190,8 +184,6 @@ class PinState:
     #: what calls it is not of the pin, or it has tensors of its own to run with
     entry: bool
     owns: bool
-    #: names of its own tensors that no cast changes: quantized ones
-    kept: frozenset[str]
 
 
 class _Region(threading.local):
@@ -250,7 +242,7 @@ class PinnedForward(Swapped):
         if pin is None:
             return cast("Any", super())._apply(fn, recurse)
         dtype, module = pin.dtype, cast("nn.Module", self)
-        kept = {id(getattr(module, name, None)) for name in pin.kept}
+        kept = left_alone(module)
 
         def keeping_the_pin(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -281,9 +273,7 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
 
 def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
     module, dtype, output = member.module, to_torch(member.pin.dtype), member.pin.output
-    own = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
-    left = left_alone(module)
-    kept = frozenset(name for name, tensor in own.items() if id(tensor) in left)
+    owns = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
     # Inside another pinned region autocast is off, so nothing there would cast what comes out.
     returns = output == "input" or (output is None and (not mixed or member.inside is not None))
     wanted = None if output in (None, "pin", "input") else to_torch(output)
@@ -292,7 +282,7 @@ def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device
     elif output is None and member.in_attention and dtype in HALF and dtype != compute_dtype:
         wanted = torch.float32  # what attention combines it with is of autocast's half format, and two cannot be mixed
     weighted = output is None and next(module.parameters(), None) is not None
-    return PinState(dtype, wanted, returns, device_type, weighted, member.entry, bool(own), kept)
+    return PinState(dtype, wanted, returns, device_type, weighted, member.entry, owns)
 
 
 def unpin(module: nn.Module) -> None:
@@ -360,11 +350,10 @@ def check_attention(root: nn.Module, pin_map: PinMap, compute: str, faults: Faul
         member = pinned.get(id(module.out_proj))
         around = pinned[id(module)].pin.dtype if id(module) in pinned else compute
         if member is not None and member.pin.dtype != around:
-            dtype, pattern = member.pin.dtype, member.pin.pattern
+            pin = member.pin
             faults.add(
-                f"pin {pattern!r} on {member.name!r}, whose weight MultiheadAttention reads without calling it",
-                f"a pin on the whole attention, {name!r}: what is computed with the weight runs in its dtype, {around}",
-                f"write pins={{{name!r}: {dtype!r}}}, or remove the pin",
+                f"pin {pin.pattern!r} on {member.name!r}, whose weight MultiheadAttention reads in {around}",
+                f"pin the whole attention, pins={{{name!r}: {pin.dtype!r}}}, or remove the pin",
             )
 
 
@@ -387,16 +376,11 @@ class _Reads(TorchFunctionMode):
         if _region.dtype is None and getattr(func, "__name__", "") in _PRODUCTS:
             given = {id(one) for tensor in tensors_in((args, kwargs or {})) for one in (tensor, base_of(tensor))}
             for member in self._members:
-                self._check(member, given)
+                for name, one in member.module.named_parameters(recurse=False):
+                    if id(one) in given:
+                        raise PlanError.of(
+                            f"{member.name}.{name} is pinned to {member.pin.dtype} ({member.pin.pattern!r}), and "
+                            "something outside of that module's forward multiplies with it",
+                            f"call {member.name!r} there, pin the module around it, or remove the pin",
+                        )
         return func(*args, **(kwargs or {}))
-
-    def _check(self, member: PinnedModule, given: set[int]) -> None:
-        for name in (name for name, one in member.module.named_parameters(recurse=False) if id(one) in given):
-            fault = Fault(
-                f"{member.name}.{name} is pinned to {member.pin.dtype} ({member.pin.pattern!r}), and something outside "
-                "of that module's forward multiplies with it",
-                "",
-                f"call {member.name!r} there, pin the module around it, cast the weight there yourself, or remove the "
-                "pin",
-            )
-            raise PlanError([fault], "MixedPrecisionPlan")

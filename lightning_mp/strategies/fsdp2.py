@@ -37,7 +37,7 @@ from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import half_weights
 from lightning_mp.modules.fp8 import is_converted
-from lightning_mp.numerics.autocast_weight import AutocastWeight
+from lightning_mp.modules.half_weights import AutocastWeight
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.policy import FP8, PrecisionPolicy
@@ -321,7 +321,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         rule, conversion = plan.policy.fp8, plan.engine and plan.engine.fp8
         if rule is None or not rule.all_gather or not conversion or not self._sharded:
             return None
-        return FP8Gather(self._user_module, conversion.modules, self._shard_mesh.get_group(-1), rule)
+        return FP8Gather(self._user_module, conversion.converted.values(), self._shard_mesh.get_group(-1), rule)
 
     def teardown(self) -> None:
         """As the host does; the units are left as ``fully_shard`` made them."""

@@ -14,7 +14,7 @@ from conformance.families import FAMILIES, Family
 from lightning_mp import PlanError, PrecisionPolicy
 from lightning_mp.errors import Faults
 from lightning_mp.modules import half_weights, pins
-from lightning_mp.numerics.autocast_weight import AutocastWeight
+from lightning_mp.modules.half_weights import AutocastWeight
 
 POLICY = PrecisionPolicy(precision="bf16-mixed")
 BF16 = torch.bfloat16
