@@ -92,7 +92,7 @@ def test_a_dimension_that_is_no_multiple_of_32_is_left_out_as_shape() -> None:
         assert [layer.reason for layer in layers] == reasons
     faults = Faults()
     fp8.select(model[:2], FP8(recipe="mxfp8", small="convert"), [], faults)
-    assert "multiples of 32" in str(PlanError(faults.found))
+    assert "a multiple of 32" in str(PlanError(faults.found))
 
 
 def test_where_it_is_emulated_one_line_says_so_and_no_gpu_is_refused(caplog: pytest.LogCaptureFixture) -> None:
