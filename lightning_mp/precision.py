@@ -111,18 +111,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         buffer_dtype: str | None = None,
     ) -> None:
         meet_other_copy(MixedPrecisionPlan, "FSDPPrecision")
-        given: dict[str, Any] = {
-            "precision": precision,
-            "loss_scaling": loss_scaling,
-            "pins": pins,
-            "tf32": tf32,
-            "checkpointing": checkpointing,
-            "fp8": fp8,
-            "nonfinite": nonfinite,
-            "reduce_dtype": reduce_dtype or "fp32",
-            "buffer_dtype": buffer_dtype,
-        }
-        self._declare(PrecisionPolicy(**given))
+        dtypes: dict[str, Any] = {"precision": precision, "tf32": tf32, "reduce_dtype": reduce_dtype or "fp32"}
+        steps: dict[str, Any] = {"loss_scaling": loss_scaling, "nonfinite": nonfinite, "buffer_dtype": buffer_dtype}
+        modules: dict[str, Any] = {"pins": pins, "checkpointing": checkpointing, "fp8": fp8}
+        self._declare(PrecisionPolicy(**dtypes, **steps, **modules))
 
     def _declare(self, policy: PrecisionPolicy) -> None:
         self.policy = self._declared = policy

@@ -39,6 +39,8 @@ class StepEngine(ABC):
     #: without a reason it may where no loss scale can change in between
     gives_closure: ClassVar[bool] = True
     evaluates_once: ClassVar[str] = ""
+    #: what optimizers are given to step where that is no whole parameters, and how to call it
+    steps: tuple[tuple[optimizer_facts.Shards, str], ...] = ()
     #: around hooks in which users may look at gradients
     hook_watch: AbstractContextManager[Any] = _NOTHING
 
@@ -136,10 +138,6 @@ class StepEngine(ABC):
         if policy.checkpointing is not None:
             self._applied = checkpointing.apply(module, self.recomputed, policy.checkpointing)
 
-    def shards(self) -> Iterable[tuple[optimizer_facts.Shards, str]]:
-        """What optimizers are given to step where that is no whole parameters, and how to call it."""
-        return ()
-
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Note which optimizers cannot step under the policy."""
         for optimizer in optimizers:
@@ -147,7 +145,7 @@ class StepEngine(ABC):
             if once and optimizer_facts.is_known_to_evaluate_again(optimizer):
                 faults.extend([self._again(optimizer)])
             else:
-                for shards, where in self.shards():
+                for shards, where in self.steps:
                     optimizer_facts.check_shards(optimizer, shards, where, faults)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -132,10 +132,8 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     policy = engine.policy
     shards = isinstance(strategy, (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy))
     if policy.fp8 is not None and policy.fp8.all_gather and shards and not hasattr(strategy, "gathers_fp8"):
-        faults.add(
-            f"FP8(all_gather=True) with {type(strategy).__name__}, which gathers weights as they are stored",
-            "leave out all_gather=True, or use strategy='mp_fsdp2'",
-        )
+        given = f"FP8(all_gather=True) with {type(strategy).__name__}, which gathers weights as they are stored"
+        faults.add(given, "leave out all_gather=True, or use strategy='mp_fsdp2'")
     own, instead = getattr(strategy, "check_plan", None), None
     if own is not None:
         return own(engine, module, faults)
@@ -163,15 +161,11 @@ def synced(strategy: Strategy, module: nn.Module, faults: Faults) -> list[nn.Mod
         return []
     mesh = mesh_of(strategy) if isinstance(strategy, ModelParallelStrategy) else None
     if mesh is not None and "tensor_parallel" in mesh.mesh_dim_names and mesh["tensor_parallel"].size() > 1:
-        faults.add(
-            "sync_batchnorm=True with tensor parallelism, whose ranks see the same batch",
-            "leave tensor_parallel out, or sync_batchnorm=True",
-        )
+        given = "sync_batchnorm=True with tensor parallelism, whose ranks see the same batch"
+        faults.add(given, "leave tensor_parallel out, or sync_batchnorm=True")
     if type(strategy) is DDPStrategy and strategy.root_device.type == "cpu":  # it has replaced them by now
-        faults.add(
-            "sync_batchnorm=True with Lightning's own DDPStrategy on a CPU, where torch's SyncBatchNorm does not run",
-            "use strategy='mp_ddp'",
-        )
+        given = "sync_batchnorm=True with Lightning's DDPStrategy on a CPU, where torch's SyncBatchNorm does not run"
+        faults.add(given, "use strategy='mp_ddp'")
     return sync_batchnorm.select(module, faults)
 
 
@@ -187,10 +181,8 @@ def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) 
     hooks = [getattr(one, "__name__", str(one)) for one in ddp_hooks(strategy) if one is not None]
     stored = {policy.storage_dtype, *(pin.dtype for pin in policy.pins)}
     if hooks and (stored != {policy.reduce_dtype} or any("compress" in name for name in hooks)):
-        faults.add(
-            f"DDPStrategy(ddp_comm_hook={hooks[0]}) beside reduce_dtype={policy.reduce_dtype!r}",
-            "remove the hook; MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16', sums in that dtype",
-        )
+        given = f"DDPStrategy(ddp_comm_hook={hooks[0]}) beside reduce_dtype={policy.reduce_dtype!r}"
+        faults.add(given, "remove the hook; MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16', sums in that dtype")
 
 
 # ------------------------------------------------------------------ a model that its user sharded
@@ -205,26 +197,20 @@ def check_users_sharding(
     """
     pinned, wrong, whole = pin_map.dtypes(), list[str](), list[str]()
     for name, parameter in module.named_parameters():
-        wanted = pinned.get(id(parameter), policy.storage_dtype)
+        wanted, dtype = pinned.get(id(parameter), policy.storage_dtype), parameter.dtype
+        cast_to_it = dtype in TORCH_DTYPES.values() or (dtype == torch.float64 and wanted != "fp32")
         if not hasattr(parameter.data, "to_local"):
             whole += [name] if parameter.requires_grad and replicas > 1 else []
-        elif parameter.dtype != to_torch(wanted) and (
-            parameter.dtype in TORCH_DTYPES.values() or (parameter.dtype == torch.float64 and wanted != "fp32")
-        ):  # what is sharded can no longer be cast
-            wrong.append(f"{name!r} in {parameter.dtype}, which the plan stores in {wanted}")
+        elif dtype != to_torch(wanted) and cast_to_it:  # what is sharded can no longer be cast
+            wrong.append(f"{name!r} in {dtype}, which the plan stores in {wanted}")
     if wrong:
         faults.add(f"{len(wrong)} parameters sharded already, such as {wrong[0]}", f"{_INSTEAD}, with a new module")
     if whole:
-        faults.add(
-            f"{len(whole)} trained parameters that configure_model leaves whole, such as {whole[0]!r}, on {replicas} "
-            "data-parallel ranks",
-            f"shard the module they are in too, or {_INSTEAD}",
-        )
+        given = f"{len(whole)} trained parameters, such as {whole[0]!r}, that configure_model leaves whole on each rank"
+        faults.add(given, f"shard the module they are in too, or {_INSTEAD}")
     reduce_dtype = to_torch(policy.reduce_dtype)
     for name, mixed, own in sharding_compat.policies(module):
         # Without one, torch sums in the dtype that is gathered.
         if mixed.param_dtype is not None or (mixed.reduce_dtype or own) != reduce_dtype:
-            faults.add(
-                f"fully_shard on {name!r} with {mixed}, where the plan computes by autocast and sums in {reduce_dtype}",
-                f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}",
-            )
+            given = f"fully_shard on {name!r} with {mixed}, where the plan computes by autocast"
+            faults.add(given, f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}")

@@ -136,7 +136,9 @@ def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
     if engine.policy.precision == "16-true":
         rank_zero_info(IN_FP16)
     for logger in trainer.loggers:
-        logger.log_hyperparams(hyperparameters(engine.policy))
+        # under one key, beside the module's own: loggers without nested names make precision_plan/loss_scaling of it
+        pins = str({pin.pattern: pin.dtype for pin in engine.policy.pins})
+        logger.log_hyperparams({"precision_plan": engine.policy.to_dict() | {"pins": pins}})
 
 
 def ended(plan: PlanBase, trainer: Trainer | None) -> None:
@@ -149,11 +151,3 @@ def ended(plan: PlanBase, trainer: Trainer | None) -> None:
             f"The run applied 0 of its {tried} optimizer steps: each was skipped, as a gradient was not finite{scale}. "
             "The weights are those it began with. nonfinite='raise' stops at the first such step and names its module"
         )
-
-
-def hyperparameters(policy: PrecisionPolicy) -> dict[str, Any]:
-    """The policy under one key, ``precision_plan``, beside the module's own; pins as one string.
-
-    Loggers that have no nested names make ``precision_plan/loss_scaling/init_scale`` of it.
-    """
-    return {"precision_plan": policy.to_dict() | {"pins": str({pin.pattern: pin.dtype for pin in policy.pins})}}

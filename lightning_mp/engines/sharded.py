@@ -5,7 +5,7 @@ A part is unscaled, checked and stepped as whole parameters are; the norm and th
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import FSDP1_WRAPPER, is_compiled
-from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import Replay, StepEngine
 from lightning_mp.engines.diagnosis import Verdict
 from lightning_mp.engines.shard_watch import FirstForward, ShardReads, WholeNorms, sum_total_norms
@@ -30,6 +29,7 @@ class ShardedEngine(StepEngine):
 
     holds = "every process holds a shard of every parameter"
     evaluates_once = "on sharded parameters"
+    steps = (("DTensors", "sharded parameters"),)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -39,13 +39,10 @@ class ShardedEngine(StepEngine):
         self._reads: ShardReads | None = None
         self._seen: set[str] = set()
 
-    def shards(self) -> Iterable[tuple[optimizer_facts.Shards, str]]:
-        """DTensors, or under FSDP1 flat pieces."""
-        return [("flat pieces" if self._flat_groups else "DTensors", "sharded parameters")]
-
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, and watch the units of FSDP1 or FSDP2."""
         self._flat_groups = flat_groups(model)
+        self.steps = (("flat pieces", "sharded parameters"),) if self._flat_groups else ShardedEngine.steps
         super().connect(model, optimizers)
         self._unused = None
         if optimizers:
@@ -133,10 +130,10 @@ class ShardedEngine(StepEngine):
         assert self._module is not None
         with sharding_compat.unsummed_gradients(self._module):  # each rank sees its own
             error = super()._error(replay, verdict)
-        error.args = (str(error).replace(FSDP1_WRAPPER, ""), *error.args[1:])
-        error.module, error.parameter = (
-            name and name.replace(FSDP1_WRAPPER, "") for name in (error.module, error.parameter)
+        said, *names = (
+            name and name.replace(FSDP1_WRAPPER, "") for name in (str(error), error.module, error.parameter)
         )
+        error.args, (error.module, error.parameter) = (said,), names
         return error
 
 
@@ -154,10 +151,7 @@ class PipelineEngine(StepEngine):
 
     holds = "every process holds a stage of the layers"
     evaluates_once = "under pipeline parallelism, which would run the schedule again"
-
-    def shards(self) -> Iterable[tuple[optimizer_facts.Shards, str]]:
-        """Those of one stage, which may be sharded too."""
-        return [("a stage", "a stage's parameters alone"), ("DTensors", "sharded parameters")]
+    steps = (("a stage", "a stage's parameters alone"), ("DTensors", "sharded parameters"))
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers; from then on ``clip_grad_norm_`` on a stage's gradients is by the norm of all."""

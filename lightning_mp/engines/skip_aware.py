@@ -46,24 +46,16 @@ class Override:
         owner.__dict__[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.active:
-            return self.original(*args, **kwargs)
-        return self._instead(self.original, *args, **kwargs)
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        """What would run without it."""
-        method = self.before or partial(getattr(type(self.owner), self.name), self.owner)
-        return method(*args, **kwargs)
+        original = self.before or partial(getattr(type(self.owner), self.name), self.owner)
+        return self._instead(original, *args, **kwargs) if self.active else original(*args, **kwargs)
 
     def remove(self) -> None:
         """Restore the attribute, unless another override was put over this one."""
         self.active = False
-        top = self.owner.__dict__.get(self.name)
+        top = self.owner.__dict__.pop(self.name, None)
         while isinstance(top, Override) and not top.active:
             top = top.before
-        if top is None:
-            self.owner.__dict__.pop(self.name, None)
-        else:
+        if top is not None:
             self.owner.__dict__[self.name] = top
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

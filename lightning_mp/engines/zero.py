@@ -44,6 +44,7 @@ class ZeroEngine(StepEngine):
     runs_backward = True
     gives_closure = False  # a ZeRO optimizer takes none
     evaluates_once = "with ZeRO"
+    steps = (("flat pieces", "ZeRO's pieces of flat tensors"),)
     _zero: Zero | None = None
     #: the norm to clip by where the Trainer says nothing
     _default_clip = 0.0
@@ -67,10 +68,6 @@ class ZeroEngine(StepEngine):
         super().check(module, faults)
         if self.policy.nonfinite.action == "ignore":
             faults.add("nonfinite='ignore' with ZeRO", "use nonfinite='skip', or strategy='mp_fsdp2'")
-
-    def shards(self) -> Iterable[tuple[optimizer_facts.Shards, str]]:
-        """Pieces of flat tensors."""
-        return [("flat pieces", "ZeRO's pieces of flat tensors")]
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse what does not step pieces of flat tensors; asked before a ZeRO optimizer takes its place."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 from math import inf
-from textwrap import TextWrapper
+from textwrap import fill
 
 from torch import nn
 
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, counted
 from lightning_mp.modules import checkpointing, fp8, pins
 from lightning_mp.policy import NonFinite, PrecisionPolicy
 
@@ -50,8 +51,7 @@ def rows(
 
 
 def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
-    covered = () if module is None else pins.resolve(module, policy.pins, Faults()).members
-    found: Rows = []
+    covered, found = () if module is None else pins.resolve(module, policy.pins, Faults()).members, Rows()
     for pin in policy.pins:
         names = [member.name for member in covered if member.pin is pin]
         output = "" if pin.output is None else f", output {pin.output}"
@@ -70,12 +70,10 @@ def _checkpointing(policy: PrecisionPolicy, module: nn.Module | None) -> str:
 
 def _counted(names: list[str]) -> str:
     """``12 modules, model.layers.*.norm``: how many, and what their names have in common."""
-    if not names:
-        return "no module"
     # a number in a name is a layer's index
     forms = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
     shown = ", ".join(forms[:3]) + (f" and {len(forms) - 3} more" if len(forms) > 3 else "")
-    return f"{len(names)} module{'s' * (len(names) > 1)}, {shown}"
+    return f"{counted(len(names), 'module')}, {shown}" if names else "no module"
 
 
 def announcement(policy: PrecisionPolicy, module: nn.Module, layers: Sequence[fp8.FP8Layer] = ()) -> list[str]:
@@ -97,12 +95,8 @@ def announcement(policy: PrecisionPolicy, module: nn.Module, layers: Sequence[fp
 def as_text(table: Rows) -> str:
     """The rows in two columns, at most ``WIDTH`` wide."""
     indent = max(len(name) for name, _ in table) + 2
-    wrapper = TextWrapper(WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
-    lines: list[str] = []
-    for name, text in table:
-        wrapper.initial_indent = f"{name:{indent}}"
-        lines.append(wrapper.fill(text) or wrapper.initial_indent)
-    return "\n".join(lines)
+    wrap = partial(fill, width=WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrap(text, initial_indent=f"{name:{indent}}") for name, text in table)
 
 
 def as_html(table: Rows) -> str:
@@ -142,12 +136,11 @@ def loss_scaling(policy: PrecisionPolicy) -> str:
     overflows = "an overflow" if rule.hysteresis == 1 else f"{rule.hysteresis} overflows"
     in_a_row = " in a row" if rule.consecutive_hysteresis and rule.hysteresis > 1 else ""
     floor = {"hold": "held there", "raise": "an overflow there raises"}[rule.at_min]
-    bounds = f"; at least {rule.min_scale:g}, {floor}" if rule.min_scale else ""
-    if rule.max_scale not in (None, inf):
-        bounds += f"; at most {rule.max_scale:g}"
+    least = f"; at least {rule.min_scale:g}, {floor}" if rule.min_scale else ""
+    most = "" if rule.max_scale in (None, inf) else f"; at most {rule.max_scale:g}"
     return (
         f"{rule.init_scale:g} at first, x{rule.growth_factor:g} after {rule.growth_interval} clean steps, "
-        f"x{rule.backoff_factor:g} after {overflows}{in_a_row}{bounds}"
+        f"x{rule.backoff_factor:g} after {overflows}{in_a_row}{least}{most}"
     )
 
 

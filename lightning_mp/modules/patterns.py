@@ -42,9 +42,7 @@ def matches(pattern: str, name: str, module: nn.Module) -> bool:
         return True
     parts = name.split(".")
     suffixes = (".".join(parts[start:]) for start in range(len(parts)))
-    return any(fnmatchcase(suffix, pattern) for suffix in suffixes) or fnmatchcase(
-        original_class(module).__name__, pattern
-    )
+    return any(fnmatchcase(word, pattern) for word in (*suffixes, original_class(module).__name__))
 
 
 def named_submodules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -91,23 +89,19 @@ def called_in(module: nn.Module, *, through_sequential: bool = False) -> Iterato
 def not_scripted(name: str, module: nn.Module, what: str, faults: Faults) -> None:
     """Note that ``module``, whose forward is to be replaced, is compiled by ``torch.jit``, which never calls it."""
     if isinstance(module, torch.jit.ScriptModule):
-        faults.add(f"{what} on {name!r}, which torch.jit compiled", "", "leave it out, or script it after training")
+        faults.add(f"{what} on {name!r}, which torch.jit compiled", "leave it out, or script it after training")
 
 
 def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
     """Note that ``pattern`` matches nothing in ``root``, with the names most like it."""
-    words = dict.fromkeys(word for name, module in named_submodules(root) for word in _words(name, module))
+    words = dict.fromkeys(
+        word
+        for name, module in named_submodules(root)
+        for word in (name.rpartition(".")[2], original_class(module).__name__, name)
+    )
     here = f"choose among the modules here: {', '.join(list(words)[:5])}"
     fix = did_you_mean(pattern.strip("*."), words, here)
-    if "SyncBatchNorm" in words and any(fnmatchcase(f"BatchNorm{size}d", pattern) for size in (1, 2, 3)):
-        fix = (
-            "use strategy='mp_ddp', where sync_batchnorm=True leaves batch norms their class, or write 'SyncBatchNorm'"
-        )
-    faults.add(f"{what} {pattern!r}, which matches no module", "a module's name, a suffix of it, or its class", fix)
-
-
-def _words(name: str, module: nn.Module) -> tuple[str, ...]:
-    return name.rpartition(".")[2], original_class(module).__name__, name
+    faults.add(f"{what} {pattern!r}, which matches no module", fix)
 
 
 def plain_name(name: str) -> str:

@@ -71,8 +71,7 @@ def cast_within_range(data: Any, dtype: torch.dtype) -> Any:
 
 def floating_dtype(data: Any) -> torch.dtype | None:
     """The dtype of the first real floating tensor in nested ``data``, or ``None``."""
-    found = floating_in(data)
-    return found[0].dtype if found else None
+    return next((tensor.dtype for tensor in floating_in(data)), None)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -94,8 +93,8 @@ def castable(module: nn.Module, *, parameters: bool = True, buffers: bool = True
     scaled = any(map(_SCALE.search, (*weights, *others)))
     packed = (_is_float8(one) or _is_packed(key, one) for key, one in others.items() if scaled and one.ndim > 1)
     if any(_is_quantized(key, one) for key, one in weights.items()) or any(packed):
-        ordinary = {key: one for key, one in weights.items() if one.requires_grad and "scale" not in key}
-        weights, others = {key: one for key, one in weights.items() if key in ordinary or "bias" in key}, {}
+        trained = {key for key, one in weights.items() if one.requires_grad and "scale" not in key}
+        weights, others = {key: one for key, one in weights.items() if key in trained or "bias" in key}, {}
     chosen = [*(weights.values() if parameters else ()), *(others.values() if buffers else ())]
     return [tensor for tensor in chosen if is_plain(tensor) or _is_marked(tensor)]
 
