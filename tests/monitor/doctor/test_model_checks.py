@@ -220,7 +220,7 @@ def test_contradicting_pins_on_a_tied_weight_are_what_the_run_refuses() -> None:
     assert (finding.severity, finding.where) == ("error", "model.transformer.wte.weight")
     for part in ("pinned to fp32", "pinned to bf16", "tie_word_embeddings=False"):
         assert part in str(finding)
-    with pytest.raises(PlanError, match="(?i)contradicting pins on tied weights"):
+    with pytest.raises(PlanError, match="ontradicting pins on tied weights"):
         fit(model, plugins=[Plan("bf16-mixed", pins=pins)])
 
 
