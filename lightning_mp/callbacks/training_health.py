@@ -158,10 +158,22 @@ class TrainingHealth(WritesRun):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run the doctor, while the model is as the user made it."""
         check_copy(trainer, _NAME)
+        self._findings = None
         # what is sharded since an earlier run, the doctor, on one rank, cannot read
         split = any(hasattr(p, "to_local") or is_partitioned(p) for p in pl_module.parameters())
-        begins = stage == "fit" and trainer.is_global_zero and not split
-        self._findings = _examined(trainer, pl_module) if begins else None
+        if stage != "fit" or not trainer.is_global_zero or split:
+            return
+        plugin, strategy = trainer.precision_plugin, trainer.strategy
+        stock_zero = isinstance(strategy, DeepSpeedStrategy) and not isinstance(plugin, PlanBase)
+        arguments = {
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "callbacks": callbacks_of(trainer),
+            "devices": trainer.num_devices,
+            "num_nodes": trainer.num_nodes,
+        }
+        device, given = describe(strategy.root_device), "deepspeed" if stock_zero else strategy  # Lightning's own JSON
+        with suppress(PlanError):  # a precision plugin that it does not know
+            self._findings = doctor(pl_module, plugin, given, arguments, optimizer=(), device=device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the parameters to measure, and open the folder.
@@ -174,9 +186,7 @@ class TrainingHealth(WritesRun):
             self._alerts = Alerts(self._alert_settings)
         self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
         run = _Run(trainer, pl_module, self)
-        self._log.open(trainer, self.run_dir, fresh=is_fresh(trainer))
-        if self._findings is not None:
-            self._log.findings(self._findings)
+        self._log.open(trainer, self.run_dir, self._findings)
         run.throughput.start(trainer)
         self._run = run
 
@@ -487,20 +497,3 @@ def _check_skips(trainer: Trainer, module: LightningModule) -> None:
         where = "under DeepSpeed, whose gradients are in its own partitions"
     if where:
         raise PlanError.of(f"an action 'skip' {where}", "use 'reduce_lr' or 'stop'", _NAME)
-
-
-def _examined(trainer: Trainer, module: LightningModule) -> list[Finding] | None:
-    """What the doctor finds without creating an optimizer; ``None`` for a precision plugin it does not know."""
-    stock_zero = isinstance(trainer.strategy, DeepSpeedStrategy) and not isinstance(trainer.precision_plugin, PlanBase)
-    strategy = "deepspeed" if stock_zero else trainer.strategy  # into whose JSON Lightning has written
-    arguments = {
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "callbacks": callbacks_of(trainer),
-        "devices": trainer.num_devices,
-        "num_nodes": trainer.num_nodes,
-    }
-    device = describe(trainer.strategy.root_device)
-    try:
-        return doctor(module, trainer.precision_plugin, strategy, arguments, optimizer=(), device=device)
-    except PlanError:
-        return None

@@ -216,13 +216,16 @@ class RunLog:
         self.fp8_rows: deque[dict[str, Any]] = deque(maxlen=IN_MEMORY)
         self._fp8_readings = 0
 
-    def open(self, trainer: Trainer, run_dir: RunDir, *, fresh: bool) -> None:
-        """Begin, or continue; every rank has to call it.
+    def open(self, trainer: Trainer, run_dir: RunDir, findings: Iterable[Finding] | None) -> None:
+        """Begin, or continue, with what the doctor found; every rank has to call it.
 
         Raises:
             PlanError: another run or callback writes there already; on every rank.
         """
+        fresh = is_fresh(trainer)
         self._folder = open_folder(trainer, run_dir, self._writer)
+        if self._folder is not None and findings is not None:
+            self._folder.write(FINDINGS, {"findings": [finding.to_dict() for finding in findings]})
         if fresh:
             self.events.clear()
             self._counts.clear()
@@ -231,11 +234,6 @@ class RunLog:
             kept = [row for row in rows if row[metric_names.STEP] < now or _validates(row, now)]
             rows.clear()
             rows.extend([] if fresh else kept)
-
-    def findings(self, found: Iterable[Finding]) -> None:
-        """Write what the doctor found."""
-        if self._folder is not None:
-            self._folder.write(FINDINGS, {"findings": [finding.to_dict() for finding in found]})
 
     def row(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write a reading.

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -191,8 +192,6 @@ class CountFlops(compat.TorchDispatchMode):
         self.total = 0
         #: those of it that are products in FP8
         self.fp8 = 0
-        #: an operator's FLOPs from its arguments
-        self.rules = _RULES
         #: whether an operator's FLOPs could not be told
         self.uncounted = False
 
@@ -200,7 +199,7 @@ class CountFlops(compat.TorchDispatchMode):
         if any(kind is not Tensor and hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # a DTensor comes back here with its local parts
         out = func(*args, **(kwargs or {}))
-        count = self.rules.get(getattr(func, "overloadpacket", None))
+        count = _RULES.get(getattr(func, "overloadpacket", None))
         if count is not None and not _recomputes():
             try:
                 flops = count(*args, **(kwargs or {}), out_val=out)
@@ -238,24 +237,20 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
     return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
 
-def _without_scores(rule: Callable[..., int]) -> Callable[..., int]:
+def _without_scores(rule: Callable[..., int], *args: Any, **kwargs: Any) -> int:
     """Of the five products in a fused attention's backward, one recomputes the scores (head sizes are equal)."""
-
-    def count(*args: Any, **kwargs: Any) -> int:
-        return rule(*args, **kwargs) * 4 // 5
-
-    return count
+    return rule(*args, **kwargs) * 4 // 5
 
 
-def _rules() -> dict[Any, Callable[..., int]]:
-    forward, backward = compat.cpu_attention()
-    rules: dict[Any, Callable[..., int]] = {
-        **cast("dict[Any, Callable[..., int]]", flop_registry),
-        forward: _attention,
-        backward: _attention_backward,
+#: an operator's FLOPs from its arguments
+_RULES: dict[Any, Callable[..., int]] = {
+    **cast("dict[Any, Callable[..., int]]", flop_registry),
+    **dict(zip(compat.cpu_attention(), (_attention, _attention_backward), strict=True)),
+}
+_RULES.update(
+    {
+        op: partial(_without_scores, rule)
+        for op, rule in _RULES.items()
+        if "attention" in str(op) and str(op).endswith("backward")
     }
-    fused = {op for op in rules if "attention" in str(op) and str(op).endswith("backward")}
-    return {op: _without_scores(rule) if op in fused else rule for op, rule in rules.items()}
-
-
-_RULES = _rules()
+)
