@@ -176,11 +176,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
 
     def state_dict(self) -> dict[str, int]:
         """The counts."""
-        return {
-            "skipped_steps": self.skipped_steps,
-            "applied_steps": self.applied_steps,
-            "in_a_row": self._in_a_row,
-        }
+        return {"skipped_steps": self.skipped_steps, "applied_steps": self.applied_steps, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Restore the counts."""

@@ -231,9 +231,8 @@ class RunLog:
             self._counts.clear()
         now = trainer.global_step
         for rows in (self.rows, self.fp8_rows):  # a run that resumes makes later steps again
-            kept = [row for row in rows if row[metric_names.STEP] < now or _validates(row, now)]
-            rows.clear()
-            rows.extend([] if fresh else kept)
+            while rows and (fresh or not (rows[-1][metric_names.STEP] < now or _validates(rows[-1], now))):
+                rows.pop()
 
     def row(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write a reading.
