@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_mp.compat import lightning
 from lightning_mp.compat.checks import check_versions
 from lightning_mp.compat.lightning import meet_other_copy
-from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean
+from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -93,16 +93,18 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
         PlanError: an unknown name or keyword, with near ones; whatever the strategy itself refuses.
     """
     name, also = LIGHTNINGS.get(name.lower(), (name, {})) if isinstance(name, str) else (name, {})
-    overrides = {**also, **overrides}
-    entry = _entry(name)
+    overrides, plain = {**also, **overrides}, str(name).lower().removeprefix(PREFIX)
+    with Faults("make_strategy") as faults:
+        if plain not in STRATEGIES:
+            faults.unknown("strategy", name, STRATEGIES, "write one of these")
+    entry = STRATEGIES[plain]
     cls = _load(f"lightning_mp.strategies.{entry.home}")
     own = _keywords([cls])
     allowed = sorted({*own, *_keywords(map(_load, entry.hosts))})
     with Faults("make_strategy") as faults:
         for key in overrides:
             if key in entry.fixed:
-                given = f"{key}={overrides[key]!r} with {name!r}"
-                faults.add(given, "the strategy whose name says so", "choose the strategy by name")
+                faults.add(f"{key}={overrides[key]!r} with {name!r}", "choose the strategy whose name says so")
             elif key in _THE_PLANS:
                 fix = "remove it; where it is to be said, MixedPrecisionPlan or Trainer has an argument for it"
                 faults.add(f"{key}=... with {name!r}, which the plan or the Trainer decides", fix)
@@ -115,14 +117,6 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
     checked = {"policy": policy} if "policy" in own else {}
     meet_other_copy(cls, "Strategy")
     return cls(**entry.fixed, **checked, **overrides)
-
-
-def _entry(name: object) -> Entry:
-    plain = name.lower().removeprefix(PREFIX) if isinstance(name, str) else name
-    if isinstance(plain, str) and plain in STRATEGIES:
-        return STRATEGIES[plain]
-    near = did_you_mean(str(plain), STRATEGIES)
-    raise PlanError([Fault(f"strategy {name!r}", ", ".join(STRATEGIES), near)], "make_strategy")
 
 
 def _load(home: str) -> Any:

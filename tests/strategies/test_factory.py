@@ -113,7 +113,7 @@ def test_unknown_keywords_are_all_refused_at_once_with_near_names(name: str) -> 
         ("ddp", "precision_plugin", "MixedPrecisionPlan"),
         ("ddp", "pins", "MixedPrecisionPlan"),
         ("deepspeed_zero2", "initial_scale_power", "MixedPrecisionPlan"),
-        ("deepspeed_zero2", "stage", "by name"),
+        ("deepspeed_zero2", "stage", "whose name says so"),
     ],
 )
 def test_what_the_plan_or_the_name_says_is_no_keyword(name: str, key: str, instead: str) -> None:
